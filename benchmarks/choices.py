@@ -3,14 +3,17 @@
     python benchmarks/choices.py
 
 The order of keys and values in memory (`kv_layout`; attention at 2,048 tokens, each order by its own fastest kernel),
-the page size (mapping and unmapping 64 MiB), the parts of copies beside a model, and the pieces in which packed weights
-are expanded on a CPU. The ratio is the time of the choice to that of the fastest: 1.00 where nothing is lost by it.
-Kernels of products and of attention are not here: those are measured when a model is wrapped.
+that in a block of the engine (`block_layout`; steps of decoding requests, each of requests x tokens, with so many key
+heads of so many query heads), the page size (mapping and unmapping 64 MiB), the parts of copies beside a model, and the
+pieces in which packed weights are expanded on a CPU. The ratio is the time of the choice to that of the fastest: 1.00
+where nothing is lost by it. Kernels of products and of attention are not here: those are measured when a model is
+wrapped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -19,6 +22,10 @@ from common import arguments, finish, paired, ratio, show, table
 from quantized_linear import CONFIGS
 
 from elastic.config import Place
+from elastic.engines.core.kv_state import BLOCK_SLOTS
+from elastic.engines.executor.attention import attend
+from elastic.engines.executor.attention_metadata import AttentionMetadata, DecodeGroup, PartsIndex
+from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
 from elastic.kvcache import decode_timing
 from elastic.kvcache.decode_kernels import KERNELS
 from elastic.memory.backends.memfd import DEFAULT_PAGE_BYTES
@@ -45,6 +52,26 @@ def layouts(dtype: torch.dtype, queries: int) -> Works:
         return lambda: [kernel(*next(inputs), None, 0.125) for _ in range(8)]
 
     return {order: attend(order) for order in ("head_major", "token_major")}
+
+
+def blocks(dtype: torch.dtype, requests: int, tokens: int, kv_heads: int, heads: int) -> Works:
+    """Attention of one layer in a step of the engine: requests of so many tokens decode, by blocks in any order."""
+
+    def step(order: str) -> Callable[[], Any]:
+        shape = BlockShape(BLOCK_SLOTS, kv_heads, 64)
+        layout, count = LAYOUTS[order](shape), requests * tokens // BLOCK_SLOTS
+        tables, last = torch.randperm(count).view(requests, -1), torch.full((requests,), BLOCK_SLOTS - 1)
+        nbytes = count * shape.elements * dtype.itemsize
+        caches = cycle(torch.randn(-(-64 * MIB // nbytes), count * shape.elements, dtype=dtype))  # of other layers, too
+        read = PartsIndex(partial(layout.read_index, tables))
+        write = PartsIndex(partial(layout.write_index, tables[:, -1], last))
+        mask = torch.zeros(requests, 1, 1, tokens, dtype=dtype)
+        batch = AttentionMetadata((DecodeGroup(requests, None, read, mask),), (), write, None)
+        parts = layout.parts(torch.zeros(1, dtype=torch.long))
+        query, keys, values = (torch.randn(n, requests, 64, dtype=dtype) for n in (heads, kv_heads, kv_heads))
+        return lambda: [attend(query, keys, values, next(caches), layout, parts, batch, 0.125) for _ in range(8)]
+
+    return {order: step(order) for order in LAYOUTS}
 
 
 def pages() -> Works:
@@ -100,6 +127,19 @@ def main() -> None:
         "order of keys, float32 GQA": ("head_major", layouts(torch.float32, 3)),
         "order of keys, bfloat16 MHA": ("head_major", layouts(torch.bfloat16, 1)),
         "order of keys, bfloat16 GQA": ("head_major", layouts(torch.bfloat16, 3)),
+        **{
+            f"order of a block, {name} {requests} x {tokens}, {kv_heads} of {heads}": (
+                "head_centric",
+                blocks(dtype, requests, tokens, kv_heads, heads),
+            )
+            for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
+            for requests, tokens, kv_heads, heads in (
+                (8, 256, 2, 4),
+                (8, 1024, 8, 8),
+                (8, 1024, 2, 16),
+                (1, 4096, 8, 8),
+            )
+        },
         "page size": (f"{DEFAULT_PAGE_BYTES // 1024} KiB", pages()),
         "part of a copy": (f"{RateLimiter.CHUNK // MIB} MiB", copies()),
         "expanded piece": (piece, pieces()),

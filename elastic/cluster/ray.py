@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.launch.ray import RayLauncher
-from elastic.errors import BackendUnavailable
+from elastic.errors import BackendUnavailable, StateError
 
 try:
     from ray import serve
@@ -38,15 +38,28 @@ def deploy(
     `make_app(fleet)` returns the ASGI application of a replica: one that calls `elastic.server.create_app(fleet, …)`,
     which starts the fleet with itself and stops it at its end. `ranks` of the fleet are actors of Ray; `fleet` has
     further options of `Fleet`, `launcher` those of `RayLauncher`, `deployment` those of `ray.serve.deployment`. Each
-    replica has a fleet of its own. `ray.serve.delete(name)` ends it, with its ranks.
+    replica has a fleet of its own; Ray replaces one whose fleet has no rank left and gets none.
+    `ray.serve.delete(name)` ends it, with its ranks.
     """
     path, fleet_options = os.path.abspath(model), dict(fleet or {})
     launcher_options = {"ranks": ranks, **(launcher or {})}
 
+    fleets: list[Fleet] = []
+    """Of a replica, in its process: both below go there together."""
+
     def build() -> Any:
         launch = RayLauncher(**launcher_options)
-        return make_app(Fleet(path, ranks=ranks, launch=launch, **fleet_options))
+        fleets.append(Fleet(path, ranks=ranks, launch=launch, **fleet_options))
+        return make_app(fleets[-1])
+
+    class Replica:
+        """What Ray asks of a replica besides answers."""
+
+        def check_health(self) -> None:
+            """Raise `StateError` if the fleet takes no requests any more."""
+            if not fleets[-1].serving:
+                raise StateError("the fleet has no rank left, and none comes")
 
     options = {"health_check_period_s": HEALTH_S, **deployment}
-    ingress = serve.deployment(**options)(serve.ingress(build)())
+    ingress = serve.deployment(**options)(serve.ingress(build)(Replica))
     return serve.run(ingress.bind(), name=name, route_prefix=route_prefix)

@@ -54,6 +54,10 @@ class RequestStats:
     itl_s: Quantiles = Quantiles()
     moved: int = 0
     """Requests that another engine has adopted, or may."""
+    step_tokens: int = 0
+    """Tokens of all steps of the engine, of prompts and of answers."""
+    steps_by_tokens: tuple[int, ...] = ()
+    """How many steps had one token, 2, 3 to 4, 5 to 8 and so on."""
 
     @property
     def kv_waits(self) -> int:

@@ -17,6 +17,7 @@ from elastic.errors import ConfigError
 from elastic.server.fleets.deployments import ServedDeployments
 from elastic.server.generation.sampling_defaults import checked
 from elastic.server.generation.state import ServerState
+from elastic.server.http_metrics import HTTPMetricsMiddleware
 from elastic.server.middleware import RequestMiddleware
 from elastic.server.protocol import errors
 from elastic.server.request_ids import REQUEST_ID, RequestIdMiddleware
@@ -136,6 +137,7 @@ def _add_middleware(
             expose_headers=[REQUEST_ID, "Retry-After"],
         )
     app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(HTTPMetricsMiddleware, registry=serving.metrics.registry)
 
 
 @contextlib.asynccontextmanager

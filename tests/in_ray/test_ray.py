@@ -9,7 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,19 @@ def test_no_room_is_an_error_in_words_and_options_are_checked(launcher: Callable
         launcher(strategy="CLOSE")
 
 
+def test_an_actor_may_take_longer_to_connect_than_room_may_take_to_be_found(
+    launcher: Callable[..., RayLauncher], model: Any
+) -> None:
+    one = launcher(ranks=1, room_s=60.0)
+    bundle = one._take_bundle()
+    one._give_back(*bundle)
+    one._room_s = 0.0
+    rank = FleetSide(one.start(RankSpec("slow", MODEL_DIR, PLACES)))
+    assert rank.answer("one", prompt=PROMPT, tokens=12) == continuation(model, PROMPT, 12)
+    rank.client.close()
+    rank.end()
+
+
 def test_a_fleet_on_ray_goes_on_when_an_actor_dies_and_replaces_it(
     launcher: Callable[..., RayLauncher], model: Any
 ) -> None:
@@ -195,6 +208,37 @@ def asked(path: str, body: dict[str, Any] | None = None, at: str = "http://127.0
     request = urllib.request.Request(f"{at}{path}", data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as answer:
         return json.load(answer)
+
+
+def test_ray_replaces_a_front_whose_fleet_has_no_rank_left() -> None:
+    from ray import serve
+
+    from elastic.cluster.ray import deploy
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # replicas cannot import this file
+    deploy(
+        MODEL_DIR,
+        partial(application, "small"),
+        fleet={"places": PLACES, "replace": False},
+        launcher={"cpus": 0.5},
+        ray_actor_options={"num_cpus": 0.5},
+        health_check_period_s=0.5,
+    )
+    try:
+        (first,) = asked("/elastic/status")["ranks"]
+        os.kill(first["pid"], signal.SIGKILL)
+
+        def others() -> set[int]:
+            with suppress(OSError):  # no replica is there for a while
+                return {r["pid"] for r in asked("/elastic/status")["ranks"] if r["state"] == "serving"}
+            return set()
+
+        wait_until(lambda: others() - {first["pid"]}, "its replica was not replaced", 400)
+        body = {"model": "small", "prompt": "def f(", "max_tokens": 8, "temperature": 0}
+        assert asked("/v1/completions", body)["usage"]["completion_tokens"] == 8
+    finally:
+        serve.shutdown()
+    wait_until(lambda: not groups(), "the ranks of the replica are left")
 
 
 def test_the_front_answers_through_ray_serve() -> None:

@@ -138,6 +138,8 @@ class Bye:
     """Fleet to rank: end. With `drain`, when what it was given has ended. Rank to fleet, last: it ends in order."""
 
     drain: bool = False
+    why: str = ""
+    """Fleet to rank: why it is refused."""
 
 
 # -- questions

@@ -57,8 +57,7 @@ class Membership:
             require_same_model(hello.name, hello.model, expected)
         except ConfigError as error:
             self._log.add("refused", rank=hello.name, why=str(error))
-            client.kill(str(error))
-            client.close()
+            client.refuse(str(error))
             raise
         memory = hold_memory(hello.name, hello.memory)
         directory = KVDirectory(memory.source) if memory is not None else None

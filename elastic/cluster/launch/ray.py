@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -201,18 +202,17 @@ class RayLauncher:
 
     def _await(self, came: SimpleQueue[SocketConnection], process: RayProcess, name: str) -> SocketConnection:
         """Return the connection of an actor. Raises `StateError` if it ends before it connects."""
-        waiting = self._room_s
-        while waiting > 0:
+        until_s = time.monotonic() + self._start_timeout_s
+        while time.monotonic() < until_s:
             with suppress(Empty):
                 return came.get(timeout=0.1)
-            waiting -= 0.1
             if (ended := process.wait(0)) is not None:
                 process.close()
                 raise StateError(f"rank {name!r} did not start: {ended.reason}")
         process.close()
         raise StateError(
-            f"rank {name!r} did not connect to {self._host} within {self._room_s:.0f} s; where Ray has other hosts, "
-            "give RayLauncher(host=) an address of this one that they reach"
+            f"rank {name!r} did not connect to {self._host} within {self._start_timeout_s:.0f} s; where Ray has other "
+            "hosts, give RayLauncher(host=) an address of this one that they reach"
         )
 
     def _take_bundle(self) -> tuple[Any, int]:

@@ -111,6 +111,13 @@ class RankClient:
             self._process.wait(REASON_S)
             self._process.close()
 
+    def refuse(self, why: str) -> None:
+        """End a rank that nobody has listened to, and tell it why."""
+        with suppress(StateError):  # it has gone
+            self._connection.send(Bye(why=why))
+        self.kill(why)
+        self.close()
+
     def leave(self, *, drain: bool = False) -> None:
         """Ask the rank to end, with `drain` after what it was given, and do not wait for it; `close` does."""
         self._leaving = True

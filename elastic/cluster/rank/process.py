@@ -27,7 +27,8 @@ GRACE_S = 5.0
 def serve(connection: SocketConnection, spec: RankSpec) -> None:
     """Be a rank until the fleet lets it go, or is gone; SIGTERM ends it too. On the main thread of its process.
 
-    Raises what loading and wrapping raise; the fleet has been told.
+    Raises what loading and wrapping raise; the fleet has been told. `ConfigError` with its words if it takes no such
+    rank.
     """
     _take_signals()
     name_in_logs(spec.name)
@@ -37,6 +38,8 @@ def serve(connection: SocketConnection, spec: RankSpec) -> None:
         with built(spec, connection) as rank:
             threading.Thread(target=_watch, args=(rank, ended), name="elastic-watchdog", daemon=True).start()
             rank.run()
+            if rank.refused:
+                raise ConfigError(rank.refused)
     except Exception as error:  # whatever it is, who started the rank must hear it
         with suppress(StateError):
             connection.send(Refused("", portable(error)))

@@ -63,6 +63,8 @@ class Rank:
         self._draining = self._ending = False
         self.ended = threading.Event()
         """Set when there is no fleet any more, or it has let this rank go."""
+        self.refused = ""
+        """Why the fleet has not taken this rank, if it has not."""
         self._questions = Questions(engine, connection, self._drain)
 
     def run(self) -> None:
@@ -104,6 +106,7 @@ class Rank:
         elif isinstance(message, Ask):
             self._questions.put(message)
         elif isinstance(message, Bye):
+            self.refused = message.why
             threading.Thread(target=self._leave, args=(message.drain,), name="elastic-leave", daemon=True).start()
         else:
             raise StateError(f"the fleet sent a {type(message).__name__}, which no fleet sends")

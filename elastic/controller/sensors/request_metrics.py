@@ -42,6 +42,7 @@ class RequestMetrics:
         self._waiting: OrderedDict[str, _Request] = OrderedDict()  # a plain dict finds its first slowly
         self._running: dict[str, _Request] = {}
         self._totals: Counter[str] = Counter()
+        self._steps: Counter[int] = Counter()  # by the bits of their tokens less one
         self._windows = {name: SlidingWindow() for name in TIMES}
         self._tokens = WindowSum()
         self._arrivals = WindowSum()
@@ -110,6 +111,12 @@ class RequestMetrics:
             if outcome == "completed" and timing.first_s is not None and steps > 1:
                 self._windows["tpot_s"].add((timing.last_s - timing.first_s) / (steps - 1), self._now_s)
 
+    def stepped(self, tokens: int) -> None:
+        """Note a step of the engine, of so many tokens of prompts and answers."""
+        with self._lock:
+            self._totals["step_tokens"] += tokens
+            self._steps[(tokens - 1).bit_length()] += 1
+
     def stalled(self, requests: int = 1) -> None:
         """Note that running requests were left out of a step for want of KV blocks."""
         with self._lock:
@@ -131,12 +138,14 @@ class RequestMetrics:
             span_s = max(BUCKET_S, min(covered_s, now_s - began_s))  # at the beginning less than the whole window
             figures: dict[str, Any] = {name: window.read(now_s) for name, window in self._windows.items()}
             figures |= self._totals
+            sizes = range(max(self._steps, default=-1) + 1)
             return RequestStats(
                 waiting=len(self._waiting),
                 running=len(self._running),
                 queue_delay_s=max(0.0, at_s - oldest.arrived_s) if oldest else 0.0,
                 tokens_per_s=self._tokens.read(now_s) / span_s,
                 arrivals_per_s=self._arrivals.read(now_s) / span_s,
+                steps_by_tokens=tuple(self._steps[size] for size in sizes),
                 **figures,
             )
 

@@ -100,6 +100,10 @@ class ActiveRequests:
         """Count live sequences that were left out of a step for want of blocks."""
         self._counters.stalled(sequences)
 
+    def stepped(self, tokens: int) -> None:
+        """Count a step that was computed."""
+        self._counters.stepped(tokens)
+
     def produced(self, tokens: list[Produced]) -> None:
         """Tell the tokens of a step, and the ends."""
         now, weights = time.perf_counter(), self._weights()

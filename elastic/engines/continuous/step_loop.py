@@ -28,6 +28,9 @@ class LoopListener(Protocol):
     def stalled(self, sequences: int) -> None:
         """Count live sequences that were left out of a step: no block was to be had."""
 
+    def stepped(self, tokens: int) -> None:
+        """Count a step that was computed, of so many tokens of prompts and answers."""
+
     def produced(self, tokens: list[Produced]) -> None:
         """Hand on the tokens of a step."""
 
@@ -183,6 +186,7 @@ class StepLoop:
             for sequence in self.scheduler.fail(step):
                 self._listener.failed(sequence, error)
         else:
+            self._listener.stepped(sum(len(chunk.tokens) for chunk in step.chunks))
             self._listener.produced(self.scheduler.update(step, result))
         self._tell(always=True)
 

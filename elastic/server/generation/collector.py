@@ -6,8 +6,9 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from elastic.controller.snapshot import RequestStats
@@ -18,7 +19,11 @@ ABSENT = "absent"
 _STATUSES = ("applied", "deferred", "stale")
 _WINDOWS = {"ttft": "ttft_s", "tpot": "tpot_s", "itl": "itl_s", "queue": "queued_s"}
 _QUANTILES = {"0.5": "p50", "0.95": "p95", "0.99": "p99"}
+_STEP_TOKENS = tuple(float(1 << bits) for bits in range(15))
+"""Bounds of the steps that `RequestStats.steps_by_tokens` counts."""
 Labels = tuple[str, ...]
+Histograms = Mapping[Labels, tuple[Sequence[float], Sequence[int], float]]
+"""By their labels: bounds, how many are in each bucket and beyond the last, and the sum."""
 
 
 class Collector:
@@ -47,6 +52,11 @@ class Collector:
     def _traffic(self, now: RequestStats) -> Iterator[Metric]:
         yield self._gauge("num_requests_running", "Requests in the batch.", {(): now.running})
         yield self._gauge("num_requests_waiting", "Requests not scheduled yet.", {(): now.waiting})
+        reasons: dict[Labels, float] = {("capacity",): now.waiting, ("deferred",): 0}
+        help = "The same by what they wait for, in vLLM's words: here always KV blocks, or a place in the batch."
+        yield self._gauge("num_requests_waiting_by_reason", help, reasons, "reason")
+        if now.steps_by_tokens:  # those of a fleet are at its ranks
+            yield step_tokens(self._families, {(): now})
         yield self._gauge("queue_delay_seconds", "How long the oldest waiting one has waited.", {(): now.queue_delay_s})
         outcomes = ("completed", "cancelled", "failed", "rejected")
         ended: dict[Labels, float] = {(outcome,): getattr(now, outcome) for outcome in outcomes}
@@ -87,6 +97,24 @@ class Families:
         for label_values, value in values.items():
             family.add_metric([self._name, *label_values], value)
         return family
+
+    def histogram(self, name: str, help: str, values: Histograms) -> Metric:
+        """Make a family of histograms."""
+        family = HistogramMetricFamily(f"elastic_{name}", help, labels=["model_name", *self._of])
+        for label_values, (bounds, counts, total) in values.items():
+            ends = [*map(str, bounds), "+Inf"]
+            family.add_metric([self._name, *label_values], list(zip(ends, accumulate(counts), strict=True)), total)
+        return family
+
+
+def step_tokens(families: Families, engines: Mapping[Labels, RequestStats]) -> Metric:
+    """Return the histogram of the tokens of engines' steps."""
+    values: dict[Labels, tuple[Sequence[float], Sequence[int], float]] = {}
+    for labels, now in engines.items():
+        steps = [*now.steps_by_tokens, *(0 for _ in _STEP_TOKENS)]
+        counts = [*steps[: len(_STEP_TOKENS)], sum(steps[len(_STEP_TOKENS) :])]
+        values[labels] = _STEP_TOKENS, counts, float(now.step_tokens)
+    return families.histogram("iteration_tokens_total", "Tokens of a step, of prompts and of answers.", values)
 
 
 def memory(families: Families, models: Mapping[Labels, Status]) -> Iterator[Metric]:

@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import Metric
 
 from elastic.server.fleets.fleet import FleetEngine
 from elastic.server.fleets.views import RankViews
-from elastic.server.generation.collector import ActionTotals, Families, Labels, memory
+from elastic.server.generation.collector import ActionTotals, Families, Labels, memory, step_tokens
 
 if TYPE_CHECKING:
     from elastic.cluster.control.messages import RuntimeView
@@ -68,8 +68,13 @@ class FleetCollector:
             yield self._of_instance.gauge(f"instance_{word}", help, loads)
         requests: dict[Labels, float] = {(each.name,): each.requests for each in now.instances}
         yield self._of_instance.gauge("instance_requests", "Requests that an instance has, and that live.", requests)
-        stages: dict[Labels, float] = {(each.name,): len(_ranks(each.path)) or 1 for each in now.instances}
-        yield self._of_instance.gauge("instance_stages", "Ranks that compute the layers of an instance.", stages)
+        stages: dict[Labels, float] = {(each.name,): len(_holders(each.path)) or 1 for each in now.instances}
+        help = "Ranks that compute the layers of an instance; those that share a layer count as one."
+        yield self._of_instance.gauge("instance_stages", help, stages)
+        shards: dict[Labels, float] = {(each.name,): each.tp for each in now.instances}
+        yield self._of_instance.gauge(
+            "instance_shards", "Ranks that share a layer of an instance, at the most.", shards
+        )
         dropped: dict[Labels, float] = {
             (of.get(rank.name, ""), rank.name): len(rank.dropped) for rank in now.ranks if rank.state in UP
         }
@@ -86,6 +91,7 @@ class FleetCollector:
 
     def _of_models(self, of: dict[str, str]) -> Iterator[Metric]:
         views = self._ranks.read()
+        yield step_tokens(self._of_rank, {(of.get(rank, ""), rank): view.stats for rank, view in views.items()})
         yield from memory(self._of_rank, {(of.get(rank, ""), rank): view.status for rank, view in views.items()})
         for rank, view in views.items():
             self._actions.add((of.get(rank, ""), rank), view.events)
@@ -110,6 +116,6 @@ class FleetCollector:
             yield self._of_rank.counter(name, help, nbytes, "peer")
 
 
-def _ranks(path: Sequence[str]) -> set[str]:
-    """Return the ranks of a path: a layer's are `r0+r1` where they share it, and `r0|r1` where both have it."""
-    return {rank for layer in path for rank in layer.replace("|", "+").split("+")}
+def _holders(path: Sequence[str]) -> set[frozenset[str]]:
+    """Return who computes layers: one is of `r0+r1` where they share it, of `r0|r1` where both have it."""
+    return {frozenset(copy.split("+")) for layer in path for copy in layer.split("|")}

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 
-from elastic.engines.base import Engine
+from elastic.engines.base import Engine, FinishReason
 from elastic.server.fleets.fleet import as_fleet
 from elastic.server.fleets.views import RankViews
-from elastic.server.generation.collector import Collector
+from elastic.server.generation.collector import Collector, Families, Histograms, Labels
 from elastic.server.generation.fleet_collector import FleetCollector
 from elastic.server.generation.response_stream import ChoiceStream
 
@@ -44,7 +42,10 @@ _OF_REQUESTS = {
     "request_prompt_tokens": ("Tokens of a prompt.", _TOKENS),
     "request_generation_tokens": ("Tokens of an answer.", _TOKENS),
     "request_max_num_generation_tokens": ("Tokens that an answer might have had.", _TOKENS),
+    "request_prefill_kv_computed_tokens": ("Tokens of a prompt whose KV was not there already.", _TOKENS),
 }
+_UNFINISHED = {"cancelled": "abort", "failed": "error"}
+"""Why answers ended that are not complete, in vLLM's words."""
 
 
 class InterTokenLatency:
@@ -63,10 +64,32 @@ class InterTokenLatency:
     def collect(self) -> Iterator[Metric]:
         """Yield the histogram."""
         help = "From tokens of an answer to its next ones."
-        family = HistogramMetricFamily("elastic_inter_token_latency_seconds", help, labels=["model_name"])
-        bounds = [*map(str, _TPOT_S), "+Inf"]
-        family.add_metric([self._name], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum_s)
-        yield family
+        values: Histograms = {(): (_TPOT_S, self._counts, self._sum_s)}
+        yield Families(self._name).histogram("inter_token_latency_seconds", help, values)
+
+
+class PromptTokens:
+    """Counts tokens of prompts by whether their KV was there already, under each name that vLLM's panels ask for."""
+
+    def __init__(self, name: str) -> None:
+        self._families = Families(name)
+        self._computed = self._cached = 0
+
+    def observe(self, tokens: int, cached: int) -> None:
+        """Count a prompt. Called on the event loop."""
+        self._computed += tokens - cached
+        self._cached += cached
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the counters."""
+        counter, computed, cached = self._families.counter, self._computed, self._cached
+        yield counter("prefix_cache_queries", "Tokens of prompts that have begun.", {(): computed + cached})
+        yield counter("prefix_cache_hits", "Those whose KV was there already.", {(): cached})
+        yield counter("prompt_tokens_cached", "The same.", {(): cached})
+        sources: dict[Labels, float] = {("local_compute",): computed, ("local_cache_hit",): cached}
+        yield counter("prompt_tokens_by_source", "Tokens of prompts by where their KV is from.", sources, "source")
+        sources = {("device",): cached}
+        yield counter("prompt_tokens_cached_by_source", "Those that were there, by where.", sources, "source")
 
 
 class Metrics:
@@ -75,30 +98,37 @@ class Metrics:
     def __init__(self, engine: Engine, name: str, ranks: RankViews | None = None) -> None:
         """`ranks` are those of an engine that is a fleet."""
         self._name = name
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._ttft, self._tpot, self._duration = (
-            Histogram(f"gen_ai_server_{what}_seconds", help, _LABELS, buckets=buckets, registry=self._registry)
+            Histogram(f"gen_ai_server_{what}_seconds", help, _LABELS, buckets=buckets, registry=self.registry)
             for what, help, buckets in _HISTOGRAMS
         )
         self._of_requests = {
-            what: Histogram(f"elastic_{what}", help, ("model_name",), buckets=buckets, registry=self._registry)
+            what: Histogram(f"elastic_{what}", help, ("model_name",), buckets=buckets, registry=self.registry)
             for what, (help, buckets) in _OF_REQUESTS.items()
         }
         self._success = Counter(
             "elastic_request_success", "Answers by why they ended.", ("model_name", "finished_reason"),
-            registry=self._registry,
+            registry=self.registry,
         )  # fmt: skip
         self.inter_token_latency = InterTokenLatency(name)
-        self._registry.register(self.inter_token_latency)
-        self._registry.register(Collector(engine, name))
+        self._prompt_tokens = PromptTokens(name)
+        self.registry.register(self.inter_token_latency)
+        self.registry.register(self._prompt_tokens)
+        self.registry.register(Collector(engine, name))
         fleet = as_fleet(engine)
         if fleet is not None and ranks is not None:
-            self._registry.register(FleetCollector(fleet, ranks, name))
-        ProcessCollector(registry=self._registry)
+            self.registry.register(FleetCollector(fleet, ranks, name))
+        ProcessCollector(registry=self.registry)
 
     def observe(self, operation: Operation, answer: ChoiceStream) -> None:
-        """Observe an answer that has ended. Failed ones and those that a client gave up do not count."""
+        """Observe an answer that has ended. The times of those that failed, or that a client gave up, do not count."""
         arrived, first, last = answer.request.arrived_s, answer.first_s, answer.last
+        prompt, cached = len(answer.request.prompt), answer.cached_tokens
+        if answer.first is answer and cached is not None:
+            self._prompt_tokens.observe(prompt, cached)
+        if last is not None:
+            self._success.labels(self._name, _reason(answer, last.finish)).inc()
         if arrived is None or first is None or last is None or not answer.complete:
             return
         labels = operation, _PROVIDER, self._name
@@ -110,11 +140,10 @@ class Metrics:
         self._observe("request_queue_time_seconds", scheduled - arrived)
         self._observe("request_prefill_time_seconds", first - scheduled)
         self._observe("request_decode_time_seconds", last.at_s - first)
-        self._observe("request_prompt_tokens", len(answer.request.prompt))
+        self._observe("request_prompt_tokens", prompt)
+        self._observe("request_prefill_kv_computed_tokens", prompt - (cached or 0))
         self._observe("request_generation_tokens", answer.generated)
         self._observe("request_max_num_generation_tokens", answer.request.max_tokens)
-        reason = last.finish if last.finish == "length" else "stop"
-        self._success.labels(self._name, reason).inc()
 
     def _observe(self, what: str, value: float) -> None:
         self._of_requests[what].labels(self._name).observe(max(0.0, value))
@@ -125,7 +154,14 @@ class Metrics:
         `others` are of models beside this one: their samples are in the same families, under their names.
         """
         encode, content_type = choose_encoder(accept)
-        return encode(_Together([self._registry, *(each._registry for each in others)])), content_type
+        return encode(_Together([self.registry, *(each.registry for each in others)])), content_type
+
+
+def _reason(answer: ChoiceStream, finish: FinishReason | None) -> str:
+    """Return why an answer ended; the engine's word for one that a stop string ended is that it was cancelled."""
+    if finish == "length" or answer.complete:
+        return "length" if finish == "length" else "stop"
+    return _UNFINISHED.get(finish or "", "error")
 
 
 class _Together:

@@ -57,6 +57,7 @@ class FakeRank:
         self.held: dict[str, list[SequenceState]] = {}
         self.refuses: Exception | None = None
         self.lost = False
+        self.refused = ""
         self.steps = self.waiting = 0
         self.ends: list[bool] = []
         self.on_message: Callable[[Any], None] = lambda _: None
@@ -89,6 +90,10 @@ class FakeRank:
         return answer
 
     def kill(self, why: str = "killed by the fleet") -> None:
+        self.die(why)
+
+    def refuse(self, why: str) -> None:
+        self.refused = why
         self.die(why)
 
     def leave(self, *, drain: bool = False) -> None:

@@ -122,6 +122,7 @@ class FakeEngine:
                     self._running[request.id] = [_Answer(request, i, listener) for i in range(request.n)]
                     self.counters.scheduled(request.id)
             time.sleep(self._step_s)
+            self.counters.stepped(sum(map(len, self._running.values())))
             for name in list(self._running):
                 for answer in list(self._running[name]):
                     self._step(answer)

@@ -60,8 +60,10 @@ class FakeFleet(FakeEngine):
         live = [rank for rank in self.ranks.values() if rank.state in ("serving", "draining")]
         load = EngineLoad(running=2, waiting=1, free_blocks=30, total_blocks=40)
         instances = tuple(
-            InstanceStatus(f"i-{r.name}", r.name, (r.name,), load, 3, 15.0, path=self.paths.get(r.name, ()))
+            InstanceStatus(f"i-{r.name}", r.name, (r.name,), load, 3, 15.0, 0, path, tp)
             for r in live
+            for path in [self.paths.get(r.name, ())]
+            for tp in [max((layer.count("+") + 1 for layer in path), default=1)]
         )
         totals = FleetTotals(7, 5, 4096, 1, 2, 33, 4, 2048)
         return FleetStatus(tuple(self.ranks.values()), instances, 6, totals, "all is well; KV a 10%")
@@ -77,8 +79,9 @@ class FakeFleet(FakeEngine):
         self._require(rank)
         wires = (Wire("b", 100, 200, 300),) if rank == "a" else ()
         return RuntimeView(
-            status(), RequestStats(running=2), events(), ControllerHealth(), StageTimes(6.0, 2.0, 3.0, 0.25), wires
-        )
+            status(), RequestStats(running=2, step_tokens=7, steps_by_tokens=(1, 1, 1)), events(), ControllerHealth(),
+            StageTimes(6.0, 2.0, 3.0, 0.25), wires,
+        )  # fmt: skip
 
     def apply(self, rank: str, actions: Sequence[Action], *, dry_run: bool = False) -> Any:
         self._require(rank)

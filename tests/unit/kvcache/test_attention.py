@@ -79,9 +79,8 @@ def test_generate_batch_goes_on_working(how: str | None, wrapped: Any) -> None:
     def answers(model: Any) -> list[list[int]]:
         generation = t.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
         asked = [prompt(length=n, seed=n)["input_ids"][0].tolist() for n in (5, 12, 20)]
-        settings = t.ContinuousBatchingConfig(
-            page_size=16, num_blocks=32, max_batch_tokens=64, max_requests_per_batch=4
-        )
+        settings = t.ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64, max_requests_per_batch=4)
+        settings.page_size = settings.block_size = 16  # the older versions' name
         found = model.generate_batch(asked, generation, settings, progress_bar=False)
         return [found[name].generated_tokens for name in sorted(found)]
 

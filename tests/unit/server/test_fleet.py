@@ -86,6 +86,9 @@ def test_metrics_have_bubbles_and_wires_of_each_rank(client: TestClient) -> None
     found, a = scraped(client), ("instance=i-a", "rank=a")
     times = {"busy": 6.0, "bubble": 2.0, "hidden_states_wait": 3.0}
     assert {name: found[f"elastic_{name}_seconds_total", *a] for name in times} == times
+    assert found["elastic_iteration_tokens_total_count", *a] == 3
+    assert found["elastic_iteration_tokens_total_sum", *a] == 7
+    assert [found["elastic_iteration_tokens_total_bucket", a[0], f"le={n}.0", a[1]] for n in (1, 2, 4)] == [1, 2, 3]
     wires = {"sent": 100, "received": 200, "read": 300}
     assert {name: found[f"elastic_wire_{name}_bytes_total", a[0], "peer=b", a[1]] for name in wires} == wires
     assert not [key for key in found if key[0].startswith("elastic_wire") and "rank=b" in key]
@@ -323,8 +326,12 @@ def test_who_computes_what_is_shown(client: TestClient, fleet: FakeFleet) -> Non
     assert found["elastic_instance_stages", "instance=i-a"] == 2
     assert found["elastic_instance_stages", "instance=i-b"] == 1
     assert found["elastic_rank_dropped_layers", "instance=i-a", "rank=a"] == 1
-    fleet.paths["b"] = ("b+a", "b|a")
-    assert scraped(client)["elastic_instance_stages", "instance=i-b"] == 2
+    assert found["elastic_instance_shards", "instance=i-a"] == 1
+    for path, stages, shards in ((("b+a", "a+b"), 1, 2), (("b", "b|a"), 2, 1), (("b+a", "c+d"), 2, 2)):
+        fleet.paths["b"] = path
+        found_b = scraped(client)
+        assert found_b["elastic_instance_stages", "instance=i-b"] == stages
+        assert found_b["elastic_instance_shards", "instance=i-b"] == shards
     del fleet.paths["b"]
     assert found["elastic_fleet_exchanged_bytes_total",] == 2048
     status = client.get("/elastic/status").json()

@@ -303,6 +303,7 @@ def test_a_fleet_refuses_ranks_with_other_weights(fleets: Any) -> None:
     fleet = Fleet("no model", ranks=2, launch=launcher)
     with pytest.raises(ConfigError, match="layer 1"):
         fleet.start()
+    assert ["layer 1" in rank.refused for rank in launcher.ranks.values()] == [False, True]
     assert all(rank.lost for rank in launcher.ranks.values())
     assert launcher.closed
     assert not fleet.serving

@@ -18,7 +18,7 @@ from elastic.cluster.fleet.membership import MOST_LOSSES
 from elastic.engines.base import Output, Request, Sampling
 from elastic.engines.sampling import answer_seed
 from elastic.errors import RankLost
-from support.cluster.fake_rank import FakeLauncher, FakeRank, alone
+from support.cluster.fake_rank import BLOCK, FakeLauncher, FakeRank, alone
 from support.serving.generations import Collector
 
 
@@ -457,4 +457,24 @@ def test_a_balanced_fleet_moves_requests_to_where_there_is_room(world: Any) -> N
             break
         threading.Event().wait(0.005)
     assert w.launcher.ranks["r1"].live
+    w.finish()
+
+
+def test_a_balanced_fleet_makes_room_for_a_long_request(world: Any) -> None:
+    w = world(2, lambda spec: FakeRank(spec.name, blocks=50), policy="balance", routing="freeness")
+    short = w.submit(4, tokens=16 * BLOCK - 3)
+    w.launcher.step(12 * BLOCK - 3)  # two at each, with 12 blocks of 16
+    long = Request(tuple(range(30 * BLOCK - 4)), 4, Sampling(seed=0))
+    w.fleet.submit(long, w.heard)
+    w.requests.append(long)
+    assert w.fleet.instance_of(long.id) is None
+    until_s = time.monotonic() + 60
+    while w.fleet.instance_of(long.id) is None and time.monotonic() < until_s:
+        ranks = w.launcher.ranks.values()
+        if any(rank.held for rank in ranks):  # a request is on its way: its target tells that it has begun
+            w.launcher.step()
+        threading.Event().wait(0.005)
+    assert w.kinds().count("moved") == 1
+    assert not w.heard.ends, "nobody had to end for it"
+    assert len({w.fleet.instance_of(request.id) for request in short}) == 2
     w.finish()

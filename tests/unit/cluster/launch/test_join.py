@@ -145,6 +145,18 @@ def test_the_command_says_what_is_wrong(
 
 
 @pytest.mark.slow
+def test_a_process_that_is_refused_says_why(launcher: JoinLauncher, key_file: Path) -> None:
+    where = f"127.0.0.1:{launcher.address[1]}"
+    options = ["--join", where, "--key-file", str(key_file), "--place", "cpu=32MiB"]
+    command = [sys.executable, "-m", "elastic.cli.main", "rank", str(MODEL_DIR), *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        launcher.start(ANY).refuse("the weights of its layer 5 are others")
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "elastic rank: the weights of its layer 5 are others" in errors
+
+
+@pytest.mark.slow
 def test_a_process_joins_serves_and_ends_with_its_fleet(launcher: JoinLauncher, key_file: Path) -> None:
     where = f"127.0.0.1:{launcher.address[1]}"
     options: list[Any] = ["--join", where, "--key-file", key_file, "--place", "cpu=32MiB", "--name", "far"]

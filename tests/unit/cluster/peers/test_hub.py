@@ -24,6 +24,7 @@ from elastic.cluster.peers.hub import PeerHub
 from elastic.cluster.peers.transport import PeerTransport
 from elastic.engines.pipeline.transport import Key, StepFailure
 from elastic.errors import RankLost, StateError
+from support.processes import wait_until
 
 KEY = b"a key of this test's own"
 LIKE = torch.zeros(1, 3, 4)
@@ -211,13 +212,13 @@ def test_who_waits_for_a_rank_that_has_closed_its_end_is_told(
     here, there = a.transport("a"), b.transport("a")
     there.send("a", LIKE + 1, Key(0, 1))
     waiting = later(stack, here.receive, "b", LIKE, Key(1, 1))
+    reader = here._peer("b").receiver
+    wait_until(lambda: reader.box.has(Key(0, 1)), "what was sent did not come")  # it may not be connected yet
     there.close()
     assert_lost(waiting, "b")
     assert torch.equal(here.receive("b", LIKE, Key(0, 1)), LIKE + 1)
     b.transport("a").send("a", LIKE + 2, Key(2, 1))
-    deadline = time.monotonic() + 10
-    while here._peer("b").receiver._left_s is not None and time.monotonic() < deadline:  # until it has connected again
-        time.sleep(0.001)
+    wait_until(lambda: reader._left_s is None, "it did not connect again")
     assert torch.equal(here.receive("b", LIKE, Key(2, 1)), LIKE + 2)
 
 

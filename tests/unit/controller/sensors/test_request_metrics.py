@@ -155,6 +155,14 @@ def test_sequences_side_by_side_share_the_steps() -> None:
     assert traffic.tpot_s.mean == traffic.itl_s.mean == pytest.approx(1.0)
 
 
+def test_steps_are_counted_by_their_tokens() -> None:
+    metrics = RequestMetrics()
+    for tokens in (1, 1, 2, 3, 4, 5, 16, 17):
+        metrics.stepped(tokens)
+    now = metrics.read()
+    assert (now.step_tokens, now.steps_by_tokens) == (49, (2, 1, 2, 1, 1, 1))
+
+
 def test_what_is_old_leaves_the_window_but_not_the_totals() -> None:
     counters = RequestMetrics()
     counters.arrived("a", 1, 0.0)

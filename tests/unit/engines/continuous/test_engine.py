@@ -234,6 +234,8 @@ def test_more_requests_than_fit_wait_and_none_is_computed_twice(engines: Any) ->
     heard = serve(engine, requests)
     assert [heard.tokens[r.id] for r in requests] == expected
     assert sum(computed) == 12 * (40 + 29)
+    stats = engine.counters.read()
+    assert (stats.step_tokens, sum(stats.steps_by_tokens)) == (sum(computed), len(computed))
     assert any(news.waited_for_kv_s for news in heard.first.values())
     assert all(news.scheduled_s <= news.at_s for news in heard.first.values())
     assert engine.counters.read().preemptions == 0

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import elastic
 from elastic import CapacityError, Overloaded
-from elastic.engines.base import Output, Request
+from elastic.engines.base import Output, Request, Sampling
 from elastic.engines.continuous import ContinuousEngine
 from support import architectures
 from support.lossless_variant import HALF, exact
@@ -21,6 +21,8 @@ from support.wrapped_model import small
 MOST = 24
 PROMPTS = prompts([3, 17, 40], architectures.VOCAB)
 MODELS = ("llama-gqa", "gemma3", "gemma2", "gpt-oss")
+ENGINE: dict[str, Any] = {"block_tokens": 4, "max_batch_tokens": 24, "max_requests": 4}
+DRAWN = Sampling(1.3, seed=7, frequency_penalty=0.1)
 
 
 @cache
@@ -37,6 +39,21 @@ class Tokens(Collector):
         super().__call__(Output(name, output.tokens, output.finish, output.error))
 
 
+@cache
+def drawn_alone(name: str, which: int) -> list[list[int]]:
+    """What an engine that nothing happens to draws after a prompt, for each of three answers."""
+    model = exact(architectures.build(name))
+    elastic.wrap(model, places=small(2 << 20))
+    engine, heard = ContinuousEngine(model, **ENGINE), Tokens()
+    engine.start()
+    request = Request(PROMPTS[which], MOST, DRAWN, n=3)
+    engine.submit(request, heard)
+    heard.wait([f"{request.id}/{i}" for i in range(3)])
+    engine.stop()
+    elastic.unwrap(model)
+    return [heard.tokens[f"{request.id}/{i}"] for i in range(3)]
+
+
 class Serving(RuleBasedStateMachine):
     """A real engine over a wrapped model in which everything moves."""
 
@@ -45,10 +62,9 @@ class Serving(RuleBasedStateMachine):
         self.model = exact(architectures.build(name))
         elastic.wrap(self.model, places=small(2 << 20), variants=[HALF])
         self.rt = self.model.elastic
-        options: dict[str, Any] = {"block_tokens": 4, "max_batch_tokens": 24, "max_requests": 4}
-        self.engine = ContinuousEngine(self.model, cohorts=cohorts, share_prefixes=share, **options)
+        self.engine = ContinuousEngine(self.model, cohorts=cohorts, share_prefixes=share, **ENGINE)
         self.engine.start()
-        self.expected, self.heard = expected(name), Tokens()
+        self.name, self.expected, self.heard = name, expected(name), Tokens()
         self.asked: dict[str, tuple[int, Request]] = {}
         self.cancelled: set[str] = set()
 
@@ -61,7 +77,9 @@ class Serving(RuleBasedStateMachine):
         self.engine.stop()
         for answer, which in answers.items():
             request = self.asked[answer.split("/")[0]][1]
-            got, plain = self.heard.tokens[answer], self.expected[which][: request.max_tokens]
+            greedy = request.sampling == Sampling()
+            whole = self.expected[which] if greedy else drawn_alone(self.name, which)[int(answer.split("/")[1])]
+            got, plain = self.heard.tokens[answer], whole[: request.max_tokens]
             end = self.heard.ends[answer].finish
             assert end == "length" or (end == "cancelled" and request.id in self.cancelled)
             assert got == plain[: len(got)]
@@ -71,9 +89,9 @@ class Serving(RuleBasedStateMachine):
         self.rt.restore()
         elastic.unwrap(self.model)
 
-    @rule(which=st.integers(0, len(PROMPTS) - 1), most=st.integers(1, MOST), n=st.integers(1, 3))
-    def submit(self, which: int, most: int, n: int) -> None:
-        request = Request(PROMPTS[which], most, n=n)
+    @rule(which=st.integers(0, len(PROMPTS) - 1), most=st.integers(1, MOST), n=st.integers(1, 3), drawn=st.booleans())
+    def submit(self, which: int, most: int, n: int, drawn: bool) -> None:
+        request = Request(PROMPTS[which], most, DRAWN if drawn else Sampling(), n=n)
         try:
             self.engine.submit(request, self.heard)
         except (Overloaded, CapacityError):
@@ -110,6 +128,10 @@ class Serving(RuleBasedStateMachine):
     @rule(layers=st.lists(st.integers(0, 2), min_size=1, unique=True))
     def swap(self, layers: list[int]) -> None:
         self.rt.swap(layers, "half")
+
+    @rule(layers=st.lists(st.integers(0, 2), min_size=1, unique=True))
+    def release(self, layers: list[int]) -> None:
+        self.rt.release(layers)
 
     @rule()
     def restore(self) -> None:

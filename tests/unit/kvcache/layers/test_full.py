@@ -82,10 +82,11 @@ class LayerMachine(RuleBasedStateMachine):
     def append(self, tokens: int) -> None:
         self.seed += 1
         keys, values = states(self.batch, tokens, self.seed)
+        visible, _ = self.layer.get_mask_sizes(tokens)
         assert self.layer.get_mask_sizes(tokens) == self.twin.get_mask_sizes(tokens)
         ours, theirs = self.layer.update(keys, values), self.twin.update(keys, values)
-        assert torch.equal(ours[0], theirs[0])
-        assert torch.equal(ours[1], theirs[1])
+        for our, their in zip(ours, theirs, strict=True):
+            assert torch.equal(our, their[:, :, -visible:])  # older transformers give more than the mask is told of
         self.recent += tokens
 
     @rule(call=st.sampled_from(CALLS), tokens=st.integers(20, 40), half_way=st.booleans())
