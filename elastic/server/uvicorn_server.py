@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from types import FrameType
 
@@ -153,7 +154,7 @@ def run(
     """
     if not header_timeout_s > 0:
         raise ConfigError(f"header_timeout_s={header_timeout_s} must be above 0")
-    with bind(host, port) if bound is None else bound as bound:
+    with bind(host, port) if bound is None else bound as bound, _short_collections():
         listen(bound)
         address, port = bound.getsockname()[:2]
         url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
@@ -162,3 +163,18 @@ def run(
         server = Server(app, drain_s=drain_s, header_timeout_s=header_timeout_s, allowed_hosts=hosts)
         server.run([bound])
     return int(server.force_exit)
+
+
+@contextlib.contextmanager
+def _short_collections() -> Iterator[None]:
+    """Leave what is there already out of garbage collections.
+
+    A body of many objects sets off a collection of all, which stops the event loop: of torch, transformers and the rest
+    there are some 400,000.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -39,7 +39,9 @@ from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.errors import ConfigError, ElasticError, StateError
 
 logger = logging.getLogger(__name__)
-OF_THE_RUNTIME = Apply | PrepareActions | CommitActions | RollbackActions | Check | WeightsOf | WeightDigests
+OF_ROOM = Apply | PrepareActions | CommitActions | RollbackActions
+"""What changes the room for requests: the fleet hears of it before the answer."""
+OF_THE_RUNTIME = OF_ROOM | Check | WeightsOf | WeightDigests
 LANES: dict[str, Any] = {
     "actions": OF_THE_RUNTIME,
     "peers": PeerQuestion,
@@ -59,8 +61,16 @@ class Questions:
     another rank stop waiting, and one for all else.
     """
 
-    def __init__(self, engine: ContinuousEngine, connection: Connection, drain: Callable[[], None]) -> None:
-        self._engine, self._connection, self._drain = engine, connection, drain
+    def __init__(
+        self,
+        engine: ContinuousEngine,
+        connection: Connection,
+        *,
+        drain: Callable[[], None],
+        tell_room: Callable[[], None],
+    ) -> None:
+        self._engine, self._connection = engine, connection
+        self._drain, self._tell_room = drain, tell_room
         self._lanes: dict[str, queue.SimpleQueue[Ask | None]] = {}
         self._stages = Stages(engine, connection.local_host or LOOPBACK)
         pools = engine.runtime.pools
@@ -93,6 +103,8 @@ class Questions:
                 answer = Answer(ask.id, self._answer(ask.question))
             except Exception as error:  # whatever it is, who asked must hear it
                 answer = Answer(ask.id, error=portable(error))
+            if isinstance(ask.question, OF_ROOM):
+                self._tell_room()
             try:
                 self._connection.send(answer)
             except ConfigError as error:  # the answer cannot be pickled

@@ -65,7 +65,7 @@ class Rank:
         """Set when there is no fleet any more, or it has let this rank go."""
         self.refused = ""
         """Why the fleet has not taken this rank, if it has not."""
-        self._questions = Questions(engine, connection, self._drain)
+        self._questions = Questions(engine, connection, drain=self._drain, tell_room=self._tell_room)
 
     def run(self) -> None:
         """Say Hello, then serve until `Bye` or the end of the connection; the engine has stopped then."""
@@ -180,7 +180,7 @@ class Rank:
             self._say(News(outputs, starts, self.engine.load(), report, forms))
 
     def _tell_room(self) -> None:
-        """Say what came free behind the last news: no later ones are about to. On the engine's thread."""
+        """Say how much room there is: blocks came free behind the last news, or an action is over."""
         self._say(Beat(self.engine.load()))
 
     def _new_forms(self) -> tuple[tuple[str, ...], ...]:

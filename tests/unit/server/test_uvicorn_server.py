@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import signal
 import socket
@@ -20,7 +21,7 @@ from elastic.assets import MODEL_DIR
 from elastic.cli import serve
 from elastic.cli.main import main, parser
 from elastic.errors import ConfigError
-from elastic.server import create_app
+from elastic.server import create_app, uvicorn_server
 from elastic.server.uvicorn_server import bind, listen, run
 from support.serving.fake_engine import FakeEngine
 from support.serving.live_server import PATIENCE_S, app_for, live, until
@@ -124,6 +125,25 @@ def test_of_two_servers_that_bound_a_port_at_once_the_second_says_so() -> None:
             listen(first)
             with pytest.raises(ConfigError, match=f"--port {port}: Address already in use"):
                 run(app_for(FakeEngine()), bound=second)
+
+
+def test_collections_of_garbage_leave_out_what_was_there_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of many objects sets one off, and the event loop stands still for as long as it takes."""
+    looked_at: list[int] = []
+
+    class Looking:
+        force_exit = False
+
+        def __init__(self, app: Any, **options: Any) -> None: ...
+
+        def run(self, sockets: Any) -> None:
+            looked_at.append(len(gc.get_objects()))
+
+    monkeypatch.setattr(uvicorn_server, "Server", Looking)
+    app, before = app_for(FakeEngine()), len(gc.get_objects())
+    assert run(app, port=0) == 0
+    assert looked_at[0] < before / 10
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize(

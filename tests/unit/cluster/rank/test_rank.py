@@ -30,6 +30,7 @@ from elastic.cluster.control.messages import (
 )
 from elastic.cluster.rank.rank import Rank
 from elastic.engines.base import Request
+from elastic.engines.core.load import EngineLoad
 from elastic.engines.core.step import SequenceState
 from elastic.errors import ConfigError, Overloaded, StateError
 from support.serving.stepped_engine import FORMAT, SteppedEngine
@@ -214,6 +215,20 @@ def test_every_question_has_one_answer_also_when_it_fails(serve: Callable[..., S
     assert answers[2].value == ()
     assert "cannot be sent to another process" in str(answers[3].error)
     assert answers[4].value == ("applied", "for fun")
+
+
+def test_the_room_that_an_action_leaves_is_told_before_its_answer(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has the answer may send a request that does not fit any more, or fits only now."""
+    one = serve(beat_s=60.0)
+    monkeypatch.setattr(one.engine, "load", lambda: EngineLoad(total_blocks=int(one.engine.runtime.may_end.is_set())))
+    one.fleet.send(Ask(1, Apply((), "a limit")))
+    one.engine.runtime.may_end.set()
+    told = one.fleet.receive()
+    assert isinstance(told, Beat)
+    assert told.load.total_blocks == 1
+    assert one.next(Answer).id == 1
 
 
 def test_a_drained_rank_takes_no_request_and_ends_those_it_has(serve: Callable[..., Served]) -> None:
