@@ -52,8 +52,8 @@ def deploy(
         fleets.append(Fleet(path, ranks=ranks, launch=launch, **fleet_options))
         return make_app(fleets[-1])
 
-    class Replica:
-        """What Ray asks of a replica besides answers."""
+    class FleetFront:
+        """What Ray asks of a replica of Ray Serve besides answers."""
 
         def check_health(self) -> None:
             """Raise `StateError` if the fleet takes no requests any more."""
@@ -61,5 +61,5 @@ def deploy(
                 raise StateError("the fleet has no rank left, and none comes")
 
     options = {"health_check_period_s": HEALTH_S, **deployment}
-    ingress = serve.deployment(**options)(serve.ingress(build)(Replica))
+    ingress = serve.deployment(**options)(serve.ingress(build)(FleetFront))
     return serve.run(ingress.bind(), name=name, route_prefix=route_prefix)
