@@ -161,6 +161,30 @@ def test_streams_that_no_event_orders_race(schedule: str, ordered: bool, simulat
         reported(simulator, "RACE", "add_.Tensor (write) then", "mul", "(read)")
 
 
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random:3"])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_memory_that_is_mapped_twice_is_the_same_memory(
+    schedule: str, ordered: bool, simulator: ModuleType, pages: Pages
+) -> None:
+    simulator.schedule(schedule)
+    handle, start, side = pages.create(), pages.reserve(2), torch.cuda.Stream()
+    for address in (start, start + PAGE):
+        pages.map(address, handle)
+        pages.grant(address)
+    one, other = at(start), at(start + PAGE)
+    one[:N].fill_(1)
+    if ordered:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        other[N:].fill_(5)
+        total = other[:N].sum()
+    side.synchronize()
+    if ordered:
+        assert total.item() == N
+    else:
+        reported(simulator, "RACE", "fill_.Scalar (write) then", "sum", "(read)")
+
+
 def test_writing_what_another_stream_reads_is_a_race(simulator: ModuleType) -> None:
     tensor, side = zeros(), torch.cuda.Stream()
     with torch.cuda.stream(side):
