@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
@@ -123,6 +123,29 @@ def test_a_guests_sectors_go_to_others_when_what_uses_them_is_over(stack: ExitSt
         assert int(total) == 2 * kv.pool.page_bytes
         assert [int(content(guest, 2, sector)[-1]) for sector in (first, *rest, first + 3)] == [6, 2, 2, 5]
     guest.check()
+
+
+@pytest.mark.parametrize("side", [False, True])
+@pytest.mark.parametrize("way", ["trim", "cap", "close", "guest removes", "guest closes"])
+def test_sectors_are_given_back_when_what_uses_them_is_over(stack: ExitStack, way: str, side: bool) -> None:
+    kv = kv_pool(stack, "cuda:0")
+    home = home_of(stack, kv, 2)
+    guest = guest_of(stack, kv_pool(stack, "cuda:0"), home, (1, 2))
+    memory: SectorSpace = guest if way.startswith("guest") else home
+    (_, sector), _ = home.mapped_sectors
+    with queued(kv.device, side):
+        total = content(memory, 1, sector).fill_(3).sum()
+        home.free(0, sector)
+        give_back: dict[str, Callable[[], object]] = {
+            "trim": lambda: home.trim(1),
+            "cap": lambda: home.set_cap(1),
+            "close": home.close,
+            "guest removes": lambda: guest.remove_layers((1,)),
+            "guest closes": guest.close,
+        }
+        give_back[way]()
+    assert (0, sector) not in memory.mapped_sectors or 1 not in memory.layers
+    assert int(total) == 3 * kv.pool.page_bytes
 
 
 @pytest.mark.parametrize("side", [False, True])
