@@ -114,7 +114,11 @@ def compare(name: str, make: Callable[[], Any], count: int, options: Any, rounds
     blocks = sum(-(-(len(p) + NEW) // BLOCK) for p in asked) + count
     engine = started(wrapped, device)
     settings = ContinuousBatchingConfig(
-        page_size=BLOCK, num_blocks=blocks, max_batch_tokens=BATCH_TOKENS, allow_block_sharing=False
+        page_size=BLOCK,
+        num_blocks=blocks,
+        max_batch_tokens=BATCH_TOKENS,
+        allow_block_sharing=False,
+        use_async_batching=device != "cpu",  # on a GPU its other way reads inputs while they are written
     )
     generation = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
     with ExitStack() as stack:

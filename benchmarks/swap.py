@@ -23,6 +23,7 @@ from elastic.memory.copy_engine import copy
 from elastic.memory.rate_limit import RateLimiter
 
 SHAPES = {"768 (28 MB)": (768, 2048), "2048 (218 MB)": (2048, 5504), "4096 (809 MB)": (4096, 11008)}
+QUICK = {"256 (3 MB)": (256, 512)}
 STEPS_PER_COMMIT = 8
 COPY_RATE = "2GB"
 """A second, on a CPU: there, copies and computation share the memory's speed."""
@@ -117,10 +118,12 @@ def gaps(model: Any, device: str, tokens: int, mover: Mover | None) -> list[floa
     return times
 
 
-def latency(device: str, dtype: torch.dtype, generations: int, tokens: int, quick: bool) -> dict[str, Any]:
+def latency(device: str, dtype: torch.dtype, quick: bool) -> dict[str, Any]:
     """Gaps of runs with commits and of runs at rest, one after the other."""
-    layers, on_cpu = 12, device == "cpu"
-    model = small_model(*((768, 2048) if on_cpu or quick else (4096, 11008)), layers, dtype, device)
+    layers, generations, tokens = (4, 2, 3 * STEPS_PER_COMMIT) if quick else (12, 20, 260)
+    on_cpu = device == "cpu"
+    (shape,) = QUICK.values() if quick else [(768, 2048) if on_cpu else (4096, 11008)]
+    model = small_model(*shape, layers, dtype, device)
     rate = COPY_RATE if on_cpu else None
     elastic.wrap(model, places=[f"{device}={budget(device, 4, 0.4)}"], variants=("int4",), copy_rate=rate)
     runtime = model.elastic
@@ -163,14 +166,13 @@ def main() -> None:
     options = arguments(__doc__.splitlines()[0])
     on_cpu = options.device == "cpu"
     dtype = torch.float32 if on_cpu else torch.bfloat16
-    shapes = dict(list(SHAPES.items())[:1] if options.quick else SHAPES)
-    generations, tokens = (2, 100) if options.quick else (20, 260)
+    shapes = QUICK if options.quick else SHAPES
     results: dict[str, Any] = {
         "moves": [
             moves(n, small_model(*s, 1, dtype, options.device), options.device, options.rounds)
             for n, s in shapes.items()
         ],
-        "latency": latency(options.device, dtype, generations, tokens, options.quick),
+        "latency": latency(options.device, dtype, options.quick),
     }
     table(
         ["layer", "int4 of full", "copy GB/s", "copy", "int8 to int4", "swap", "restore", "pause ms P50", "P99", "max"],

@@ -32,6 +32,7 @@ def test_requests_go_on_after_a_forward_pass_that_failed(simulator: ModuleType, 
         handle = model.model.layers[1].register_forward_hook(fail)
         failed = Request(asked[1], 6)
         assert serve(engine, [failed]).ends[failed.id].finish == "failed"
+        assert torch.cuda.default_stream("cuda:0").query(), "the step still writes blocks that are free now"
         again = [Request(p, 6) for p in asked]
         heard = serve(engine, again)
     for old, new in zip(before, again, strict=True):

@@ -128,7 +128,7 @@ class MappedPlace:
 
     @contextmanager
     def _window(self, first: int, count: int) -> Iterator[torch.Tensor]:
-        """Show pages at an address of their own, [bytes]."""
+        """Show pages at an address of their own, [bytes]; nothing is queued on it when it is left."""
         backend, nbytes = self._pool.backend, count * self._pool.page_bytes
         address = backend.reserve(nbytes)
         try:
@@ -138,7 +138,6 @@ class MappedPlace:
                 yield storage.tensor(torch.uint8)
                 storage.drop()
             finally:
-                finish_queued_work(self._pool.device)
                 backend.unmap(address, count)
         finally:
             backend.unreserve(address, nbytes)

@@ -67,8 +67,6 @@ class BlockCopier:
                 for done, some in _chunks([(0, count)], nbytes, self._pace):
                     pieces = _pieces(there, self._source.page_bytes, start + done * nbytes)
                     self._read(here[(target + done) * nbytes :][: some * nbytes], pieces)
-        if self._memory.kv.device.type == "cuda":
-            torch.cuda.current_stream(self._memory.kv.device).synchronize()
         return len(pairs) * len(layers) * nbytes
 
     def _read(self, shown: torch.Tensor, pieces: Iterable[tuple[int, int]]) -> None:
@@ -124,8 +122,6 @@ def copy_layers(
                     raise StateError(f"the copy of the KV of layer {layer} was given up")
                 with nullcontext() if pace is None else pace.copying(count * source.format.block_bytes):
                     copied += _copy_stretch(memory, source, reader, layer, first, count, blocks is not None)
-    if memory.kv.device.type == "cuda":
-        torch.cuda.current_stream(memory.kv.device).synchronize()
     return copied
 
 

@@ -301,6 +301,24 @@ def test_what_was_written_on_another_stream_is_kept(simulator: ModuleType, wrapp
     assert set(model.elastic._weights.layers[0].host_copies["mlp.up_proj.weight"].tensor.flatten().tolist()) == {3.0}
 
 
+def test_what_was_written_on_another_stream_is_digested(simulator: ModuleType, wrapped: Any) -> None:
+    model = wrapped(build("llama-gqa", device=GPU))
+    weight = model.model.layers[0].mlp.up_proj.weight
+    expected = digest(torch.full_like(weight, 3.0, device="cpu"))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream(GPU)):
+        weight.data.fill_(3.0)
+    assert model.elastic._weights.layers[0].measure()["mlp.up_proj.weight"] == expected
+
+
+def test_what_is_kept_is_there_on_return(simulator: ModuleType) -> None:
+    """The device writes page-locked memory when its stream gets there."""
+    source = torch.arange(1 << 16, device=GPU)
+    kept = HostStore().keep(source, 0, lock=True)
+    assert is_locked(kept.tensor)
+    assert torch.equal(kept.tensor, torch.arange(1 << 16))
+
+
 def test_equal_weights_are_found_on_the_device_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_store, "_COMPARED_BYTES", 1 << 10)
     store, source, compared, real = HostStore(), torch.rand(64, 64, device=GPU), [], torch.equal

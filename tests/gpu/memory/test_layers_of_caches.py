@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
@@ -10,13 +11,16 @@ import pytest
 import torch
 
 from elastic.cluster.peers.hub import PeerHub
-from elastic.engines.core.kv_state import KVFormat, LayersKV
-from elastic.engines.executor.kv_copy import copy_layers
+from elastic.cluster.peers.memory_server import MappedPlace
+from elastic.engines.core.kv_state import KVFormat, KVSource, LayersKV, SectorPages
+from elastic.engines.executor.kv_copy import BlockCopier, copy_layers
 from elastic.kvcache.storage.guest import GuestMemory
 from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
 from elastic.kvcache.storage.sector_space import BlockGroup, SectorSpace
 from elastic.memory.backends.cuda import CudaBackend
+from elastic.memory.backends.memfd import MemfdBackend
+from elastic.memory.backends.shared_file import open_shared
 from elastic.memory.backends.streams import new_stream, on_stream
 from elastic.memory.page_pool import PagePool
 from elastic.types import RankMemory
@@ -34,7 +38,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def kv_pool(stack: ExitStack, device: str, pages: int = 48) -> KVPool:
-    backend = CudaBackend(torch.device(device))
+    backend = MemfdBackend(2 << 20) if device == "cpu" else CudaBackend(torch.device(device))
     pool = PagePool(f"{device}#kv", backend, pages * backend.page_bytes, ready_pages=0)
     kv = KVPool(pool, pages * backend.page_bytes, idle_share=1.0, ready_share=0)
     stack.callback(pool.close)
@@ -64,6 +68,10 @@ def content(memory: SectorSpace, layer: int, sector: int) -> torch.Tensor:
     """What is in a sector of a layer, [bytes]."""
     nbytes = memory.kv.pool.page_bytes
     return memory.groups[0].view(layer, torch.uint8)[sector * nbytes : (sector + 1) * nbytes]
+
+
+def block_form(kv: KVPool) -> KVFormat:
+    return KVFormat(1, "head_centric", "float32", 1, kv.pool.page_bytes // BLOCKS // 8, (((0, 1, 2), None),))
 
 
 @contextmanager
@@ -118,6 +126,29 @@ def test_a_guests_sectors_go_to_others_when_what_uses_them_is_over(stack: ExitSt
 
 
 @pytest.mark.parametrize("side", [False, True])
+@pytest.mark.parametrize("way", ["trim", "cap", "close", "guest removes", "guest closes"])
+def test_sectors_are_given_back_when_what_uses_them_is_over(stack: ExitStack, way: str, side: bool) -> None:
+    kv = kv_pool(stack, "cuda:0")
+    home = home_of(stack, kv, 2)
+    guest = guest_of(stack, kv_pool(stack, "cuda:0"), home, (1, 2))
+    memory: SectorSpace = guest if way.startswith("guest") else home
+    (_, sector), _ = home.mapped_sectors
+    with queued(kv.device, side):
+        total = content(memory, 1, sector).fill_(3).sum()
+        home.free(0, sector)
+        give_back: dict[str, Callable[[], object]] = {
+            "trim": lambda: home.trim(1),
+            "cap": lambda: home.set_cap(1),
+            "close": home.close,
+            "guest removes": lambda: guest.remove_layers((1,)),
+            "guest closes": guest.close,
+        }
+        give_back[way]()
+    assert (0, sector) not in memory.mapped_sectors or 1 not in memory.layers
+    assert int(total) == 3 * kv.pool.page_bytes
+
+
+@pytest.mark.parametrize("side", [False, True])
 @pytest.mark.parametrize("there", ["cuda:0", pytest.param("cuda:1", marks=TWO_DEVICES)])
 def test_layers_are_copied_behind_what_writes_them_there_and_reads_them_here(
     stack: ExitStack, there: str, side: bool
@@ -129,7 +160,7 @@ def test_layers_are_copied_behind_what_writes_them_there_and_reads_them_here(
     hubs = {rank: stack.enter_context(closing(PeerHub(rank, b"key"))) for rank in "ab"}
     hubs["b"].meet({"a": hubs["a"].address})
     hubs["a"].serve_memory([home.kv.pool])
-    form = KVFormat(1, "head_centric", "float32", 1, kv.pool.page_bytes // BLOCKS // 8, (((0, 1, 2), None),))
+    form = block_form(kv)
     served = RankMemory("a", home.kv.pool.name)
     with queued(kv.device, side):
         before = [content(guest, layer, sector).fill_(3).sum() for layer in (1, 2) for sector in sectors]
@@ -142,7 +173,48 @@ def test_layers_are_copied_behind_what_writes_them_there_and_reads_them_here(
     assert copy_layers(guest, source, (1, 2), blocks, peers=hubs["b"]) == 2 * form.block_bytes
     assert content(guest, 1, sectors[1])[:: form.block_bytes].tolist() == [3, 10 + sectors[1], 3, 3]
     copy_layers(guest, source, (1, 2), peers=hubs["b"])
-    for layer in (1, 2):
-        for sector in sectors:
-            assert bool((content(guest, layer, sector) == 10 * layer + sector).all())
+    with queued(kv.device, side=True):  # it is there on return, for any stream
+        for layer in (1, 2):
+            for sector in sectors:
+                assert bool((content(guest, layer, sector) == 10 * layer + sector).all())
     assert {int(total) for total in before} == {3 * kv.pool.page_bytes}
+
+
+@pytest.mark.parametrize("side", [False, True])
+def test_blocks_are_copied_from_a_cpu_behind_what_reads_them_here(stack: ExitStack, side: bool) -> None:
+    """And they are there on return, for whatever is queued next on any stream."""
+    home, memory = home_of(stack, kv_pool(stack, "cpu"), 1), home_of(stack, kv_pool(stack, "cuda:0"), 1)
+    (sector,), (target,) = ([sector for _, sector in each.mapped_sectors] for each in (home, memory))
+    for layer in home.layers:
+        content(home, layer, sector).fill_(layer + 1)
+    file, pages = home.kv.pool.backend.shared_file(), home.groups[0].pages_of(sector)
+    assert file is not None
+    source = KVSource(file, home.kv.pool.page_bytes, block_form(home.kv), (SectorPages(0, sector, pages),))
+    with queued(memory.kv.device, side):
+        before = [content(memory, layer, target).fill_(7).sum() for layer in memory.layers]
+    with open_shared(file) as opened:
+        pairs = [(sector * BLOCKS + i, target * BLOCKS + i) for i in range(1, BLOCKS)]
+        BlockCopier(memory, source, opened, lambda: True).copy(0, pairs)
+    with queued(memory.kv.device, side=True):
+        found = [content(memory, layer, target).view(BLOCKS, -1).amax(1).tolist() for layer in memory.layers]
+    assert found == [[7, *[layer + 1] * (BLOCKS - 1)] for layer in memory.layers]
+    assert [int(total) for total in before] == [7 * memory.kv.pool.page_bytes] * len(memory.layers)
+
+
+@pytest.mark.parametrize("side", [False, True])
+@pytest.mark.parametrize("how", ["sent", "copied"])
+def test_pages_are_given_to_other_ranks_behind_what_writes_them(stack: ExitStack, how: str, side: bool) -> None:
+    memory = home_of(stack, kv_pool(stack, "cuda:0"), 1)
+    ((_, sector),) = memory.mapped_sectors
+    (page,), nbytes = memory.layer_pages((1,))[1][sector], memory.kv.pool.page_bytes
+    place, pieces = MappedPlace(memory.kv.pool), [(page * nbytes + start, 100) for start in (0, nbytes // 2)]
+    here, there = (stack.enter_context(end) for end in socket.socketpair())
+    taken = torch.zeros(200, dtype=torch.uint8)
+    with queued(memory.kv.device, side):
+        content(memory, 1, sector).fill_(9)
+    if how == "copied":
+        place.copy(taken.data_ptr(), pieces)
+    else:
+        place.send(here, pieces)
+        taken.copy_(torch.frombuffer(bytearray(there.recv(200, socket.MSG_WAITALL)), dtype=torch.uint8))
+    assert taken.tolist() == [9] * 200

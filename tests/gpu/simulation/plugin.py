@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from gpu import simulator
+from gpu.simulation import triton_interpreter
 
 TESTS = Path(__file__).parents[2]
 NOT_SIMULATED = {
     "test_words_are_those_of_torchs_packing_kernel": "the kernel is computed by what it is compared with",
-    "test_paths_on_cuda[dtype1": "Triton's interpreter cannot multiply bfloat16",
 }
 """Part of a test's name -> why it says nothing here."""
 ONE_SCHEDULE = (
@@ -37,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     if not simulator.loaded():
         raise pytest.UsageError("gpu.simulation.plugin is for the simulated CUDA driver: run `make simulate`")
+    triton_interpreter.install()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

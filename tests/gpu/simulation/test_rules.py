@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -159,6 +161,30 @@ def test_streams_that_no_event_orders_race(schedule: str, ordered: bool, simulat
         assert result.sum().item() == 2 * N
     else:
         reported(simulator, "RACE", "add_.Tensor (write) then", "mul", "(read)")
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random:3"])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_memory_that_is_mapped_twice_is_the_same_memory(
+    schedule: str, ordered: bool, simulator: ModuleType, pages: Pages
+) -> None:
+    simulator.schedule(schedule)
+    handle, start, side = pages.create(), pages.reserve(2), torch.cuda.Stream()
+    for address in (start, start + PAGE):
+        pages.map(address, handle)
+        pages.grant(address)
+    one, other = at(start), at(start + PAGE)
+    one[:N].fill_(1)
+    if ordered:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        other[N:].fill_(5)
+        total = other[:N].sum()
+    side.synchronize()
+    if ordered:
+        assert total.item() == N
+    else:
+        reported(simulator, "RACE", "fill_.Scalar (write) then", "sum", "(read)")
 
 
 def test_writing_what_another_stream_reads_is_a_race(simulator: ModuleType) -> None:
@@ -440,9 +466,18 @@ def test_another_thread_may_not_map_pages_under_a_global_capture(pages: Pages) -
 # ---- processes
 
 
-def child(code: str) -> subprocess.CompletedProcess[str]:
-    code = "import ctypes, torch\nx = torch.zeros(9, device='cuda')\n" + textwrap.dedent(code)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+def child(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    code = "import ctypes, os, torch\nx = torch.zeros(9, device='cuda')\n" + textwrap.dedent(code)
+    command, environment = [sys.executable, "-c", code], {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+
+
+RACE = """
+side = torch.cuda.Stream()
+x.add_(1)
+with torch.cuda.stream(side):
+    x.add_(1)
+"""
 
 
 @pytest.mark.slow
@@ -454,11 +489,13 @@ def test_the_host_cannot_touch_device_memory() -> None:
 
 @pytest.mark.slow
 def test_a_process_that_broke_a_rule_ends_with_an_error() -> None:
-    ended = child("""
-        side = torch.cuda.Stream()
-        x.add_(1)
-        with torch.cuda.stream(side):
-            x.add_(1)
-    """)
+    ended = child(RACE)
     assert ended.returncode == BROKEN_RULES
     assert "RACE" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_at_once_leaves_the_rules_that_it_broke_in_a_file(tmp_path: Path) -> None:
+    log = tmp_path / "violations"
+    assert child(RACE + "os._exit(0)", SIMCUDA_LOG=str(log)).returncode == 0
+    assert "RACE" in log.read_text()

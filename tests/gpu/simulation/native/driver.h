@@ -82,7 +82,7 @@ struct Physical {
     off_t offset;
     bool plain;  // from cudaMalloc, not from cuMemCreate
     bool held;   // by a handle
-    int mappings;
+    std::set<Address> shown_at;
     CUmemAllocationProp properties;
 };
 
@@ -120,6 +120,7 @@ bool overlaps_mapping(Address address, size_t bytes);
 Mapping &add_mapping(Address address, size_t bytes, Physical *physical);
 void remove_mapping(Address address);
 void grant(Mapping &mapping, int device, int rights);
+std::vector<std::pair<Address, Address>> aliases(Address begin, Address end);
 bool accessible(int device, const SimAccess &access, std::string *why);
 bool explain_address(Address fault, char *text, size_t length);
 

@@ -132,12 +132,12 @@ Physical *create(int device, size_t bytes, bool plain) {
     off_t offset = take(devices[device], bytes);
     if (offset < 0) return nullptr;
     if (settings.poison) memset(devices[device].contents + offset, 0xFF, std::min(bytes, LARGE));
-    return new Physical{device, bytes, offset, plain, true, 0, {}};
+    return new Physical{device, bytes, offset, plain, true, {}, {}};
 }
 
 // Memory lives as long as a handle or a mapping of it.
 void destroy_if_unused(Physical *physical) {
-    if (physical->held || physical->mappings) return;
+    if (physical->held || !physical->shown_at.empty()) return;
     give_back(devices[physical->device], physical->offset, physical->bytes);
     delete physical;
 }
@@ -155,7 +155,7 @@ bool overlaps_mapping(Address address, size_t bytes) {
 }
 
 Mapping &add_mapping(Address address, size_t bytes, Physical *physical) {
-    physical->mappings++;
+    physical->shown_at.insert(address);
     return mappings[address] = {address, bytes, physical, std::vector<int>(settings.devices, PROT_NONE)};
 }
 
@@ -164,7 +164,7 @@ void remove_mapping(Address address) {
     for (int device = 0; device < settings.devices; device++)
         if (mapping.rights[device]) grant(mapping, device, PROT_NONE);
     Physical *physical = mapping.physical;
-    physical->mappings--;
+    physical->shown_at.erase(address);
     mappings.erase(address);
     destroy_if_unused(physical);
 }
@@ -180,6 +180,19 @@ void grant(Mapping &mapping, int device, int rights) {
         must(shown != MAP_FAILED, "window of the simulated device");
     }
     mapping.rights[device] = rights;
+}
+
+// The other addresses, [first, last), at which the memory at [begin, end) is mapped too.
+std::vector<std::pair<Address, Address>> aliases(Address begin, Address end) {
+    std::vector<std::pair<Address, Address>> found;
+    for (const Mapping *mapping; begin < end && (mapping = mapping_at(begin)); begin = mapping->end()) {
+        size_t offset = begin - mapping->address, bytes = std::min(end, mapping->end()) - begin;
+        for (Address other : mapping->physical->shown_at) {
+            Address first = other + offset, last = std::min(first + bytes, mappings.at(other).end());
+            if (other != mapping->address && first < last) found.push_back({first, last});
+        }
+    }
+    return found;
 }
 
 bool accessible(int device, const SimAccess &access, std::string *why) {

@@ -1,7 +1,8 @@
 // Happens-before: who touched which bytes last, and whether the next to touch them is ordered after.
 //
 // Two accesses of which one writes must be ordered by a stream, an event or a wait of the host; otherwise they race,
-// whatever order the schedule of this run happened to choose.
+// whatever order the schedule of this run happened to choose. Memory that is mapped at several addresses is the same
+// memory at each of them.
 #include "driver.h"
 
 #include <algorithm>
@@ -61,13 +62,20 @@ class Report {
   public:
     Report(const SimAccess &access, const Touch &now, const Clock &clock) : access_(access), now_(now), clock_(clock) {}
 
+    void check_all(Address begin, Address end) {
+        split_at(begin);
+        split_at(end);
+        for (auto at = segments.lower_bound(begin); at != segments.end() && at->first < end; ++at)
+            check(at->first, at->second);
+    }
+
+  private:
     void check(Address address, const Segment &segment) {
         compare(address, segment, segment.writer, "write");
         if (access_.write)
             for (const Touch &reader : segment.readers) compare(address, segment, reader, "read");
     }
 
-  private:
     void compare(Address address, const Segment &segment, const Touch &before, const char *how) {
         if (!before.work || clock_.covers(before.stream, before.sequence)) return;
         if (!said_.insert({before.work, *how}).second) return;
@@ -115,12 +123,10 @@ void read(Address begin, Address end, const Touch &now, const Clock &clock) {
 void touch(const SimAccess &access, const std::string &work, int stream, uint64_t sequence, const Clock &clock) {
     if (!access.bytes) return;
     Address begin = access.address, end = begin + access.bytes;
-    split_at(begin);
-    split_at(end);
     Touch now{stream, sequence, interned(work)};
     Report report(access, now, clock);
-    for (auto at = segments.lower_bound(begin); at != segments.end() && at->first < end; ++at)
-        report.check(at->first, at->second);
+    report.check_all(begin, end);
+    for (auto [first, last] : aliases(begin, end)) report.check_all(first, last);
     if (access.write) wrote(begin, end, now);
     else read(begin, end, now, clock);
 }

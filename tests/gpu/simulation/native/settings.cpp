@@ -45,6 +45,15 @@ void read_settings() {
     if (const char *schedule = getenv("SIMCUDA_SCHED")) sim_set_sched(schedule);
 }
 
+// Into a file as well, for whoever does not see how a process ends.
+void log_violation(const char *text) {
+    const char *path = getenv("SIMCUDA_LOG");
+    FILE *log = path && *path ? fopen(path, "a") : nullptr;
+    if (!log) return;
+    fprintf(log, "%s\n", text);
+    fclose(log);
+}
+
 }  // namespace
 
 CUresult initialize() {
@@ -71,6 +80,7 @@ void violation(const char *format, ...) {
     va_end(arguments);
     violations.push_back(text);
     if (on_violation) on_violation(text);
+    log_violation(text);
     if (violations.size() <= 50) fprintf(stderr, "[simulated CUDA] %s\n", text);
 }
 
