@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from elastic.server.generation import bodies
 from elastic.server.generation.request_builder import SHORT, RequestBuilder
-from elastic.server.protocol.chat import ChatBody
+from elastic.server.protocol.chat import MOST_MESSAGES, ChatBody
 from elastic.server.protocol.completions import CompletionBody
 from elastic.server.routes.actions import ActionsBody
 from support.serving.fake_engine import FakeEngine
@@ -25,6 +25,8 @@ JSON_TYPE = {"Content-Type": "application/json"}
 USER = {"role": "user", "content": "x"}
 SWAP = {"kind": "swap", "layers": [1], "variant": "int4"}
 MANY = 5_000
+FEWER = MOST_MESSAGES - 1
+"""Of messages and calls, so many are no error by themselves."""
 
 WRONG: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (CompletionBody, {"prompt": [None] * MANY}),
@@ -33,7 +35,9 @@ WRONG: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (CompletionBody, {"prompt": "x", "stop": [0] * MANY}),
     (CompletionBody, {"prompt": "x", "stop_token_ids": ["x"] * MANY}),
     (ChatBody, {"messages": [0] * MANY}),
+    (ChatBody, {"messages": [0] * FEWER}),
     (ChatBody, {"messages": [USER] * MANY}),
+    (ChatBody, {"messages": [{"role": "assistant", "tool_calls": [0] * FEWER}]}),
     (ChatBody, {"messages": [{**USER, "content": [0] * MANY}]}),
     (ActionsBody, {"actions": [0] * MANY}),
     (ActionsBody, {"actions": [{**SWAP, "layers": ["x"] * MANY}]}),
