@@ -20,6 +20,7 @@ from elastic.runtime.options import (
     check_loaded,
     check_model,
     check_placement,
+    check_prepack,
     check_shards,
     choose_places,
     parse_rate,
@@ -51,30 +52,29 @@ def wrap(
     checkpoint: str | Path | Checkpoint | None = None,
     shards: int = 1,
     load_shards: Collection[int] | None = None,
+    prepack: bool = False,
 ) -> Model:
     """Make a Hugging Face causal language model elastic, in place; returns the same object.
 
-    From then on the weights of its decoder layers and its KV cache live in pages of the same budget, under
-    `model.elastic`, the `Runtime`; `generate`, `pipeline` and plain calls go on as before. `places` says what memory
-    may be used, one place at least for each device with decoder layers (by default one each, with most of what is
-    free); a place's budget covers all of the model there. Layers that it is too small for are in host memory, and
-    streamed when called. With `placement="as_loaded"` layers begin at the first place of their device; "auto" fills
-    the places in their order, as far as leaves room for a KV cache.
+    Then the weights of its decoder layers and its KV cache live in pages of the same budget, under `model.elastic`, the
+    `Runtime`; `generate`, `pipeline` and calls go on as before. `places` says what memory may be used, one place at
+    least for each device of decoder layers (by default one, with most of what is free); a place's budget covers all of
+    the model there. Layers that find no room are in host memory, and streamed when called. With `placement="as_loaded"`
+    layers begin at their device's first place; "auto" fills places in order, and leaves room for a KV cache.
 
     `policy` says who calls actions. "manual": you do. "accuracy", "balanced", "performance", a `Policy` or its file: a
-    controller swaps layers under pressure and restores them after it, in an `order` that is a `Profile`, its file,
-    "front_to_back", "last_first" or "contiguous". "scale", a `Scale`: it replicates and moves them over `places`;
-    models with the same `Scale(group=…)` lend each other theirs. An object with `decide(snapshot, state)`: what that
-    says. Several, in a tuple: their cheapest remedy. All look at `slo`; with `controller=False` the thread waits for
-    `start()`. (docs/controller.md)
+    controller swaps layers under pressure and back after it, in an `order`: a `Profile`, its file, "front_to_back",
+    "last_first" or "contiguous". "scale", a `Scale`: it replicates and moves them over `places`, which models with the
+    same `Scale(group=…)` share. An object with `decide(snapshot, state)`: what that says. Several: their cheapest
+    remedy. All see `slo`; with `controller=False` it waits for `start()`. (docs/controller.md)
 
     `kv_layout` is "head_major", "batch_major" or "token_major"; None: the best for the device. `checkpoint`: the
-    safetensors that the model was loaded from, a file or a directory; released weights are read from there by mmap.
-    `variants` are what layers can be swapped to: "int8", "int4", "2:4", …, or a `Variant`, packed now and kept in host
-    memory beside the full weights. `variant_cache` is a directory that keeps them for the next start and for other
-    processes. `copy_rate`, such as "2GB", bounds the bytes a second that move while a model computes. Into `shards`
-    parts, a power of two, each layer's feed-forward network and KV heads are cut, for ranks that share the layer. Of a
-    model whose layers have no data `load_shards` alone are read (part p of layer l is `l * shards + p`).
+    model's safetensors, a file or a directory; released weights are read there by mmap. `variants`: what layers can be
+    swapped to: "int8", "int4", "2:4", …, or a `Variant`, packed now and kept in host memory. `variant_cache` is a
+    directory that keeps them for later processes. `copy_rate`, such as "2GB", bounds the bytes a second that move while
+    the model computes. Into `shards` parts, a power of two, each layer's FFN and KV heads are cut, for ranks that share
+    it. Of layers without data `load_shards` alone are read (part p of layer l is `l * shards + p`). With `prepack`, at
+    one CPU place, linear layers' matrices lie in oneDNN's order where it is faster, and round otherwise.
 
     Raises `ConfigError`, `StateError` (a wrapped model), `CapacityError` (a small budget); the model is as it was.
     """
@@ -93,6 +93,7 @@ def wrap(
         start_controller=controller,
         shards=check_shards(shards),
         load_shards=check_loaded(load_shards, len(decoder.layers) * shards, checkpoint, packed),
+        choose_prepacked=check_prepack(prepack, opened, shards, load_shards),
         make_policy=choose_policy(policy, slo, order, packed, decoder.layers, partial(measure, decoder, opened)),
     )
     return _install(model, options)

@@ -51,6 +51,7 @@ def refill(weights: ModelWeights, unit: WeightUnit, action: object, buffer: Weig
     if isinstance(action, Fetch):
         try:
             _read(weights, unit, buffer, action, [(0, unit.nbytes)], rate)
+            _put_in_order(unit, buffer)
             _require_unchanged(unit, _digests_in(buffer, unit))
             return
         except StateError as error:
@@ -199,9 +200,16 @@ def _pieces(
             at += piece
 
 
+def _put_in_order(unit: WeightUnit, buffer: WeightBuffer) -> None:
+    """Have a unit's full parameters in a buffer, which came plain, in the order that they have in its pages."""
+    for name, tensor in buffer.show(unit.layout).items():
+        if unit.slots[name].prepacked:
+            tensor.copy_(unit.slots[name].in_pages(tensor))
+
+
 def _digests_in(buffer: WeightBuffer, unit: WeightUnit) -> dict[str, int]:
     """Return the digests of a unit's full parameters, by name, as they are in a buffer."""
-    return {name: digest(tensor) for name, tensor in buffer.show(unit.layout).items()}
+    return {name: unit.slots[name].digest(tensor) for name, tensor in buffer.show(unit.layout).items()}
 
 
 def _require_unchanged(unit: WeightUnit, now: Mapping[str, int]) -> None:

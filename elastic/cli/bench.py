@@ -147,7 +147,8 @@ def make_engine(options: Namespace, slo: SLO | None) -> Iterator[Engine]:
     place = parse_place(options.place)
     model, _ = load_model(options.model, place.device, option="--model")
     variants = tuple(name for name in options.variants.split(",") if name)
-    elastic.wrap(model.to(place.device), policy=options.policy, slo=slo, places=[place], variants=variants)
+    chosen = {"policy": options.policy, "slo": slo, "variants": variants, "prepack": options.prepack}
+    elastic.wrap(model.to(place.device), places=[place], **chosen)
     try:
         engine = ContinuousEngine(model, max_queue=options.max_queue)
         engine.start()

@@ -17,7 +17,7 @@ def generate(options: Namespace) -> int:
 
     place = parse_place(options.place)
     loaded = load(options, place.device)
-    elastic.wrap(loaded.model, places=[place])
+    elastic.wrap(loaded.model, places=[place], prepack=options.prepack)
     try:
         torch.manual_seed(options.seed)
         print(options.prompt, end="", flush=True)

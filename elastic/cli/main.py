@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     )
     generate = commands.add_parser("generate", help="generate text with a wrapped model")
     _add_common(generate, prompt=None, tokens=128)
+    generate.add_argument("--prepack", action="store_true", help="matrices in the order that a CPU multiplies fastest")
     _add_profile(commands.add_parser("profile", help="find the order in which to swap the layers of a model"))
     add_serve(commands.add_parser("serve", help="serve a model over HTTP, as OpenAI's API does"))
     add_fleet(commands.add_parser("fleet", help="look at a fleet, move its requests, add and remove ranks"))

@@ -139,6 +139,9 @@ def add_memory(command: ArgumentParser) -> None:
     group.add_argument(
         "--shards", type=int, metavar="N", help="parts of each layer that ranks can share (1; 4 with lengths)"
     )
+    group.add_argument(
+        "--prepack", action="store_true", help="matrices in the order that a CPU multiplies fastest; rounds otherwise"
+    )
     group.add_argument("--order", metavar="ORDER", help="which layers to swap first: a name, or a profile's file")
     group.add_argument("--slo-ttft", type=float, metavar="S", help="time to the first token that is to be kept")
     group.add_argument("--slo-tpot", type=float, metavar="S", help="time per further token that is to be kept")
@@ -290,6 +293,8 @@ def wrap_options(options: Namespace) -> dict[str, Any]:
     chosen: dict[str, Any] = {"places": options.place, "variants": tuple(options.variants), "policy": policy}
     if options.shards is not None:
         chosen["shards"] = options.shards
+    if options.prepack:
+        chosen["prepack"] = True
     if options.order is not None:
         chosen["order"] = options.order
     if options.slo_ttft is not None or options.slo_tpot is not None:

@@ -5,6 +5,7 @@ Everything is undone by the stacks that are given, in reverse.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -22,7 +23,7 @@ from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.copy_engine import make_copy_engine
 from elastic.memory.page_pool import PagePool
 from elastic.memory.places import close_place, open_place
-from elastic.runtime.options import device_of
+from elastic.runtime.options import ChooseLayout, device_of
 from elastic.weights.decoder import Decoder
 from elastic.weights.eligible import held_outside
 from elastic.weights.initial_residency import choose_absent, spread
@@ -30,11 +31,12 @@ from elastic.weights.layer import WeightUnit
 from elastic.weights.model import ModelWeights
 from elastic.weights.paging import give_back, load_in, move_in, move_out
 from elastic.weights.parameter_slot import ParameterSlot
-from elastic.weights.prepacked.onednn import OneDNNLayout
 from elastic.weights.streaming import WeightStreamer
 
 if TYPE_CHECKING:
     from elastic.quant.variants.variant import Variant
+
+logger = logging.getLogger(__name__)
 
 
 def open_places(
@@ -110,13 +112,15 @@ def pack_variants(
                 measure_paths(made, device)
 
 
-def choose_prepacked(
-    layers: list[WeightUnit], choose: Callable[[nn.Module, torch.Tensor], OneDNNLayout | None] | None
-) -> None:
+def choose_prepacked(layers: list[WeightUnit], choose: ChooseLayout | None) -> None:
     """Decide how each full parameter will lie in its pages."""
-    if choose is not None:
-        for slot in (slot for layer in layers for slot in layer.slots.values()):
-            slot.prepacked = choose(slot.homes[0][0], slot.parameter)
+    if choose is None:
+        return
+    slots = [slot for layer in layers for slot in layer.slots.values()]
+    for slot in slots:
+        slot.prepacked = choose(slot.homes[0][0], slot.parameter)
+    packed, matrices = sum(slot.prepacked is not None for slot in slots), sum(s.parameter.ndim == 2 for s in slots)
+    logger.info("%d of %d matrices in pages are prepacked, in oneDNN's order", packed, matrices)
 
 
 def make_reserves(layers: list[WeightUnit], stack: ExitStack) -> dict[str, StagingReserve]:

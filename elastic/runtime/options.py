@@ -21,12 +21,14 @@ from elastic.planning.sharding.bounds import is_degree
 from elastic.quant.variants.eligible import is_packable
 from elastic.runtime.controller_setup import MakePolicy
 from elastic.weights.decoder import Decoder, find_decoder
+from elastic.weights.prepacked.choice import prepacked_layout
 from elastic.weights.prepacked.onednn import OneDNNLayout
 
 if TYPE_CHECKING:
     from elastic.quant.variants.variant import Variant
 
 
+ChooseLayout = Callable[[nn.Module, torch.Tensor], OneDNNLayout | None]
 PLACEMENTS = ("as_loaded", "auto")
 
 
@@ -53,7 +55,7 @@ class WrapOptions:
     """Whether a module multiplies its input with a parameter of its own, so that this may be packed."""
     lives_in_pages: Callable[[torch.Tensor], bool] = lambda parameter: True
     """Whether a parameter of a decoder layer goes into pages, if it can; the others stay ordinary tensors."""
-    choose_prepacked: Callable[[nn.Module, torch.Tensor], OneDNNLayout | None] | None = None
+    choose_prepacked: ChooseLayout | None = None
     """How a full parameter of a module lies in its pages; None: plain. For layers that stay at one place."""
 
 
@@ -120,6 +122,32 @@ def check_loaded(
     require(not wrong, "load_shards", wrong, f"of 0 to {count - 1}")
     require(not variants, "variants", [v.name for v in variants], "empty where load_shards leaves weights out")
     return frozenset(shards)
+
+
+def check_prepack(
+    prepack: bool, places: Sequence[Place], shards: int, load_shards: Collection[int] | None
+) -> ChooseLayout | None:
+    """Return how matrices are to lie in pages; None: plain. Raises `ConfigError` where they cannot be packed."""
+    require(isinstance(prepack, bool), "prepack", prepack, "True or False")
+    if not prepack:
+        return None
+    names = [place.name for place in places]
+    if len(places) > 1 or places[0].device.type != "cpu":
+        raise ConfigError(
+            f"prepack=True does not go with places={names}: matrices are packed for one place on a CPU; give one, or "
+            "leave prepack out"
+        )
+    if shards > 1 or load_shards is not None:
+        raise ConfigError(
+            f"prepack=True does not go with shards={shards}, load_shards={load_shards}: parts of a layer are cut from "
+            "plain matrices; leave prepack out, or do not cut layers"
+        )
+    return _layout_of
+
+
+def _layout_of(module: nn.Module, parameter: torch.Tensor) -> OneDNNLayout | None:
+    """Return how a parameter of a module is to lie in pages: plain, unless it is what `nn.Linear` multiplies with."""
+    return prepacked_layout(parameter) if type(module).forward is nn.Linear.forward else None
 
 
 def parse_variants(variants: Sequence[str | Variant]) -> list[Variant]:

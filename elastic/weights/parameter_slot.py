@@ -69,7 +69,9 @@ class ParameterSlot:
         return digest(self.in_order(stored))
 
     def put(self, content: Content) -> None:
-        """Have a parameter or a proxy in the slot; what was there until now is let go of."""
+        """Have a parameter or a proxy in the slot, with the gradient of what was there, which is let go of."""
+        if self.parameter.grad is not None:
+            content.grad = self.parameter.grad
         if not isinstance(content, WeightProxy):
             self._put_plain(content)
             return
@@ -88,7 +90,7 @@ class ParameterSlot:
         self.address = plain.data_ptr()
         outside = self._outside() if self._outside else None
         if outside is not None:
-            outside.data = plain.data
+            outside.data, outside.grad = plain.data, plain.grad
             self._replace(outside)
             self._outside = None  # while there is one, torch refuses to exchange
         elif isinstance(self.parameter, WeightProxy):

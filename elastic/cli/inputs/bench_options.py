@@ -57,6 +57,7 @@ def _add_target(run: ArgumentParser) -> None:
     run.add_argument("--place", default=None, metavar="PLACE", help="with --model: memory to use, such as cuda:0=20GiB")
     run.add_argument("--policy", default="manual", metavar="POLICY", help=f"with --model: {POLICIES}, or a file")
     run.add_argument("--variants", default="", metavar="NAMES", help="with --model: what to swap to, such as int8,2:4")
+    run.add_argument("--prepack", action="store_true", help="with --model: matrices in a CPU's fastest order")
     run.add_argument("--max-queue", type=int, default=None, metavar="N", help="with --model: refuse more that wait")
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _ALONE = ("intent", "latency", "cost", "quality_loss", "losses", "kind", "place_by", "weights", "rate", "harvest")
 """Options that mean nothing without `--devices`."""
-_NOT_WITH = ("ranks", "place", "variants", "policy", "shards", "cores", "max_queue")
+_NOT_WITH = ("ranks", "place", "variants", "policy", "shards", "prepack", "cores", "max_queue")
 """Those that a deployment chooses, or does not have."""
 
 

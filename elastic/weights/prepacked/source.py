@@ -76,8 +76,21 @@ Source = ResidentSource | AbsentSource
 
 
 def _is_plain(x: torch.Tensor, layout: OneDNNLayout) -> bool:
-    """Return whether oneDNN's product may be used: of this dtype, and without a gradient."""
-    return x.dtype is layout.dtype and not (x.requires_grad and torch.is_grad_enabled())
+    """Return whether oneDNN's product may be used: of this dtype, not of autocast's, and without a gradient."""
+    recorded = x.requires_grad and torch.is_grad_enabled()
+    return x.dtype is layout.dtype and not recorded and not torch.is_autocast_enabled(x.device.type)
+
+
+class _Unpacked(torch.autograd.Function):
+    """A matrix, [outputs, inputs], in the plain order, whose gradient is that of the weight in the slot."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: WeightProxy) -> torch.Tensor:
+        return weight.source.value()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 def _linear(function: Function, args: Any, kwargs: Any) -> Any:
@@ -87,6 +100,8 @@ def _linear(function: Function, args: Any, kwargs: Any) -> Any:
     source = weight.source if isinstance(weight, WeightProxy) else None
     if not isinstance(source, Source) or isinstance(x, WeightProxy) or isinstance(bias, WeightProxy):
         return on_values(function, args, kwargs)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):  # to the bit as on a plain model
+        return F.linear(x, _Unpacked.apply(weight).to(x.dtype), bias)  # type: ignore[no-untyped-call]
     return source.product(x, bias)
 
 

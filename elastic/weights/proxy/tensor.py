@@ -143,8 +143,9 @@ class WeightProxy(torch.Tensor):
         for number, argument in enumerate(function._schema.arguments):
             target = args[number] if number < len(args) else kwargs.get(argument.name)
             written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and isinstance(target, WeightProxy):
-                raise _refusal(str(function), target)
+            for weight in target if isinstance(target, list | tuple) else (target,):
+                if written and isinstance(weight, WeightProxy):
+                    raise _refusal(str(function), weight)
         return function(*_plain(args), **_plain(kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -193,5 +194,6 @@ def _plain(tree: Any) -> Any:
 def _refusal(what: str, weight: WeightProxy) -> StateError:
     return StateError(
         f"{what} would write into a weight {weight.source.describe()}; restore its layer first "
-        "(model.elastic.restore()), or write with copy_ or load_state_dict; to move or cast the model, unwrap it first"
+        "(model.elastic.restore()), or write with copy_ or load_state_dict; to move, cast or train the model, or if it "
+        "was wrapped with prepack=True, unwrap it first"
     )

@@ -139,6 +139,17 @@ def test_the_policy_of_lengths_has_each_rank_cut_its_layers() -> None:
     assert "shards" not in serve.wrap_options(options())
 
 
+def test_ranks_prepack_their_weights_where_that_is_asked_for() -> None:
+    given = options("--ranks", "2", "--prepack")
+    check_fleet(given)
+    fleet = make_fleet(given, "in-process", serve.wrap_options(given), None)
+    assert [spec.wrap["prepack"] for spec in fleet._specs] == [True] * 2
+    assert "prepack" not in serve.wrap_options(options())
+    given = options("--ranks", "2", "--prepack", "--policy", "drop")
+    with pytest.raises(ConfigError, match="weights are plain"):
+        make_fleet(given, "in-process", serve.wrap_options(given), None)
+
+
 def test_the_policy_of_drops_has_its_numbers() -> None:
     def chosen(*arguments: str) -> tuple[Any, str]:
         given = options(*DROP, *arguments)

@@ -32,6 +32,12 @@ def test_generate_streams_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == first
 
 
+def test_generate_can_prepack_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", "--prompt", "import os\n", "--max-new-tokens", "2", "--prepack"]
+    assert main(command) == 0
+    assert capsys.readouterr().out.startswith("import os\n")
+
+
 @pytest.mark.slow
 def test_a_command_ends_quietly_when_nobody_reads_its_output_any_more() -> None:
     """As in `elastic generate ... | head -c 1`."""

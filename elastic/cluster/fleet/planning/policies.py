@@ -37,7 +37,8 @@ class FleetPolicies:
         """Return the options of `elastic.wrap` in each rank, with layers cut as was said, or as is needed.
 
         `shares` are those of ranks that begin to serve together. Raises `ConfigError` for `shards` that layers cannot
-        be cut in, for those said among the options, and for policies that have ranks part.
+        be cut in, for those said among the options, for policies that have ranks part, and for prepacked weights where
+        ranks share layers.
         """
         parts = shares[0].parts
         if "shards" in wrap:
@@ -48,6 +49,11 @@ class FleetPolicies:
             raise ConfigError(
                 "policy: 'drop' and 'lengths' have ranks share what each has all of, and part again; with tp= or pp= "
                 "none has: leave one of them out"
+            )
+        if wrap.get("prepack") and (self.overload or self.lengths or len(shares) > 1 or (shards or 1) > 1):
+            raise ConfigError(
+                "wrap={'prepack': True}: ranks that share layers read each other's memory: their weights are plain; "
+                "leave it out, or the policies 'drop' and 'lengths', shards=, tp= and pp="
             )
         if shards is None:
             shards = parts if self.lengths is None else max(SHARDS, self.lengths.most_ranks)

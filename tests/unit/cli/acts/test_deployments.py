@@ -69,6 +69,7 @@ def test_what_the_server_refuses_is_told(served: Live, capsys: pytest.CaptureFix
         (["--harvest"], "--harvest is for deployments"),
         (["--devices", "cpu#a=1GiB", "--ranks", "2"], "--ranks does not go with --devices"),
         (["--devices", "cpu#a=1GiB", "--variants", "int4"], "--variants does not go with --devices"),
+        (["--devices", "cpu#a=1GiB", "--prepack"], "--prepack does not go with --devices"),
         (["--devices", "cpu#a=1GiB", "--latency", "0"], "latency_s=0"),
     ],
 )

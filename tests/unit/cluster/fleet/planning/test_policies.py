@@ -9,6 +9,7 @@ import pytest
 from elastic.cluster.fleet.planning.policies import FleetPolicies, chosen
 from elastic.config import Lengths, Overload
 from elastic.errors import ConfigError
+from elastic.planning.sharding.share import shares
 
 LATE = Overload(kv_high=0.99)
 
@@ -73,3 +74,14 @@ def test_layers_are_cut_as_was_said_or_as_a_policy_needs(policy: Any, shards: in
 def test_parts_that_layers_cannot_be_cut_in(wrap: dict[str, Any], shards: int | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         chosen(None).wrap_options(wrap, shards)
+
+
+@pytest.mark.parametrize(
+    ("policy", "shards", "together"),
+    [("drop", None, (1, 1)), ("lengths", None, (1, 1)), (None, 2, (1, 1)), (None, None, (2, 1)), (None, None, (1, 2))],
+)
+def test_ranks_that_share_layers_have_them_plain(policy: Any, shards: int | None, together: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match=r"wrap=\{'prepack': True\}: .* are plain; leave it out"):
+        chosen(policy).wrap_options({"prepack": True}, shards, shares(*together))
+    kept = chosen("balance").wrap_options({"prepack": True}, None)
+    assert kept == {"prepack": True, "shards": 1}
