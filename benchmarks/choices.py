@@ -4,10 +4,10 @@
 
 The order of keys and values in memory (`kv_layout`; attention at 2,048 tokens, each order by its own fastest kernel),
 that in a block of the engine (`block_layout`; steps of decoding requests, each of requests x tokens, with so many key
-heads of so many query heads), the page size (mapping and unmapping 64 MiB), the parts of copies beside a model, and the
-pieces in which packed weights are expanded on a CPU. The ratio is the time of the choice to that of the fastest: 1.00
-where nothing is lost by it. Kernels of products and of attention are not here: those are measured when a model is
-wrapped.
+heads of so many query heads), what keeps slots that nobody wrote from attention (`unwritten`), the page size (mapping
+and unmapping 64 MiB), the parts of copies beside a model, and the pieces in which packed weights are expanded on a CPU.
+The ratio is the time of the choice to that of the fastest: 1.00 where nothing is lost by it. Kernels of products and of
+attention are not here: those are measured when a model is wrapped.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from common import arguments, finish, paired, ratio, show, table
 from quantized_linear import CONFIGS
+from torch.nn.functional import scaled_dot_product_attention
 
 from elastic.config import Place
 from elastic.engines.core.kv_state import BLOCK_SLOTS
@@ -72,6 +73,36 @@ def blocks(dtype: torch.dtype, requests: int, tokens: int, kv_heads: int, heads:
         return lambda: [attend(query, keys, values, next(caches), layout, parts, batch, 0.125) for _ in range(8)]
 
     return {order: step(order) for order in LAYOUTS}
+
+
+def unwritten(dtype: torch.dtype, requests: int, tokens: int, heads: int) -> Works:
+    """What keeps slots that nobody wrote from a step of decoding requests, whose last blocks hold one token each.
+
+    `zeros`: the block is cleared, here at each step, not once for its tokens. `masked`: what is read of keys and
+    values is 0 behind the last token, in each layer at each step.
+    """
+    layout, count = LAYOUTS["head_centric"](BlockShape(BLOCK_SLOTS, heads, 64)), requests * tokens // BLOCK_SLOTS
+    tables = torch.randperm(count).view(requests, -1)
+    nbytes = count * layout.block_elements * dtype.itemsize
+    caches = cycle(torch.randn(-(-64 * MIB // nbytes), count * layout.block_elements, dtype=dtype))
+    parts = layout.parts(torch.zeros(1, dtype=torch.long))
+    read = layout.read_index(tables, parts.places)
+    hidden = torch.arange(tokens) > tokens - BLOCK_SLOTS
+    mask = torch.zeros(tokens, dtype=dtype).masked_fill_(hidden, -torch.inf).expand(requests, 1, 1, tokens)
+    query = torch.randn(requests, heads, 1, 64, dtype=dtype)
+
+    def zeros() -> torch.Tensor:
+        cache = next(caches)
+        layout.clear(cache, tables[:, -1])
+        keys, values = layout.read(cache, read, requests, parts.heads)
+        return scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+
+    def masked() -> torch.Tensor:
+        keys, values = layout.read(next(caches), read, requests, parts.heads)
+        keys, values = (each.masked_fill(hidden[:, None], 0) for each in (keys, values))
+        return scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+
+    return {work.__name__: lambda work=work: [work() for _ in range(8)] for work in (zeros, masked)}  # type: ignore[misc]
 
 
 def pages() -> Works:
@@ -139,6 +170,11 @@ def main() -> None:
                 (8, 1024, 2, 16),
                 (1, 4096, 8, 8),
             )
+        },
+        **{
+            f"slots that nobody wrote, {name} {requests} x {tokens}": ("zeros", unwritten(dtype, requests, tokens, 8))
+            for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
+            for requests, tokens in ((8, 256), (8, 1024))
         },
         "page size": (f"{DEFAULT_PAGE_BYTES // 1024} KiB", pages()),
         "part of a copy": (f"{RateLimiter.CHUNK // MIB} MiB", copies()),

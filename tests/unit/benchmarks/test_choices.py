@@ -1,4 +1,4 @@
-"""What the benchmark of choices computes for each of the engine's block layouts."""
+"""What the benchmark of choices computes for the engine's blocks."""
 
 from __future__ import annotations
 
@@ -16,4 +16,11 @@ def test_a_step_attends_for_all_heads_of_all_requests_in_each_layout(heads: int)
     for work in works.values():
         for out in work():
             assert out.shape == (3, heads, 64)
+            assert out.isfinite().all()
+
+
+def test_slots_that_nobody_wrote_change_nothing_either_way() -> None:
+    for work in choices.unwritten(torch.float32, 3, 64, 2).values():
+        for out in work():
+            assert out.shape == (3, 2, 1, 64)
             assert out.isfinite().all()
