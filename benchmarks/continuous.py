@@ -1,6 +1,6 @@
 """Continuous batching on elastic pages, nothing swapped, against transformers' own, with the same requests and budgets.
 
-    python benchmarks/continuous.py [--device cuda:0] [--earlier CHECKOUT]
+    python benchmarks/continuous.py [--device cuda:0] [--earlier CHECKOUT] [--prepack]
 
 All requests are there at the beginning; the time is until the last has ended. All have room for all of them, the same
 block size, and the same most tokens in a batch; none shares prefixes. With `--earlier`, the engine of another checkout
@@ -66,8 +66,8 @@ def stock(manager: Any, asked: list[list[int]]) -> list[list[int]]:
     return [tokens[name] for name in names]
 
 
-def started(model: Any, device: str) -> ContinuousEngine:
-    elastic.wrap(model, places=[f"{device}={budget(device, 2, 0.25)}"])
+def started(model: Any, device: str, **more: bool) -> ContinuousEngine:
+    elastic.wrap(model, places=[f"{device}={budget(device, 2, 0.25)}"], **more)
     engine = ContinuousEngine(model, block_tokens=BLOCK, max_batch_tokens=BATCH_TOKENS, share_prefixes=False)
     engine.start()
     return engine
@@ -112,7 +112,7 @@ def compare(name: str, make: Callable[[], Any], count: int, options: Any, rounds
     wrapped, plain, device = make(), make(), options.device
     asked = prompts(count, wrapped.config.vocab_size)
     blocks = sum(-(-(len(p) + NEW) // BLOCK) for p in asked) + count
-    engine = started(wrapped, device)
+    engine = started(wrapped, device, **({"prepack": True} if options.prepack else {}))
     settings = ContinuousBatchingConfig(
         page_size=BLOCK,
         num_blocks=blocks,
@@ -134,6 +134,7 @@ def compare(name: str, make: Callable[[], Any], count: int, options: Any, rounds
     elastic.unwrap(wrapped)
     return {
         "requests": count,
+        "prepack": options.prepack,
         "tokens_per_s": {name: count * NEW / statistics.median(t) for name, t in times.items()},
         "throughput_ratio": ratio(times["transformers"], times["elastic"]),
         "over_earlier": ratio(times["earlier"], times["elastic"]) if options.earlier else None,
@@ -142,7 +143,11 @@ def compare(name: str, make: Callable[[], Any], count: int, options: Any, rounds
 
 
 def main() -> None:
-    more = {"earlier": {"help": "a checkout of an earlier commit"}, "round-of": {"help": "for the benchmark itself"}}
+    more = {
+        "earlier": {"help": "a checkout of an earlier commit, whose matrices are plain"},
+        "prepack": {"action": "store_true", "help": "multiply prepacked matrices"},
+        "round-of": {"help": "for the benchmark itself"},
+    }
     options = arguments(__doc__.splitlines()[0], **more)
     device, cpu = options.device, options.device == "cpu"
     dtype = torch.float32 if cpu else torch.bfloat16

@@ -1,7 +1,7 @@
 """The library's own engine beside vLLM: the same model, requests and arrivals, each a process of its own.
 
     python benchmarks/random_model.py --shape 100m --out build/models/100m
-    python benchmarks/continuous_vllm.py --model build/models/100m [--threads 2] [--rounds 3]
+    python benchmarks/continuous_vllm.py --model build/models/100m [--threads 2] [--rounds 3] [--prepack]
     python benchmarks/continuous_vllm.py --model build/models/100m --trace FILE --token-scale 0.25 [--rate 2]
 
 Run it with the venv of `make test-vllm`. Threads are not bound: on a busy machine vLLM's binding costs more than what
@@ -106,9 +106,9 @@ class VLLMPlayer:
 class OwnPlayer:
     """The library's engine, which has a thread of its own."""
 
-    def __init__(self, model: str, *, budget: str) -> None:
+    def __init__(self, model: str, *, budget: str, prepack: bool) -> None:
         wrapped = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        elastic.wrap(wrapped, places=[f"cpu={budget}"])
+        elastic.wrap(wrapped, places=[f"cpu={budget}"], prepack=prepack)
         self._engine = ContinuousEngine(wrapped, max_requests=MOST_REQUESTS, share_prefixes=False)
         self._engine.start()
 
@@ -151,7 +151,8 @@ def main() -> None:
         for kind, figures in summary.items()
     ]
     table(["", *summary[VLLM]], rows)
-    about = {"threads": options.threads, "model": Path(options.model).name, "compiled": options.compiled}
+    about = {"threads": options.threads, "model": Path(options.model).name}
+    about |= {"compiled": options.compiled, "prepack": options.prepack}
     trace = {"source": Path(options.trace or "Poisson").name, "rate": options.rate, "requests": len(_arrivals(options))}
     finish("continuous_vllm", "cpu", {**about, "trace": trace, "same_continuations": same, **summary})
 
@@ -167,6 +168,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals")
     parser.add_argument("--rate", type=float, default=1.0, help="requests per second; with --trace, times the trace's")
     parser.add_argument("--token-scale", type=float, default=1.0, help="of prompts and outputs of the trace")
+    parser.add_argument("--prepack", action="store_true", help="have the library multiply prepacked matrices")
     parser.add_argument("--compiled", action="store_true", help="have vLLM compile the model, which takes minutes")
     parser.add_argument("--quick", action="store_true", help="few and short turns, to see that it runs")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -179,7 +181,7 @@ def _options() -> argparse.Namespace:
 def _child(options: argparse.Namespace) -> None:
     """Run one engine in this process; for each line of input take a turn."""
     if options.child == OWN:
-        player: Player = OwnPlayer(options.model, budget=options.budget)
+        player: Player = OwnPlayer(options.model, budget=options.budget, prepack=options.prepack)
     else:
         player = VLLMPlayer(options.model, compiled=options.compiled)
     batch = [Arrival(0.0, prompt, OUTPUT) for prompt in batch_prompts()]

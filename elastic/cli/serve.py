@@ -304,6 +304,8 @@ def wrap_options(options: Namespace) -> dict[str, Any]:
 
 def _check(options: Namespace, token: str | None) -> None:
     """Raise `ConfigError` for wrong options, before a model is loaded."""
+    from elastic.runtime.options import check_prepack
+
     if options.enable_actions and not token:
         raise ConfigError(f"--enable-actions needs a token: give --token-file FILE, or set {TOKEN}")
     if not 0 <= options.port < 65536:
@@ -311,7 +313,9 @@ def _check(options: Namespace, token: str | None) -> None:
     check_fleet(options)
     check_deployments(options)
     if options.ranks is None and options.devices is None:
-        require_memory([Place.parse(place) for place in options.place or ["cpu"]])
+        places = [Place.parse(place) for place in options.place or ["cpu"]]
+        require_memory(places)
+        check_prepack(options.prepack, places, options.shards or 1, None)
     require_at_least(0, options.drain_seconds, "--drain-seconds")
     for option in ("header_timeout", "body_timeout"):
         if not getattr(options, option) > 0:

@@ -186,8 +186,6 @@ class WeightUnit:
         Raises `StateError` for a unit that has them in no block of its own.
         """
         block = self.blocks.get(self.full.key)
-        if any(slot.prepacked for slot in self.slots.values()):
-            raise StateError(f"{self.name} is prepacked, which others cannot read; wrap its model without prepack")
         if not self.shards_here or self.precision is not self.full or block is None or self.part:
             raise StateError(f"{self.name} has no full weights of its own at {self.pool.name} now; restore it first")
         if missing := sorted((self.every if shards is None else shards) - self.shards_here):

@@ -160,11 +160,12 @@ class ModelWeights:
     def source(self, parts: Mapping[int, frozenset[int] | None]) -> WeightsSource:
         """Say where other processes find the full weights of layers, of which these parts must be here; None: all.
 
-        Raises `StateError` for layers that have none at their place, or at several, and for the memory of a GPU that no
-        rank serves.
+        Raises `StateError` for layers that have none at their place, or at several, for prepacked ones, and for the
+        memory of a GPU that no rank serves.
         """
         layers = tuple(parts)
         units = self.units_of(layers)
+        self.require_plain_order(layers)
         pages = tuple(unit.pages_of_full(parts[unit.index]) for unit in units)
         pools = {unit.pool for unit in units}
         if len(pools) != 1:
@@ -175,6 +176,12 @@ class ModelWeights:
             raise StateError(f"the memory of {pool.name} is in no file that another process could read")
         served = None if self.peers is None else RankMemory(self.peers.name, pool.name)
         return WeightsSource(file, pool.page_bytes, pages, served)
+
+    def require_plain_order(self, layers: Sequence[int]) -> None:
+        """Raise `StateError` for layers whose matrices are prepacked: other processes would read them as plain ones."""
+        for unit in self.units_of(tuple(layers)):
+            if any(slot.prepacked for slot in unit.slots.values()):
+                raise StateError(f"{unit.name} is prepacked, which others cannot read; wrap its model without prepack")
 
     def let_go(self) -> None:
         """Hold no parameter of the model any more: it is gone."""

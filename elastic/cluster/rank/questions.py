@@ -156,7 +156,8 @@ class Questions:
                 return runtime.rollback(id)
             case WeightsOf(shards):
                 return runtime.weights_source(shards=shards)
-            case WeightDigests(shards):
+            case WeightDigests(shards):  # of layers that others are to have from here, or this rank from them
+                runtime.weights.require_plain_order(tuple(runtime.weights.parts_by_layer(shards)))
                 return runtime.digests(shards=shards)
             case Check():
                 runtime.check()

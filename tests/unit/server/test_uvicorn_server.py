@@ -293,6 +293,8 @@ WRONG = [
         "places=['cpu'] have budgets of 989,560,464,998,400 bytes together; cpu has",
     ),
     (["/nowhere", "--place", "cpu#a=1GiB", "--place", "cpu#b=900TiB"], "places=['cpu#a', 'cpu#b'] have budgets of"),
+    (["/nowhere", "--prepack", "--place", "cpu#a", "--place", "cpu#b"], "prepack=True does not go with places="),
+    (["/nowhere", "--prepack", "--shards", "2"], "prepack=True does not go with shards=2"),
     (["/nowhere", "--slo-ttft", "0"], "ttft_s=0.0 cannot be"),
     (["/nowhere", "--host", "203.0.113.7"], "--host 203.0.113.7 --port 8000"),
     (["/nowhere", "--place", "gpu"], "'gpu' is not a place"),
