@@ -81,7 +81,7 @@ def test_a_model_is_served_and_measured_in_this_process(tmp_path: Path) -> None:
     text = tmp_path / "text.py"
     text.write_text("import os\nfor name in os.listdir():\n    print(name)\n" * 40)
     out, records = tmp_path / "out.json", tmp_path / "records.jsonl"
-    arguments = ["--model", str(MODEL_DIR), "--place", "cpu#bench=256MiB", "--prompts", str(text)]
+    arguments = ["--model", str(MODEL_DIR), "--place", "cpu#bench=256MiB", "--prompts", str(text), "--prepack"]
     arguments += ["--poisson", "20", "--duration", "0.3", "--lengths", "2000:9", "--slo-ttft", "60"]
     assert main(["bench", "run", *arguments, "--out", str(out), "--records", str(records)]) == 0
     summary = json.loads(out.read_text())
