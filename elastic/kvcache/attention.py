@@ -100,8 +100,8 @@ class AttentionSwitch:
                 stock = getattr(sys.modules[home], _EAGER_FUNCTION)
                 _replaced[home] = stock, _eager_or_engine(stock)
                 setattr(sys.modules[home], _EAGER_FUNCTION, _replaced[home][1])
-        if ALL_ATTENTION_FUNCTIONS[_SDPA] is sdpa_attention_forward:
-            AttentionInterface.register(_SDPA, _sdpa)
+            if ALL_ATTENTION_FUNCTIONS[_SDPA] is sdpa_attention_forward:
+                AttentionInterface.register(_SDPA, _sdpa)
 
     def remove(self) -> None:
         """Undo `install`. Can be called twice, or without it."""
@@ -113,8 +113,8 @@ class AttentionSwitch:
                 stock, ours = _replaced.pop(home)
                 if getattr(sys.modules[home], _EAGER_FUNCTION) is ours:
                     setattr(sys.modules[home], _EAGER_FUNCTION, stock)
-        if not _installed and ALL_ATTENTION_FUNCTIONS[_SDPA] is _sdpa:
-            AttentionInterface.register(_SDPA, sdpa_attention_forward)
+            if not _installed and ALL_ATTENTION_FUNCTIONS[_SDPA] is _sdpa:
+                AttentionInterface.register(_SDPA, sdpa_attention_forward)
 
     def everywhere(self) -> bool:
         """Return whether `elastic_sdpa` is now the attention of all parts of the model."""

@@ -69,7 +69,9 @@ def install(model: nn.Module, options: WrapOptions) -> None:
         parts = assemble(model, options, partial(_make_kv, options), handlers, memory, on_model)
         runtime = Runtime(parts)
         connect(runtime, parts, options, memory)
-        _put_on(model, runtime, parts, options, on_model)
+        attention = AttentionSwitch(model)
+        memory.callback(attention.remove)  # it is of the process: also when the model is gone
+        _put_on(model, runtime, parts, options, attention, on_model)
         runtime.start(controlled=options.start_controller)
         installations[model] = Installation(runtime, parts, on_model.pop_all(), memory.pop_all())
     weakref.finalize(model, janitor.submit, installations[model].abandon).atexit = False
@@ -94,15 +96,20 @@ def _make_kv(options: WrapOptions, pools: Sequence[KVPool], homes: Sequence[KVPo
     return make_memory(options.decoder.config, [(pool, options.layouts[pool.device]) for pool in pools], homes)
 
 
-def _put_on(model: nn.Module, runtime: Runtime, parts: ModelParts, options: WrapOptions, stack: ExitStack) -> None:
+def _put_on(
+    model: nn.Module,
+    runtime: Runtime,
+    parts: ModelParts,
+    options: WrapOptions,
+    attention: AttentionSwitch,
+    stack: ExitStack,
+) -> None:
     caches = ElasticCaches(parts.kv)
     hooks = ModelHooks(HookContext(parts.gate, caches, parts.weights, parts.forward, runtime.generations))
-    attention = AttentionSwitch(model)
     stack.callback(hooks.remove)
     hooks.install(options.decoder)
     if len(parts.pools) > 1:
         hooks.install_overrides(options.decoder)
-    stack.callback(attention.remove)
     attention.install()
     parts.kv.attention_follows = attention.everywhere
     model.elastic = runtime  # type: ignore[assignment]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from elastic.engines.continuous import ContinuousEngine
 from elastic.kvcache import attention
 from elastic.kvcache.attention import attends, attends_for_engines, elastic_sdpa
 from support.architectures import MLA, SMALL, VOCAB, build, prompt
+from support.child_process import wait_for_the_janitor
 
 
 def pickled(thing: Any) -> Any:
@@ -132,6 +134,18 @@ def test_the_last_model_that_is_unwrapped_leaves_the_stock_function(wrapped: Any
     assert attends(models[1], models[1].config)
     elastic.unwrap(models[1])
     assert AttentionInterface()["sdpa"] is sdpa_attention_forward
+
+
+def test_a_model_that_is_gone_leaves_the_stock_functions_too() -> None:
+    stock, model = modeling_gpt_oss.eager_attention_forward, build("gpt-oss")
+    elastic.wrap(model, places=[elastic.Place("cpu#gone", torch.device("cpu"), 64 << 20, page_bytes=4096)])
+    assert AttentionInterface()["sdpa"] is not sdpa_attention_forward
+    assert modeling_gpt_oss.eager_attention_forward is not stock
+    del model
+    gc.collect()
+    wait_for_the_janitor()
+    assert AttentionInterface()["sdpa"] is sdpa_attention_forward
+    assert modeling_gpt_oss.eager_attention_forward is stock
 
 
 def test_the_last_model_of_a_kind_that_is_unwrapped_leaves_its_eager_function(wrapped: Any) -> None:
