@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import starmap
 
 from elastic.engines.continuous.hosted_stages import ANSWER_S, HostedStages
-from elastic.engines.core.kv_journal import KVJournal
 from elastic.engines.core.kv_state import LayersKV
-from elastic.engines.pipeline.home import ways_of
+from elastic.engines.pipeline.home import PathChange, ways_of
 from elastic.engines.pipeline.items import ExchangeStart, SectorRef
 from elastic.engines.pipeline.path import LayerPath, ShardMove, Way
 from elastic.engines.pipeline.stage import require_known_sectors, sectors_of
@@ -30,7 +29,7 @@ class Flipped:
     stalled_ms: float
     """For which no step of the instance was computed."""
     copied_bytes: int
-    """In that time."""
+    """Besides what `copy_layers` has: shortly before, in that time, and by other ranks ahead of their next step."""
 
 
 class LayerExchange(HostedStages):
@@ -43,6 +42,7 @@ class LayerExchange(HostedStages):
     """
 
     _written: DirtyBlockTracker | None
+    _flipping: PathChange | None  # it is not known yet that all was copied
 
     def layers_kv(self, shards: Sequence[int]) -> LayersKV:
         """Say where the keys and values of shards lie. Raises `StateError` for shards whose are not here."""
@@ -92,18 +92,32 @@ class LayerExchange(HostedStages):
         """Have steps go by another path, in which shards are other ranks', which have prepared them: no rank both gives
         and gets some.
 
-        What was written since `written_blocks` is copied while no step is in flight; the exchange ends with it.
-        `sources` are where the keys and values of the shards lie that go from one rank to another, as was told before;
-        those that are not told of are asked for. Raises `StateError` where they cannot be copied, by one of the ranks
-        or by several, `RankLost` where a rank has gone: nothing has changed then, and what would have been copied is
-        told again.
+        What was written since `written_blocks` is copied while no step is in flight, or by another rank ahead of its
+        part in the next one; the exchange ends with it. `sources` are where the keys and values of the shards lie that
+        go from one rank to another, as was told before; those that are not told of are asked for. Raises `StateError`
+        where they cannot be copied, by one of the ranks or by several, `RankLost` where a rank has gone: nothing has
+        changed then, and what would have been copied is told again. A rank that is found not to have copied when the
+        steps go by the path is lost, too (`RankLost`): no step has a result then, and `recover` goes by the path of
+        before.
 
         The memory of what left this rank is given back afterwards, a part of the KV cache between two steps each.
         """
-        flipped, left = self._between_steps(lambda: self._flip(path, sources or {}, timeout_s))
-        for part in sorted(left):
+        try:
+            flip = self._between_steps(lambda: self._begin_flip(path, sources or {}, timeout_s))
+            if flip.asked:
+                flip.located |= zip(flip.asked, self._home.pages_of(flip.asked, timeout_s), strict=True)
+                self._between_steps(lambda: self._copy_ahead(flip, timeout_s))
+            ahead = self._take_copied(flip)
+            stalled_ms, copied = self._between_steps(lambda: self._flip(flip, timeout_s))
+            copied += ahead + self._home.confirm()
+        except RankLost as error:
+            if error.rank in self.path.guests:  # nobody waits in a step for one that may only hang
+                self._loop.lose(error)
+                self._home.abort(ending=False)
+            raise
+        for part in self._between_steps(lambda: self._finish_flip(flip)):
             self._between_steps(partial(self._drop_away, part))
-        return flipped
+        return Flipped(stalled_ms, copied)
 
     def end_exchange(self) -> None:
         """End what `begin_exchange` began. Can be called twice."""
@@ -187,64 +201,112 @@ class LayerExchange(HostedStages):
 
     # -- inside, on the loop's thread
 
-    def _flip(
-        self, path: LayerPath, sources: Mapping[Way, LayersKV], timeout_s: float
-    ) -> tuple[Flipped, frozenset[int]]:
-        """Change the path; return besides which parts of the KV cache here it needs no more."""
-        written, home, moves = self._exchange(), self._home, self._moves(path)
+    def _begin_flip(self, path: LayerPath, sources: Mapping[Way, LayersKV], timeout_s: float) -> PathChange:
+        """Ask other ranks where what moves to another path lies, of which they have not told or have new sectors.
+
+        Where there are none of these, `_copy_ahead` has begun then.
+        """
+        self._exchange()
         self._require_whole_group()
-        ways = ways_of(path)
-        located = {}  # where what moves lies, as far as that was told and no sector has come since
-        for move in moves:
-            told = sources.get((move.source, move.target)) if move.source != self.rank else None
+        flip = PathChange(self.path, path, ways_of(path), self._moves(path))
+        for move in flip.moves:
+            told = sources.get((move.source, move.target))
+            if move.source == self.rank:
+                continue
             if told is not None and self._tells_of(told, self._memory.mapped_sectors):
-                located[move] = told
-        asked = [move for move in moves if move.source != self.rank and move not in located]
-        for move in asked:
-            home.ask_pages(move.source, move.shards)  # it answers while the last steps end
+                flip.located[move] = told
+            else:
+                self._home.ask_pages(move.source, move.shards)
+                flip.asked.append(move)
+        if not flip.asked:
+            self._copy_ahead(flip, timeout_s)
+        return flip
+
+    def _copy_ahead(self, flip: PathChange, timeout_s: float) -> None:
+        """Have the other ranks that shards go to copy beside the next step: so they say that they can."""
+        flip.blocks = self._exchange().take()
+        try:
+            away = flip.away(self._pages_of(flip, flip.blocks, timeout_s))
+            flip.copied_ahead = self._home.copy(away, flip.blocks, timeout_s)
+        except BaseException:
+            self._exchange().put_back(flip.blocks)
+            raise
+
+    def _take_copied(self, flip: PathChange) -> int:
+        """Wait until they have; return bytes. From any thread; raises `StateError` where one could not."""
+        written = self._exchange()
+        try:
+            copied = flip.copied_ahead.wait()
+        except BaseException:
+            written.put_back(flip.blocks)
+            raise
+        if any(move.target == self.rank for move in flip.moves):
+            written.put_back(flip.blocks)  # this rank has not copied them
+        return copied
+
+    def _flip(self, flip: PathChange, timeout_s: float) -> tuple[float, int]:
+        """Change the path; return for how many milliseconds no step was computed, and the bytes copied here."""
+        written = self._exchange()
         self._settle()
         start = time.perf_counter()
         blocks = written.take()
         try:
-            located |= zip(asked, home.pages_of(asked, timeout_s), strict=True)
-            copied = self._copy_last(moves, located, blocks, timeout_s)
-            home.flip(path, ways)
+            pages = self._pages_of(flip, blocks, timeout_s)
+            copied = sum(
+                self._copy_home(move.shards, pages[move], blocks, coordinated=False)
+                for move in flip.moves
+                if move.target == self.rank
+            )
+            self._home.flip(flip, flip.away(pages), blocks, timeout_s)
         except BaseException:
             written.put_back(blocks)
             raise
-        self._end_exchange()
-        if path.copies > 1:  # of what is kept for reuse only what live sequences have was copied
+        self._flipping = flip
+        if flip.path.copies > 1:  # of what is kept for reuse only what live sequences have was copied
             self._blocks.forget_kept()
-        self._follow_journal()
-        leaving = [shard for move in moves if move.source == self.rank for shard in move.shards]
-        left = self._places(self._kv_parts(leaving)) - self._places(self._own_parts)
-        return Flipped((time.perf_counter() - start) * 1e3, copied), left
+        if flip.path.guests:
+            self._follow_journal(whole=False)
+        return (time.perf_counter() - start) * 1e3, copied
 
-    def _copy_last(
-        self, moves: Sequence[ShardMove], sources: Mapping[ShardMove, LayersKV], blocks: Blocks, timeout_s: float
-    ) -> int:
-        """Have all ranks that shards go to copy these blocks while no step is in flight; return bytes.
+    def _finish_flip(self, flip: PathChange) -> tuple[int, ...]:
+        """End the exchange of a flip, of which all is copied; return the parts of the KV cache that may leave here."""
+        if self._flipping is not flip:  # a rank was lost meanwhile: all is at home again
+            return ()
+        self._flipping = None
+        self._end_exchange()
+        self._home.release(flip.moves)
+        self._follow_journal(whole=not self.path.guests)
+        leaving = [shard for move in flip.moves if move.source == self.rank for shard in move.shards]
+        return tuple(sorted(self._places(self._kv_parts(leaving)) - self._places(self._own_parts)))
 
-        `known` is where what is at other ranks lies. Also where there are no blocks: who gets shards says whether it
-        has prepared them.
+    def _undo_flip(self) -> bool:
+        """Go by the path of before if the last flip is not finished, and what it moves was not copied; return whether.
+
+        No step is in flight.
         """
-        sectors = sectors_of(self._memory, blocks)
+        flip, self._flipping = self._flipping, None
+        if flip is None:
+            return False
+        try:
+            self._home.confirm()
+        except RankLost:  # so no step by the path has a result
+            self._home.path = replace(flip.before, epoch=flip.path.epoch)
+            return True
+        return False
+
+    def _pages_of(self, flip: PathChange, blocks: Blocks, timeout_s: float) -> dict[ShardMove, LayersKV]:
+        """Return where the sectors of blocks lie at the ranks that shards go from."""
+        sectors, sources = sectors_of(self._memory, blocks), flip.located
         late = [move for move, source in sources.items() if not self._tells_of(source, sectors)]
         for move in late:  # a sector was mapped for the last steps
             self._home.ask_pages(move.source, move.shards)
         told = {**sources, **dict(zip(late, self._home.pages_of(late, timeout_s), strict=True))}
         pages = {move: source.of_sectors([sector for _, sector in sectors]) for move, source in told.items()}
-        for move in moves:
+        for move in flip.moves:
             if move.source == self.rank:
                 parts = self._places(self._kv_parts(move.shards))
                 pages[move] = self._kv_exchange.locate(self._memory, parts, sectors)
-        copied = sum(
-            self._copy_home(move.shards, pages[move], blocks, coordinated=False)
-            for move in moves
-            if move.target == self.rank
-        )
-        away = [move for move in moves if move.target != self.rank]
-        return copied + self._home.copy(away, [pages[move] for move in away], blocks, timeout_s)
+        return pages
 
     def _tells_of(self, source: LayersKV, sectors: Iterable[tuple[int, int]]) -> bool:
         """Return whether a source says of all of these sectors, (group, sector), where they are."""
@@ -335,33 +397,3 @@ class LayerExchange(HostedStages):
     def _drop_kv(self, parts: Collection[int]) -> None:
         self._memory.remove_layers(parts)
         self._runner.cache.refresh()
-
-    def _follow_journal(self) -> None:
-        """Tell what changes of the KV cache while all of it is here, and only then."""
-        scheduler = self._loop.scheduler
-        if self.on_step is None or (scheduler.journal is not None) is not bool(self.path.guests):
-            return
-        if self.path.guests:
-            journal, scheduler.journal = scheduler.journal, None
-            assert journal is not None
-            journal.stop(scheduler.sequences)
-            self._memory.log = None
-            self._loop.on_step = partial(self.on_step, None)
-        else:
-            self._loop.on_step = None
-            self._keep_journal()
-            scheduler.journal = self._journal_anew(scheduler.journal)
-
-    def _journal_anew(self, journal: KVJournal | None) -> KVJournal | None:
-        """Have a journal tell all that is there."""
-        if journal is not None:
-            with self._memory.lock:
-                log = self._memory.log
-                assert log is not None
-                log[:] = [(g, s, self._memory.groups[g].pages_of(s)) for g, s in self._memory.mapped_sectors]
-            for sequence in self._loop.scheduler.sequences.values():
-                if sequence.computed:
-                    journal.note(sequence.kv())
-                    if not sequence.known:
-                        sequence.noted = tuple(map(len, sequence.table.blocks))
-        return journal

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from elastic.engines.base import Request
@@ -240,6 +241,36 @@ class MovingRequests:
         for request in list(self._held):
             self._requests.forget(request, "moved")
         self._held.clear()
+
+    def _follow_journal(self, *, whole: bool) -> None:
+        """Tell what changes of the KV cache while the whole of it is here, and only then."""
+        scheduler = self._loop.scheduler
+        if self.on_step is None or (scheduler.journal is not None) is whole:
+            return
+        if whole:
+            self._loop.on_step = None
+            self._keep_journal()
+            scheduler.journal = self._journal_anew(scheduler.journal)
+        else:
+            journal, scheduler.journal = scheduler.journal, None
+            assert journal is not None
+            journal.stop(scheduler.sequences)
+            self._memory.log = None
+            self._loop.on_step = partial(self.on_step, None)
+
+    def _journal_anew(self, journal: KVJournal | None) -> KVJournal | None:
+        """Have a journal tell all that is there."""
+        if journal is not None:
+            with self._memory.lock:
+                log = self._memory.log
+                assert log is not None
+                log[:] = [(g, s, self._memory.groups[g].pages_of(s)) for g, s in self._memory.mapped_sectors]
+            for sequence in self._loop.scheduler.sequences.values():
+                if sequence.computed:
+                    journal.note(sequence.kv())
+                    if not sequence.known:
+                        sequence.noted = tuple(map(len, sequence.table.blocks))
+        return journal
 
 
 def one_request(states: Sequence[SequenceState]) -> Request:

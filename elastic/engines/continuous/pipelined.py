@@ -182,7 +182,8 @@ class PipelinedEngine(RecoveringEngine):
     def _open_pipeline(self, groups: tuple[LayerGroup, ...], cohorts: int) -> Callable[[], None]:
         """Begin as an engine that computes all of its layers alone, and no others; return what ends it."""
         self._turn, self._pipeline_lock, self._layer_groups = Turn(), threading.RLock(), groups
-        self._stages, self._forward, self._written, self._cohorts = {}, None, None, cohorts
+        self._stages, self._forward, self._cohorts = {}, None, cohorts
+        self._written = self._flipping = None
         self._kv_exchange = KVExchange(self.kv_format, YieldingPace(self._turn.wait_idle, lambda: self._turn.stage_s))
         path = LayerPath.alone("", sum(len(group.layers) for group in groups), self.runtime.shards)
         self._home = HomeExecutor(self._runner, self._memory, self._turn, path)

@@ -47,8 +47,9 @@ class RecoveringEngine(LayerExchange):
         def come_home() -> int:
             self._loop.settle_all()  # the steps in flight, which are void or not
             self._loop.lost = RankLost(f"rank {lost!r} was lost", rank=lost)
+            undone = self._undo_flip()
             self._end_exchange()
-            again = self._take_home(restore, memories) if self._away else 0
+            again = self._take_home(restore, memories) if undone or self._away else 0
             before = self.path
             alone = LayerPath.alone(self.rank, before.layers, before.shards)
             self._part(replace(alone, epoch=before.epoch + 1))
@@ -239,4 +240,4 @@ class RecoveringEngine(LayerExchange):
         self._home.forward = None
         self._received.allow()
         self._release_forward()
-        self._follow_journal()
+        self._follow_journal(whole=True)

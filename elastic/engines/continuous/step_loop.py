@@ -145,7 +145,7 @@ class StepLoop:
             self._to_tell = True
 
     def lose(self, error: RankLost) -> None:
-        """Begin no further step until `go_on`. On the loop's thread."""
+        """Begin no further step until `go_on`; the first error counts. From any thread."""
         self.lost = self.lost or error
 
     def go_on(self) -> None:

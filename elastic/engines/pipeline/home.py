@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import starmap
-from typing import TypeVar
 
 from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.core.step import Step, StepResult
 from elastic.engines.executor.model_runner import BegunStep, ModelRunner
 from elastic.engines.pipeline.forward import StageForward
-from elastic.engines.pipeline.items import AskItem, CopyItem, FlipItem, LogConnection, SectorRef, StepItem
+from elastic.engines.pipeline.items import AskItem, CopyItem, FlipItem, LogConnection, ReleaseItem, SectorRef, StepItem
 from elastic.engines.pipeline.path import LayerPath, ShardMove, StagePlan
-from elastic.engines.pipeline.stage_link import StageLink, copied_bytes
+from elastic.engines.pipeline.stage_link import CopyAnswers, StageLink, all_answers
 from elastic.engines.pipeline.step_threads import StepThreads
 from elastic.engines.pipeline.transport import StepFailure, Transport
 from elastic.engines.pipeline.turn import Turn
@@ -24,9 +24,31 @@ from elastic.engines.pipeline.written_blocks import Blocks
 from elastic.errors import ElasticError, RankLost, StateError
 from elastic.kvcache.storage.paged import BlockMemory
 
-T = TypeVar("T")
 Ways = tuple[tuple[StagePlan, tuple[str, ...]], ...]
 """Of each copy of a path's layers, what its home does in a step, and who else has a part in it; (): nobody."""
+
+
+@dataclass
+class PathChange:
+    """A change of the path of an instance's steps, from its beginning to its end."""
+
+    before: LayerPath
+    path: LayerPath
+    ways: Ways
+    """Of `path`."""
+    moves: tuple[ShardMove, ...]
+    located: dict[ShardMove, LayersKV] = field(default_factory=dict)
+    """Where what other ranks give lies, as far as that was told."""
+    asked: list[ShardMove] = field(default_factory=list)
+    """Those whose source is asked."""
+    blocks: Blocks = ()
+    """That other ranks copy ahead of it."""
+    copied_ahead: CopyAnswers = field(default_factory=lambda: CopyAnswers((), 0.0, flips=False))
+    """Their answers."""
+
+    def away(self, pages: Mapping[ShardMove, LayersKV]) -> dict[ShardMove, LayersKV]:
+        """Return what goes to other ranks than the home, of where everything lies that moves."""
+        return {move: pages[move] for move in self.moves if move.target != self.path.home}
 
 
 class HomeExecutor:
@@ -46,6 +68,7 @@ class HomeExecutor:
         """Set while there are links."""
         self._runner, self._memory, self._turn = runner, memory, turn
         self._ways: Ways = ()
+        self._copies = CopyAnswers((), 0.0, flips=True)  # ahead of the last flip
         self._cohorts = 1
         self._threads = StepThreads()
         self._aborted = False
@@ -133,6 +156,7 @@ class HomeExecutor:
         if self.transport is not None:
             self.transport.close()
         self.links, self.transport, self._aborted = {}, None, False
+        self._copies = CopyAnswers((), 0.0, flips=True)
         self._go_by(path, ways_of(path))
 
     # -- shards that change their rank
@@ -142,7 +166,7 @@ class HomeExecutor:
 
         Raises the first error when all have answered: `RankLost`, `StateError`.
         """
-        return _all(partial(self._pages, move.source, move.shards, timeout_s) for move in moves)
+        return all_answers(partial(self._pages, move.source, move.shards, timeout_s) for move in moves)
 
     def still_at(self, rank: str, shards: tuple[int, ...], timeout_s: float) -> LayersKV | None:
         """Say where a rank has keys and values of shards when it has done all that it was told; None: it has gone."""
@@ -159,34 +183,54 @@ class HomeExecutor:
         link.flush()
         link.send(AskItem(shards))
 
-    def copy(self, moves: Sequence[ShardMove], sources: Sequence[LayersKV], blocks: Blocks, timeout_s: float) -> int:
-        """Have the targets of moves copy blocks side by side, and wait for all; return bytes.
-
-        Raises the first error when all have answered: `RankLost`, `StateError`.
-        """
+    def copy(
+        self, copies: Mapping[ShardMove, LayersKV], blocks: Blocks, timeout_s: float, *, flips: bool = False
+    ) -> CopyAnswers:
+        """Have the targets of moves copy blocks from where these lie. Raises `RankLost`; nobody copies for it then."""
         self._note_changes(())
-        for move, source in zip(moves, sources, strict=True):
-            link = self.links[move.target]
-            link.send(CopyItem(move.shards, source, blocks, *link.take_sectors()))
-        return sum(_all(partial(self._copied, move.target, timeout_s) for move in moves))
+        asked: list[StageLink] = []
+        try:
+            for move, source in copies.items():
+                link = self.links[move.target]
+                link.send(CopyItem(move.shards, source, blocks, *link.take_sectors(), flips))
+                asked.append(link)
+        except RankLost:
+            with suppress(ElasticError):
+                CopyAnswers(asked, timeout_s, flips=flips).wait()
+            raise
+        return CopyAnswers(asked, timeout_s, flips=flips)
 
-    def flip(self, path: LayerPath, ways: Ways) -> None:
-        """Have all steps from now on go by another path, whose ways these are. No step is in flight.
+    def flip(self, change: PathChange, copies: Mapping[ShardMove, LayersKV], blocks: Blocks, timeout_s: float) -> None:
+        """Have all steps from now on go by another path. No step is in flight.
 
-        Raises `RankLost` where a rank that layers go to has gone: none has dropped anything then, and steps go on by
-        the path of before, if the group does.
+        What goes from elsewhere to another rank, `copies`, is copied there ahead of the first of these steps, and
+        nobody waits for it: `confirm` says what became of it, and no step has a result before. All ranks keep what they
+        have until `release`. Raises `RankLost` where a rank that layers go to has gone: steps go on by the path of
+        before, if the group does.
         """
-        targets = dict.fromkeys(move.target for move in self.path.moves_to(path) if move.target != path.home)
-        for rank in dict.fromkeys((*targets, *self.path.guests, *path.guests)):
-            joins = not path.copies_at(rank) <= self.path.copies_at(rank)
-            try:
-                self.links[rank].flush()  # of a rank that leaves, what it is told later would be out of date
-                self.links[rank].send(FlipItem(path, self._runner.sequences() if joins else ()))
-            except RankLost:
-                if rank in targets:
-                    raise
-                # what it had is here or at the target, or the next step says that it is gone
-        self._go_by(path, ways)
+        answers = self.copy(copies, blocks, timeout_s, flips=True)
+        try:
+            self._tell_path(change.path)
+        except RankLost:
+            with suppress(ElasticError):
+                answers.wait()
+            raise
+        self._copies = answers
+        self._go_by(change.path, change.ways)
+
+    def confirm(self) -> int:
+        """Return the bytes that were copied for the last flip, when all are. From any thread.
+
+        Raises `RankLost` where a rank could not copy them: no step by the path of that flip has a result then.
+        """
+        return self._copies.wait()
+
+    def release(self, moves: Iterable[ShardMove]) -> None:
+        """Have other ranks drop the keys and values of shards that have gone from them."""
+        for move in moves:
+            if move.source in self.links:
+                with suppress(RankLost):  # the next step says that it is gone
+                    self.links[move.source].send(ReleaseItem(move.shards))
 
     def share_out(self, path: LayerPath) -> None:
         """Have steps go by the copies of a path whose layers are where they are now. No step is in flight.
@@ -206,8 +250,18 @@ class HomeExecutor:
             raise StateError(f"rank {rank!r} cannot say where shards {shards} are: {getattr(answer, 'error', answer)}")
         return answer
 
-    def _copied(self, rank: str, timeout_s: float) -> int:
-        return copied_bytes(self.links[rank].answer(timeout_s), rank)
+    def _tell_path(self, path: LayerPath) -> None:
+        """Tell all ranks of another path whose steps may come to them, or do. Raises `RankLost`; see `flip`."""
+        targets = dict.fromkeys(move.target for move in self.path.moves_to(path) if move.target != path.home)
+        for rank in dict.fromkeys((*targets, *self.path.guests, *path.guests)):
+            joins = not path.copies_at(rank) <= self.path.copies_at(rank)
+            try:
+                self.links[rank].flush()  # of a rank that leaves, what it is told later would be out of date
+                self.links[rank].send(FlipItem(path, self._runner.sequences() if joins else ()))
+            except RankLost:
+                if rank in targets:
+                    raise
+                # what it had is here or at the target, or the next step says that it is gone
 
     def _go_by(self, path: LayerPath, ways: Ways) -> None:
         self.path, self._ways = path, ways
@@ -243,6 +297,7 @@ class HomeExecutor:
         if self.transport is None or self.forward is None:
             raise StateError("there is no transport to the other ranks of the path; call use_transport first")
         output = self.forward.run(plan, self.transport, number, begun.inputs)
+        self.confirm()
         return self._runner.finish(begun, output)
 
     def _fail(self, plan: StagePlan, number: int, error: ElasticError) -> None:
@@ -251,20 +306,6 @@ class HomeExecutor:
             if self.transport is not None:
                 with suppress(ElasticError):
                     self.transport.fail(rank, number, StepFailure.of(error))
-
-
-def _all(answers: Iterable[Callable[[], T]]) -> list[T]:
-    """Take every answer, so that none is left for the next question; raise the first error then."""
-    taken: list[T] = []
-    failed: list[ElasticError] = []
-    for answer in answers:
-        try:
-            taken.append(answer())
-        except ElasticError as error:
-            failed.append(error)
-    if failed:
-        raise failed[0]
-    return taken
 
 
 def ways_of(path: LayerPath) -> Ways:

@@ -62,10 +62,7 @@ class StepItem:
 
 @dataclass(frozen=True)
 class CopyItem:
-    """Copy what was written since the last copy, at the moment at which shards change their rank: no step is in flight.
-
-    The rank that gets them answers `Copied`; it has been told to prepare, and knows the sectors.
-    """
+    """Copy what was written since the last copy. The rank answers `Copied`; it has prepared, and knows the sectors."""
 
     shards: tuple[int, ...]
     """Of layers."""
@@ -75,15 +72,25 @@ class CopyItem:
     mapped: tuple[SectorRef, ...] = ()
     """Sectors that were mapped since it prepared."""
     unmapped: tuple[SectorRef, ...] = ()
+    flips: bool = False
+    """Whether the `FlipItem` follows without an answer, no step being in flight: a rank that could not copy ends."""
 
 
 @dataclass(frozen=True)
 class FlipItem:
-    """From now on steps go by another path. Ranks drop the keys and values of shards that they compute no more."""
+    """From now on steps go by another path. Ranks keep what they have of shards that they compute no more: see
+    `ReleaseItem`."""
 
     path: LayerPath
     sequences: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = ()
     """All live sequences and their blocks by group, for a rank that has a part in another copy than before."""
+
+
+@dataclass(frozen=True)
+class ReleaseItem:
+    """Drop the keys and values of these shards, which other ranks compute: all of them have copied what they needed."""
+
+    shards: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -152,5 +159,5 @@ class ExchangeStart:
     """Rank -> the items that were sent to it by then."""
 
 
-LogItem = StepItem | CopyItem | FlipItem | ForgetItem | AskItem | EndItem
+LogItem = StepItem | CopyItem | FlipItem | ReleaseItem | ForgetItem | AskItem | EndItem
 LogAnswer = Copied | Failed | LayersKV | Located | QuestionRefused

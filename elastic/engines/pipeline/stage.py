@@ -24,6 +24,7 @@ from elastic.engines.pipeline.items import (
     Located,
     LogConnection,
     QuestionRefused,
+    ReleaseItem,
     SectorRef,
     StepItem,
 )
@@ -67,6 +68,7 @@ class GuestStage:
         self._ended = False
         self._tables = threading.Lock()  # held while sectors and shards come and go, and while blocks are cleared
         self._copying = threading.Lock()
+        self._copy_error = ""  # why a copy with which a flip comes failed
         self._thread = threading.Thread(target=self._run, name=f"elastic-stage-{path.home}", daemon=True)
 
     def start(self) -> None:
@@ -116,10 +118,15 @@ class GuestStage:
             self._drop_kv(self._places(self._parts(shards)) - self._places(self._parts(self._shards)))
 
     def layers_kv(self, shards: Sequence[int]) -> LayersKV:
-        """Say where keys and values of shards lie. Raises `StateError` for a place that others cannot read."""
+        """Say where keys and values of shards lie.
+
+        Raises `StateError` for shards whose are not here, and for a place that others cannot read.
+        """
         with self.memory.lock:
             self._require_running()
-            return self._exchange.locate(self.memory, sorted(self._places(self._parts(shards))))
+            parts = self._places(self._parts(shards))
+            self._require_prepared(parts)
+            return self._exchange.locate(self.memory, sorted(parts))
 
     def close(self) -> None:
         """End it; its memory is free then. Can be called twice; not from its own thread."""
@@ -165,6 +172,9 @@ class GuestStage:
                 self._answer(self._asked(item))
             case FlipItem():
                 self._flip(item)
+            case ReleaseItem():
+                with self._copying, self._tables:
+                    self._drop_kv(self._places(self._parts(item.shards)) - self._places(self._parts(self._shards)))
             case EndItem():
                 return False
             case _:
@@ -193,17 +203,14 @@ class GuestStage:
             self._answer(Failed(item.number, str(error)))
 
     def _flip(self, item: FlipItem) -> None:
-        """Go by another path, and drop the keys and values of shards that are computed elsewhere by it."""
+        """Go by another path. Keys and values of shards that are computed elsewhere by it stay until `ReleaseItem`."""
+        if self._copy_error:
+            raise StateError(f"keys and values of {self.path.home!r} could not be copied: {self._copy_error}")
         behind = item.path.epoch - self.path.epoch  # who has no part in the path is not told of others that change it
         if item.path.home != self.path.home or (behind != 1 if self._shards else behind < 1):
             raise StateError(f"{item.path} does not follow {self.path}")
         shards = frozenset(item.path.shards_of(self._rank))
-        with self._copying, self._tables:
-            parts = self._places(self._parts(shards))
-            absent = sorted(parts - frozenset(self.memory.layers))
-            if absent:
-                raise StateError(f"the keys and values {absent} of {self.path.home!r} were not prepared here")
-            self._drop_kv(self._places(self._parts(self._shards)) - parts)
+        self._require_prepared(self._places(self._parts(shards)))
         self._runner.remove(tuple(self._runner.batch.rows) if not shards else (name for name, _ in item.sequences))
         for sequence, blocks in item.sequences:
             self._runner.add(sequence, blocks)
@@ -214,6 +221,7 @@ class GuestStage:
             with self._copying:
                 return Copied(self._copy(item.source, self._parts(item.shards), item.blocks, coordinated=False))
         except ElasticError as error:
+            self._copy_error = str(error) if item.flips else ""
             return Copied(0, str(error))
 
     def _asked(self, item: AskItem) -> LayersKV | QuestionRefused:
@@ -227,9 +235,7 @@ class GuestStage:
     def _copy(self, source: LayersKV, parts: frozenset[int], blocks: Blocks | None, *, coordinated: bool) -> int:
         self._require_running()
         coming = sorted(self._places(parts - self._parts(self._shards)))  # steps write the others
-        absent = sorted(set(coming) - set(self.memory.layers))
-        if absent:
-            raise StateError(f"the keys and values {absent} of {self.path.home!r} were not prepared at {self._rank!r}")
+        self._require_prepared(coming)
         if blocks is not None:
             require_known_sectors(source, self.memory, blocks)
             self.memory.map(sectors_of(self.memory, blocks))  # such as are new; the log tells of them again
@@ -263,6 +269,11 @@ class GuestStage:
     def _answer(self, answer: Any) -> None:
         with suppress(ElasticError):  # the home has gone, or will ask nothing any more
             self._log.send(answer)
+
+    def _require_prepared(self, parts: Iterable[int]) -> None:
+        absent = sorted(set(parts) - set(self.memory.layers))
+        if absent:
+            raise StateError(f"the keys and values {absent} of {self.path.home!r} were not prepared at {self._rank!r}")
 
     def _require_running(self) -> None:
         if self._ended:

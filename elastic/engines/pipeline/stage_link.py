@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from elastic.engines.pipeline.items import (
     Copied,
@@ -19,8 +21,9 @@ from elastic.engines.pipeline.items import (
     LogItem,
     SectorRef,
 )
-from elastic.errors import ConfigError, RankLost, StateError
+from elastic.errors import ConfigError, ElasticError, RankLost, StateError
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -153,8 +156,46 @@ class StageLink:
         return RankLost(f"rank {self.rank!r} computes layers of this engine no more: {why}", rank=self.rank)
 
 
-def copied_bytes(answer: Any, rank: str) -> int:
-    """Return what a rank copied. Raises `StateError` if it could not."""
-    if not isinstance(answer, Copied) or answer.error:
-        raise StateError(f"rank {rank!r} could not copy keys and values: {getattr(answer, 'error', answer)}")
-    return answer.nbytes
+class CopyAnswers:
+    """What ranks answer to copies, taken by whoever asks first: until then nothing else is asked. Thread-safe."""
+
+    def __init__(self, links: Sequence[StageLink], timeout_s: float, *, flips: bool) -> None:
+        """Each of the links was sent a `CopyItem`, one that stands several times so many; `flips` as in those."""
+        self._links, self._timeout_s, self._flips = links, timeout_s, flips
+        self._taking = threading.Lock()
+        self._copied: Future[int] = Future()
+
+    def wait(self) -> int:
+        """Return the bytes that were copied. Raises, each time, the first error when all have answered.
+
+        That is `StateError` for a rank that could not copy, or, if it ends then, `RankLost`, as where one has gone.
+        """
+        with self._taking:
+            if not self._copied.done():
+                try:
+                    self._copied.set_result(sum(all_answers(partial(self._take, link) for link in self._links)))
+                except ElasticError as error:
+                    self._copied.set_exception(error)
+        return self._copied.result()
+
+    def _take(self, link: StageLink) -> int:
+        answer = link.answer(self._timeout_s)
+        if not isinstance(answer, Copied) or answer.error:
+            why = getattr(answer, "error", answer)
+            words = f"rank {link.rank!r} could not copy keys and values: {why}"
+            raise RankLost(words, rank=link.rank) if self._flips else StateError(words)
+        return answer.nbytes
+
+
+def all_answers(answers: Iterable[Callable[[], T]]) -> list[T]:
+    """Take every answer, so that none is left for the next question; raise the first error then."""
+    taken: list[T] = []
+    failed: list[ElasticError] = []
+    for answer in answers:
+        try:
+            taken.append(answer())
+        except ElasticError as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    return taken

@@ -163,10 +163,11 @@ class EngineGroup:
         engine, pairs = self[home], list[tuple[T, T]]()
         flip = engine._flip
 
-        def record(*args: Any) -> Flipped:
+        def record(*args: Any) -> tuple[float, int]:
             engine._settle()
             before = read()
             flipped = flip(*args)
+            engine._home.confirm()
             pairs.append((before, read()))
             return flipped
 

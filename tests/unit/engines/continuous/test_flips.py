@@ -1,0 +1,130 @@
+"""Layers that change their rank: what their home waits for, and what becomes of a copy that fails at the last."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from elastic.engines.base import Request
+from elastic.engines.pipeline.home import HomeExecutor
+from elastic.engines.pipeline.items import Copied, CopyItem
+from elastic.engines.pipeline.stage import GuestStage
+from elastic.errors import RankLost, StateError
+from elastic.memory.backends.shared_file import OpenFile
+from support import architectures
+from support.cluster.engine_group import EngineGroup
+from support.serving.generations import Collector, continuation, prompts
+
+PROMPTS = prompts([40, 25, 9, 33], architectures.VOCAB)
+TOKENS = 80
+
+
+@pytest.fixture
+def ranks() -> Iterator[EngineGroup]:
+    """Ranks a, b and c; layers of a can be computed by the others. Closed when the test ends."""
+    group = EngineGroup("abc")
+    for guest in "bc":
+        group.join("a", guest)
+    yield group
+    group.close()
+
+
+def begin_answers(ranks: EngineGroup) -> tuple[Collector, dict[str, list[int]]]:
+    """Have some requests be answered by a; return who hears of them, and what the model alone answers."""
+    model, heard = ranks.tracked["a"].model, Collector()
+    expected = {f"r{number}": continuation(model, prompt, TOKENS) for number, prompt in enumerate(PROMPTS)}
+    for number, prompt in enumerate(PROMPTS):
+        ranks["a"].submit(Request(prompt, TOKENS, id=f"r{number}"), heard)
+    heard.wait_for_tokens("r0", 2)
+    return heard, expected
+
+
+def prepare(ranks: EngineGroup, layer: int, rank: str) -> None:
+    """Have a layer of a, where it is now, be copied to another rank: all but what steps write from now on."""
+    owner = ranks["a"].path.ranks[layer]
+    ranks[rank].prepare_layers("a", (layer,), ranks["a"].begin_exchange((layer,)))
+    there = ranks["a"].layers_kv((layer,)) if owner == "a" else ranks[owner].stage_kv("a", (layer,))
+    ranks[rank].copy_layers("a", (layer,), there)
+
+
+def test_a_step_is_begun_before_the_other_rank_has_copied(ranks: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, waited = threading.Event(), list[bool]()
+    send, copied = HomeExecutor._send, GuestStage._copied
+
+    def note_step(home: HomeExecutor, *step: Any) -> None:
+        send(home, *step)
+        if home.path.guests:
+            begun.set()
+
+    def copy_late(stage: GuestStage, item: CopyItem) -> Copied:
+        if item.flips:
+            waited.append(begun.wait(30))
+        return copied(stage, item)
+
+    heard, expected = begin_answers(ranks)
+    monkeypatch.setattr(HomeExecutor, "_send", note_step)
+    monkeypatch.setattr(GuestStage, "_copied", copy_late)
+    ranks.move("a", (1, 2), "b")
+    assert waited == [True]
+    heard.wait(list(expected))
+    assert heard.tokens == expected
+    ranks.part("a")
+
+
+@pytest.mark.parametrize("owner", ["a", "c"])
+def test_a_last_copy_that_fails_loses_a_rank_but_no_token(
+    ranks: EngineGroup, monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
+    if owner != "a":
+        ranks.move("a", (1,), owner)
+    copied = GuestStage._copied
+
+    def fail(stage: GuestStage, item: CopyItem) -> Copied:
+        with monkeypatch.context() as patch:
+            if item.flips:
+                patch.setattr(OpenFile, "read_into", broken)
+            return copied(stage, item)
+
+    heard, expected = begin_answers(ranks)
+    monkeypatch.setattr(GuestStage, "_copied", fail)
+    prepare(ranks, 1, "b")
+    with pytest.raises(RankLost, match="disk"):
+        ranks["a"].flip(ranks["a"].path.moved((1,), "b"))
+    end = time.monotonic() + 60
+    while ranks["a"].lost_rank is None:
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    assert ranks["a"].lost_rank == "b"
+    assert ranks["a"].recover("b", lambda shards: None, {}) == 0
+    assert ranks["a"].path.ranks == ("a", "a", "a")
+    heard.wait(list(expected))
+    assert heard.tokens == expected
+    ranks["a"].check()
+
+
+def broken(*args: Any) -> None:
+    raise StateError("the disk is broken")
+
+
+def test_a_rank_keeps_what_it_gave_until_it_was_copied_and_no_longer(ranks: EngineGroup) -> None:
+    ranks.move("a", (1,), "c")
+    heard, expected = begin_answers(ranks)
+    seen = list[tuple[int, ...]]()
+    confirm = ranks["a"]._home.confirm
+
+    def look() -> int:
+        seen.append(ranks["c"]._stages["a"].memory.layers)
+        return confirm()
+
+    ranks["a"]._home.confirm = look  # type: ignore[method-assign]
+    ranks.move("a", (1,), "b")
+    assert seen[0] == (1,)
+    ranks["a"]._home.still_at("c", (), 10.0)  # it has done what it was told
+    assert ranks["c"]._stages["a"].memory.layers == ()
+    heard.wait(list(expected))
+    assert heard.tokens == expected
+    ranks.part("a")
