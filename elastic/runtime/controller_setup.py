@@ -106,7 +106,8 @@ def choose_policy(
     if len(groups) > 1:
         raise ConfigError(f"one model cannot be in the groups {sorted(groups)}; give its policies the same group")
     measured = calibrate() if len(parsed) > 1 or scales else Calibration({})
-    token_bytes = _hidden_bytes(layers)
+    matrices = [p for p in layers[0].parameters() if p.ndim == 2]  # their shortest side is a hidden state, or smaller
+    token_bytes = max((min(p.shape) * p.element_size() for p in matrices), default=1)
 
     def make(weights: ModelWeights) -> ControllerPolicy:
         demands, cost = resource_demands(weights), partial(_cost_model, measured, token_bytes)
@@ -192,12 +193,6 @@ def resource_demands(weights: ModelWeights) -> list[ResourceDemand]:
         parts = {name: ResourceDemand(nbytes) for name, nbytes in modules.most_common() if nbytes * 10 > layer.nbytes}
         demands.append(ResourceDemand(layer.pages * layer.pool.page_bytes, parts=parts))
     return demands
-
-
-def _hidden_bytes(layers: Sequence[nn.Module]) -> int:
-    """Return the bytes of one token's hidden state: the shortest side of a layer's matrices is d, or smaller."""
-    matrices = [p for p in layers[0].parameters() if p.ndim == 2]
-    return max((min(p.shape) * p.element_size() for p in matrices), default=1)
 
 
 def _cost_model(calibration: Calibration, token_bytes: int, rows: int) -> CostModel:

@@ -61,8 +61,9 @@ def kv_shape(model: Any) -> tuple[int, int]:
             f"attn_implementation={config._attn_implementation!r}: continuous batching needs a model that was loaded "
             "with 'sdpa' or 'eager', and calls it through transformers' attention interface"
         )
-    here = _layers_here(model)
-    probe = _CacheProbe(ends=bool(runtime(model).dropped))
+    dropped, shards_here = runtime(model).dropped, runtime(model).shards_here
+    here = [layer for layer, parts in enumerate(shards_here) if parts or not dropped]  # those of which there is a part
+    probe = _CacheProbe(ends=bool(dropped))
     try:
         _call(model, probe, here)
     except ConfigError:
@@ -79,12 +80,6 @@ def kv_shape(model: Any) -> tuple[int, int]:
         f"continuous batching needs keys of one (heads, dim) in all {len(here)} layers, and values of as many heads "
         f"that are no larger; {len(probe.shapes)} layers have {found}"
     )
-
-
-def _layers_here(model: Any) -> list[int]:
-    """Return the layers of which there is something in this process; all, unless some are dropped, or parts of them."""
-    whole, parts = not runtime(model).dropped, runtime(model).shards_here
-    return [layer for layer in range(len(parts)) if whole or parts[layer]]
 
 
 def _call(model: Any, probe: _CacheProbe, here: list[int]) -> None:
