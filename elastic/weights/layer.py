@@ -49,7 +49,7 @@ class DecoderLayer:
 
     def parts_in(self, shards: Collection[int]) -> frozenset[int]:
         """Return the parts of it, from 0, among shards of the model; without any, all parts."""
-        of = 1 if self.cut is None else self.cut.shards
+        of = 1 if self.cut is None else self.cut.plan.parts
         return (
             frozenset(shard % of for shard in shards if shard // of == self.index) if shards else frozenset(range(of))
         )

@@ -134,7 +134,10 @@ class Deployments:
         name = name or Path(path).resolve().name
         wanted = Intent.of(intent)
         with self._lock:
-            self._require_open()
+            if self._thread is None or self._ended.is_set():
+                raise StateError(
+                    "start the deployments first, or make new ones: `with elastic.Deployments(...) as fleet`"
+                )
             if name in self._deployed:
                 raise ConfigError(f"{name!r} is deployed; give another name, or change it with intend({name!r}, ...)")
             devices = [*self._book.devices.values()]
@@ -247,10 +250,6 @@ class Deployments:
         if name not in self._deployed:
             raise NotFound(f"there is no deployment {name!r}; there are: {', '.join(self._deployed) or 'none'}")
         return self._deployed[name]
-
-    def _require_open(self) -> None:
-        if self._thread is None or self._ended.is_set():
-            raise StateError("start the deployments first, or make new ones: `with elastic.Deployments(...) as fleet`")
 
 
 def describe(intent: Intent) -> str:
