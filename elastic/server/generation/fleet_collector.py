@@ -38,11 +38,9 @@ _TIMES = {
     "bubble_seconds": ("bubble_s", "Seconds in which a rank did not, while steps in flight waited for other ranks."),
     "hidden_states_wait_seconds": ("waiting_s", "Seconds that steps waited for hidden states, added up over steps."),
 }
-_WIRES = {
-    "wire_sent_bytes": ("sent_bytes", "Hidden states that a rank has sent to another, the peer."),
-    "wire_received_bytes": ("received_bytes", "Hidden states that a rank has received from another, the peer."),
-    "wire_read_bytes": ("read_bytes", "Keys, values and weights that a rank has read in another's memory, by a wire."),
-}
+_WIRES = {"sent": "sent_bytes", "received": "received_bytes", "read": "read_bytes"}
+"""By kind."""
+_WIRES_HELP = "Hidden states sent to and received from another rank, the peer; what was read in its memory, by a wire."
 
 
 class FleetCollector:
@@ -112,9 +110,8 @@ class FleetCollector:
         }
         yield self._of_rank.gauge("rank_load", "The share of the last two minutes in which a rank was busy.", loads)
         wires = {(*labels, wire.rank): wire for labels, view in views.items() for wire in view.wires}
-        for name, (field, help) in _WIRES.items():
-            nbytes = {labels: getattr(wire, field) for labels, wire in wires.items()}
-            yield self._of_rank.counter(name, help, nbytes, "peer")
+        nbytes = {(*of, kind): getattr(wire, field) for of, wire in wires.items() for kind, field in _WIRES.items()}
+        yield self._of_rank.counter("wire_bytes", _WIRES_HELP, nbytes, "peer", "kind")
 
 
 def _holders(path: Sequence[str]) -> set[frozenset[str]]:
