@@ -141,7 +141,7 @@ def test_a_fleet_on_ray_goes_on_when_an_actor_dies_and_replaces_it(
         assert [heard.tokens[f"request-{i}"] for i in range(4)] == [expected] * 4
 
         def serving() -> set[int]:
-            return {rank.pid for rank in fleet.status().ranks if rank.state == "serving"}
+            return {rank.pid for rank in fleet.status().ranks if rank.serves}
 
         wait_until(lambda: len(serving() - {first.pid}) == 2, "the lost rank was not replaced", 120)
         fleet.add(places=PLACES)

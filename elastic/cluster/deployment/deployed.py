@@ -216,7 +216,7 @@ class Deployed:
 
     def _replaced(self) -> bool:
         """See which ranks have taken the place of lost ones, and return whether any has: it begins with all layers."""
-        there = {rank.name: rank.places for rank in self.fleet.status().ranks if rank.state == "serving"}
+        there = {rank.name: rank.places for rank in self.fleet.status().ranks if rank.serves}
         before = dict(self._ranks)
         for device, rank in before.items():
             if rank not in there:
