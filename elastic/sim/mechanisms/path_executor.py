@@ -61,8 +61,12 @@ class Leg:
     """That its ranks have behind it, if they are several."""
 
 
-def legs_of(path: LayerPath, parts: StepParts, factor: Callable[[str, int], float]) -> list[Leg]:
+def legs_of(
+    path: LayerPath, parts: StepParts, factor: Callable[[str, int], float], exchange_s: float = 0.0
+) -> list[Leg]:
     """Return the legs of a step; `factor` is that of a rank's seconds in a layer, as of one in a variant.
+
+    `exchange_s` is what an exchange takes of each of its ranks' own time.
 
     Embedding and head are at home, and count behind the last layer. Ranks that share layers exchange twice in each:
     heads, and what their parts of the network give. Before each exchange is a leg, so that others compute in between;
@@ -79,7 +83,7 @@ def legs_of(path: LayerPath, parts: StepParts, factor: Callable[[str, int], floa
             continue
         exchanges = 2 * len(layers)
         count = min(exchanges, MOST_LEGS)
-        leg = {rank: each / count for rank, each in seconds.items()}
+        leg = {rank: (each + exchanges * exchange_s) / count for rank, each in seconds.items()}
         legs += [Leg(leg, exchanges * (i + 1) // count - exchanges * i // count) for i in range(count)]
     if set(legs[-1].seconds) == {path.home}:
         legs[-1] = Leg({path.home: legs[-1].seconds[path.home] + parts.rest_s})
@@ -122,7 +126,7 @@ class PathExecutor:
         parts = self._model.parts(chunks)
         parts = parts.times(self._noise(parts.alone_s(self._model.layers)))
         nbytes = self._model.token_bytes * sum(chunk.tokens for chunk in chunks)
-        legs = legs_of(self.path, parts, self._factor)
+        legs = legs_of(self.path, parts, self._factor, self._model.links.core_s)
         self._go(step, future, legs, (self.path.home,), nbytes)
         return future
 

@@ -99,6 +99,22 @@ def test_steps_of_two_instances_take_turns_between_exchanges() -> None:
     assert done[0] == ("b", pytest.approx(4 * (large_s + small_s) / 2 + rest_s, rel=0.05))
 
 
+def test_while_ranks_exchange_neither_of_them_computes_for_another_instance() -> None:
+    free = model(shards=2, kv_shards=2, links=Links(bytes_s=1e12, hop_s=0.0))
+    layered = replace(free, links=replace(free.links, core_s=0.003))
+
+    def last_s(layered: LayeredModel, homes: str) -> float:
+        clock = VirtualClock()
+        turns = {rank: ComputeTurn(SharedHost(clock)) for rank in RANKS}
+        for home in homes:
+            executor(layered, LayerPath(home, tuple("abababab"), shards=2), clock, turns).execute(step(0, 50))
+        clock.run()
+        return clock.now
+
+    assert last_s(layered, "a") == pytest.approx(last_s(free, "a") + 8 * 0.003)
+    assert last_s(layered, "ab") == pytest.approx(last_s(free, "ab") + 16 * 0.003)
+
+
 def test_a_rank_that_hangs_ends_no_step_and_one_that_is_lost_fails_it() -> None:
     clock, layered = VirtualClock(), model()
     turns = {rank: ComputeTurn(SharedHost(clock)) for rank in RANKS}
