@@ -10,7 +10,7 @@ from elastic.engines.core.step import SequenceState, Step, StepResult
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.clock import VirtualClock
 from elastic.sim.core.host import SharedHost
-from elastic.sim.core.step_seconds import Noise, StepCost
+from elastic.sim.core.step_seconds import StepCost, StepNoise
 from elastic.sim.core.stretch import Stretch
 
 TOKEN, STOP = 1, 2
@@ -57,7 +57,7 @@ class LocalExecutor:
         self,
         clock: VirtualClock,
         cost: StepCost,
-        noise: Noise,
+        noise: StepNoise,
         answers: Mapping[str, int],
         host: SharedHost | None = None,
     ) -> None:

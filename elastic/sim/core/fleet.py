@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 from elastic.cluster.fleet.dispatcher import Dispatcher
@@ -18,7 +18,7 @@ from elastic.sim.core.clock import VirtualClock, stream
 from elastic.sim.core.executor import LocalExecutor
 from elastic.sim.core.host import SharedHost
 from elastic.sim.core.instance import EngineOptions, PlacePages, SimulatedInstance
-from elastic.sim.core.step_seconds import MeasuredStep, Noise, StepCost
+from elastic.sim.core.step_seconds import MeasuredPace, MeasuredStep, Noise, PacedSeconds, StepCost
 
 BEAT_S = 0.25
 """As ranks do."""
@@ -42,6 +42,8 @@ class RankModel:
     With it no stretch is one event."""
     cut: StepCost | None = None
     """Of a step's seconds, those that ranks which share layers divide among them; None: all that are in layers."""
+    paces: Mapping[str, MeasuredPace] = field(default_factory=dict)
+    """By their names, ranks whose pace is that of real ones; the others have noise."""
 
 
 class EagerInstance(Instance):
@@ -92,7 +94,9 @@ class SimulatedFleet:
         """Have one more instance."""
         name = f"{self._name}{len(self.instances)}"
         model = self.model
-        noise = Noise(model.noise, stream(self.seed, f"noise {name}"))
+        pace = model.paces.get(name)
+        drawn = Noise(model.noise, stream(self.seed, f"noise {name}"))
+        noise = drawn if pace is None else PacedSeconds(pace, self.clock)
         executor = LocalExecutor(self.clock, model.cost, noise, self.answers, self.host)
         made = self._make(name, executor)
         spec = RankSpec(name, "simulated")

@@ -16,7 +16,7 @@ from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.clock import VirtualClock
 from elastic.sim.core.executor import AnswerEnds
 from elastic.sim.core.host import SharedHost
-from elastic.sim.core.step_seconds import Noise
+from elastic.sim.core.step_seconds import StepNoise
 from elastic.sim.mechanisms.model import LayeredModel, StepParts
 from elastic.sim.mechanisms.wires import Wires
 
@@ -107,7 +107,7 @@ class PathExecutor:
         wires: Wires,
         turns: dict[str, ComputeTurn],
         answers: AnswerEnds,
-        noise: Noise,
+        noise: StepNoise,
         factor: Callable[[str, int], float],
         path: LayerPath,
     ) -> None:
