@@ -59,7 +59,7 @@ from elastic.sim.policies import Mechanisms
 from elastic.sim.quantiles import QuantileSketch
 from elastic.sim.report import Report
 from elastic.sim.run import Run
-from elastic.sim.scenario import FleetOptions, Scenario
+from elastic.sim.scenario import FleetOptions, Scenario, SimulatedModel
 from elastic.sim.workload import RequestSource
 
 PLACES = {"roomy": "cpu#{}=256MiB", "tight": "cpu#{}=40MiB"}
@@ -225,12 +225,10 @@ def simulated(real: RealRun, fitted: Fitted, message_s: float) -> list[dict[str,
         scenario = Scenario(
             trace.source,
             trace.duration_s,
-            FleetOptions(system.ranks),
-            model,
+            (SimulatedModel(FleetOptions(system.ranks), model, mechanisms),),
             (RequestSource("r", None, None, trace),),
             samples=round(trace.duration_s / SAMPLE_S),
             seed=seed,
-            mechanisms=mechanisms,
         )
         run = Run(scenario)
         run.play()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,7 +16,7 @@ from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.base import Listener, Request
 from elastic.sim.core.clock import VirtualClock, stream
 from elastic.sim.core.executor import LocalExecutor
-from elastic.sim.core.host import SharedHost
+from elastic.sim.core.host import Computer, SharedHost
 from elastic.sim.core.instance import EngineOptions, PlacePages, SimulatedInstance
 from elastic.sim.core.step_seconds import MeasuredPace, MeasuredStep, Noise, PacedSeconds, StepCost
 
@@ -72,10 +72,15 @@ class SimulatedFleet:
         at_once: bool = False,
         seed: int = 0,
         name: str = "r",
+        devices: Sequence[Computer] = (),
     ) -> None:
-        """`at_once`: requests go to an instance as they come, and wait there, not here until one has room."""
+        """`at_once`: requests go to an instance as they come, and wait there, not here until one has room.
+
+        `devices`: where the first instances compute, if others do so there, too.
+        """
         self.clock, self.model, self.seed = clock, model, seed
         self.host = SharedHost(clock, model.contention)
+        self._devices = devices
         self.counters, self.log = RequestMetrics(), EventLog()
         self.dispatcher = Dispatcher(routing, max_queue, self.counters, self.log, clock)
         self.answers: dict[str, int] = {}
@@ -92,12 +97,13 @@ class SimulatedFleet:
 
     def add(self) -> SimulatedInstance:
         """Have one more instance."""
-        name = f"{self._name}{len(self.instances)}"
-        model = self.model
+        number, model = len(self.instances), self.model
+        name = f"{self._name}{number}"
+        host = self._devices[number] if number < len(self._devices) else self.host
         pace = model.paces.get(name)
         drawn = Noise(model.noise, stream(self.seed, f"noise {name}"))
         noise = drawn if pace is None else PacedSeconds(pace, self.clock)
-        executor = LocalExecutor(self.clock, model.cost, noise, self.answers, self.host)
+        executor = LocalExecutor(self.clock, model.cost, noise, self.answers, host)
         made = self._make(name, executor)
         spec = RankSpec(name, "simulated")
         now = self.clock.now

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -15,40 +14,13 @@ from elastic.errors import RankLost
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.clock import VirtualClock
 from elastic.sim.core.executor import AnswerEnds
-from elastic.sim.core.host import SharedHost
+from elastic.sim.core.host import ComputeTurn, Counting
 from elastic.sim.core.step_seconds import StepNoise
 from elastic.sim.mechanisms.model import LayeredModel, StepParts
 from elastic.sim.mechanisms.wires import Wires
 
 MOST_LEGS = 16
 """Of a run of layers that ranks share: more exchanges than these are taken together."""
-
-
-class ComputeTurn:
-    """A rank computes one thing at a time, in the order in which it is asked."""
-
-    def __init__(self, host: SharedHost) -> None:
-        self._host = host
-        self._asked: deque[tuple[float, Callable[[], object]]] = deque()
-        self._computing = False
-        self.hangs = False
-
-    def compute(self, seconds: float, done: Callable[[], object]) -> None:
-        """Have something computed; one that hangs never does."""
-        if not self.hangs:
-            self._asked.append((seconds, done))
-            self._next()
-
-    def _next(self) -> None:
-        if self._asked and not self._computing:
-            seconds, done = self._asked.popleft()
-            self._computing = True
-            self._host.compute(seconds, partial(self._end, done))
-
-    def _end(self, done: Callable[[], object]) -> None:
-        self._computing = False
-        self._next()
-        done()
 
 
 @dataclass(frozen=True)
@@ -181,16 +153,3 @@ class PathExecutor:
         else:
             del self._in_flight[future]
             future.set_result(self._answers.result(step))
-
-
-class Counting:
-    """Calls something when it was called so many times."""
-
-    def __init__(self, count: int, done: Callable[[], object]) -> None:
-        self._left, self._done = count, done
-
-    def __call__(self) -> None:
-        """Count."""
-        self._left -= 1
-        if not self._left:
-            self._done()

@@ -14,10 +14,10 @@ from elastic.planning.pipeline import chunk_cost
 from elastic.planning.pipeline.timeline import run_pipeline
 from elastic.sim.core.clock import VirtualClock, stream
 from elastic.sim.core.executor import AnswerEnds
-from elastic.sim.core.host import SharedHost
+from elastic.sim.core.host import ComputeTurn, SharedHost
 from elastic.sim.core.step_seconds import FixedSeconds, Noise
 from elastic.sim.mechanisms.model import LayeredModel, Links
-from elastic.sim.mechanisms.path_executor import ComputeTurn, PathExecutor
+from elastic.sim.mechanisms.path_executor import PathExecutor
 from elastic.sim.mechanisms.wires import Wires
 from support.sim.layered_fleet import model
 
