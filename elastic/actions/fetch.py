@@ -51,9 +51,7 @@ def refill(weights: ModelWeights, unit: WeightUnit, action: object, buffer: Weig
     if isinstance(action, Fetch):
         try:
             _read(weights, unit, buffer, action, [(0, unit.nbytes)], rate)
-            for name, tensor in buffer.show(unit.layout).items():
-                if unit.slots[name].prepacked:  # it came plain
-                    tensor.copy_(unit.slots[name].in_pages(tensor))
+            _put_in_order(unit, buffer)
             _require_unchanged(unit, _digests_in(buffer, unit))
             return
         except StateError as error:
@@ -200,6 +198,16 @@ def _pieces(
             piece = min(most(), stop - at)
             yield at, piece
             at += piece
+
+
+def _put_in_order(unit: WeightUnit, buffer: WeightBuffer) -> None:
+    """Have a unit's full parameters in a buffer, which came plain, in the order that they have in its pages.
+
+    The tensors go with this frame: one in the frame of an error that lives on would keep its pages.
+    """
+    for name, tensor in buffer.show(unit.layout).items():
+        if unit.slots[name].prepacked:
+            tensor.copy_(unit.slots[name].in_pages(tensor))
 
 
 def _digests_in(buffer: WeightBuffer, unit: WeightUnit) -> dict[str, int]:
