@@ -145,13 +145,13 @@ def _models(table: Table, folder: Path) -> tuple[SimulatedModel, ...]:
     tables = table.tables("models")
     if not tables:
         return (_model(table, folder, ""),)
-    found = []
+    models = []
     for each in tables:
-        found.append(_model(each, folder, each.text("name")))
+        models.append(_model(each, folder, each.text("name")))
         each.done()
-    if len({model.name for model in found}) < len(found):
+    if len({model.name for model in models}) < len(models):
         raise ConfigError("two [[models]] have the same name; name each otherwise")
-    return tuple(found)
+    return tuple(models)
 
 
 def _model(table: Table, folder: Path, name: str) -> SimulatedModel:
@@ -174,10 +174,10 @@ def _devices(table: Table, fleet: FleetOptions) -> tuple[tuple[int, ...], ...]:
             "devices", list(numbers), f"device numbers, as many for each of {instances} instances, of one fleet"
         )
     each = len(numbers) // instances
-    found = tuple(tuple(map(int, numbers[i : i + each])) for i in range(0, len(numbers), each))
-    if any(len(set(devices)) < each for devices in found):
+    of_instances = tuple(tuple(map(int, numbers[i : i + each])) for i in range(0, len(numbers), each))
+    if any(len(set(devices)) < each for devices in of_instances):
         raise table.wrong("devices", list(numbers), "other devices for each part of an instance")
-    return found
+    return of_instances
 
 
 def _fleet(table: Table) -> FleetOptions:
