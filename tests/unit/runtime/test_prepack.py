@@ -21,35 +21,25 @@ from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
 from elastic.runtime import options
 from elastic.runtime.options import check_prepack
-from elastic.weights.prepacked.onednn import OneDNNLayout, find_layout
+from elastic.weights.prepacked.onednn import find_layout
 from elastic.weights.prepacked.source import ResidentSource
 from elastic.weights.proxy.tensor import WeightProxy
-from support.architectures import GQA, build, prompt
+from support.architectures import build, prompt
 from support.serving.generations import prompts, same_unless_close, serve
+from support.weights.prepacked import WIDE, any_layout
+from support.weights.prepacked import wide_llama as llama
 from support.wrapped_model import assert_same_bits, bits, small
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 ROOM = small(16 << 20)
-WIDE = {**GQA, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 128}
-"""Sizes of matrices that oneDNN can pack, but for those of keys and values."""
 IN_PAGES = 5 * WIDE["num_hidden_layers"]
 PACKED = IN_PAGES + 1
 """With the head."""
 
 
-def any_layout(weight: torch.Tensor) -> OneDNNLayout | None:
-    """What could be packed, whatever takes less time on this CPU."""
-    return find_layout((weight.shape[0], weight.shape[1]), weight.dtype) if weight.ndim == 2 else None
-
-
 @pytest.fixture(autouse=True)
 def _packed_where_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "prepacked_layout", any_layout)
-
-
-def llama(dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    return t.LlamaForCausalLM(t.LlamaConfig(**WIDE)).to(dtype).eval()
 
 
 def packed_names(model: nn.Module) -> list[str]:
