@@ -19,13 +19,17 @@ from sim_runs import ENGINE, LAYERS, TimedStep
 from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.least_squares import not_negative
 from elastic.planning.pipeline.chunk_cost import BatchTiming
-from elastic.sim.core.step_seconds import MeasuredStep
+from elastic.sim.core.step_seconds import MeasuredPace, MeasuredStep
+from elastic.sim.mechanisms.model import LayeredModel
 
 CONTENTIONS = tuple(0.1 * number for number in range(9))
 """That are tried."""
 MOST_STEPS = 500
 """Of a fleet, that are fitted to."""
 ROUNDS = 2
+FEW = 0.1
+"""Of its time, while another step is computed: it is taken to be by itself."""
+REST = LayeredModel.rest
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,9 @@ class Fitted:
     cut: LayerCost | None = None
     """What ranks that share layers divide among them."""
     hop_s: float = 3e-4
-    """An exchange of ranks that share layers."""
+    """An exchange of ranks that share layers: what they wait for,"""
+    core_s: float = 0.0
+    """and what it takes of each of them."""
 
     @property
     def error(self) -> float:
@@ -62,6 +68,20 @@ class Fitted:
             math.fsum(_alone_s(step, share, self.contention) for step, share in zip(steps, beside(steps), strict=True))
             / costs
         )
+
+    def paces_of(self, steps: Sequence[TimedStep], begin_s: float, within_s: float) -> dict[int, MeasuredPace]:
+        """Return the pace of each rank in a run that began then, by its process id: a mean over so many seconds of
+        steps without a gap; 0: each step has its own."""
+        found: dict[int, list[tuple[float, float, float]]] = {}
+        for step in steps:
+            cost_s = self.cost.batch(step.as_chunks)
+            paces = found.setdefault(step.rank, [])
+            since_s, until_s = step.begin_s - begin_s, step.end_s - begin_s
+            if paces and paces[-1][1] == since_s and since_s - paces[-1][0] < within_s:
+                since_s, _, before_s = paces.pop()
+                cost_s += before_s
+            paces.append((since_s, until_s, cost_s))
+        return {rank: MeasuredPace(each) for rank, each in found.items()}
 
 
 def fit(calibrations: Mapping[str, Sequence[TimedStep]], *, attention: bool = True) -> Fitted:
@@ -124,21 +144,45 @@ def beside(steps: Sequence[TimedStep]) -> list[float]:
     return found
 
 
+def messages_s(arrivals_s: Sequence[float], steps: Sequence[TimedStep]) -> list[float]:
+    """Return how long after their arrivals the first steps began of requests that came when no rank computed."""
+    found = []
+    for at_s in arrivals_s:
+        begins_s = [step.begin_s for step in steps if step.end_s > at_s]
+        if begins_s and min(begins_s) >= at_s:
+            found.append(min(begins_s) - at_s)
+    return found
+
+
 def with_shared_layers(fitted: Fitted, calibrations: Mapping[str, Sequence[TimedStep]]) -> Fitted:
-    """Fit what ranks that share layers divide, and their exchanges, to steps of one request at a time.
+    """Fit what ranks that share layers divide, and their exchanges, to steps of one request at a time, and of two.
 
     Attention is divided by heads; of products a share is, as networks are cut and other matrices are not. A straight
-    line over the seconds of products tells it, and what a step takes longer by its exchanges.
+    line over the seconds of products tells it, and what a step takes longer by its exchanges. What of these the ranks
+    wait for, two instances wait for at the same time; the rest keeps each rank busy, for one of them after the other.
     """
-    rows = []
+    rows, paired = [], []
     for name, steps in calibrations.items():
-        here = fitted.at_pace_of([name])
-        for step in steps:
-            row = _shared_row(here.cost.times(1 + fitted.contention), step)
+        here = fitted.at_pace_of([name]).cost.times(1 + fitted.contention)
+        for step, share in zip(steps, beside(steps), strict=True):
+            row = _shared_row(here, step) if share < FEW else []
             rows += [row] if row else []
+            paired += [(here, step)] if share > 1 - FEW else []
     kept, exchanged_s = not_negative(rows)
     share = min(1.0, max(0.0, 2 * (1 - kept)))
-    return replace(fitted, cut=cut(fitted.cost, share), hop_s=exchanged_s / (2 * LAYERS))
+    decoded = [(cost, step) for cost, step in paired if [count for _, count in step.chunks] == [1]]
+    busy_s = [step.seconds / 2 - _shared_s(cost, share, step) for cost, step in decoded]
+    core_s = min(exchanged_s, max(0.0, statistics.median(busy_s))) if busy_s else 0.0
+    exchanges = 2 * LAYERS
+    return replace(
+        fitted, cut=cut(fitted.cost, share), hop_s=(exchanged_s - core_s) / exchanges, core_s=core_s / exchanges
+    )
+
+
+def _shared_s(cost: LayerCost, share: float, step: TimedStep) -> float:
+    """Return what each of two ranks computes of the steps of two instances, for each of these; without exchanges."""
+    alone, divided = cost.batch(step.as_chunks), cut(cost, share).batch(step.as_chunks)
+    return alone * (1 - REST / 2) - divided / 2
 
 
 def _shared_row(cost: LayerCost, step: TimedStep) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 import threading
 import time
@@ -30,9 +31,9 @@ from elastic.sim.workload import RequestArrival
 ENGINE = {"block_tokens": 32, "max_requests": 32, "max_batch_tokens": 256, "share_prefixes": False}
 CORES = [(0,), (1,)]
 LONGEST, LAYERS, HIDDEN, PAGE_BYTES = 4096, 4, 256, 64 << 10
-IDLE_S = 0.005
-"""Between two steps: longer, and the engine had nothing to do."""
 SAMPLE_S = 0.1
+BEAT_TIMEOUT_S = 20.0
+"""Of ranks that other processes keep from their cores."""
 
 
 def save_attentive_model(folder: Path) -> Path:
@@ -70,9 +71,9 @@ class Recorded:
 
 def record_steps(folder: str) -> None:
     """Have each step of this process be written down: when it began and ended, with what the engine does besides."""
-    name = Path(folder) / f"{time.perf_counter_ns()}.steps"
+    name = Path(folder) / f"{os.getpid()}.steps"
     lines: list[str] = []
-    ended = [0.0]
+    ended: list[float] = []  # when the step before was over, if the engine had work left
     schedule, update = RestartingScheduler.schedule, RestartingScheduler.update
     began: dict[int, float] = {}
 
@@ -81,15 +82,16 @@ def record_steps(folder: str) -> None:
         now = time.perf_counter()
         step = schedule(self)
         if step is not None:
-            began[step.number] = ended[0] if now - ended[0] < IDLE_S else now
+            began[step.number] = ended[0] if ended else now
         return step
 
     @functools.wraps(update)
     def noted_update(self: Any, step: Any, result: Any) -> Any:
         produced = update(self, step, result)
-        ended[0] = time.perf_counter()
+        now = time.perf_counter()
+        ended[:] = [now] if self.has_work else []
         chunks = " ".join(f"{chunk.start}:{len(chunk.tokens)}" for chunk in step.chunks)
-        lines.append(f"{began.pop(step.number)} {ended[0]} {chunks}\n")
+        lines.append(f"{began.pop(step.number)} {now} {chunks}\n")
         if len(lines) >= 32 or not self.sequences:
             with name.open("a") as file:
                 file.writelines(lines)
@@ -103,7 +105,8 @@ def record_steps(folder: str) -> None:
 class TimedStep:
     """A step that a rank computed, by the clock of all processes of the machine."""
 
-    rank: str
+    rank: int
+    """The process id of its home."""
     begin_s: float
     end_s: float
     chunks: tuple[tuple[int, int], ...]
@@ -126,7 +129,7 @@ def recorded(folder: Path, since_s: float) -> list[TimedStep]:
         for line in file.read_text().splitlines():
             begin_s, end_s, *chunks = line.split()
             pairs = ((int(start), int(count)) for start, _, count in (chunk.partition(":") for chunk in chunks))
-            found.append(TimedStep(file.stem, float(begin_s), float(end_s), tuple(pairs)))
+            found.append(TimedStep(int(file.stem), float(begin_s), float(end_s), tuple(pairs)))
     return sorted((step for step in found if step.begin_s >= since_s), key=lambda step: step.begin_s)
 
 
@@ -178,7 +181,7 @@ def serving(
 
     `begun` is called before they are.
     """
-    options = {"policy": system.policy, "shards": system.tp}
+    options = {"policy": system.policy, "shards": system.tp, "beat_timeout_s": BEAT_TIMEOUT_S}
     with fleet(path, CORES[: system.ranks], place=place, engine={**ENGINE, **engine}, **options) as started:
         warm_up(started)
         pages = pages_of(started, system.tp)
@@ -191,17 +194,27 @@ def serving(
 
 def pages_of(engine: elastic.Fleet, parts: int) -> PlacePages:
     """Return the pages of a rank; a block of this model is a page in each layer, or a share of one in each part."""
-    time.sleep(0.5)  # two beats
-    (blocks,) = {instance.load.total_blocks for instance in engine.status().instances}
     (place,) = engine.look(engine.status().ranks[0].name).status.places
-    weights = sum(nbytes for owner, nbytes in place.owners.items() if owner.startswith("layer:"))
-    budget = place.budget_bytes // PAGE_BYTES
-    return PlacePages(budget, budget - blocks * LAYERS, LAYERS * parts, parts, LAYERS, weights // LAYERS // PAGE_BYTES)
+    owners = {owner: nbytes // PAGE_BYTES for owner, nbytes in place.owners.items() if owner != "kv"}
+    layer = sum(pages for owner, pages in owners.items() if owner.startswith("layer:")) // LAYERS
+    return PlacePages(place.budget_bytes // PAGE_BYTES, sum(owners.values()), LAYERS * parts, parts, LAYERS, layer)
 
 
-def played(engine: elastic.Fleet, trace: Trace) -> Report:
+@dataclass(frozen=True)
+class Played:
+    """What came of requests."""
+
+    report: Report
+    begin_s: float
+    """By the clock of all processes."""
+    others: float
+    """Cores that processes other than this one and the ranks kept busy meanwhile, in the mean."""
+
+
+def played(engine: elastic.Fleet, trace: Trace) -> Played:
     """Have the requests of a trace come when they are due; return what came of them, as the simulator tells it."""
     report, choose = Report(), random.Random(SEED)
+    others = OthersWork([os.getpid(), *(rank.pid for rank in engine.status().ranks)])
     prompts = [prompt(request.prompt_tokens, choose) for request in trace.requests]
     ended, lock = threading.Semaphore(0), threading.Lock()
     begin_s = time.perf_counter()
@@ -235,7 +248,27 @@ def played(engine: elastic.Fleet, trace: Trace) -> Report:
             raise TimeoutError("a request has not ended after 120 s")
     stopping.set()
     sampler.join()
-    return report
+    return Played(report, begin_s, others.cores)
+
+
+class OthersWork:
+    """What processes other than some compute, from its making on. For Linux."""
+
+    def __init__(self, own: Sequence[int]) -> None:
+        self._own = own
+        self._at_s, self._since_s = time.perf_counter(), self._busy_s()
+
+    @property
+    def cores(self) -> float:
+        """The cores that they kept busy, in the mean."""
+        return max(0.0, self._busy_s() - self._since_s) / (time.perf_counter() - self._at_s)
+
+    def _busy_s(self) -> float:
+        """Return the processor seconds of all, since the machine began, without those of the own processes."""
+        user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split()[1:9])
+        times = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in self._own]
+        own = sum(int(ticks) for pair in times for ticks in pair)
+        return (user + nice + system + sum(interrupts) - own) / os.sysconf("SC_CLK_TCK")
 
 
 def _since(at_s: float | None, begin_s: float) -> float | None:

@@ -68,13 +68,12 @@ def wrap(
     same `Scale(group=…)` share. An object with `decide(snapshot, state)`: what that says. Several: their cheapest
     remedy. All see `slo`; with `controller=False` it waits for `start()`. (docs/controller.md)
 
-    `kv_layout` is "head_major", "batch_major" or "token_major"; None: the best for the device. `checkpoint`: the
-    model's safetensors, a file or a directory; released weights are read there by mmap. `variants`: what layers can be
-    swapped to: "int8", "int4", "2:4", …, or a `Variant`, packed now and kept in host memory. `variant_cache` is a
-    directory that keeps them for later processes. `copy_rate`, such as "2GB", bounds the bytes a second that move while
-    the model computes. Into `shards` parts, a power of two, each layer's FFN and KV heads are cut, for ranks that share
-    it. Of layers without data `load_shards` alone are read (part p of layer l is `l * shards + p`). With `prepack`, at
-    one CPU place, linear layers' matrices lie in oneDNN's order where it is faster, and round otherwise.
+    `kv_layout`: "head_major", "batch_major" or "token_major"; None: the device's best. `checkpoint`: its safetensors
+    file or directory; released weights are mapped from there. `variants`: what layers can be swapped to, such as
+    "int8", "2:4" or a `Variant`, packed now and kept in host memory, for later processes in the directory
+    `variant_cache`. `copy_rate` ("2GB") bounds the bytes a second copied while it computes. `shards`, a power of two:
+    the parts of each layer for ranks that share it; of layers without data only `load_shards` are read (part p of layer
+    l: `l * shards + p`). `prepack`: at one CPU place matrices lie in oneDNN's order where faster, and round otherwise.
 
     Raises `ConfigError`, `StateError` (a wrapped model), `CapacityError` (a small budget); the model is as it was.
     """

@@ -201,7 +201,10 @@ def _pieces(
 
 
 def _put_in_order(unit: WeightUnit, buffer: WeightBuffer) -> None:
-    """Have a unit's full parameters in a buffer, which came plain, in the order that they have in its pages."""
+    """Have a unit's full parameters in a buffer, which came plain, in the order that they have in its pages.
+
+    The tensors go with this frame: one in the frame of an error that lives on would keep its pages.
+    """
     for name, tensor in buffer.show(unit.layout).items():
         if unit.slots[name].prepacked:
             tensor.copy_(unit.slots[name].in_pages(tensor))

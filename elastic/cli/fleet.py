@@ -47,7 +47,10 @@ def add_options(command: ArgumentParser) -> None:
     remove.add_argument("--now", action="store_true", help="do not wait until its requests have gone on elsewhere")
     _add_drop(drop)
     restore.add_argument("rank", nargs="?", metavar="RANK", help="a rank of the group (all groups)")
-    _add_reshard(reshard)
+    reshard.add_argument("instances", nargs="+", metavar="INSTANCE", help="whoever computes layers with one counts too")
+    reshard.add_argument("--tp", type=int, required=True, metavar="N", help="ranks that share each layer; 1: none do")
+    for each in (drop, reshard):
+        each.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
     for each in (drop, restore, reshard):
         add_exchange(each)
     for each in (replicate, evict):
@@ -66,13 +69,6 @@ def _add_drop(command: ArgumentParser) -> None:
     what.add_argument(
         "--layers", action="append", metavar="RANK=LAYERS", help="layers that a rank drops, such as r0=6-11; repeatable"
     )
-    command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
-
-
-def _add_reshard(command: ArgumentParser) -> None:
-    command.add_argument("instances", nargs="+", metavar="INSTANCE", help="whoever computes layers with one counts too")
-    command.add_argument("--tp", type=int, required=True, metavar="N", help="ranks that share each layer; 1: none do")
-    command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
 
 
 def fleet(options: Namespace) -> int:

@@ -14,6 +14,7 @@ from elastic.cli.inputs.deployment_options import (
     add_deployments,
     check_deployments,
     first_load,
+    first_replicas,
     make_deployments,
     model_path,
 )
@@ -230,7 +231,9 @@ def deployed(options: Namespace, name: str, stack: ExitStack) -> ServedModel:
     own = answering(path, options)
     stack.callback(deployments.stop, drain=False)
     deployments.start()
-    status = deployments.deploy(path, intent_of(options), name=name, load=first_load(options))
+    status = deployments.deploy(
+        path, intent_of(options), name=name, load=first_load(options), replicas=first_replicas(options)
+    )
     devices = dict.fromkeys(device for stage in status.stages for device in stage.devices)
     print(f"{name} is {status.configuration} on {', '.join(devices)}", flush=True)
     return ServedModel(deployments[name], **own, deployments=deployments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -249,7 +250,8 @@ class Estimator:
     ) -> tuple[tuple[tuple[BatchCost, int], ...], ...]:
         """Return the costs of each stage, while so many other ranks compute; of the last, of what is around, too."""
         beside = {kind: self.costs.beside(cost, others) for kind, cost in layers.items()}
-        parts = [_counted([beside[self.layout.kind_of[layer].name] for layer in stage]) for stage in stages]
+        kinds = [Counter(self.layout.kind_of[layer].name for layer in stage) for stage in stages]
+        parts = [tuple((beside[kind], count) for kind, count in counts.items()) for counts in kinds]
         return (*parts[:-1], (*parts[-1], (self.costs.beside(rest, others), 1)))
 
 
@@ -268,8 +270,3 @@ def _costs(pages: WeightPages, kind: DeviceKind, profile: CostProfile | None) ->
             f"profile: it was measured on {profile.device}, the devices are {kind.name}; measure it there"
         )
     return MeasuredCosts(pages, kind, profile)
-
-
-def _counted(costs: Sequence[BatchCost]) -> tuple[tuple[BatchCost, int], ...]:
-    counts: Mapping[int, int] = {id(cost): sum(other is cost for other in costs) for cost in costs}
-    return tuple((cost, counts[key]) for key, cost in {id(cost): cost for cost in costs}.items())

@@ -82,7 +82,10 @@ def activation_bytes(layout: ModelLayout, step_tokens: int, running: int, contex
     heads = config.num_attention_heads
     kv = kv_shape_of(config, itemsize)
     seen = context * 4 * kv.heads * kv.dim * itemsize  # of a prompt behind a prefix: as read, and with the new ones
-    scores = step_tokens * context * (_SCORE_BYTES + (_MADE_SCORE_BYTES * heads if _makes_scores(layout) else 0))
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    sinks = any(name.rpartition(".")[2] == "sinks" for kind in layout.kinds for name in kind.slots)
+    made = _MADE_SCORE_BYTES * heads if capped or sinks else 0  # of scores that the engine makes itself
+    scores = step_tokens * context * (_SCORE_BYTES + made)
     attention = step_tokens * (4 * heads + 6 * kv.heads) * kv.dim * itemsize + seen + scores
     slots = [slot for kind in layout.kinds for slot in kind.slots.values()]
     inner = max(max(slot.parameter.shape[-2:]) for slot in slots if slot.parameter.ndim > 1)
@@ -90,12 +93,6 @@ def activation_bytes(layout: ModelLayout, step_tokens: int, running: int, contex
     network = step_tokens * chosen * (4 * inner + 2 * hidden) * itemsize
     logits = running * config.vocab_size * (itemsize + 4 * _LOGIT_COPIES)
     return int(step_tokens * 8 * hidden * max(4, itemsize) + max(attention, network, logits))
-
-
-def _makes_scores(layout: ModelLayout) -> bool:
-    """Return whether the engine makes the scores of attention itself: those that are capped, or have sinks."""
-    capped = getattr(layout.config, "attn_logit_softcapping", None) is not None
-    return capped or any(name.rpartition(".")[2] == "sinks" for kind in layout.kinds for name in kind.slots)
 
 
 def copied_share(layers: int, read_bytes: int = 1) -> float:

@@ -62,6 +62,6 @@ class CacheRequestTracker:
             return
         if failed:
             del self._live[cache]
-            observer.ended(name, "failed")
+            observer.ended(name, "failed", time.perf_counter())
         else:
-            observer.produced(name, rows)
+            observer.produced(name, rows, time.perf_counter())

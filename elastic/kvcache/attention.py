@@ -191,8 +191,8 @@ def _require_known(stock: Attention, module: nn.Module, *states: torch.Tensor, *
     seen = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril_()
     mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, torch.finfo(torch.float32).min)[None, None]
     expected = stock(module, query, key, value, mask, **{**kwargs, "cache": None})[0]
-    found = attend_by_scores(query, key, value, seen, scaling, _terms(**kwargs)).transpose(1, 2)
-    if expected.shape != found.shape or not torch.allclose(expected.to(found.dtype), found, rtol=0, atol=1e-2):
+    ours = attend_by_scores(query, key, value, seen, scaling, _terms(**kwargs)).transpose(1, 2)
+    if expected.shape != ours.shape or not torch.allclose(expected.to(ours.dtype), ours, rtol=0, atol=1e-2):
         raise ConfigError(
             f"the eager attention of {type(module).__name__} is not that of scaled dot products, softcaps and sinks, "
             "which continuous batching knows; use generate instead"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from elastic.memory.copy_engine import to_device
+
 
 @dataclass(frozen=True)
 class ScoreTerms:
@@ -22,8 +24,8 @@ class ScoreTerms:
         return self if self.sinks is None else ScoreTerms(self.softcap, self.sinks[heads])
 
     def to(self, device: torch.device) -> ScoreTerms:
-        """Return them with their tensor on a device."""
-        return self if self.sinks is None else ScoreTerms(self.softcap, self.sinks.to(device))
+        """Return them with their tensor on a device, as states travel there."""
+        return self if self.sinks is None else ScoreTerms(self.softcap, to_device(self.sinks, device))
 
 
 def attend_by_scores(

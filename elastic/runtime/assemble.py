@@ -24,6 +24,7 @@ from elastic.runtime.build import (
     make_reserves,
     move_weights,
     open_places,
+    pack_head,
     pack_variants,
 )
 from elastic.runtime.controller_setup import connect_controller
@@ -61,6 +62,7 @@ def assemble(
     layers = make_layers(decoder, slots, homes, options.files, cuts)
     pack_variants(model, layers, pools, options.variants, options.variant_cache, options.is_packable)
     choose_prepacked(layers, options.choose_prepacked)
+    pack_head(model, options.choose_prepacked, on_model)
     reserves = make_reserves(layers, memory)
     # by hand, a release must do when caches hold all the rest; a policy swaps layers: memory for streaming released
     # ones is taken from the cache if one is ever released (docs/controller.md)

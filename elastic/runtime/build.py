@@ -25,12 +25,15 @@ from elastic.memory.page_pool import PagePool
 from elastic.memory.places import close_place, open_place
 from elastic.runtime.options import ChooseLayout, device_of
 from elastic.weights.decoder import Decoder
-from elastic.weights.eligible import held_outside
+from elastic.weights.eligible import head_slot, held_outside
 from elastic.weights.initial_residency import choose_absent, spread
 from elastic.weights.layer import WeightUnit
 from elastic.weights.model import ModelWeights
 from elastic.weights.paging import give_back, load_in, move_in, move_out
 from elastic.weights.parameter_slot import ParameterSlot
+from elastic.weights.prepacked.onednn import OneDNNLayout
+from elastic.weights.prepacked.source import ResidentSource
+from elastic.weights.proxy.tensor import WeightProxy
 from elastic.weights.streaming import WeightStreamer
 
 if TYPE_CHECKING:
@@ -121,6 +124,24 @@ def choose_prepacked(layers: list[WeightUnit], choose: ChooseLayout | None) -> N
         slot.prepacked = choose(slot.homes[0][0], slot.parameter)
     packed, matrices = sum(slot.prepacked is not None for slot in slots), sum(s.parameter.ndim == 2 for s in slots)
     logger.info("%d of %d matrices in pages are prepacked, in oneDNN's order", packed, matrices)
+
+
+def pack_head(model: nn.Module, choose: ChooseLayout | None, stack: ExitStack) -> None:
+    """Have the matrix of the logits in the order that is chosen for it, in ordinary memory as before."""
+    slot = head_slot(model) if choose is not None else None
+    layout = choose(slot.homes[0][0], slot.parameter) if choose is not None and slot is not None else None
+    if slot is None or layout is None:
+        return
+    slot.prepacked = layout
+    source = ResidentSource("the head", layout, layout.pack(slot.parameter.detach()), on_write=lambda: None)
+    slot.put(WeightProxy(slot.parameter, source))
+    stack.callback(_unpack_head, slot, layout, source)
+    logger.info("the head, %s, is prepacked, in oneDNN's order", list(layout.shape))
+
+
+def _unpack_head(slot: ParameterSlot, layout: OneDNNLayout, source: ResidentSource) -> None:
+    if slot.intact():  # not somebody else's by now
+        slot.put(slot.plain(layout.unpack(source.packed)))
 
 
 def make_reserves(layers: list[WeightUnit], stack: ExitStack) -> dict[str, StagingReserve]:

@@ -25,7 +25,6 @@ from elastic.controller.sensors.nvml import NVMLSensor
 from elastic.controller.snapshot import MemoryStats, PlaceReading, Snapshot
 from elastic.errors import ConfigError
 from elastic.kvcache.storage.pool import KVPool
-from elastic.planning.cost_model import CostModel
 from elastic.planning.measured_cost import Calibration, MeasuredCostModel
 from elastic.planning.placement import ResourceDemand
 from elastic.runtime.parts import ModelParts
@@ -106,10 +105,12 @@ def choose_policy(
     if len(groups) > 1:
         raise ConfigError(f"one model cannot be in the groups {sorted(groups)}; give its policies the same group")
     measured = calibrate() if len(parsed) > 1 or scales else Calibration({})
-    token_bytes = _hidden_bytes(layers)
+    matrices = [p for p in layers[0].parameters() if p.ndim == 2]  # their shortest side is a hidden state, or smaller
+    token_bytes = max((min(p.shape) * p.element_size() for p in matrices), default=1)
 
     def make(weights: ModelWeights) -> ControllerPolicy:
-        demands, cost = resource_demands(weights), partial(_cost_model, measured, token_bytes)
+        demands = resource_demands(weights)
+        cost = partial(MeasuredCostModel, measured, tokens=1, token_bytes=token_bytes)  # of a step, by its rows
         made: list[ControllerPolicy] = []
         for settings in parsed:
             if isinstance(settings, Policy):
@@ -192,17 +193,6 @@ def resource_demands(weights: ModelWeights) -> list[ResourceDemand]:
         parts = {name: ResourceDemand(nbytes) for name, nbytes in modules.most_common() if nbytes * 10 > layer.nbytes}
         demands.append(ResourceDemand(layer.pages * layer.pool.page_bytes, parts=parts))
     return demands
-
-
-def _hidden_bytes(layers: Sequence[nn.Module]) -> int:
-    """Return the bytes of one token's hidden state: the shortest side of a layer's matrices is d, or smaller."""
-    matrices = [p for p in layers[0].parameters() if p.ndim == 2]
-    return max((min(p.shape) * p.element_size() for p in matrices), default=1)
-
-
-def _cost_model(calibration: Calibration, token_bytes: int, rows: int) -> CostModel:
-    """Return the cost of a step with one new token for each row."""
-    return MeasuredCostModel(calibration, rows, 1, token_bytes)
 
 
 def _instance_readings(runtime: Runtime, parts: ModelParts) -> InstanceReadings:

@@ -12,8 +12,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from torch import nn
-
 from elastic.errors import ConfigError
 from elastic.memory.page_pool import PagePool
 from elastic.planning.sharding.bounds import most_parts, row_bounds
@@ -44,11 +42,14 @@ def layer_cut(
     decoder: Decoder, index: int, slots: Mapping[str, ParameterSlot], page_bytes: int, shards: int
 ) -> LayerCut:
     """Cut one layer into two parts or more, for pages of this size. Raises `ConfigError` as `cut_layers` does."""
+    from transformers.pytorch_utils import Conv1D
+
     layer, name = decoder.layers[index], decoder.layer_names[index]
     sizes = {n: p.element_size() for n, p in layer.named_parameters()}
     shapes = {n: tuple(p.shape) for n, p in layer.named_parameters()}
     styles = tp_styles(getattr(decoder.config, "base_model_tp_plan", None), name, shapes)
-    hidden, transposed = decoder.config.hidden_size, _transposed(layer)
+    hidden = decoder.config.hidden_size
+    transposed = {n for n, m in layer.named_modules() if isinstance(m, Conv1D)}  # its matrix is [inputs, outputs]
     try:
         plan = cut_layer(shapes, hidden, shards, styles=styles, transposed=transposed)
         if unit := _unit(plan, sizes, page_bytes):
@@ -74,19 +75,11 @@ def _unit(plan: CutPlan, sizes: Mapping[str, int], page_bytes: int) -> int:
             matrices = [cut for cut in ffn.cuts if len(cut.shape) > 1]
             units += [aligned_unit(cut.row_elements * sizes[cut.name], page_bytes) for cut in matrices]
             inside.append(matrices[0].rows[-1][0].stop)
-    unit = math.lcm(*units)
-    return unit if all(_is_even(rows, plan.parts, unit) for rows in inside) else 0
-
-
-def _is_even(rows: int, parts: int, unit: int) -> bool:
-    if most_parts(rows, unit) < parts:
-        return False
-    largest = max(stop - start for start, stop in itertools.pairwise(row_bounds(rows, parts, unit)))
-    return largest * parts <= (1 + MOST_UNEVEN) * rows
-
-
-def _transposed(layer: nn.Module) -> set[str]:
-    """Return the names of modules that store their matrix as [inputs, outputs]."""
-    from transformers.pytorch_utils import Conv1D
-
-    return {name for name, module in layer.named_modules() if isinstance(module, Conv1D)}
+    unit, parts = math.lcm(*units), plan.parts
+    for rows in inside:
+        if most_parts(rows, unit) < parts:
+            return 0
+        largest = max(stop - start for start, stop in itertools.pairwise(row_bounds(rows, parts, unit)))
+        if largest * parts > (1 + MOST_UNEVEN) * rows:
+            return 0
+    return unit

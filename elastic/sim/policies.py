@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from elastic.cluster.fleet.planning.router import Routing
 from elastic.config import Lengths, Overload
 from elastic.errors import ConfigError
 from elastic.sim.core.fleet import RankModel, SimulatedFleet
+from elastic.sim.core.host import Computer
 from elastic.sim.core.instance import PlacePages
 from elastic.sim.core.threads import SimulatedThreads
 from elastic.sim.mechanisms.fleet import START_S, ElasticFleet, ScheduledVerbs
@@ -101,10 +102,11 @@ def make_fleet(
     at_once: bool,
     seed: int,
     name: str,
+    devices: Sequence[Computer] = (),
 ) -> SimulatedFleet:
     """Return a fleet that does what was said, from the first event on."""
     if mechanisms is None:
-        options: dict[str, Any] = {"routing": routing, "max_queue": max_queue, "at_once": at_once}
+        options: dict[str, Any] = {"routing": routing, "max_queue": max_queue, "at_once": at_once, "devices": devices}
         return SimulatedFleet(threads.events, rank, instances, **options, seed=seed, name=name)
     made = ElasticFleet(
         threads,
@@ -120,6 +122,7 @@ def make_fleet(
         at_once=at_once,
         seed=seed,
         name=name,
+        devices=devices,
     )
     names = tuple(made.instances)
     if mechanisms.tp > 1:

@@ -10,11 +10,13 @@ from itertools import count
 
 from elastic.errors import CapacityError, Overloaded
 from elastic.sim.core.clock import VirtualClock, stream
+from elastic.sim.core.fleet import SimulatedFleet
+from elastic.sim.core.host import ComputeTurn, SharedDevices, SharedHost
 from elastic.sim.core.threads import SimulatedThreads
 from elastic.sim.mechanisms.fleet import ElasticFleet
 from elastic.sim.policies import befall, make_fleet
 from elastic.sim.report import Report
-from elastic.sim.scenario import Scenario
+from elastic.sim.scenario import Scenario, SimulatedModel
 from elastic.sim.workload import RequestArrival, merged, request_of
 
 
@@ -42,23 +44,15 @@ class Run:
         self.clock = VirtualClock()
         self.threads = SimulatedThreads(self.clock)
         self.report = Report()
-        options = scenario.fleet
-        self.fleets = [
-            make_fleet(
-                self.threads,
-                scenario.model,
-                scenario.mechanisms,
-                options.instances,
-                routing=options.routing,
-                max_queue=options.max_queue,
-                at_once=options.queues == "instances",
-                seed=scenario.seed,
-                name=f"{number}." if options.fleets > 1 else "r",
-            )
-            for number in range(options.fleets)
-        ]
-        if scenario.mechanisms is not None and isinstance(self.fleets[0], ElasticFleet):
-            befall(self.fleets[0], scenario.mechanisms.faults)
+        self._devices = {
+            number: ComputeTurn(SharedHost(self.clock))
+            for model in scenario.models
+            for devices in model.devices
+            for number in devices
+        }
+        self._by_model = {model.name: self._fleets_of(model) for model in scenario.models}
+        self.fleets = [fleet for fleets in self._by_model.values() for fleet in fleets]
+        self._models = {source.name: source.model for source in scenario.sources}
         self._jobs = merged(scenario.sources, scenario.seed, scenario.duration_s)
         self._numbers = count()
         self._choose = stream(scenario.seed, "fleets")
@@ -96,13 +90,36 @@ class Run:
             if isinstance(fleet, ElasticFleet):
                 fleet.finish()
 
+    def _fleets_of(self, model: SimulatedModel) -> list[SimulatedFleet]:
+        """Make the fleets of a model. Instances that share devices take turns there."""
+        options, several = model.fleet, len(self.scenario.models) > 1
+        devices = [SharedDevices(self.clock, [self._devices[n] for n in numbers]) for numbers in model.devices]
+        fleets = [
+            make_fleet(
+                self.threads,
+                model.rank,
+                model.mechanisms,
+                options.instances,
+                routing=options.routing,
+                max_queue=options.max_queue,
+                at_once=options.queues == "instances",
+                seed=self.scenario.seed,
+                name=(f"{model.name} " if several else "") + (f"{number}." if options.fleets > 1 else "r"),
+                devices=devices,
+            )
+            for number in range(options.fleets)
+        ]
+        if model.mechanisms is not None and isinstance(fleets[0], ElasticFleet):
+            befall(fleets[0], model.mechanisms.faults)
+        return fleets
+
     @property
     def _live(self) -> bool:
         return any(fleet.dispatcher.records for fleet in self.fleets)
 
     def _submit(self, job: RequestArrival) -> None:
-        number = next(self._numbers)
-        fleet = self.fleets[0] if len(self.fleets) == 1 else self.fleets[self._choose.randrange(len(self.fleets))]
+        number, fleets = next(self._numbers), self._by_model[self._models[job.source]]
+        fleet = fleets[0] if len(fleets) == 1 else fleets[self._choose.randrange(len(fleets))]
         request = request_of(job, number)
         if job.answer < job.most:
             fleet.answers[request.id] = job.answer

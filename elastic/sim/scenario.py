@@ -36,28 +36,44 @@ class FleetOptions:
 
 
 @dataclass(frozen=True)
+class SimulatedModel:
+    """A model that is served, by fleets of its own."""
+
+    fleet: FleetOptions
+    rank: RankModel
+    mechanisms: Mechanisms | None = None
+    """What instances do besides serving."""
+    name: str = ""
+    devices: tuple[tuple[int, ...], ...] = ()
+    """Of each instance, by number, those that it computes at, which instances of other models may have, too; (): each
+    has its own."""
+    basis: str = "fitted"
+    """Where the seconds of steps are from."""
+
+
+@dataclass(frozen=True)
 class Scenario:
     """A simulation that is to be run."""
 
     title: str
     duration_s: float
     """While requests come."""
-    fleet: FleetOptions
-    model: RankModel
+    models: tuple[SimulatedModel, ...]
     sources: tuple[RequestSource, ...]
     drain_s: float = 600.0
     """How long requests may still take after that."""
     samples: int = 240
     """Moments at which room and queues are told."""
     seed: int = 0
-    basis: str = "fitted"
-    """Where the seconds of steps are from."""
     predicts: str = ""
     """Of what the figures are a prediction, and which hardware numbers were used; "": of nothing."""
     published: Mapping[str, Any] = field(default_factory=dict)
     """Figures of a paper, to be told beside."""
-    mechanisms: Mechanisms | None = None
-    """What instances do besides serving."""
+
+    @property
+    def basis(self) -> str:
+        """Where the seconds of steps are from, of all models."""
+        return "; ".join(dict.fromkeys(model.basis for model in self.models))
 
 
 def shipped() -> tuple[str, ...]:
@@ -99,31 +115,69 @@ def parse_scenario(values: dict[str, Any], folder: Path = Path(), *, seed: int |
     """Return the scenario of a document. Files in it are relative to `folder`. Raises `ConfigError`."""
     table = Table(values, "")
     own_seed = table.whole("seed", 0, least=0)
-    fleet = _fleet(table.table("fleet"))
-    model, basis = read_rank_model(table, folder)
+    models = _models(table, folder)
     sources = tuple(read_source(each, folder) for each in table.tables("requests"))
     if not sources:
         raise ConfigError("requests are missing: give one [[requests]] table or more")
     if len({each.name for each in sources}) < len(sources):
         raise ConfigError("two [[requests]] have the same name; name each")
+    names = [model.name for model in models]
+    for each in sources:
+        if each.model not in names:
+            raise ConfigError(f"requests {each.name!r}: model = {each.model!r} must be one of {', '.join(names)}")
     scenario = Scenario(
         table.text("title", ""),
         table.number("duration_s", least=1e-3),
-        fleet,
-        model,
+        models,
         sources,
         table.number("drain_s", 600.0),
         table.whole("samples", 240),
         own_seed if seed is None else seed,
-        basis,
         table.text("predicts", ""),
         table.table("published").rest(),
-        read_mechanisms(table.table("mechanisms"), model),
     )
     table.done()
-    if model.engine.eviction != "none" and scenario.mechanisms is not None:
-        raise ConfigError(f"engine.eviction = {model.engine.eviction!r} is for fleets without [mechanisms]; drop one")
     return scenario
+
+
+def _models(table: Table, folder: Path) -> tuple[SimulatedModel, ...]:
+    """Return the models of `[[models]]`, or the one that the scenario's own tables are about."""
+    tables = table.tables("models")
+    if not tables:
+        return (_model(table, folder, ""),)
+    models = []
+    for each in tables:
+        models.append(_model(each, folder, each.text("name")))
+        each.done()
+    if len({model.name for model in models}) < len(models):
+        raise ConfigError("two [[models]] have the same name; name each otherwise")
+    return tuple(models)
+
+
+def _model(table: Table, folder: Path, name: str) -> SimulatedModel:
+    fleet = _fleet(table.table("fleet"))
+    rank, basis = read_rank_model(table, folder)
+    mechanisms = read_mechanisms(table.table("mechanisms"), rank)
+    if rank.engine.eviction != "none" and mechanisms is not None:
+        raise ConfigError(f"engine.eviction = {rank.engine.eviction!r} is for fleets without [mechanisms]; drop one")
+    return SimulatedModel(fleet, rank, mechanisms, name, _devices(table, fleet), basis)
+
+
+def _devices(table: Table, fleet: FleetOptions) -> tuple[tuple[int, ...], ...]:
+    """Return the devices of each instance: as many for one as for another, in order."""
+    if "devices" not in table:
+        return ()
+    numbers, instances = table.numbers("devices"), fleet.instances
+    whole = all(number.is_integer() and number >= 0 for number in numbers)
+    if fleet.fleets > 1 or not whole or not numbers or len(numbers) % instances:
+        raise table.wrong(
+            "devices", list(numbers), f"device numbers, as many for each of {instances} instances, of one fleet"
+        )
+    each = len(numbers) // instances
+    of_instances = tuple(tuple(map(int, numbers[i : i + each])) for i in range(0, len(numbers), each))
+    if any(len(set(devices)) < each for devices in of_instances):
+        raise table.wrong("devices", list(numbers), "other devices for each part of an instance")
+    return of_instances
 
 
 def _fleet(table: Table) -> FleetOptions:

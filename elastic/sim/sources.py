@@ -37,6 +37,7 @@ def read_source(table: Table, folder: Path) -> RequestSource:
         table.number("ask", 1.0, least=1.0),
         table.optional("most_tokens", least=2),
         table.whole("shared_prefix", 0, least=0),
+        table.text("model", ""),
     )
     table.done()
     return source

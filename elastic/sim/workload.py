@@ -50,6 +50,8 @@ class RequestSource:
     most_tokens: int | None = None
     """Prompt and answer together have no more: a longer one is shortened."""
     shared_prefix: int = 0
+    model: str = ""
+    """To which they are."""
 
     def jobs(self, seed: int, until_s: float) -> Iterator[RequestArrival]:
         """Yield the requests that come before then, in order."""

@@ -45,6 +45,19 @@ def layer_slots(
     return layers
 
 
+def head_slot(model: nn.Module) -> ParameterSlot | None:
+    """Return the matrix that logits are computed with, [vocabulary, hidden].
+
+    None where a model has none, and where something else uses it too, as embeddings do that are tied to it.
+    """
+    output_embeddings = getattr(model, "get_output_embeddings", None)
+    weight = getattr(output_embeddings(), "weight", None) if output_embeddings else None
+    if not isinstance(weight, nn.Parameter) or not _plain(weight) or id(weight) in _overlapping(model):
+        return None
+    homes = [(module, name) for module in model.modules() for name, p in module._parameters.items() if p is weight]
+    return ParameterSlot(weight, tuple(homes)) if len(homes) == 1 else None
+
+
 def held_outside(
     model: nn.Module, decoder: Decoder, slots: Sequence[Mapping[str, ParameterSlot]]
 ) -> dict[str, Counter[str]]:

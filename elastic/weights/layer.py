@@ -49,7 +49,7 @@ class DecoderLayer:
 
     def parts_in(self, shards: Collection[int]) -> frozenset[int]:
         """Return the parts of it, from 0, among shards of the model; without any, all parts."""
-        of = 1 if self.cut is None else self.cut.shards
+        of = 1 if self.cut is None else self.cut.plan.parts
         return (
             frozenset(shard % of for shard in shards if shard // of == self.index) if shards else frozenset(range(of))
         )
@@ -166,9 +166,8 @@ class WeightUnit:
     def measure(self) -> dict[str, int]:
         """Return the digests of the full parameters, by name, of those that come and go part by part piece by piece.
 
-        They are computed once, as long as nobody writes them.
-
-        Those of a dropped unit are what they were; empty: nobody asked before.
+        They are computed once, as long as nobody writes them. Those of a dropped unit are what they were; empty: nobody
+        asked before.
         """
         if self.absent is Absence.DROPPED or (self.digests and not self.written):
             return self.digests
@@ -221,9 +220,8 @@ class WeightUnit:
     def stored(self, name: str) -> torch.Tensor:
         """Return a full parameter, any shape, as it lies in pages, from host memory or the checkpoint.
 
-        Raises `StateError` where neither has it.
-
-        Whether the bytes of the checkpoint are those of the parameter is for the caller to find out.
+        Raises `StateError` where neither has it. Whether the bytes of the checkpoint are those of the parameter is for
+        the caller to find out.
         """
         if name in self.host_copies:
             return self.host_copies[name].tensor
@@ -315,6 +313,11 @@ class WeightUnit:
         fresh = torch.empty_like(self.host_copies[name].tensor).copy_(value)
         stored = self.slots[name].in_pages(fresh)
         self.host_copies[name] = host.keep(stored, digest(fresh), lock=self._lock_pages)
+        self.writes += 1
+
+    def overwritten(self, name: str) -> None:
+        """Note that a parameter was written in the place where it lies: what the host store has of it is old."""
+        self.host_copies.pop(name, None)
         self.writes += 1
 
     def sources(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ class ParameterSlot:
         """Make the content while `stored`, of the parameter's shape, are its full bytes, in pages of a unit."""
         if self.prepacked is None:
             return self.plain(stored)
-        return WeightProxy(self.parameter, ResidentSource(unit, name, self.prepacked, stored))
+        on_write = partial(unit.overwritten, name)
+        return WeightProxy(self.parameter, ResidentSource(unit.name, self.prepacked, stored, on_write))
 
     def in_host_memory(self, unit: WeightHome, name: str, variant: str = "") -> HostSource:
         """Make the source while the host store has the full bytes; `variant`: the one that is in pages."""

@@ -62,6 +62,40 @@ def test_a_prompt_is_shared_by_the_weights_that_computed_it(wrapped: Any) -> Non
 
 @pytest.mark.cuda
 @pytest.mark.usefixtures("simulator")
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        ("llama-gqa", "eager"),
+        ("gemma2", "eager"),
+        ("gpt-oss", "eager"),
+        ("deepseek-v3", "sdpa"),
+        ("deepseek-v3", "eager"),
+    ],
+)
+def test_softcaps_sinks_and_short_values_are_right_while_weights_leave_and_return(
+    name: str, attention: str, wrapped: Any
+) -> None:
+    """Sinks lie in pages that leave with their layer; eager functions are tried on the stream of the first step."""
+    model = architectures.build(name, device="cuda:0")
+    model.set_attn_implementation(attention)
+    rt = wrapped(model, [elastic.Place("cuda:0", torch.device("cuda:0"), 1 << 30)]).elastic
+    heard, requests = Collector(), [Request(p, 20, ignore_eos=True) for p in prompts([9, 40, 70], architectures.VOCAB)]
+    with ContinuousEngine(model, block_tokens=8, max_batch_tokens=64) as engine:
+        for request in requests:
+            engine.submit(request, heard)
+        heard.wait_for_tokens(requests[2].id, 3)
+        rt.release([0, 1])
+        heard.wait_for_tokens(requests[2].id, 8)
+        rt.restore()
+        heard.wait([request.id for request in requests])
+    plain = architectures.build(name)
+    for request in requests:
+        assert len(heard.tokens[request.id]) == 20
+        assert same_unless_close(plain, request.prompt, heard.tokens[request.id])
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("simulator")
 def test_a_request_comes_from_a_cpu_with_its_keys_and_values() -> None:
     """They are copied from the memory file of a rank on the CPU, and what computes with them is behind the copy."""
     (prompt,), tokens = prompts([40], architectures.VOCAB), 30

@@ -45,6 +45,16 @@ def test_places_that_the_machine_does_not_have_are_refused(place: str) -> None:
     assert not hasattr(model, "elastic")
 
 
+@pytest.mark.parametrize("places", [None, ["cuda:0=256MiB"], ["cpu=64MiB", "cuda:0=256MiB"]])
+def test_prepacked_matrices_are_refused_on_a_gpu(places: list[str] | None) -> None:
+    model, inputs = build("llama-gqa", device=HERE), prompt(2, device=HERE)
+    expected = model(**inputs).logits
+    with pytest.raises(ConfigError, match=r"prepack=True does not go with places=\[.*cuda:0.*leave prepack out"):
+        elastic.wrap(model, places=places, prepack=True)
+    assert not hasattr(model, "elastic")
+    assert torch.equal(model(**inputs).logits, expected)
+
+
 def test_packed_variants_come_from_a_file_into_page_locked_memory(wrapped: Any, tmp_path: Path) -> None:
     model, inputs = build("llama-gqa", device=HERE), prompt(2, device=HERE)
     options = {"variants": ("int8",), "variant_cache": tmp_path}

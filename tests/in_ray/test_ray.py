@@ -1,4 +1,4 @@
-"""Ranks as actors of Ray: two serve, one is killed, another added; then a fleet behind Ray Serve."""
+"""Ranks as actors of Ray: two serve, one is killed, another added."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,7 @@ import psutil
 import pytest
 import ray
 import torch
-from ray.util.placement_group import placement_group_table
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from elastic.assets import MODEL_DIR
 from elastic.cluster.fleet.fleet import Fleet
@@ -27,6 +24,7 @@ from elastic.cluster.launch.base import RankSpec
 from elastic.cluster.launch.ray import RayLauncher
 from elastic.engines.base import Request
 from elastic.errors import ConfigError, ElasticError, StateError
+from support.cluster.ray_side import asked, groups
 from support.processes import wait_for_end, wait_until
 from support.serving.fleet_side import FleetSide
 from support.serving.generations import Collector, continuation
@@ -52,11 +50,6 @@ def launcher() -> Iterator[Callable[..., RayLauncher]]:
     for one in made:
         one.close()
     wait_until(lambda: not groups(), "a placement group is left")
-
-
-def groups() -> list[str]:
-    """The placement groups that hold or wait for room."""
-    return [name for name, facts in placement_group_table().items() if facts["state"] != "REMOVED"]
 
 
 def test_two_actors_serve_one_is_killed_by_ray_one_by_the_system_and_one_is_added(
@@ -141,7 +134,7 @@ def test_a_fleet_on_ray_goes_on_when_an_actor_dies_and_replaces_it(
         assert [heard.tokens[f"request-{i}"] for i in range(4)] == [expected] * 4
 
         def serving() -> set[int]:
-            return {rank.pid for rank in fleet.status().ranks if rank.state == "serving"}
+            return {rank.pid for rank in fleet.status().ranks if rank.serves}
 
         wait_until(lambda: len(serving() - {first.pid}) == 2, "the lost rank was not replaced", 120)
         fleet.add(places=PLACES)
@@ -195,73 +188,3 @@ def ended(child: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         child.kill()
         child.wait()
-
-
-def application(name: str, fleet: Fleet) -> Any:
-    from elastic.server import create_app
-
-    return create_app(fleet, AutoTokenizer.from_pretrained(MODEL_DIR), name)
-
-
-def asked(path: str, body: dict[str, Any] | None = None, at: str = "http://127.0.0.1:8000") -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"{at}{path}", data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return json.load(answer)
-
-
-def test_ray_replaces_a_front_whose_fleet_has_no_rank_left() -> None:
-    from ray import serve
-
-    from elastic.cluster.ray import deploy
-
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # replicas cannot import this file
-    deploy(
-        MODEL_DIR,
-        partial(application, "small"),
-        fleet={"places": PLACES, "replace": False},
-        launcher={"cpus": 0.5},
-        ray_actor_options={"num_cpus": 0.5},
-        health_check_period_s=0.5,
-    )
-    try:
-        (first,) = asked("/elastic/status")["ranks"]
-        os.kill(first["pid"], signal.SIGKILL)
-
-        def others() -> set[int]:
-            with suppress(OSError):  # no replica is there for a while
-                return {r["pid"] for r in asked("/elastic/status")["ranks"] if r["state"] == "serving"}
-            return set()
-
-        wait_until(lambda: others() - {first["pid"]}, "its replica was not replaced", 400)
-        body = {"model": "small", "prompt": "def f(", "max_tokens": 8, "temperature": 0}
-        assert asked("/v1/completions", body)["usage"]["completion_tokens"] == 8
-    finally:
-        serve.shutdown()
-    wait_until(lambda: not groups(), "the ranks of the replica are left")
-
-
-def test_the_front_answers_through_ray_serve() -> None:
-    from ray import serve
-
-    from elastic.cluster.ray import deploy
-
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # replicas cannot import this file
-    deploy(
-        MODEL_DIR,
-        partial(application, "small"),
-        ranks=2,
-        fleet={"places": PLACES},
-        launcher={"cpus": 0.5},
-        ray_actor_options={"num_cpus": 0.5},
-    )
-    try:
-        assert [model["id"] for model in asked("/v1/models")["data"]] == ["small"]
-        body = {"model": "small", "prompt": "def f(", "max_tokens": 8, "temperature": 0}
-        first, second = asked("/v1/completions", body), asked("/v1/completions", body)
-        assert first["usage"]["completion_tokens"] == 8
-        assert first["choices"][0]["text"] == second["choices"][0]["text"]
-        assert asked("/health")
-    finally:
-        serve.shutdown()
-    wait_until(lambda: not groups(), "the ranks of the replica are left")

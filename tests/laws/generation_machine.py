@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # it is run as a script
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -28,19 +29,25 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import elastic
 from elastic.memory import copy_engine, host_store, places
+from elastic.runtime import options
 from laws.machine_process import machine_parser, prepare_process, run_examples
 from support.architectures import build
 from support.faulty_backend import CALLS, FaultyBackend
 from support.lossless_variant import HALF, exact
+from support.weights.prepacked import any_layout, wide_llama
 
 PLACES = {
     "cpu": [elastic.Place(f"cpu#{label}", torch.device("cpu"), 4 << 20, page_bytes=4096) for label in "ab"],
     "cuda:0": [elastic.Place(f"cuda:0#{label}", torch.device("cuda:0"), 256 << 20) for label in "ab"],
 }
-TIGHT = {"cpu": 764 << 10, "cuda:0": 256 << 20}
+TIGHT = {"cpu": 764 << 10, "cuda:0": 256 << 20, "prepacked": 1264 << 10}
 """Bytes: weights, and hardly more than the longest generation needs. There the hard budget may end any generation."""
 LAYOUTS = {"cpu": ["head_major", "batch_major", "token_major"], "cuda:0": ["token_major"]}
+PREPACKED = "prepacked llama"
+"""At one place on a CPU. Its products round otherwise than plain ones: it is compared with itself, not acted on."""
 MODELS = ["llama-gqa", "mistral-sliding", "gpt2"]
+PREPACKED_EVERY = 4
+"""Examples on a CPU. It is counted, not drawn: of so few, none may be."""
 PROMPTS = [torch.randint(3, 96, (1 + i % 2, 20 + 45 * i), generator=torch.Generator().manual_seed(i)) for i in range(4)]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
 BEAMS: dict[str, Any] = {**OPTIONS, "num_beams": 2}
@@ -75,6 +82,7 @@ class FaultyHost:
 
 
 faulty_host = FaultyHost()
+options.prepacked_layout = any_layout
 make_backend = places.make_backend
 places.make_backend = lambda place: FaultyBackend(make_backend(place))
 
@@ -127,18 +135,22 @@ class LookHandler:
         return ()
 
 
-class Plain:
-    """A plain model and what it writes: greedily from each prompt, and with beams from the second."""
+class Undisturbed:
+    """A model and what it writes when nothing is done to it: greedily from each prompt, with beams from the second."""
 
     known: dict[str, tuple[Any, list[torch.Tensor], torch.Tensor]] = {}
 
     @classmethod
     def get(cls, name: str) -> tuple[Any, list[torch.Tensor], torch.Tensor]:
         if name not in cls.known:
-            model = exact(build(name, device=Machine.device))
+            model = exact(wide_llama() if name == PREPACKED else build(name, device=Machine.device))
+            if name == PREPACKED:
+                elastic.wrap(model, places=PLACES["cpu"][:1], prepack=True)
             prompts = [prompt.to(Machine.device) for prompt in PROMPTS]
             greedy = [model.generate(prompt, **OPTIONS) for prompt in prompts]
             cls.known[name] = model, greedy, model.generate(prompts[1], **BEAMS)
+            if name == PREPACKED:
+                elastic.unwrap(model)
         return cls.known[name]
 
 
@@ -200,15 +212,20 @@ class Machine(RuleBasedStateMachine):
         layout = data.draw(st.sampled_from(LAYOUTS[self.device]))
         self.tight, offload, with_beams = (data.draw(st.booleans()) for _ in range(3))
         steps = data.draw(st.lists(STEP, min_size=70, max_size=70))
-        self.model, self.expected, beams = Plain.get(name)
+        done["examples"] += 1
+        self.prepacked = self.device == "cpu" and done["examples"] % PREPACKED_EVERY == 0
+        self.model, self.expected, beams = Undisturbed.get(PREPACKED if self.prepacked else name)
         self.bits = {key: tensor.clone() for key, tensor in self.model.state_dict().items()}
         self.stop = threading.Event()
         self.tokens = threading.Semaphore(0)  # one for each token written
         self.faults_armed, self.fault_pending = 0, False
         self.views: list[tuple[torch.Tensor, torch.Tensor]] = []
-        first, *others = PLACES[self.device]
-        first = dataclasses.replace(first, budget_bytes=TIGHT[self.device]) if self.tight else first
-        elastic.wrap(self.model, places=[first, *others], kv_layout=layout, variants=[HALF])
+        first, *others = PLACES[self.device][: 1 if self.prepacked else None]
+        tight = TIGHT["prepacked" if self.prepacked else self.device]
+        first = dataclasses.replace(first, budget_bytes=tight) if self.tight else first
+        wanted = {"kv_layout": layout, "variants": [HALF], "prepack": self.prepacked}
+        elastic.wrap(self.model, places=[first, *others], **wanted)
+        done["prepacked examples"] += self.prepacked
         self.rt = self.model.elastic
         self.parts = [name for name in self.rt._weights.layers[0].slots if "norm" not in name and "ln" not in name]
         self.pools = self.rt.kv.memory.pools
@@ -247,8 +264,8 @@ class Machine(RuleBasedStateMachine):
         for layer in layers:
             _, *others = self.residencies(layer)
             own = self.rt._weights.layers[layer].pool  # also of one in host memory
-            there = next(pool.pool.name for pool in self.pools if pool.pool is not own)
-            if others:  # a replica, or modules elsewhere
+            there = next((pool.pool.name for pool in self.pools if pool.pool is not own), None)
+            if others or there is None:  # a replica, or modules elsewhere; or there is but one place
                 continue
             try:
                 change = self.rt.replicate(layer, there)
@@ -335,22 +352,22 @@ class Machine(RuleBasedStateMachine):
         names = [self.rt._weights.layers[layer].name + inside for layer in sorted(layers)]
         before = self.rt.status().residencies, list(self.rt.kv.memory.homes)
         try:
-            change = self.rt.migrate(names, self.pools[to].pool.name, kv=kv)
+            change = self.rt.migrate(names, self.pool(to).pool.name, kv=kv)
         except (elastic.CapacityError, elastic.StateError) as error:
             self.must_be_refused(error, *before)
             return
         done["migrations"] += bool(change.layers)
         done["migrations of modules"] += bool(change.layers and inside)
         if not inside:
-            assert {self.where(layer) for layer in layers} == {self.pools[to].pool.name}
+            assert {self.where(layer) for layer in layers} == {self.pool(to).pool.name}
         if kv and not inside:
-            assert {self.rt.kv.memory.homes[layer] for layer in layers} == {self.pools[to]}
+            assert {self.rt.kv.memory.homes[layer] for layer in layers} == {self.pool(to)}
 
     @rule(layers=st.sets(st.integers(0, 2), min_size=1), to=st.integers(0, 1), wait=st.booleans())
     @told
     def migrate_kv(self, layers: set[int], to: int, wait: bool) -> None:
         self.evict(layers)
-        before, place = (self.rt.status().residencies, list(self.rt.kv.memory.homes)), self.pools[to].pool.name
+        before, place = (self.rt.status().residencies, list(self.rt.kv.memory.homes)), self.pool(to).pool.name
         try:
             changes = self.rt.apply([elastic.MigrateKV(tuple(layers), place)], wait=wait)
             (change,) = changes if wait else changes.result()
@@ -359,7 +376,7 @@ class Machine(RuleBasedStateMachine):
             return
         done["KV migrations"] += bool(change.layers)
         done["KV migrations that copied"] += bool(change.moved_bytes)
-        assert {self.rt.kv.memory.homes[layer] for layer in layers} == {self.pools[to]}
+        assert {self.rt.kv.memory.homes[layer] for layer in layers} == {self.pool(to)}
 
     def must_be_refused(self, error: Exception, residencies: Any, homes: Any) -> None:
         """All or nothing."""
@@ -375,6 +392,8 @@ class Machine(RuleBasedStateMachine):
     def travel(self, steps: list[tuple[str, set[int]]]) -> None:
         """Many actions one after another, the writers' steps between them."""
         for kind, layers in steps:
+            if self.prepacked:  # there is one place, and nowhere to go
+                kind = {"m": "R", "v": "r", "c": "s"}.get(kind, kind)
             if kind == "r":
                 self.release(layers, wait=True)
             elif kind == "R":
@@ -413,9 +432,13 @@ class Machine(RuleBasedStateMachine):
     def where(self, layer: int) -> str:
         return self.rt.status().residencies[self.rt._weights.layers[layer].name][0].place
 
+    def pool(self, to: int) -> Any:
+        """That of a place, of one or two."""
+        return self.pools[to % len(self.pools)]
+
     def other_place(self, layer: int) -> int:
-        """Than that of its KV cache."""
-        return 1 - self.pools.index(self.rt.kv.memory.homes[layer])
+        """Than that of its KV cache, if there is another."""
+        return (1 + self.pools.index(self.rt.kv.memory.homes[layer])) % len(self.pools)
 
     def is_split(self, layer: int) -> bool:
         return len(self.rt._weights.units(layer)) > 1
@@ -447,6 +470,17 @@ class Machine(RuleBasedStateMachine):
         assert list(state) == list(self.bits)
         assert all(torch.equal(state[key], tensor) for key, tensor in self.bits.items())
 
+    @rule(index=st.integers(0, 200))
+    @told
+    def train_a_weight(self, index: int) -> None:
+        """What lies in another order is written by nobody who takes it for plain, wherever its layer is."""
+        slots = [slot for layer in self.rt._weights.layers for slot in layer.slots.values() if slot.prepacked]
+        if not slots:
+            return
+        with pytest.raises(elastic.StateError, match="would write into a weight"):
+            slots[index % len(slots)].homes[0][0].weight.mul_(2)
+        done["training refused"] += 1
+
     @rule()
     @told
     def grow_back(self) -> None:
@@ -468,7 +502,7 @@ class Machine(RuleBasedStateMachine):
         self.settle_fault()  # one at a time: a driver that also fails in the undoing of a failure is beyond repair
         self.faults_armed += 1
         self.fault_pending = True
-        self.backends[place].fail(call, nth, half_way=half_way)
+        self.backends[place % len(self.backends)].fail(call, nth, half_way=half_way)
 
     @rule()
     def settle_fault(self) -> None:
@@ -593,6 +627,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "rt"):
             return
         self.settle_fault()
+        self.train_a_weight(0)
         self.stop.set()
         for writer in self.writers:
             writer.join()
@@ -612,7 +647,7 @@ class Machine(RuleBasedStateMachine):
         state = self.model.state_dict()
         assert all(torch.equal(state[key], tensor) for key, tensor in self.bits.items())
         assert not places._open
-        assert [backend.created for backend in self.backends] == [0, 0]
+        assert not any(backend.created for backend in self.backends)
 
 
 def main() -> None:
@@ -626,15 +661,16 @@ def main() -> None:
     sys.setswitchinterval(1e-4)
     torch.set_grad_enabled(False)
     Machine.device = args.device
-    for name in MODELS:
-        Plain.get(name)
+    for name in [*MODELS, *([PREPACKED] if args.device == "cpu" else [])]:
+        Undisturbed.get(name)
     gc.collect()
     gc.freeze()  # what is imported and built by now stays: a collection then looks only through what an example made
     run_examples(Machine, args)
     print(dict(done))
     for kind in ("resizes", "releases", "swaps", "restores", "migrations", "KV migrations"):
         assert done[kind] >= args.least, f"only {done[kind]} {kind}"
-    for kind in ("replicas", "evictions", "partial swaps", "turns", "views", "stale", "weights held"):
+    rarer = ["replicas", "evictions", "partial swaps", "turns", "views", "stale", "weights held"]
+    for kind in [*rarer, *(["prepacked examples", "training refused"] if args.device == "cpu" else [])]:
         assert done[kind] or not args.least, f"no {kind}"
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -20,14 +21,18 @@ from elastic.engines.base import Output, Request, Sampling
 from elastic.engines.core.kv_state import KVReport, SequenceKV
 from elastic.engines.core.step import ScheduledChunk, SequenceState
 from elastic.engines.sampling import answer_seed
+from elastic.runtime import options as wrap_options
 from support import architectures
 from support.lossless_variant import HALF, exact
 from support.serving.generations import Collector, prompts
 from support.serving.tracked_engine import TrackedEngine
+from support.weights.prepacked import any_layout, wide_llama
 
 MOST = 24
 PROMPTS = prompts([3, 17, 40], architectures.VOCAB)
-MODELS = ("llama-gqa", "gemma3")
+PREPACKED = "prepacked llama"
+"""Its products round otherwise than plain ones: it is compared with an engine that is prepacked too."""
+MODELS = ("llama-gqa", "gemma3", PREPACKED)
 OPTIONS: dict[str, Any] = {"block_tokens": 4, "max_batch_tokens": 24, "max_requests": 4, "wrap": {"variants": [HALF]}}
 PLACE_BYTES = 1 << 20
 PICK = st.integers(0, 30)
@@ -51,10 +56,23 @@ def asked(which: int, most: int, n: int, sampled: bool) -> Request:
     return Request(PROMPTS[which], most, rule, n=n)
 
 
+def model_of(name: str) -> Any:
+    return exact(wide_llama() if name == PREPACKED else architectures.build(name))
+
+
+def options_of(name: str) -> dict[str, Any]:
+    return {**OPTIONS, "wrap": {**OPTIONS["wrap"], "prepack": name == PREPACKED}}
+
+
+def packed_where_possible() -> Any:
+    return patch.object(wrap_options, "prepacked_layout", any_layout)
+
+
 @cache
 def undisturbed(name: str, which: int, sampled: bool) -> list[list[int]]:
     """The tokens of three answers of an engine that has nothing else to do."""
-    alone, heard = TrackedEngine(exact(architectures.build(name)), **OPTIONS), Tokens()
+    with packed_where_possible():
+        alone, heard = TrackedEngine(model_of(name), **options_of(name)), Tokens()
     request = asked(which, MOST, 3, sampled)
     alone.engine.submit(request, heard)
     heard.wait([f"{request.id}/{i}" for i in range(3)])
@@ -71,7 +89,8 @@ class Rank(TrackedEngine):
         self.buried = threading.Event()
         self.outputs: list[Output] = []
         self.done: list[ScheduledChunk] = []
-        super().__init__(exact(architectures.build(machine.name)), PLACE_BYTES, **options)
+        with packed_where_possible():
+            super().__init__(model_of(machine.name), PLACE_BYTES, **options)
         scheduler = self.engine._loop.scheduler
         self._schedule, self._update = scheduler.schedule, scheduler.update
         scheduler.schedule = self._watch_schedule  # type: ignore[method-assign]
@@ -135,7 +154,7 @@ class Handover(RuleBasedStateMachine):
         self.held: dict[str, Held] = {}
         self.receiving: dict[str, Rank] = {}
         self.cancelled: set[str] = set()
-        self.options = {**OPTIONS, "share_prefixes": share, "cohorts": cohorts}
+        self.options = {**options_of(name), "share_prefixes": share, "cohorts": cohorts}
         self.ranks = [Rank(self, self.options) for _ in range(ranks)]
 
     # -- what happens

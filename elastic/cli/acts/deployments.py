@@ -8,6 +8,7 @@ from typing import Any
 from elastic.cli.inputs.intent_options import add_intent, add_load, intent_of
 from elastic.cli.views.panels import mib
 from elastic.cli.views.status_client import post
+from elastic.planning.estimate.intent import Intent
 
 DEPLOY_S = 1800.0
 """How long the server may take: ranks load a model, and pack its variants."""
@@ -29,6 +30,8 @@ def complete_deploying(deploy: ArgumentParser, intend: ArgumentParser, undeploy:
     deploy.add_argument("--weights", metavar="NAMES", help="forms that it may have, as full,int8 (the server's)")
     for each in (intend, undeploy):
         each.add_argument("name", metavar="NAME", help="of the deployed model")
+    deploy.add_argument("--replicas", type=int, default=1, metavar="N", help="instances that share its requests (1)")
+    intend.add_argument("--replicas", type=int, metavar="N", help="have so many instances (as many as there are)")
     for each in (deploy, intend):
         add_intent(each)
     add_load(deploy)
@@ -43,6 +46,7 @@ def _deploy(url: str, token: str, options: Namespace) -> int:
         "intent": _intent(options),
         "load": {"prompt": options.prompt, "new": options.new_tokens, "rate": options.rate},
         "weights": options.weights.split(",") if options.weights else None,
+        "replicas": options.replicas,
     }
     told = post(url, "/elastic/fleet/deploy", body, token, DEPLOY_S).get("deployed") or {}
     print(f"{told.get('name')} serves as {told.get('configuration')}")
@@ -53,7 +57,9 @@ def _deploy(url: str, token: str, options: Namespace) -> int:
 
 
 def _intend(url: str, token: str, options: Namespace) -> int:
-    body = {"name": options.name, "intent": _intent(options), "dry_run": options.dry_run}
+    kept = options.replicas is not None and intent_of(options) == Intent()  # none was said: it stays
+    intent = None if kept else _intent(options)
+    body = {"name": options.name, "intent": intent, "replicas": options.replicas, "dry_run": options.dry_run}
     told = post(url, "/elastic/fleet/intend", body, token, DEPLOY_S).get("intended") or {}
     for step in told.get("steps") or []:
         to = f" to {step['weights']}" if step.get("weights") else ""

@@ -13,7 +13,19 @@ if TYPE_CHECKING:
     from elastic.cluster.deployment.deployments import Deployments
     from elastic.planning.estimate.performance import Load
 
-_ALONE = ("intent", "latency", "cost", "quality_loss", "losses", "kind", "place_by", "weights", "rate", "harvest")
+_ALONE = (
+    "intent",
+    "latency",
+    "cost",
+    "quality_loss",
+    "losses",
+    "kind",
+    "place_by",
+    "weights",
+    "rate",
+    "replicas",
+    "harvest",
+)
 """Options that mean nothing without `--devices`."""
 _NOT_WITH = ("ranks", "place", "variants", "policy", "shards", "prepack", "cores", "max_queue")
 """Those that a deployment chooses, or does not have."""
@@ -30,6 +42,7 @@ def add_deployments(command: ArgumentParser) -> None:
     group.add_argument("--kind", metavar="NAME", help="the data sheet of cuda:N, such as h100")
     group.add_argument("--weights", metavar="NAMES", help="forms that models may have (full, and those in --losses)")
     group.add_argument("--rate", type=float, metavar="X", help="requests a second that the model is to be ready for")
+    group.add_argument("--replicas", type=int, metavar="N", help="instances of the model that share its requests (1)")
     group.add_argument(
         "--place-by", choices=("hybrid", "packing", "least-loaded"), help="which devices are tried first (hybrid)"
     )
@@ -76,6 +89,11 @@ def first_load(options: Namespace) -> Load | None:
     from elastic.planning.estimate.performance import Load
 
     return None if options.rate is None else Load(512, 128, options.rate)
+
+
+def first_replicas(options: Namespace) -> int:
+    """Return how many instances of the first model there are to be."""
+    return 1 if options.replicas is None else int(options.replicas)
 
 
 def model_path(options: Namespace) -> str:

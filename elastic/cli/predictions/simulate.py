@@ -47,7 +47,7 @@ def described(scenario: Scenario) -> dict[str, Any]:
         "scenario": scenario.title,
         "seed": scenario.seed,
         "duration_s": scenario.duration_s,
-        "instances": scenario.fleet.instances * scenario.fleet.fleets,
+        "instances": sum(model.fleet.instances * model.fleet.fleets for model in scenario.models),
         "seconds_from": scenario.basis,
         "predicts": scenario.predicts,
         "published": dict(scenario.published),

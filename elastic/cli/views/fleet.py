@@ -11,8 +11,16 @@ from rich.text import Text
 
 from elastic.cli.views.panels import mib
 from elastic.cli.views.status_document import FleetEventDocument, StatusDocument
+from elastic.cluster.control.status import SERVING
 
-STYLES = {"serving": "green", "starting": "cyan", "draining": "yellow", "lost": "bold red", "ended": "dim"}
+STYLES = {
+    "starting": "cyan",
+    "serving": "green",
+    "flipping": "magenta",
+    "draining": "yellow",
+    "lost": "bold red",
+    "ended": "dim",
+}
 
 
 def ranks(document: StatusDocument) -> Panel:
@@ -43,7 +51,7 @@ def ranks(document: StatusDocument) -> Panel:
             "-" if rank.beat_s is None else f"{rank.beat_s:.1f}",
             Text(rank.why or " ".join(rank.places)),
         )
-    serving = sum(rank.state == "serving" for rank in document.ranks)
+    serving = sum(rank.state in SERVING for rank in document.ranks)
     title = f"{serving} of {len(document.ranks)} ranks serve"
     policy = [Text(f"policy: {document.fleet.policy}")] if document.fleet and document.fleet.policy else []
     return Panel(Group(table, *policy), title=title, subtitle=_sums(document))

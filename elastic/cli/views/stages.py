@@ -12,6 +12,7 @@ from rich.text import Text
 from elastic.cli.views.layer_grid import ranges
 from elastic.cli.views.panels import mib
 from elastic.cli.views.status_document import RankDocument, StatusDocument
+from elastic.cluster.control.status import UP
 
 IDLE, DROPPED = ("-", "dim"), ("·", "dim")
 OWN, OTHERS = "blue", "green"
@@ -26,7 +27,7 @@ WHOLE = "whole"
 def stages(document: StatusDocument) -> Panel | None:
     """Draw a line for each rank, a cell for each layer; None: every instance computes its layers by itself."""
     paths = {instance.name: instance.path for instance in document.instances if instance.path}
-    ranks = [rank for rank in document.ranks if rank.state in ("serving", "draining")]
+    ranks = [rank for rank in document.ranks if rank.state in UP]
     alone = all(len(set(path)) == 1 and len(_ranks(path, 0)) == 1 for path in paths.values())
     if alone and not any(rank.dropped for rank in ranks):
         return None

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from elastic.engines.core.load import EngineLoad
 
-RankState = Literal["starting", "serving", "draining", "lost", "ended"]
+RankState = Literal["starting", "serving", "flipping", "draining", "lost", "ended"]
+"""`flipping`: it serves, and who computes layers of its instance, or of one that it computes layers of, changes now."""
+SERVING: Final[tuple[RankState, ...]] = ("serving", "flipping")
+"""States in which a rank takes requests."""
+UP: Final[tuple[RankState, ...]] = (*SERVING, "draining")
+"""States in which it computes them."""
 EventKind = Literal[
     "joined",
     "refused",
@@ -58,6 +63,16 @@ class RankStatus:
     """Layers of whose weights it has none, since other ranks compute them."""
     shards: tuple[int, ...] = ()
     """Of each layer, how many of its shards it has the weights of, while ranks share layers; (): all of them."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether it takes requests."""
+        return self.state in SERVING
+
+    @property
+    def up(self) -> bool:
+        """Whether it computes requests: it takes them, or finishes those that it has."""
+        return self.state in UP
 
 
 @dataclass(frozen=True)

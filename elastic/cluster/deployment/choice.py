@@ -164,29 +164,32 @@ class Chooser:
         kv: str | None = None,
         stays: Collection[str] = (),
         only: Configuration | None = None,
+        replicas: int = 1,
     ) -> Deployment | Refusal:
         """Return the best configuration that the devices have room for, and where it goes.
 
         On devices that it `stays` on it goes where these suffice: nothing is gained by going elsewhere with it. Without
-        any no rank is there yet. `only` is one that it cannot leave.
+        any no rank is there yet. `only` is one that it cannot leave. Each of `replicas` has its share of the load.
         """
-        candidates = self.options(load, intent, kv, begins=not stays or only is not None)
+        candidates = self.options(load.shared(replicas), intent, kv, begins=not stays or only is not None)
         candidates = [each for each in candidates if only in (None, each.configuration)]
-        placed = place(candidates, states, self.policy, THETA)
+        placed = place(candidates, states, self.policy, THETA, replicas)
         if isinstance(placed, Refusal):
             return placed
         chosen = next(each for each in candidates if each.configuration == placed.configuration)
-        again = place([chosen], [state for state in states if state.name in stays], self.policy, THETA)
+        again = place([chosen], [state for state in states if state.name in stays], self.policy, THETA, replicas)
         return settled(chosen, again if isinstance(again, Deployment) else placed, states)
 
     def now(self, load: Load, intent: Intent, present: Deployment) -> Estimate:
-        """Return what is expected of a configuration that is there, with other requests or another intent.
+        """Return what is expected of the worst instance that is there, with other requests or another intent.
 
         It says why it cannot stay so; what it has may also be of no option any more, as where it was not measured.
         """
-        candidates = self.options(load, intent, present.configuration.kv)
+        candidates = self.options(load.shared(len(present.instances)), intent, present.configuration.kv)
         option = next(each for each in candidates if each.configuration == present.configuration)
-        return option.judge(present.stages, max(present.requests, option.estimate.running))
+        requests = max(present.requests, option.estimate.running)
+        estimates = [option.judge(stages, requests) for stages in present.instances]
+        return max(estimates, key=lambda each: (not each.fits, each.latency_s))
 
     def rank_bytes(
         self, estimator: Estimator, configuration: Configuration, layers: range, nbytes: int, running: int
@@ -204,13 +207,21 @@ def unreachable(configuration: Configuration) -> str:
 
 def settled(chosen: FleetOption, placed: Deployment, states: Sequence[DeviceState]) -> Deployment:
     """Return a deployment with what its ranks have when they are as they are to be, with more room where there is."""
-    own = [state for state in states if state.name in placed.devices]
     requests = HEADROOM * placed.requests
-    roomy = assign(chosen, own, requests)
-    if isinstance(roomy, str):
-        roomy, requests = placed.stages, placed.requests
-    stages = tuple(replace(each, nbytes=chosen.held(each.layers, requests)) for each in roomy)
-    estimate = chosen.judge(stages, requests)
-    if not estimate.fits:
+    roomy = [
+        assign(chosen, [state for state in states if any(state.name in stage.devices for stage in stages)], requests)
+        for stages in placed.instances
+    ]
+    if any(isinstance(stages, str) for stages in roomy):
+        roomy, requests = list(placed.instances), placed.requests
+    instances = [
+        [replace(each, nbytes=chosen.held(each.layers, requests)) for each in stages]
+        for stages in roomy
+        if not isinstance(stages, str)
+    ]
+    estimates = [chosen.judge(stages, requests) for stages in instances]
+    if not all(estimate.fits for estimate in estimates):
         return placed
-    return replace(placed, stages=stages, requests=requests, estimate=estimate)
+    slowest = max(estimates, key=lambda each: each.latency_s)
+    every = tuple(stage for stages in instances for stage in stages)
+    return replace(placed, stages=every, requests=requests, estimate=slowest)

@@ -6,7 +6,7 @@ import itertools
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from elastic.cluster.deployment.hysteresis import Hysteresis, Replanning
 from elastic.cluster.deployment.load_meter import LoadMeter
 from elastic.cluster.deployment.price import priced
 from elastic.cluster.deployment.status import DeploymentStatus, Replanned, StageStatus, TransitionStep
-from elastic.cluster.deployment.steps import same, steps_between, whole
+from elastic.cluster.deployment.steps import apart, same, steps_between, whole
 from elastic.cluster.deployment.transition import DeploymentTransition, observed
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.errors import CapacityError, ElasticError
@@ -47,8 +47,9 @@ class Deployed:
         settings: Replanning,
         fleet_options: Mapping[str, Any],
         store: ProfileStore,
+        replicas: int = 1,
     ) -> None:
-        self.name, self.path, self.intent, self.expected = name, path, intent, load
+        self.name, self.path, self.intent, self.replicas = name, path, intent, replicas
         self.chooser = chooser
         profile = store.load(path, chooser.devices[0].kind.type)
         if profile is not None and set(chooser.weights) <= profile.around.keys():
@@ -61,13 +62,18 @@ class Deployed:
         self._ranks: dict[str, str] = {}
         self._places: dict[str, str] = {}  # device -> the place of its rank
         self._begin_s: float | None = None  # that ranks took to begin
+        self._above_limits = False  # whether ranks had more keys and values than their limits when these were set
         self.meter = LoadMeter(load)
-        chosen = chooser.choose(load, intent, book.states(name, self._kept_bytes))
+        chosen = chooser.choose(load, intent, book.states(name, self._kept_bytes), replicas=replicas)
         if isinstance(chosen, Refusal):
             raise _refused(name, chosen)
         self.plan = chosen
         self._fixed = not self._whole_fits()
-        self._by_shares = self.plan.configuration.ranks > 1 and (self._fixed or set(self.forms) == {FULL})
+        alike = len({tuple(stage.layers for stage in stages) for stages in chosen.instances}) == 1
+        self._by_shares = chosen.configuration.ranks > 1 and alike and (self._fixed or set(self.forms) == {FULL})
+        if self._fixed and not alike:
+            why = "replicas that begin with their shares need room for the same layers in each stage"
+            raise _refused(name, Refusal(((chosen.configuration, why),)))
         self.fleet = self._make_fleet(dict(fleet_options))
         self.hysteresis = Hysteresis(settings, time.monotonic())
 
@@ -113,8 +119,7 @@ class Deployed:
     def observed(self) -> Configuration:
         """Return the configuration that its ranks are in now, as they say."""
         with self._lock:
-            seen = observed(self.fleet, [self._ranks[device] for device in self._ranks])
-            return replace(seen, kv=self.plan.configuration.kv)
+            return replace(self._seen(self._ranks), kv=self.plan.configuration.kv)
 
     def estimate(self, load: Load | None = None, intent: Intent | None = None) -> Estimate:
         """Return what is expected of it as it is."""
@@ -122,29 +127,36 @@ class Deployed:
         lacking = self._lacking()
         return replace(estimate, why_not=estimate.why_not or lacking)
 
-    def best(self, load: Load | None = None, intent: Intent | None = None) -> Deployment | Refusal:
+    def best(
+        self, load: Load | None = None, intent: Intent | None = None, replicas: int | None = None
+    ) -> Deployment | Refusal:
         """Return the best that it could be, if what it has of devices were free. Keys and values keep their form.
 
         What it is counts as having room, whatever is planned for others.
         """
         states = self._book.states(self.name, self._kept_bytes)
-        plan, only = self.plan, None
+        plan, only, count = self.plan, None, self.replicas if replicas is None else replicas
         if self._fixed and self._by_shares:  # no rank could hold all of it, on the way to anything else
             only, states = plan.configuration, tuple(state for state in states if state.name in plan.devices)
         kv = plan.configuration.kv
-        best = self.chooser.choose(load or self.load, intent or self.intent, states, kv, plan.devices, only)
-        return plan if isinstance(best, Refusal) and self.estimate(load, intent).fits else best
+        best = self.chooser.choose(load or self.load, intent or self.intent, states, kv, plan.devices, only, count)
+        stays = isinstance(best, Refusal) and len(plan.instances) == count and self.estimate(load, intent).fits
+        return plan if stays else best
 
-    def change(self, intent: Intent, load: Load, why: str, *, dry_run: bool = False) -> Replanned:
+    def change(
+        self, intent: Intent, load: Load, why: str, *, replicas: int | None = None, dry_run: bool = False
+    ) -> Replanned:
         """Have it be as is best for an intent and a load, by actions, while it serves; with `dry_run`, say how.
+
+        It has so many `replicas` then; None: as many as were said last.
 
         Raises `CapacityError` with the reasons where nothing fits; then it stays as it is, with the intent it had. One
         that is stopped on the way is `partial`, and stays so until it is changed again.
         """
         with self._lock:
-            if self._replaced() and not self._as_planned():
-                self.plan = whole(self.plan)
-            best = self.best(load, intent)
+            if self._replaced():
+                self.plan = self._as_begun()
+            best = self.best(load, intent, replicas)
             if isinstance(best, Refusal):
                 raise _refused(self.name, best)
             steps = steps_between(self.plan, best)
@@ -154,19 +166,26 @@ class Deployed:
                 seconds = sum(step.seconds for step in told)
                 moved = not same(self.plan, best)
                 return Replanned("planned" if moved else "unchanged", before, after, told, why, seconds, _moved(told))
-            self.intent = intent
+            self.intent, self.replicas = intent, self.replicas if replicas is None else replicas
             if not told:
                 self.hysteresis.changed(time.monotonic(), why)
                 return Replanned("unchanged", before, after, (), why)
             return self._carry_out(best, told, why)
 
+    def give_back(self) -> None:
+        """Give back what live requests had above the limits of ranks, where they have ended since."""
+        with self._lock:
+            if self._above_limits:
+                self._do(TransitionStep("limit", self.plan.devices), self.plan)
+
     def look(self, now_s: float) -> Replanned | None:
         """Look whether it should change by itself, and do that; None: it stays as it is."""
         with self._lock:
             self.meter.tell(now_s, self.fleet.counters.read())
-            if self._replaced() and not self._as_planned():
-                wanted, self.plan = self.plan, whole(self.plan)
-                return self._carry_out(wanted, steps_between(self.plan, wanted), "a rank was lost, and replaced")
+            if self._replaced():
+                wanted, self.plan = self.plan, self._as_begun()
+                steps = steps_between(self.plan, wanted) or (TransitionStep("limit", wanted.devices),)
+                return self._carry_out(wanted, steps, "a rank was lost, and replaced")
             present, best = self.estimate(), self.best()
             moved = isinstance(best, Deployment) and not (present.fits and same(self.plan, best))
             if not self.hysteresis.look(now_s, present, best, self.intent, moved=moved):
@@ -188,6 +207,7 @@ class Deployed:
             self.plan.estimate,
             self.hysteresis.reason,
             self.changes,
+            len(self.plan.instances),
         )
 
     # -- inside
@@ -201,7 +221,7 @@ class Deployed:
         chosen = self.plan.configuration
         engine = {"kv_cache_dtype": "auto" if chosen.kv == FULL else chosen.kv}
         variants = () if self._by_shares else tuple(form for form in self.forms if form != FULL)
-        stages = tuple(len(stage.layers) for stage in self.plan.stages)
+        stages = tuple(len(stage.layers) for stage in self.plan.instances[0])
         self._reserve_all(self.plan.devices)
         return Fleet(
             self.path,
@@ -216,7 +236,7 @@ class Deployed:
 
     def _replaced(self) -> bool:
         """See which ranks have taken the place of lost ones, and return whether any has: it begins with all layers."""
-        there = {rank.name: rank.places for rank in self.fleet.status().ranks if rank.state == "serving"}
+        there = {rank.name: rank.places for rank in self.fleet.status().ranks if rank.serves}
         before = dict(self._ranks)
         for device, rank in before.items():
             if rank not in there:
@@ -224,9 +244,22 @@ class Deployed:
                 self._ranks[device] = next(new, rank)
         return self._ranks != before
 
-    def _as_planned(self) -> bool:
-        """Return whether ranks that took the place of lost ones are what these were: they began with their shares."""
-        return self._by_shares and self.observed() == self.plan.configuration
+    def _as_begun(self) -> Deployment:
+        """Return the plan with ranks that took the place of lost ones, and those that these left, as they begin.
+
+        Instances whose ranks began with their shares are what they were, and so are those that lost none.
+        """
+        if self.plan.configuration.ranks == 1:
+            return whole(self.plan)
+        stages = (each if self._is_grouped(each) else apart(each) for each in self.plan.instances)
+        return replace(self.plan, stages=tuple(itertools.chain.from_iterable(stages)))
+
+    def _is_grouped(self, stages: Sequence[Stage]) -> bool:
+        seen, wanted = self._seen([name for stage in stages for name in stage.devices]), self.plan.configuration
+        return (seen.tp, seen.pp) == (wanted.tp, wanted.pp)
+
+    def _seen(self, devices: Iterable[str]) -> Configuration:
+        return observed(self.fleet, [self._ranks[device] for device in devices])
 
     def _place(self, device: str) -> str:
         """Return a place on a device of its own, with all that is free there."""
@@ -274,27 +307,30 @@ class Deployed:
             self._limit(transition, wanted)
             return
         if step.kind in ("part", "share", "drop"):  # keys and values are copied: for that, there is more room
-            for device in self._ranks:
-                transition.limit(device, None)
+            free = self._book.free(self.name)
+            for device in step.devices:
+                left = free[device] - transition.held_bytes(device)
+                transition.limit(device, None if transition.budget(device) <= free[device] else max(0, left))
         transition.do(step)
 
     def _limit(self, transition: DeploymentTransition, wanted: Deployment) -> None:
-        """Give ranks what they are to have for keys and values, and give the rest of the devices back."""
+        """Give ranks what they are to have for keys and values, and give the rest of the devices back.
+
+        What live requests have above a limit is given back when they have ended.
+        """
         estimator, free = self.chooser.estimator(self.load), self._book.free(self.name)
-        reserved = {}
-        if wanted.configuration.ranks > 1:  # limits of a group are its own, and follow from the places of its ranks
-            self._book.reserve(self.name, {device: transition.budget(device) for device in wanted.devices})
-            return
+        others, limits = dict[str, int](), dict[str, int]()
         for stage in wanted.stages:
+            share = self.chooser.rank_bytes(
+                estimator, wanted.configuration, stage.layers, stage.nbytes, wanted.requests
+            )
             for device in stage.devices:
-                share = self.chooser.rank_bytes(
-                    estimator, wanted.configuration, stage.layers, stage.nbytes, wanted.requests
-                )
-                others = transition.held_bytes(device) + share.activations + share.copied
-                kv_bytes = max(0, min(share.kv, free[device] - others))
-                transition.limit(device, kv_bytes)
-                reserved[device] = others + kv_bytes
-        self._book.reserve(self.name, reserved)
+                others[device] = transition.held_bytes(device) + share.activations + share.copied
+                limits[device] = max(0, min(share.kv, free[device] - others[device]))
+                transition.limit(device, limits[device])
+        kept = {device: max(limit, transition.settle(device, limit)) for device, limit in limits.items()}
+        self._above_limits = kept != limits
+        self._book.reserve(self.name, {device: min(free[device], others[device] + kept[device]) for device in kept})
 
     def _stay(self, before: Deployment) -> None:
         """Have the plan say what there is, where a change was stopped on the way."""

@@ -18,7 +18,7 @@ from elastic.cluster.deployment.harvest import Harvester
 from elastic.cluster.deployment.hysteresis import Replanning
 from elastic.cluster.deployment.status import DeploymentStatus, DeviceStatus, Replanned
 from elastic.cluster.fleet.fleet import Fleet
-from elastic.config import parse_bytes
+from elastic.config import parse_bytes, require
 from elastic.errors import ConfigError, ElasticError, NotFound, StateError
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.profile import CostProfile
@@ -121,20 +121,26 @@ class Deployments:
         weights: Sequence[str] | None = None,
         kv: Sequence[str] | None = None,
         fleet: Mapping[str, Any] | None = None,
+        replicas: int = 1,
     ) -> DeploymentStatus:
         """Serve the model of a directory, in the configuration that is best for an intent; return when it serves.
 
         Its name is that of the directory, unless it is said. `load` are the requests that it is to be ready for (None:
         one at a time, of 512 tokens that get 128); what is measured counts where it is more. `weights` and `kv` are the
-        forms that it may have, the others are never chosen; `fleet` has further options of its `Fleet`.
+        forms that it may have, the others are never chosen; `fleet` has further options of its `Fleet`. So many
+        `replicas` have the configuration, each on devices of its own, and share the requests.
 
-        Raises `ConfigError` for what is no model, for a name that is taken, and what ranks raise; `CapacityError` with
-        the reasons of each configuration where none fits.
+        Raises `ConfigError` for what is no model, for replicas below 1, for a name that is taken, and what ranks raise;
+        `CapacityError` with the reasons of each configuration where none fits.
         """
         name = name or Path(path).resolve().name
         wanted = Intent.of(intent)
+        _check_replicas(replicas)
         with self._lock:
-            self._require_open()
+            if self._thread is None or self._ended.is_set():
+                raise StateError(
+                    "start the deployments first, or make new ones: `with elastic.Deployments(...) as fleet`"
+                )
             if name in self._deployed:
                 raise ConfigError(f"{name!r} is deployed; give another name, or change it with intend({name!r}, ...)")
             devices = [*self._book.devices.values()]
@@ -144,7 +150,16 @@ class Deployments:
             expected = load or chooser.bounded(Load(512, 128))
             try:
                 deployed = Deployed(
-                    name, str(path), chooser, self._book, wanted, expected, self._replanning, options, self._store
+                    name,
+                    str(path),
+                    chooser,
+                    self._book,
+                    wanted,
+                    expected,
+                    self._replanning,
+                    options,
+                    self._store,
+                    replicas,
                 )
                 deployed.start()
             except BaseException:
@@ -159,21 +174,26 @@ class Deployments:
         intent: Intent | Objective | None = None,
         *,
         load: Load | None = None,
+        replicas: int | None = None,
         dry_run: bool = False,
     ) -> Replanned:
         """Want something else of a deployment, or be ready for other requests; return when it is as is best for that.
 
-        Its requests go on meanwhile, and none is lost. With `dry_run` nothing is done: the answer says what would be,
+        It keeps as many replicas as it was to have, unless it is to have others. Its requests go on meanwhile, and none
+        is lost. With `dry_run` nothing is done: the answer says what would be,
         and about what it takes. Raises `ConfigError` for an unknown name, `CapacityError` where nothing fits; then it
         stays as it is.
         """
+        if replicas is not None:
+            _check_replicas(replicas)
         with self._lock:
             deployed = self._named(name)
             wanted = deployed.intent if intent is None else Intent.of(intent)
             if load is not None and not dry_run:
                 deployed.meter.expect(load)
             expected = load if load is not None else deployed.load
-            return deployed.change(wanted, expected, f"the intent is {describe(wanted)}", dry_run=dry_run)
+            why = f"the intent is {describe(wanted)}"
+            return deployed.change(wanted, expected, why, replicas=replicas, dry_run=dry_run)
 
     def plan(self, name: str) -> Deployment | Refusal:
         """Return what would be best for a deployment as things are now, whether or not it is that."""
@@ -227,12 +247,13 @@ class Deployments:
             with self._lock:
                 if self._harvester is not None:
                     self._harvester.tick(now_s, list(self._deployed.values()))
-                for each in list(self._deployed.values()) if self._watches else ():
+                for each in list(self._deployed.values()):
                     self._look(each, now_s)
 
     def _look(self, deployed: Deployed, now_s: float) -> None:
         try:
-            changed = deployed.look(now_s)
+            deployed.give_back()
+            changed = deployed.look(now_s) if self._watches else None
         except ElasticError as error:  # it serves on as it is
             logger.warning("deployment %s cannot be planned anew: %s", deployed.name, error)
             return
@@ -248,9 +269,9 @@ class Deployments:
             raise NotFound(f"there is no deployment {name!r}; there are: {', '.join(self._deployed) or 'none'}")
         return self._deployed[name]
 
-    def _require_open(self) -> None:
-        if self._thread is None or self._ended.is_set():
-            raise StateError("start the deployments first, or make new ones: `with elastic.Deployments(...) as fleet`")
+
+def _check_replicas(replicas: int) -> None:
+    require(type(replicas) is int and replicas >= 1, "replicas", replicas, "a whole number, at least 1")
 
 
 def describe(intent: Intent) -> str:

@@ -75,6 +75,8 @@ class DeploymentStatus:
     """What re-planning said last."""
     changes: int
     """How many times its configuration has changed."""
+    replicas: int = 1
+    """Instances that have the configuration."""
 
 
 @dataclass(frozen=True)

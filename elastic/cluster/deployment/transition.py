@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +13,8 @@ from elastic.errors import StateError
 from elastic.planning.estimate.configuration import FULL, Configuration
 from elastic.types import Action, ResizeKV, Restore, Swap
 
+SETTLE_S, POLL_S = 2.0, 0.05
+"""How long to wait until the caps of a group have followed a limit; live requests may take longer."""
 WHY = "the deployment changes its configuration"
 
 
@@ -75,6 +78,19 @@ class DeploymentTransition:
         """Return what a rank holds in pages besides keys and values."""
         owners = self._fleet.look(self._ranks[device]).status.places[0].owners
         return sum(nbytes for owner, nbytes in owners.items() if owner != "kv")
+
+    def settle(self, device: str, kv_bytes: int) -> int:
+        """Wait a little until a rank has no more keys and values than its limit; return the bytes that it has.
+
+        Of a group a rank has those of all instances, whose caps follow the limit.
+        """
+        until_s = time.monotonic() + SETTLE_S
+        while (held := self._kv_bytes(device)) > kv_bytes and time.monotonic() < until_s:
+            time.sleep(POLL_S)
+        return held
+
+    def _kv_bytes(self, device: str) -> int:
+        return int(self._fleet.look(self._ranks[device]).status.places[0].owners.get("kv", 0))
 
     def budget(self, device: str) -> int:
         """Return the size of the place of a rank."""

@@ -69,6 +69,8 @@ class Instance:
     unheard: dict[str, _Unheard] = field(default_factory=dict)
     limit_changes: int = 0
     """By how many threads its limit is being changed: until all instances have theirs it is given nothing."""
+    flips: int = 0
+    """How many changes of who computes which layers it takes part in now."""
     group: tuple[str, ...] = ()
     """The ranks that compute layers of it, or could; none: it is by itself."""
     path: LayerPath | None = None
@@ -93,6 +95,11 @@ class Instance:
     def kv_format(self) -> KVFormat:
         """The form of its blocks."""
         return self.hello.kv
+
+    @property
+    def rank_state(self) -> RankState:
+        """What is told of its rank: `flipping` while it serves and layers change their rank."""
+        return "flipping" if self.flips and self.state == "serving" else self.state
 
     @property
     def most_blocks(self) -> int:

@@ -159,5 +159,5 @@ def rank_status(instance: Instance, beat_s: float | None) -> RankStatus:
     """Return what `Fleet.status` says of a rank."""
     hello, spec = instance.hello, instance.spec
     return RankStatus(
-        instance.name, instance.state, hello.pid, hello.host, instance.launcher, spec.places, beat_s, instance.why
+        instance.name, instance.rank_state, hello.pid, hello.host, instance.launcher, spec.places, beat_s, instance.why
     )

@@ -31,25 +31,16 @@ def blocks_of(model: Any, files: Checkpoint) -> Blocks:
         name, pattern = rename_source_key(entry, renamings, converters, model.base_model_prefix, state)
         if name == entry:
             continue
+        located = files.locate(entry)
+        assert located is not None, "it is a name of the files"
+        file, key = located
+        shape = file.shape(key)
         if pattern is None:
-            file, key = _located(files, entry)
-            blocks[name] = [(entry, (0,) * len(file.shape(key)))]
+            blocks[name] = [(entry, (0,) * len(shape))]
         elif [type(step).__name__ for step in by_pattern[pattern].operations] in _JOINED:
             numbers = re.findall(re.escape(pattern).replace(r"\*", r"(\d+)"), entry)
             if numbers:
-                at = _begin(files, entry, int(numbers[-1]), by_pattern[pattern].source_patterns.index(pattern))
+                matrix = by_pattern[pattern].source_patterns.index(pattern)
+                at = int(numbers[-1]), matrix * shape[0], *(0 for _ in shape[1:])
                 blocks.setdefault(name, []).append((entry, at))
     return blocks
-
-
-def _begin(files: Checkpoint, entry: str, expert: int, matrix: int) -> tuple[int, ...]:
-    """Return where the entry of an expert begins in the parameter that all experts are stacked to."""
-    file, key = _located(files, entry)
-    rows, *others = file.shape(key)
-    return expert, matrix * rows, *(0 for _ in others)
-
-
-def _located(files: Checkpoint, entry: str) -> Any:
-    located = files.locate(entry)
-    assert located is not None, "it is a name of the files"
-    return located

@@ -61,33 +61,28 @@ def kv_shape(model: Any) -> tuple[int, int]:
             f"attn_implementation={config._attn_implementation!r}: continuous batching needs a model that was loaded "
             "with 'sdpa' or 'eager', and calls it through transformers' attention interface"
         )
-    here = _layers_here(model)
-    probe = _CacheProbe(ends=bool(runtime(model).dropped))
+    dropped, shards_here = runtime(model).dropped, runtime(model).shards_here
+    present = [layer for layer, parts in enumerate(shards_here) if parts or not dropped]
+    probe = _CacheProbe(ends=bool(dropped))
     try:
-        _call(model, probe, here)
+        _call(model, probe, present)
     except ConfigError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"continuous batching cannot call this model: {error}; use generate instead") from error
     shapes = set(probe.shapes.values())
-    if len(probe.shapes) == len(here) and len(shapes) == 1:
+    if len(probe.shapes) == len(present) and len(shapes) == 1:
         (heads, dim), (value_heads, value_dim) = shapes.pop()
         if heads == value_heads and dim >= value_dim:
             return heads, dim
-    found = ", ".join(f"{keys} and {values}" for keys, values in sorted(shapes)) or "none"
+    listed = ", ".join(f"{keys} and {values}" for keys, values in sorted(shapes)) or "none"
     raise ConfigError(
-        f"continuous batching needs keys of one (heads, dim) in all {len(here)} layers, and values of as many heads "
-        f"that are no larger; {len(probe.shapes)} layers have {found}"
+        f"continuous batching needs keys of one (heads, dim) in all {len(present)} layers, and values of as many heads "
+        f"that are no larger; {len(probe.shapes)} layers have {listed}"
     )
 
 
-def _layers_here(model: Any) -> list[int]:
-    """Return the layers of which there is something in this process; all, unless some are dropped, or parts of them."""
-    whole, parts = not runtime(model).dropped, runtime(model).shards_here
-    return [layer for layer in range(len(parts)) if whole or parts[layer]]
-
-
-def _call(model: Any, probe: _CacheProbe, here: list[int]) -> None:
+def _call(model: Any, probe: _CacheProbe, present: list[int]) -> None:
     """Call a model with two tokens, and as far as its layers are there.
 
     The mask has one element, as those of engines: it has more where attention is called if the model changes it.
@@ -106,6 +101,6 @@ def _call(model: Any, probe: _CacheProbe, here: list[int]) -> None:
         return
     forward = StageForward(model, Turn())
     try:
-        forward.run_to_attention(here, inputs)
+        forward.run_to_attention(present, inputs)
     finally:
         forward.close()

@@ -70,7 +70,7 @@ class RestartingScheduler(Scheduler):
 
     def unkeepable(self) -> list[Sequence]:
         """Return those of which a void step has left too little, or that need more than keys and values to go on."""
-        return [s for s in self.begun if s in self._torn or not s.computed or _is_scored(s)]
+        return [s for s in self.begun if s in self._torn or not s.computed or s.scores_prompt]
 
     def keep(self) -> None:
         """Have all go on from what is computed of them, with an executor that does not know them. No step is in flight.
@@ -154,8 +154,3 @@ class RestartingScheduler(Scheduler):
             for chunk, sequence in zip(step.chunks, sequences, strict=True):
                 self.written(sequence.table.blocks, chunk.start, chunk.start + len(chunk.tokens), copy)
         return cohort, sequences
-
-
-def _is_scored(sequence: Sequence) -> bool:
-    """Return whether log-probabilities of the prompt are wanted, which executors know only as a whole."""
-    return sequence.prompt_logprobs is not None and len(sequence.tokens) == len(sequence.request.prompt)

@@ -63,10 +63,10 @@ class BlockCopier:
             pages, start = self._find(group, first)
             layer_pages = len(pages) // len(layers)
             for i, layer in enumerate(layers):
-                there, here = pages[i * layer_pages : (i + 1) * layer_pages], ranges.view(layer, torch.uint8)
+                there, local = pages[i * layer_pages : (i + 1) * layer_pages], ranges.view(layer, torch.uint8)
                 for done, some in _chunks([(0, count)], nbytes, self._pace):
                     pieces = _pieces(there, self._source.page_bytes, start + done * nbytes)
-                    self._read(here[(target + done) * nbytes :][: some * nbytes], pieces)
+                    self._read(local[(target + done) * nbytes :][: some * nbytes], pieces)
         return len(pairs) * len(layers) * nbytes
 
     def _read(self, shown: torch.Tensor, pieces: Iterable[tuple[int, int]]) -> None:

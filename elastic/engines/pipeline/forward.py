@@ -77,9 +77,9 @@ class StageForward:
             raise
 
     @torch.no_grad()
-    def run_to_attention(self, here: Container[int], inputs: dict[str, Any]) -> None:
+    def run_to_attention(self, layers: Container[int], inputs: dict[str, Any]) -> None:
         """Compute these layers as far as to their attention, which raises `Attended`, and none of the others."""
-        self._call(_AttentionPass(here, self._indices, self._as_tuples), inputs)
+        self._call(_AttentionPass(layers, self._indices, self._as_tuples), inputs)
 
     def close(self) -> None:
         """Leave the layers as they were. Can be called twice."""
@@ -168,11 +168,11 @@ class Attended(Exception):
 class _AttentionPass:
     """The plan of a forward pass that needs no weights of feed-forward networks: layers return what they were given."""
 
-    def __init__(self, here: Container[int], indices: dict[nn.Module, int], as_tuples: bool) -> None:
-        self._here, self._indices, self._as_tuples = here, indices, as_tuples
+    def __init__(self, layers: Container[int], indices: dict[nn.Module, int], as_tuples: bool) -> None:
+        self._layers, self._indices, self._as_tuples = layers, indices, as_tuples
 
     def __contains__(self, layer: object) -> bool:
-        return layer in self._here
+        return layer in self._layers
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a layer until it attends, or pass over it."""
@@ -180,7 +180,7 @@ class _AttentionPass:
         if index is None:
             return type(module).forward(module, *args, **kwargs)
         hidden = _given(args, kwargs)
-        if index in self._here:
+        if index in self._layers:
             with suppress(Attended):
                 type(module).forward(module, *args, **kwargs)
         return (hidden,) if self._as_tuples else hidden

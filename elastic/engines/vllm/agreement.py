@@ -104,11 +104,10 @@ def _verdict(number: int, votes: dict[int, Vote]) -> Verdict:
         if vote.error:
             return Verdict(number, error=f"rank {rank}: {vote.error}")
     first, *others = (vote.layers for _, vote in sorted(votes.items()))
-    return Verdict(number, tuple(_common(layers, [other[i] for other in others]) for i, layers in enumerate(first)))
-
-
-def _common(layers: Layers, others: Sequence[Layers]) -> Layers:
-    return tuple(layer for layer in layers if all(layer in other for other in others))
+    common = (
+        tuple(layer for layer in layers if all(layer in other[i] for other in others)) for i, layers in enumerate(first)
+    )
+    return Verdict(number, tuple(common))
 
 
 class RankAgreement(Agreement):

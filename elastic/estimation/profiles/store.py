@@ -50,7 +50,11 @@ class ProfileKey:
 
         Raises `ConfigError` where there is no model.
         """
-        return cls(model_digest(model), device_name(device), torch.__version__, _version())
+        try:
+            version = importlib.metadata.version("elastic-llm")
+        except importlib.metadata.PackageNotFoundError:  # a source tree that is not installed
+            version = "unknown"
+        return cls(model_digest(model), device_name(device), torch.__version__, version)
 
 
 class ProfileStore:
@@ -205,10 +209,3 @@ def _write(path: Path, key: ProfileKey, profile: CostProfile) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("elastic-llm")
-    except importlib.metadata.PackageNotFoundError:  # a source tree that is not installed
-        return "unknown"

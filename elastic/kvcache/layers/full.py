@@ -105,7 +105,6 @@ class ElasticLayer(PagedLayer):
         self.is_initialized = True
         self._changed()
 
-    @synchronized
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,19 +118,20 @@ class ElasticLayer(PagedLayer):
                 "the elastic KV cache is written in place and cannot be differentiated; run under torch.no_grad(), "
                 "or pass use_cache=False"
             )
-        lease = self._lease_for(key_states, value_states)
-        stop = self._length + key_states.shape[2]
-        if stop - self._origin > lease.max_tokens:
-            lease = self._place(*self.views(), tokens=stop - self._first)
-        read, origin = self._visible_from(), self._origin
-        keep = self._first if self.record_past else read
-        keys, values = lease.write(key_states, value_states, keep - origin, read - origin, stop - origin)
-        self._first, self._length = keep, stop
-        self.last_used = next(self._memory.clock)
-        self.device = key_states.device
-        if keys.device == self.device or self._memory.attention_follows():
-            return keys, values
-        return to_device(keys, self.device), to_device(values, self.device)
+        with self.lock:  # itself, as every layer of every step comes here
+            lease = self._lease_for(key_states, value_states)
+            stop = self._length + key_states.shape[2]
+            if stop - self._origin > lease.max_tokens:
+                lease = self._place(*self.views(), tokens=stop - self._first)
+            read, origin = self._visible_from(), self._origin
+            keep = self._first if self.record_past else read
+            keys, values = lease.write(key_states, value_states, keep - origin, read - origin, stop - origin)
+            self._first, self._length = keep, stop
+            self.last_used = next(self._memory.clock)
+            self.device = key_states.device
+            if keys.device == self.device or self._memory.attention_follows():
+                return keys, values
+            return to_device(keys, self.device), to_device(values, self.device)
 
     def get_seq_length(self) -> int:
         """Count the tokens seen, those included that a window has left behind."""

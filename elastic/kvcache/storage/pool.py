@@ -361,8 +361,10 @@ class StoreLease:
         with self._lock:
             self.hold(keep, stop)
             all_keys, all_values = key_buffer.view(read, stop), value_buffer.view(read, stop)
-        all_keys[:, :, start - read :].copy_(reachable(keys, all_keys.device))
-        all_values[:, :, start - read :].copy_(reachable(values, all_values.device))
+        if keys.device != all_keys.device:
+            keys, values = reachable(keys, all_keys.device), reachable(values, all_keys.device)
+        all_keys[:, :, start - read :].copy_(keys)
+        all_values[:, :, start - read :].copy_(values)
         return all_keys, all_values
 
     def views(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:

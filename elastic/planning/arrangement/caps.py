@@ -127,8 +127,15 @@ def largest_caps(memory: SharedMemory, most: Caps) -> dict[str, int]:
 def _raised(memory: SharedMemory, caps: Caps, goals: Caps) -> dict[str, int]:
     """Raise caps to goals, as far as there is room, all by the same share of what they lack."""
     raised = dict(caps)
-    while growing := [home for home in raised if raised[home] < goals[home] and _fits(memory, raised, home)]:
+    while True:
         free = memory.free(raised)
+        growing = [
+            home
+            for home in raised
+            if raised[home] < goals[home] and all(left >= memory.takes(rank, home) for rank, left in free.items())
+        ]
+        if not growing:
+            return raised
         lacking = {home: goals[home] - raised[home] for home in growing}
         needed = {rank: sum(memory.takes(rank, home) * count for home, count in lacking.items()) for rank in free}
         share = min([Fraction(1), *(Fraction(free[rank], pages) for rank, pages in needed.items() if pages)])
@@ -138,9 +145,3 @@ def _raised(memory: SharedMemory, caps: Caps, goals: Caps) -> dict[str, int]:
         else:  # fewer pages are left at a rank than one sector of each takes
             home = max(growing, key=lambda home: lacking[home])
             raised[home] += 1
-    return raised
-
-
-def _fits(memory: SharedMemory, caps: Caps, home: str) -> bool:
-    """Return whether an instance could have one sector more."""
-    return all(left >= memory.takes(rank, home) for rank, left in memory.free(caps).items())

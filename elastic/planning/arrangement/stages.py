@@ -138,11 +138,6 @@ class _Table:
         seconds += (self._first if start == 0 else 0.0) + (self._last if stop == self._count else 0.0)
         return seconds * self._ranks[rank].slowness
 
-    def _fits(self, rank: int, start: int, stop: int) -> bool:
-        room = self._ranks[rank].room_bytes
-        weights, kv = self._weights, self._kv
-        return room is None or weights[stop] - weights[start] + kv[stop] - kv[start] <= room
-
     def search(self, score: Callable[[int, int, int], Score], limit: float | None = None) -> Found | None:
         """Find the cut of the least score: sums of its first part, then the most of its second one.
 
@@ -180,8 +175,10 @@ class _Table:
         for rank in ranks if len(ranks) <= EXACT else self._order[number : number + 1]:
             if used >> rank & 1:
                 continue
+            room = self._ranks[rank].room_bytes
             for stop in range(soonest, self._count - behind + 1) if behind else (self._count,):
-                if not self._fits(rank, start, stop) or self.cost(rank, start, stop) > limit:
+                nbytes = self._weights[stop] - self._weights[start] + self._kv[stop] - self._kv[start]
+                if (room is not None and nbytes > room) or self.cost(rank, start, stop) > limit:
                     break
                 yield rank, stop
 

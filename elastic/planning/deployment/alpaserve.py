@@ -104,7 +104,12 @@ def alpaserve(
     """
     best: tuple[int, dict[str, tuple[Deployment, ...]]] | None = None
     for configuration, groups in _configurations(len(states)):
-        own = {model: each for model, ranked in options.items() if (each := _option(ranked, configuration))}
+        own = {
+            model: option
+            for model, ranked in options.items()
+            for option in ranked
+            if option.configuration == configuration and not option.estimate.why_not
+        }
         size = len(states) // groups
         together = [tuple(states[first : first + size]) for first in range(0, len(states), size)]
         for late, placed in _search(_Groups(together, own), list(options), trace, drop=drop):
@@ -136,7 +141,3 @@ def _configurations(devices: int) -> Iterator[tuple[Configuration, int]]:
         for tp in (1 << power for power in range(size.bit_length())):
             if devices % size == 0 and size % tp == 0:
                 yield Configuration(tp, size // tp), devices // size
-
-
-def _option(ranked: Sequence[TimedOption], configuration: Configuration) -> TimedOption | None:
-    return next((o for o in ranked if o.configuration == configuration and not o.estimate.why_not), None)

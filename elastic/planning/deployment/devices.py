@@ -52,10 +52,12 @@ def after(
     states: Iterable[DeviceState], stages: Sequence[Stage], busy: Sequence[float], model: str = ""
 ) -> tuple[DeviceState, ...]:
     """Return the devices with a model on them whose stages take their bytes, and that share of their time."""
-    taken = {name: (stage.nbytes, share) for stage, share in zip(stages, busy, strict=True) for name in stage.devices}
-    return tuple(_with(state, *taken[state.name], model) if state.name in taken else state for state in states)
-
-
-def _with(state: DeviceState, nbytes: int, share: float, model: str) -> DeviceState:
-    models = (*state.models, model) if model else state.models
-    return replace(state, free_bytes=state.free_bytes - nbytes, load=state.load + share, models=models)
+    devices = {state.name: state for state in states}
+    for stage, share in zip(stages, busy, strict=True):
+        for name in stage.devices:
+            state = devices[name]
+            models = (*state.models, model) if model else state.models
+            devices[name] = replace(
+                state, free_bytes=state.free_bytes - stage.nbytes, load=state.load + share, models=models
+            )
+    return tuple(devices.values())

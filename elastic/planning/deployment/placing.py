@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from elastic.planning.deployment.assign import RankDemand, assign
@@ -32,18 +32,27 @@ class Option(RankDemand, Protocol):
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model on devices."""
+    """A model on devices: an instance of a configuration, or several alike, which share its requests."""
 
     configuration: Configuration
+    """Of each instance."""
     stages: tuple[Stage, ...]
+    """Of one instance after another."""
     requests: int
-    """That there is room for at a time."""
+    """That each instance has room for at a time."""
     estimate: Estimate
-    """Of these stages. Seconds are those of the model alone: what shares its devices comes on top."""
+    """Of the slowest instance, with its share of the requests. Seconds are those of the model alone: what shares its
+    devices comes on top."""
     busy: tuple[float, ...]
     """For each stage, the share of time that its devices compute for this model at the expected rate."""
     passed_over: tuple[tuple[Configuration, str], ...] = ()
     """What the intent prefers, and why it could not be."""
+
+    @property
+    def instances(self) -> tuple[tuple[Stage, ...], ...]:
+        """The stages of each instance: one begins with the first layer."""
+        starts = [number for number, stage in enumerate(self.stages) if not stage.layers.start]
+        return tuple(self.stages[a:b] for a, b in zip(starts, [*starts[1:], len(self.stages)], strict=True))
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -72,23 +81,48 @@ class Refusal:
 
 
 def place(
-    options: Iterable[Option], states: Sequence[DeviceState], policy: PolicyName = "hybrid", theta: float = THETA
+    options: Iterable[Option],
+    states: Sequence[DeviceState],
+    policy: PolicyName = "hybrid",
+    theta: float = THETA,
+    replicas: int = 1,
 ) -> Deployment | Refusal:
     """Put a model onto devices, in the first of its options that they have room for; `options` are the best first.
 
-    The devices themselves are chosen by the policy. Raises `ConfigError` for an unknown policy.
+    Each of its replicas gets devices of its own; options are for the share of the load that one has. The devices
+    themselves are chosen by the policy. Raises `ConfigError` for an unknown policy.
     """
     lists = preferred(states, policy, theta)
     reasons: list[tuple[Configuration, str]] = []
     for option in options:
         why = option.estimate.why_not
         for devices in [] if why else lists:
-            placed = _put(option, devices, reasons)
+            placed = _put_replicas(option, devices, replicas, reasons)
             if isinstance(placed, Deployment):
                 return placed
             why = placed
         reasons.append((option.configuration, why or "there is no device"))
     return Refusal(tuple(reasons))
+
+
+def _put_replicas(
+    option: Option, states: Sequence[DeviceState], replicas: int, passed_over: Sequence[tuple[Configuration, str]]
+) -> Deployment | str:
+    """Put one option onto devices so many times, each time onto others."""
+    parts: list[Deployment] = []
+    for number in range(1, replicas + 1):
+        taken = {name for part in parts for name in part.devices}
+        placed = _put(option, [state for state in states if state.name not in taken], passed_over)
+        if isinstance(placed, str):
+            return placed if replicas == 1 else f"replica {number} of {replicas}: {placed}"
+        parts.append(placed)
+    return replace(
+        parts[0],
+        stages=tuple(stage for part in parts for stage in part.stages),
+        requests=min(part.requests for part in parts),
+        estimate=max((part.estimate for part in parts), key=lambda each: each.latency_s),
+        busy=tuple(share for part in parts for share in part.busy),
+    )
 
 
 def _put(

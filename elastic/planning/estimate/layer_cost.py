@@ -44,7 +44,11 @@ class LayerCost:
             return 0.0
         pairs, prefix, seen = _read([(chunk.start, chunk.tokens) for chunk in chunks], self.window, self.block)
         attention = self.pair * pairs + self.prefix * prefix + self.seen * seen
-        return self._products(sum(chunk.tokens for chunk in chunks)) + self.chunk * (len(chunks) - 1) + attention
+        tokens = sum(chunk.tokens for chunk in chunks)
+        at = min(max(1, bisect_left(self.matrices, (tokens, -math.inf))), len(self.matrices) - 1)
+        (few, least), (many, most) = self.matrices[at - 1], self.matrices[at]
+        products = least + (most - least) * (tokens - few) / (many - few)
+        return products + self.chunk * (len(chunks) - 1) + attention
 
     def shared(self, cut_share: float, tp: int, kv_parts: int) -> LayerCost:
         """Return the cost at one of `tp` ranks that divide `cut_share` of the weights, and heads.
@@ -75,11 +79,6 @@ class LayerCost:
         matrices = tuple((tokens, factor * seconds) for tokens, seconds in self.matrices)
         terms = {name: factor * getattr(self, name) for name in ("chunk", "pair", "prefix", "seen")}
         return replace(self, matrices=matrices, **terms)
-
-    def _products(self, tokens: int) -> float:
-        at = min(max(1, bisect_left(self.matrices, (tokens, -math.inf))), len(self.matrices) - 1)
-        (few, least), (many, most) = self.matrices[at - 1], self.matrices[at]
-        return least + (most - least) * (tokens - few) / (many - few)
 
     @classmethod
     def fit(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic.errors import ConfigError
 from elastic.planning.estimate.roofline import BatchCost
@@ -37,6 +37,10 @@ class Load:
     def tokens(self) -> int:
         """What a request has in the cache when it ends, at most."""
         return self.prompt + self.new
+
+    def shared(self, replicas: int) -> Load:
+        """Return what each of so many replicas gets of it."""
+        return replace(self, rate=self.rate / replicas)
 
     def decoding(self, requests: int) -> list[Chunk]:
         """Return a step of so many requests, each in the middle of its output."""

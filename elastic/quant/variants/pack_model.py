@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -115,9 +114,12 @@ def packer(variant: Variant, inputs: Mapping[str, torch.Tensor]) -> Callable[[La
                 packed = pack_parameter(parameter, config, KernelTarget.of(parameter.device), transposed, sample)
                 packings[name] = MatrixParameter(packed, digest(parameter))
         if not packings:
-            raise ConfigError(
-                f"variants: no matrix of {layer.name} can be packed as {variant.config}{_why(variant.config, layer)}"
+            refusals = (
+                f": {name}: {format_of(variant.config).supports(variant.config, matrix_of(parameter, transposed))}"
+                for name, parameter, transposed in matrices(layer)
             )
+            why = next(refusals, "")
+            raise ConfigError(f"variants: no matrix of {layer.name} can be packed as {variant.config}{why}")
         return packings
 
     return pack
@@ -130,13 +132,6 @@ def _pack_channels(
     from elastic.quant.variants.channels import pack_channels
 
     return pack_channels(layer, config, inputs)
-
-
-def _why(config: Any, layer: LayerParameters) -> str:
-    """Say why the first of a layer's matrices cannot be packed, for a message."""
-    for name, parameter, transposed in matrices(layer):
-        return f": {name}: {format_of(config).supports(config, matrix_of(parameter, transposed))}"
-    return ""
 
 
 def measure_paths(layers: Iterable[PackedLayer], device: torch.device) -> None:

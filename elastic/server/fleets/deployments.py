@@ -36,10 +36,19 @@ class ServedDeployments(Protocol):
         name: str | None = None,
         load: Load | None = None,
         weights: Sequence[str] | None = None,
+        replicas: int = 1,
     ) -> Any:
         """Serve one more model."""
 
-    def intend(self, name: str, intent: Intent | None, *, load: Load | None = None, dry_run: bool = False) -> Any:
+    def intend(
+        self,
+        name: str,
+        intent: Intent | None,
+        *,
+        load: Load | None = None,
+        replicas: int | None = None,
+        dry_run: bool = False,
+    ) -> Any:
         """Want something else of a deployment."""
 
     def remove(self, name: str, *, drain: bool = True) -> None:

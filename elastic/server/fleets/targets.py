@@ -122,7 +122,7 @@ class ActionTargets:
                 raise ConfigError(f"rank={rank!r}: this server has one model and no ranks; leave it out")
             assert self._engine.runtime is not None
             return [RuntimeTarget(self._engine.runtime)]
-        serving = [each.name for each in self._fleet.status().ranks if each.state == "serving"]
+        serving = [each.name for each in self._fleet.status().ranks if each.serves]
         if rank is not None and rank not in serving:
             raise ConfigError(f"rank={rank!r} does not serve; there are {serving}")
         if not serving:

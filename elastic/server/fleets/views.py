@@ -30,7 +30,7 @@ class RankViews:
 
     def read(self) -> dict[str, RuntimeView]:
         """Return the last view of each rank that serves or drains; none of a rank that never answered."""
-        ranks = [rank.name for rank in self._fleet.status().ranks if rank.state in ("serving", "draining")]
+        ranks = [rank.name for rank in self._fleet.status().ranks if rank.up]
         with self._changed:
             for gone in self._views.keys() - set(ranks):
                 del self._views[gone]

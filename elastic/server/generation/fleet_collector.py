@@ -13,8 +13,8 @@ from elastic.server.generation.collector import ActionTotals, Families, Labels, 
 
 if TYPE_CHECKING:
     from elastic.cluster.control.messages import RuntimeView
+    from elastic.cluster.control.status import RankStatus
 
-UP = ("serving", "draining")
 _LOADS = {
     "running": "Sequences that have KV blocks.",
     "waiting": "Sequences that were not in a step yet.",
@@ -38,11 +38,9 @@ _TIMES = {
     "bubble_seconds": ("bubble_s", "Seconds in which a rank did not, while steps in flight waited for other ranks."),
     "hidden_states_wait_seconds": ("waiting_s", "Seconds that steps waited for hidden states, added up over steps."),
 }
-_WIRES = {
-    "wire_sent_bytes": ("sent_bytes", "Hidden states that a rank has sent to another, the peer."),
-    "wire_received_bytes": ("received_bytes", "Hidden states that a rank has received from another, the peer."),
-    "wire_read_bytes": ("read_bytes", "Keys, values and weights that a rank has read in another's memory, by a wire."),
-}
+_WIRES = {"sent": "sent_bytes", "received": "received_bytes", "read": "read_bytes"}
+"""By kind."""
+_WIRES_HELP = "Hidden states sent to and received from another rank, the peer; what was read in its memory, by a wire."
 
 
 class FleetCollector:
@@ -59,10 +57,13 @@ class FleetCollector:
         """Yield all families."""
         now = self._fleet.status()
         of = {instance.leader: instance.name for instance in now.instances}
-        up: dict[Labels, float] = {
-            (of.get(rank.name, ""), rank.name): float(rank.state in UP) for rank in now.ranks if rank.state != "ended"
+        present: dict[Labels, RankStatus] = {
+            (of.get(rank.name, ""), rank.name): rank for rank in now.ranks if rank.state != "ended"
         }
+        up: dict[Labels, float] = {labels: rank.up for labels, rank in present.items()}
         yield self._of_rank.gauge("rank_up", "1 while a rank serves or drains.", up)
+        states: dict[Labels, float] = {(*labels, rank.state): 1 for labels, rank in present.items()}
+        yield self._of_rank.gauge("rank_state", "1 for the state that a rank is in.", states, "state")
         for word, help in _LOADS.items():
             loads: dict[Labels, float] = {(each.name,): getattr(each.load, word) for each in now.instances}
             yield self._of_instance.gauge(f"instance_{word}", help, loads)
@@ -75,9 +76,7 @@ class FleetCollector:
         yield self._of_instance.gauge(
             "instance_shards", "Ranks that share a layer of an instance, at the most.", shards
         )
-        dropped: dict[Labels, float] = {
-            (of.get(rank.name, ""), rank.name): len(rank.dropped) for rank in now.ranks if rank.state in UP
-        }
+        dropped: dict[Labels, float] = {labels: len(rank.dropped) for labels, rank in present.items() if rank.up}
         yield self._of_rank.gauge("rank_dropped_layers", "Layers that a rank has not, as others compute them.", dropped)
         queued = "Requests that no instance has room for yet."
         yield self._all.gauge("fleet_queue_length", queued, {(): now.queued})
@@ -111,9 +110,8 @@ class FleetCollector:
         }
         yield self._of_rank.gauge("rank_load", "The share of the last two minutes in which a rank was busy.", loads)
         wires = {(*labels, wire.rank): wire for labels, view in views.items() for wire in view.wires}
-        for name, (field, help) in _WIRES.items():
-            nbytes = {labels: getattr(wire, field) for labels, wire in wires.items()}
-            yield self._of_rank.counter(name, help, nbytes, "peer")
+        nbytes = {(*of, kind): getattr(wire, field) for of, wire in wires.items() for kind, field in _WIRES.items()}
+        yield self._of_rank.counter("wire_bytes", _WIRES_HELP, nbytes, "peer", "kind")
 
 
 def _holders(path: Sequence[str]) -> set[frozenset[str]]:

@@ -152,6 +152,13 @@ class ResponsesBody(RequestBody):
 
     def as_chat(self) -> ChatBody:
         """Return the chat completion that answers it. Raises `APIError`."""
+        functions = [
+            Function(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
+            for tool in self.tools or ()
+        ]
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedChoice):
+            choice = NamedTool(type="function", function=NamedFunction(name=choice.name))
         chat = ChatBody(
             messages=self._messages(),
             max_completion_tokens=self.max_output_tokens,
@@ -164,8 +171,8 @@ class ResponsesBody(RequestBody):
             logprobs=self.reports_logprobs,
             top_logprobs=self.top_logprobs,
             response_format=self._response_format(),
-            tools=[_tool(tool) for tool in self.tools or ()] or None,
-            tool_choice=_choice(self.tool_choice),
+            tools=[Tool(type="function", function=function) for function in functions] or None,
+            tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
         )
         chat.check()
@@ -202,15 +209,3 @@ class ResponsesBody(RequestBody):
 
 def _text(content: Content) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-def _tool(tool: FunctionTool) -> Tool:
-    function = Function(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
-    return Tool(type="function", function=function)
-
-
-def _choice(choice: Literal["none", "auto", "required"] | NamedChoice | None) -> Any:
-    """Return the choice as chats have it."""
-    if isinstance(choice, NamedChoice):
-        return NamedTool(type="function", function=NamedFunction(name=choice.name))
-    return choice

@@ -1,7 +1,8 @@
 """Models that are deployed beside a server's own, and what is wanted of them. For holders of the token of actions.
 
-`POST /elastic/fleet/deploy {"path", "name", "intent", "load", "weights"}`, of which all but the path may be left out;
-`POST /elastic/fleet/intend {"name", "intent", "load", "dry_run"}`, `POST /elastic/fleet/undeploy {"name", "drain"}`.
+`POST /elastic/fleet/deploy {"path", "name", "intent", "load", "weights", "replicas"}`, of which all but the path may be
+left out; `POST /elastic/fleet/intend {"name", "intent", "load", "replicas", "dry_run"}`; `POST /elastic/fleet/undeploy
+{"name", "drain"}`.
 An intent is `{"minimize": "latency", "latency_s": 1.5, "cost": 40, "quality_loss": 0.01}`, each part of its own; a load
 `{"prompt": 512, "new": 128, "rate": 2}`. They answer when it is done, with the fields of `DeploymentStatus` and
 `Replanned`; what is deployed is in `GET /elastic/status`.
@@ -27,6 +28,7 @@ from elastic.server.routes.status import plain
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Tokens = Annotated[int, Field(ge=1, lt=2**31)]
+Replicas = Annotated[int, Field(ge=1, lt=2**16)]
 
 
 class _Body(BaseModel):
@@ -69,6 +71,7 @@ class DeployBody(_Body):
     intent: IntentBody = IntentBody()
     load: LoadBody | None = None
     weights: Annotated[list[Name], Field(min_length=1, max_length=100, fail_fast=True)] | None = None
+    replicas: Replicas = 1
 
 
 class IntendBody(_Body):
@@ -77,6 +80,7 @@ class IntendBody(_Body):
     name: Name
     intent: IntentBody | None = None
     load: LoadBody | None = None
+    replicas: Replicas | None = None
     dry_run: bool = False
 
 
@@ -96,7 +100,12 @@ def routes(models: Catalogue) -> APIRouter:
         def work(deployments: ServedDeployments) -> dict[str, Any]:
             load = body.load.load if body.load is not None else None
             told = deployments.deploy(
-                body.path, body.intent.intent, name=body.name, load=load, weights=body.weights or None
+                body.path,
+                body.intent.intent,
+                name=body.name,
+                load=load,
+                weights=body.weights or None,
+                replicas=body.replicas,
             )
             return {"deployed": plain(told)}
 
@@ -107,7 +116,8 @@ def routes(models: Catalogue) -> APIRouter:
         def work(deployments: ServedDeployments) -> dict[str, Any]:
             intent = body.intent.intent if body.intent is not None else None
             load = body.load.load if body.load is not None else None
-            return {"intended": plain(deployments.intend(body.name, intent, load=load, dry_run=body.dry_run))}
+            told = deployments.intend(body.name, intent, load=load, replicas=body.replicas, dry_run=body.dry_run)
+            return {"intended": plain(told)}
 
         return await _done(work)
 

@@ -21,10 +21,11 @@
 
 Of a fleet (since version 2), else empty:
 
-- `ranks`: for each process the fields of `elastic.cluster.control.status.RankStatus`, and under `layers`, `status`,
-  `events`, `controller` and `traffic` what it last said of itself, as above; null or empty for one that never did;
-  `times`: the fields of `elastic.engines.pipeline.turn.StageTimes`, `wires`: for each other rank those of `Wire`, and
-  `utilization`: the share of two minutes in which its GPU was busy, null where nobody tells
+- `ranks`: for each process the fields of `elastic.cluster.control.status.RankStatus`, `state` being `"starting"`,
+  `"serving"`, `"flipping"` (it serves, and layers change their rank), `"draining"`, `"lost"` or `"ended"`; and under
+  `layers`, `status`, `events`, `controller` and `traffic` what it last said of itself, as above; null or empty for one
+  that never did; `times`: the fields of `elastic.engines.pipeline.turn.StageTimes`, `wires`: for each other rank those
+  of `Wire`, and `utilization`: the share of two minutes in which its GPU was busy, null where nobody tells
 - `instances`: the fields of `InstanceStatus`
 - `fleet_events`: the last things that happened to it, oldest first, at most 100: the fields of `FleetEvent`
 - `fleet`: `queued`, `totals` and `policy` of `FleetStatus`, or null
@@ -70,7 +71,7 @@ def routes(models: Catalogue) -> APIRouter:
         if serving.fleet is not None:
             ranks = serving.fleet.status().ranks
             body["ranks"] = [{"name": rank.name, "state": rank.state} for rank in ranks]
-            ok = ok and any(rank.state == "serving" for rank in ranks)
+            ok = ok and any(rank.serves for rank in ranks)
         headers = {} if ok else {"Retry-After": str(RETRY_AFTER_S)}
         return JSONResponse(body, 200 if ok else 503, headers)
 

@@ -9,8 +9,8 @@ from elastic.engines.base import SampledToken
 from elastic.engines.core.step import SequenceState, Step, StepResult
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.clock import VirtualClock
-from elastic.sim.core.host import SharedHost
-from elastic.sim.core.step_seconds import Noise, StepCost
+from elastic.sim.core.host import Computer, SharedHost
+from elastic.sim.core.step_seconds import StepCost, StepNoise
 from elastic.sim.core.stretch import Stretch
 
 TOKEN, STOP = 1, 2
@@ -57,9 +57,9 @@ class LocalExecutor:
         self,
         clock: VirtualClock,
         cost: StepCost,
-        noise: Noise,
+        noise: StepNoise,
         answers: Mapping[str, int],
-        host: SharedHost | None = None,
+        host: Computer | None = None,
     ) -> None:
         """`host`: where others compute beside it, in which it may be slower; None: it has one for itself."""
         self.cost, self.noise, self.host = cost, noise, host or SharedHost(clock)

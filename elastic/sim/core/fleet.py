@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from elastic.cluster.fleet.dispatcher import Dispatcher
@@ -16,9 +16,9 @@ from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.base import Listener, Request
 from elastic.sim.core.clock import VirtualClock, stream
 from elastic.sim.core.executor import LocalExecutor
-from elastic.sim.core.host import SharedHost
+from elastic.sim.core.host import Computer, SharedHost
 from elastic.sim.core.instance import EngineOptions, PlacePages, SimulatedInstance
-from elastic.sim.core.step_seconds import MeasuredStep, Noise, StepCost
+from elastic.sim.core.step_seconds import MeasuredPace, MeasuredStep, Noise, PacedSeconds, StepCost
 
 BEAT_S = 0.25
 """As ranks do."""
@@ -42,6 +42,8 @@ class RankModel:
     With it no stretch is one event."""
     cut: StepCost | None = None
     """Of a step's seconds, those that ranks which share layers divide among them; None: all that are in layers."""
+    paces: Mapping[str, MeasuredPace] = field(default_factory=dict)
+    """By their names, ranks whose pace is that of real ones; the others have noise."""
 
 
 class EagerInstance(Instance):
@@ -70,10 +72,15 @@ class SimulatedFleet:
         at_once: bool = False,
         seed: int = 0,
         name: str = "r",
+        devices: Sequence[Computer] = (),
     ) -> None:
-        """`at_once`: requests go to an instance as they come, and wait there, not here until one has room."""
+        """`at_once`: requests go to an instance as they come, and wait there, not here until one has room.
+
+        `devices`: where the first instances compute, if others do so there, too.
+        """
         self.clock, self.model, self.seed = clock, model, seed
         self.host = SharedHost(clock, model.contention)
+        self._devices = devices
         self.counters, self.log = RequestMetrics(), EventLog()
         self.dispatcher = Dispatcher(routing, max_queue, self.counters, self.log, clock)
         self.answers: dict[str, int] = {}
@@ -90,10 +97,13 @@ class SimulatedFleet:
 
     def add(self) -> SimulatedInstance:
         """Have one more instance."""
-        name = f"{self._name}{len(self.instances)}"
-        model = self.model
-        noise = Noise(model.noise, stream(self.seed, f"noise {name}"))
-        executor = LocalExecutor(self.clock, model.cost, noise, self.answers, self.host)
+        number, model = len(self.instances), self.model
+        name = f"{self._name}{number}"
+        host = self._devices[number] if number < len(self._devices) else self.host
+        pace = model.paces.get(name)
+        drawn = Noise(model.noise, stream(self.seed, f"noise {name}"))
+        noise = drawn if pace is None else PacedSeconds(pace, self.clock)
+        executor = LocalExecutor(self.clock, model.cost, noise, self.answers, host)
         made = self._make(name, executor)
         spec = RankSpec(name, "simulated")
         now = self.clock.now

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 from elastic.sim.core.clock import ScheduledEvent, VirtualClock
+
+
+class Computer(Protocol):
+    """Where a rank computes."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether what others compute meanwhile makes a step take longer."""
+
+    def compute(self, seconds: float, done: Callable[[], object]) -> None:
+        """Have something computed that takes so long by itself."""
 
 
 class SharedHost:
@@ -18,6 +31,11 @@ class SharedHost:
         self._clock = clock
         self._tasks: list[_Task] = []
         self._at_s = 0.0  # until when their progress is counted
+
+    @property
+    def shared(self) -> bool:
+        """Whether what others compute meanwhile makes a step take longer."""
+        return self.contention > 0
 
     def compute(self, seconds: float, done: Callable[[], object]) -> None:
         """Have a rank begin something that takes so long by itself."""
@@ -57,3 +75,72 @@ class _Task:
     def __init__(self, left_s: float, done: Callable[[], object]) -> None:
         self.left_s, self.done = left_s, done
         self.due: ScheduledEvent | None = None
+
+
+class ComputeTurn:
+    """A rank, or a device, computes one thing at a time, in the order in which it is asked."""
+
+    shared = True
+
+    def __init__(self, host: Computer) -> None:
+        self.hangs = False
+        self._host = host
+        self._asked: deque[Callable[[], object]] = deque()
+        self._taken = False
+
+    def compute(self, seconds: float, done: Callable[[], object]) -> None:
+        """Have something computed; one that hangs never does."""
+        self.take(lambda: self._host.compute(seconds, partial(self._end, done)))
+
+    def take(self, begin: Callable[[], object]) -> None:
+        """Have something begin when it is its turn; `give_back` ends that."""
+        if not self.hangs:
+            self._asked.append(begin)
+            self._next()
+
+    def give_back(self) -> None:
+        """Let the next one begin."""
+        self._taken = False
+        self._next()
+
+    def _next(self) -> None:
+        if self._asked and not self._taken:
+            self._taken = True
+            self._asked.popleft()()
+
+    def _end(self, done: Callable[[], object]) -> None:
+        self.give_back()
+        done()
+
+
+class SharedDevices:
+    """Several devices that a step needs at the same time: it begins when it is its turn at all of them."""
+
+    shared = True
+
+    def __init__(self, clock: VirtualClock, turns: Sequence[ComputeTurn]) -> None:
+        self._clock, self._turns = clock, turns
+
+    def compute(self, seconds: float, done: Callable[[], object]) -> None:
+        """Have a step computed. All devices are asked at once, so that no two steps wait for each other."""
+        begin = Counting(len(self._turns), lambda: self._clock.after(seconds, partial(self._end, done)))
+        for turn in self._turns:
+            turn.take(begin)
+
+    def _end(self, done: Callable[[], object]) -> None:
+        for turn in self._turns:
+            turn.give_back()
+        done()
+
+
+class Counting:
+    """Calls something when it was called so many times."""
+
+    def __init__(self, count: int, done: Callable[[], object]) -> None:
+        self._left, self._done = count, done
+
+    def __call__(self) -> None:
+        """Count."""
+        self._left -= 1
+        if not self._left:
+            self._done()

@@ -218,7 +218,7 @@ class SimulatedInstance:
 
     def _begin_stretch(self) -> bool:
         """Begin decode steps that are alike; return whether there are some."""
-        if not self._stretch_s or self.executor is not self.local or self.local.host.contention:
+        if not self._stretch_s or self.executor is not self.local or self.local.host.shared:
             return False
         steps = self.scheduler.alike_steps(self.local.answers.ends)
         if steps < 2:

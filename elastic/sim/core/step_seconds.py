@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -31,6 +31,13 @@ class MeasuredStep(NamedTuple):
     """What the cost says."""
     factor: float
     """The seconds that it took, over these."""
+
+
+class StepNoise(Protocol):
+    """What steps take over what they cost, such as `Noise`."""
+
+    def __call__(self, cost_s: float = 0.0, steps: int = 1) -> float:
+        """Return the mean factor of so many steps together, each of so many seconds by the cost."""
 
 
 class Noise:
@@ -77,6 +84,51 @@ class Noise:
         factors = self._groups[number].factors
         self._at[number] = (self._at[number] + 1) % len(factors)
         return factors[self._at[number]]
+
+
+class MeasuredPace:
+    """How much of its steps' cost a rank got done at each moment of a real run; between its steps, the mean of all.
+
+    With it a simulated rank is as fast as the real one was then, whatever slowed that down: what its requests saw
+    otherwise than real ones is of the schedule, not of the seconds.
+    """
+
+    def __init__(self, steps: Sequence[tuple[float, float, float]]) -> None:
+        """Take one step or more, in order: when it began and ended, in seconds of the run, and what it costs."""
+        mean = math.fsum(cost_s for *_, cost_s in steps) / math.fsum(end_s - begin_s for begin_s, end_s, _ in steps)
+        self._at, self._done = [0.0], [0.0]  # cost that was done until a time
+        for begin_s, end_s, cost_s in steps:
+            self._append(begin_s, mean * (begin_s - self._at[-1]))
+            self._append(end_s, cost_s)
+        self._append(self._at[-1] + 1.0, mean)  # and so on
+
+    def seconds(self, at_s: float, cost_s: float) -> float:
+        """Return how long a step takes that begins at a time."""
+        return _line(self._done, self._at, _line(self._at, self._done, at_s) + cost_s) - at_s
+
+    def _append(self, at_s: float, cost_s: float) -> None:
+        if at_s > self._at[-1]:
+            self._at.append(at_s)
+            self._done.append(self._done[-1] + cost_s)
+
+
+class PacedSeconds:
+    """The `StepNoise` of a rank whose pace is known."""
+
+    def __init__(self, pace: MeasuredPace, clock: Callable[[], float]) -> None:
+        """`clock` says seconds of the run."""
+        self._pace, self._clock = pace, clock
+
+    def __call__(self, cost_s: float = 0.0, steps: int = 1) -> float:
+        """Return the factor of steps that begin now."""
+        return self._pace.seconds(self._clock(), steps * cost_s) / (steps * cost_s)
+
+
+def _line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    """Return y at x on the lines between points with ascending xs; the last one goes on."""
+    right = min(bisect_right(xs, x), len(xs) - 1)
+    slope = (ys[right] - ys[right - 1]) / (xs[right] - xs[right - 1])
+    return ys[right] + slope * (x - xs[right])
 
 
 class _Factors(NamedTuple):

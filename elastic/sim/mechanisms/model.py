@@ -26,6 +26,9 @@ class Links:
     """To or from one rank: 200 Gb/s, unless it is said."""
     hop_s: float = 1e-5
     """For a message, besides its bytes."""
+    core_s: float = 0.0
+    """For each exchange of ranks that share a layer: each of them computes nothing else meanwhile, as where one core
+    sends, receives and computes."""
     answer_s: float = 5e-4
     """For a rank to answer the fleet."""
     flip_s: float = 1e-3
@@ -36,7 +39,7 @@ class Links:
     def __post_init__(self) -> None:
         for name in ("bytes_s", "checkpoint_bytes_s"):
             require(getattr(self, name) > 0, f"links.{name}", getattr(self, name), "above 0")
-        for name in ("hop_s", "answer_s", "flip_s"):
+        for name in ("hop_s", "core_s", "answer_s", "flip_s"):
             require(getattr(self, name) >= 0, f"links.{name}", getattr(self, name), "at least 0")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -15,40 +14,13 @@ from elastic.errors import RankLost
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.clock import VirtualClock
 from elastic.sim.core.executor import AnswerEnds
-from elastic.sim.core.host import SharedHost
-from elastic.sim.core.step_seconds import Noise
+from elastic.sim.core.host import ComputeTurn, Counting
+from elastic.sim.core.step_seconds import StepNoise
 from elastic.sim.mechanisms.model import LayeredModel, StepParts
 from elastic.sim.mechanisms.wires import Wires
 
 MOST_LEGS = 16
 """Of a run of layers that ranks share: more exchanges than these are taken together."""
-
-
-class ComputeTurn:
-    """A rank computes one thing at a time, in the order in which it is asked."""
-
-    def __init__(self, host: SharedHost) -> None:
-        self._host = host
-        self._asked: deque[tuple[float, Callable[[], object]]] = deque()
-        self._computing = False
-        self.hangs = False
-
-    def compute(self, seconds: float, done: Callable[[], object]) -> None:
-        """Have something computed; one that hangs never does."""
-        if not self.hangs:
-            self._asked.append((seconds, done))
-            self._next()
-
-    def _next(self) -> None:
-        if self._asked and not self._computing:
-            seconds, done = self._asked.popleft()
-            self._computing = True
-            self._host.compute(seconds, partial(self._end, done))
-
-    def _end(self, done: Callable[[], object]) -> None:
-        self._computing = False
-        self._next()
-        done()
 
 
 @dataclass(frozen=True)
@@ -61,8 +33,12 @@ class Leg:
     """That its ranks have behind it, if they are several."""
 
 
-def legs_of(path: LayerPath, parts: StepParts, factor: Callable[[str, int], float]) -> list[Leg]:
+def legs_of(
+    path: LayerPath, parts: StepParts, factor: Callable[[str, int], float], exchange_s: float = 0.0
+) -> list[Leg]:
     """Return the legs of a step; `factor` is that of a rank's seconds in a layer, as of one in a variant.
+
+    `exchange_s` is what an exchange takes of each of its ranks' own time.
 
     Embedding and head are at home, and count behind the last layer. Ranks that share layers exchange twice in each:
     heads, and what their parts of the network give. Before each exchange is a leg, so that others compute in between;
@@ -79,7 +55,7 @@ def legs_of(path: LayerPath, parts: StepParts, factor: Callable[[str, int], floa
             continue
         exchanges = 2 * len(layers)
         count = min(exchanges, MOST_LEGS)
-        leg = {rank: each / count for rank, each in seconds.items()}
+        leg = {rank: (each + exchanges * exchange_s) / count for rank, each in seconds.items()}
         legs += [Leg(leg, exchanges * (i + 1) // count - exchanges * i // count) for i in range(count)]
     if set(legs[-1].seconds) == {path.home}:
         legs[-1] = Leg({path.home: legs[-1].seconds[path.home] + parts.rest_s})
@@ -103,7 +79,7 @@ class PathExecutor:
         wires: Wires,
         turns: dict[str, ComputeTurn],
         answers: AnswerEnds,
-        noise: Noise,
+        noise: StepNoise,
         factor: Callable[[str, int], float],
         path: LayerPath,
     ) -> None:
@@ -122,7 +98,7 @@ class PathExecutor:
         parts = self._model.parts(chunks)
         parts = parts.times(self._noise(parts.alone_s(self._model.layers)))
         nbytes = self._model.token_bytes * sum(chunk.tokens for chunk in chunks)
-        legs = legs_of(self.path, parts, self._factor)
+        legs = legs_of(self.path, parts, self._factor, self._model.links.core_s)
         self._go(step, future, legs, (self.path.home,), nbytes)
         return future
 
@@ -177,16 +153,3 @@ class PathExecutor:
         else:
             del self._in_flight[future]
             future.set_result(self._answers.result(step))
-
-
-class Counting:
-    """Calls something when it was called so many times."""
-
-    def __init__(self, count: int, done: Callable[[], object]) -> None:
-        self._left, self._done = count, done
-
-    def __call__(self) -> None:
-        """Count."""
-        self._left -= 1
-        if not self._left:
-            self._done()

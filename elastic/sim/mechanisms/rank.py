@@ -15,11 +15,12 @@ from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.written_blocks import Blocks, DirtyBlockTracker
 from elastic.errors import RankLost, StateError
 from elastic.planning.sharding.heads import kv_parts
+from elastic.sim.core.host import ComputeTurn, Counting
 from elastic.sim.mechanisms.books import RankBooks
 from elastic.sim.mechanisms.instance import RankInstance
 from elastic.sim.mechanisms.model import LayeredModel
 from elastic.sim.mechanisms.moves import MOVES, RequestMoves
-from elastic.sim.mechanisms.path_executor import ComputeTurn, Counting, PathExecutor
+from elastic.sim.mechanisms.path_executor import PathExecutor
 from elastic.sim.mechanisms.recovery import come_home
 from elastic.sim.mechanisms.weights import PLACE, Weights
 from elastic.sim.mechanisms.wires import Wires

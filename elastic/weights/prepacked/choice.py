@@ -15,6 +15,8 @@ from elastic.weights.prepacked.onednn import OneDNNLayout, find_layout, multiply
 ROWS = (1, 8, 32, 128)
 """Tokens of the products that are timed: of one request, of batches that decode, of a prompt."""
 REPEATS = 7
+TIMED_BYTES = 2**26
+"""Of a larger matrix, as heads of large vocabularies are, products with so much of it are timed."""
 ROTATED_BYTES = 2**26
 """Bytes of all the copies of a matrix that are used in turn: in a model, weights come from memory, not from cache."""
 
@@ -34,7 +36,8 @@ def _faster_layout(shape: tuple[int, int], dtype: torch.dtype, threads: int) -> 
     layout = find_layout(shape, dtype)
     if layout is None:
         return None
-    ratios = packed_time_ratios(layout)
+    timed = find_layout((min(shape[0], max(1, TIMED_BYTES // (shape[1] * dtype.itemsize))), shape[1]), dtype)
+    ratios = packed_time_ratios(timed or layout)
     return layout if math.prod(ratios) < 1 else None
 
 

@@ -137,11 +137,7 @@ def _opaque_over(address: int, layout: OneDNNLayout) -> torch.Tensor:
         ctypes.c_int64(len(layout.descriptor)),
     )
     assert not failed, "the same arguments as when the layout was found"
-    matrix: torch.Tensor = take(_capsule(made.value))
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    matrix: torch.Tensor = take(capsule(made.value, None, None))
     return matrix
-
-
-def _capsule(address: int | None) -> Any:
-    make = ctypes.pythonapi.PyCapsule_New
-    make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-    return make(address, None, None)

@@ -1,7 +1,8 @@
-"""Sources of full matrices that lie in oneDNN's order: in the pages of their place, or in host memory."""
+"""Sources of full matrices that lie in oneDNN's order: where their layer computes, or in host memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from elastic.weights.proxy.weight_home import WeightHome
 
 
 class ResidentSource:
-    """A matrix, [outputs, inputs], of a resident unit; `packed` are its bytes in the unit's pages."""
+    """A matrix, [outputs, inputs], where its layer computes; `packed` are its bytes, in the pages of a unit or not."""
 
-    def __init__(self, unit: WeightHome, name: str, layout: OneDNNLayout, packed: torch.Tensor) -> None:
+    def __init__(self, owner: str, layout: OneDNNLayout, packed: torch.Tensor, on_write: Callable[[], None]) -> None:
         self.packed = packed
-        self._unit = unit
-        self._name = name
+        self._owner = owner
         self._layout = layout
+        self._on_write = on_write
         self._matrix = layout.view(packed)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -40,12 +41,11 @@ class ResidentSource:
         plain = value.to(self._layout.dtype).expand(self._layout.shape).contiguous()
         with torch.no_grad():
             self.packed.copy_(self._layout.pack(plain))
-        self._unit.host_copies.pop(self._name, None)
-        self._unit.writes += 1
+        self._on_write()
 
     def describe(self) -> str:
         """Say for an error message where the weight is."""
-        return f"of {self._unit.name}, which is in oneDNN's order"
+        return f"of {self._owner}, which is in oneDNN's order"
 
 
 class AbsentSource(HostSource):

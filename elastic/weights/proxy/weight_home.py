@@ -38,3 +38,6 @@ class WeightHome(Protocol):
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """Replace a parameter while absent: `value`, any shape, is broadcast and cast to it."""
+
+    def overwritten(self, name: str) -> None:
+        """Note that a parameter was written in the place where it lies: what the host store has of it is old."""

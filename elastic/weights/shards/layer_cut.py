@@ -53,11 +53,6 @@ class LayerCut:
     plan: CutPlan
     parted: tuple[str, ...]
 
-    @property
-    def shards(self) -> int:
-        """The number of parts."""
-        return self.plan.parts
-
     @cached_property
     def every(self) -> frozenset[int]:
         """All parts."""
@@ -94,7 +89,7 @@ class LayerCut:
             tuple(pages_under(lies.offset, lies.nbytes, page_bytes) for lies in common),
             tuple(
                 tuple(pages_under(piece.offset, piece.nbytes, page_bytes) for piece in self.pieces(layout, part))
-                for part in range(self.shards)
+                for part in range(self.plan.parts)
             ),
         )
 

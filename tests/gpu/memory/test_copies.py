@@ -137,6 +137,20 @@ def test_weights_are_written_while_their_layer_is_fetched_ahead(simulator: Modul
 # -- copies that fail or do not count any more
 
 
+@pytest.mark.parametrize("locked", [True, False])
+def test_an_engine_that_is_closed_has_copied_all(locked: bool, simulator: ModuleType) -> None:
+    engine, target = StreamCopyEngine(GPU), torch.empty(1 << 16, device=GPU)
+    kept = keep(HostStore(), torch.ones(1 << 16), lock=locked)
+    assert is_locked(kept.tensor) == locked
+    torch.cuda.synchronize()
+    engine.start([(target, kept.tensor)])
+    engine.close()
+    del kept
+    gc.collect()
+    with torch.cuda.stream(torch.cuda.Stream(GPU)):
+        assert set(target.tolist()) == {1.0}
+
+
 def test_after_a_failed_start_nothing_is_written_any_more(simulator: ModuleType, engine: StreamCopyEngine) -> None:
     kept = keep(HostStore(), torch.ones(64), lock=True)
     target = torch.empty(64, device=GPU)

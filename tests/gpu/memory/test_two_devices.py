@@ -14,9 +14,13 @@ import pytest
 import torch
 
 import elastic
+from elastic.engines.base import Request
+from elastic.engines.continuous import ContinuousEngine
+from elastic.memory import copy_engine
 from elastic.memory.backends.peers import can_access, reachable
-from support.architectures import build, prompt
+from support.architectures import VOCAB, build, prompt
 from support.child_process import in_child
+from support.serving.generations import Collector, prompts, same_unless_close
 from support.wrapped_model import assert_same_bits, bits, modules_of
 
 pytestmark = [
@@ -82,6 +86,32 @@ def test_rows_are_computed_by_replicas_on_another_device(wrapped: Any) -> None:
         assert torch.equal(model.generate(**inputs, **GREEDY), tokens)
     rt.evict([0, 1], "cuda:1")
     assert torch.equal(model.generate(**inputs, **GREEDY), tokens)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "deepseek-v3"])
+def test_layers_on_another_device_than_their_blocks_attend_as_at_home(
+    name: str, wrapped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries, keys, values and sinks travel to the blocks, by a detour if need be: sinks come from pages."""
+    model, travelled = build(name, device="cuda:0"), list[torch.Size]()
+
+    def noted(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        travelled.append(tensor.shape)
+        return reachable(tensor, device)
+
+    monkeypatch.setattr(copy_engine, "reachable", noted)
+    rt = wrapped(model, two_devices()).elastic
+    heard, requests = Collector(), [Request(text, 16, ignore_eos=True) for text in prompts([9, 40], VOCAB)]
+    with ContinuousEngine(model, block_tokens=8, max_batch_tokens=64) as engine:
+        engine.submit(requests[0], heard)
+        heard.wait_for_tokens(requests[0].id, 3)
+        rt.migrate([0, 1], "cuda:1", kv=False)
+        travelled.clear()
+        engine.submit(requests[1], heard)
+        heard.wait([request.id for request in requests])
+    assert (torch.Size([4]) in travelled) == (name == "gpt-oss")
+    plain = build(name)
+    assert all(same_unless_close(plain, request.prompt, heard.tokens[request.id]) for request in requests)
 
 
 def test_a_detour_is_taken_where_devices_have_no_access() -> None:

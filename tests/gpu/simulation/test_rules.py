@@ -340,14 +340,29 @@ def test_pageable_memory_is_staged_and_page_locked_memory_is_not(simulator: Modu
 
 
 def test_memory_is_not_unregistered_under_a_copy(simulator: ModuleType) -> None:
-    tensor, host = zeros(), torch.ones(1 << 16)
-    done(driver.cuMemHostRegister(host.data_ptr(), host.nbytes, 0))
+    """The copy is an error of the device, and no end of the process, which may have nothing there any more."""
+    tensor, host = zeros(), torch.ones(1 << 20)
+    address = host.data_ptr()
+    done(driver.cuMemHostRegister(address, host.nbytes, 0))
     torch.empty_like(tensor).copy_(host[:N], non_blocking=True)
-    done(driver.cuMemHostUnregister(host.data_ptr()))
+    done(driver.cuMemHostUnregister(address))
     reported(simulator, "cuMemHostUnregister", "H2D (read)", "pending")
-    driver.cuMemHostUnregister(host.data_ptr())
+    driver.cuMemHostUnregister(address)
     reported(simulator, "not registered")
-    torch.cuda.synchronize()
+    del host  # as large as it is, it goes back to the system
+    with pytest.raises(RuntimeError, match="illegal"):
+        torch.cuda.synchronize()
+    reported(simulator, "ILLEGAL ADDRESS", "H2D reads", "not page-locked any more")
+
+
+def test_memory_that_is_unregistered_after_a_wait_is_what_was_copied() -> None:
+    tensor, host = zeros(), torch.ones(1 << 20)
+    done(driver.cuMemHostRegister(host.data_ptr(), host.nbytes, 0))
+    tensor.copy_(host[:N], non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    done(driver.cuMemHostUnregister(host.data_ptr()))
+    del host
+    assert tensor.sum().item() == N
 
 
 @pytest.mark.parametrize("portable", [False, True])

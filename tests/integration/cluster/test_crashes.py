@@ -74,7 +74,7 @@ def assert_right(heard: Collector, asked: dict[str, int]) -> None:
 
 
 def serving(fleet: Fleet) -> list[Any]:
-    return [rank for rank in fleet.status().ranks if rank.state == "serving"]
+    return [rank for rank in fleet.status().ranks if rank.serves]
 
 
 def test_a_killed_rank_loses_no_token_and_nothing_is_computed_again(fleet: Fleet) -> None:

@@ -49,7 +49,7 @@ class Disturber:
         self._thread.join()
 
     def serving_pids(self) -> dict[str, int]:
-        return {rank.name: rank.pid for rank in self.fleet.status().ranks if rank.state == "serving"}
+        return {rank.name: rank.pid for rank in self.fleet.status().ranks if rank.serves}
 
     @property
     def settled(self) -> bool:

@@ -34,8 +34,18 @@ class FakeDeployments:
     def devices(self) -> tuple[DeviceStatus, ...]:
         return (DeviceStatus("cpu#a", 100, 40, 0.25, self.names()),)
 
-    def deploy(self, path: str, intent: Intent, *, name: Any = None, load: Any = None, weights: Any = None) -> Any:
+    def deploy(
+        self,
+        path: str,
+        intent: Intent,
+        *,
+        name: Any = None,
+        load: Any = None,
+        weights: Any = None,
+        replicas: int = 1,
+    ) -> Any:
         self.asked.append(("deploy", path, intent, load, weights))
+        self.replicas: int | None = replicas
         if path == "/large":
             raise CapacityError("it has no place", requested_bytes=1, free_bytes=0, total_bytes=0)
         if weights == ["int2"]:
@@ -49,7 +59,10 @@ class FakeDeployments:
         )
         return self.told[name]
 
-    def intend(self, name: str, intent: Any, *, load: Any = None, dry_run: bool = False) -> Replanned:
+    def intend(
+        self, name: str, intent: Any, *, load: Any = None, replicas: int | None = None, dry_run: bool = False
+    ) -> Replanned:
+        self.replicas = replicas
         if name not in self.told:
             raise NotFound(f"there is no deployment {name!r}; there are: {', '.join(self.told)}")
         self.asked.append(("intend", name, intent, load, dry_run))

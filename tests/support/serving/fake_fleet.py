@@ -57,7 +57,7 @@ class FakeFleet(FakeEngine):
         self.ranks[rank] = replace(self.ranks[rank], state=state, why=why)
 
     def status(self) -> FleetStatus:
-        live = [rank for rank in self.ranks.values() if rank.state in ("serving", "draining")]
+        live = [rank for rank in self.ranks.values() if rank.up]
         load = EngineLoad(running=2, waiting=1, free_blocks=30, total_blocks=40)
         instances = tuple(
             InstanceStatus(f"i-{r.name}", r.name, (r.name,), load, 3, 15.0, 0, path, tp)

@@ -30,6 +30,7 @@ WITHOUT_OPTIONS = {
     "serving",
     "sim_fit",
     "sim_runs",
+    "sim_served",
 }
 
 

@@ -185,6 +185,10 @@ def test_a_fleet_is_looked_at_and_changed(served: Live, capsys: pytest.CaptureFi
     given = ["--token-file", str(token)]
     assert main(["fleet", "status", served.url]) == 0
     assert "2 of 2 ranks serve" in capsys.readouterr().out
+    served.engine.becomes("a", "flipping")
+    assert main(["fleet", "status", served.url]) == 0
+    out = capsys.readouterr().out
+    assert ("2 of 2 ranks serve" in out, "flipping" in out) == (True, True)
     assert main(["fleet", "move", served.url, "chatcmpl-12ab", "i-b", *given]) == 0
     assert "chatcmpl-12ab goes on at i-b: 4,096 bytes were copied" in capsys.readouterr().out
     assert served.engine.moves == [("12ab", "i-b")]

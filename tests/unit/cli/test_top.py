@@ -323,6 +323,17 @@ def test_the_ranks_of_a_fleet_are_shown() -> None:
     assert sample(seen).use == 0.75
 
 
+def test_a_rank_that_flips_counts_as_one_that_serves_and_keeps_its_line_in_the_grid() -> None:
+    said = fleet_document()
+    first = {**said["ranks"][0], "state": "flipping", "dropped": [7]}
+    second = {**first, "name": "r1", "state": "serving", "dropped": []}
+    instance = {**said["instances"][0], "path": ["r0"] * 7 + ["r1"]}
+    seen = read_status({**said, "ranks": [first, second], "instances": [instance]})
+    text = drawn(frame(seen, [sample(seen)], "http://here"), 160)
+    for words in ("2 of 2 ranks serve", "r0   flipping i0", "r0 1111111·"):
+        assert words in text, words
+
+
 def test_a_fleet_of_one_rank_is_shown_with_what_one_model_shows() -> None:
     one = document(version=2)
     rank = {"name": "r0", "state": "serving", **{k: one[k] for k in ("layers", "status", "events", "controller")}}

@@ -21,23 +21,20 @@ from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
 from elastic.runtime import options
 from elastic.runtime.options import check_prepack
-from elastic.weights.prepacked.onednn import OneDNNLayout, find_layout
+from elastic.weights.prepacked.onednn import find_layout
 from elastic.weights.prepacked.source import ResidentSource
 from elastic.weights.proxy.tensor import WeightProxy
-from support.architectures import GQA, build, prompt
+from support.architectures import build, prompt
 from support.serving.generations import prompts, same_unless_close, serve
+from support.weights.prepacked import WIDE, any_layout
+from support.weights.prepacked import wide_llama as llama
 from support.wrapped_model import assert_same_bits, bits, small
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 ROOM = small(16 << 20)
-WIDE = {**GQA, "hidden_size": 64, "intermediate_size": 128}
-"""Sizes of matrices that oneDNN can pack, but for those of keys and values."""
-PACKED = 5 * WIDE["num_hidden_layers"]
-
-
-def any_layout(weight: torch.Tensor) -> OneDNNLayout | None:
-    """What could be packed, whatever takes less time on this CPU."""
-    return find_layout((weight.shape[0], weight.shape[1]), weight.dtype) if weight.ndim == 2 else None
+IN_PAGES = 5 * WIDE["num_hidden_layers"]
+PACKED = IN_PAGES + 1
+"""With the head."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,13 +42,8 @@ def _packed_where_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "prepacked_layout", any_layout)
 
 
-def llama(dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    return t.LlamaForCausalLM(t.LlamaConfig(**WIDE)).to(dtype).eval()
-
-
 def packed_names(model: nn.Module) -> list[str]:
-    """Of the parameters that lie in oneDNN's order in their pages."""
+    """Of the parameters that lie in oneDNN's order where they are used."""
     found = [(n, getattr(p, "source", None)) for n, p in model.named_parameters() if isinstance(p, WeightProxy)]
     return [name for name, source in found if isinstance(source, ResidentSource)]
 
@@ -71,7 +63,8 @@ def test_the_tokens_are_the_plain_models(wrapped: Any, caplog: pytest.LogCapture
     caplog.set_level(logging.INFO, "elastic")
     model, plain = wrapped(llama(), ROOM, prepack=True), llama()
     assert len(packed_names(model)) == PACKED
-    assert f"{PACKED} of {7 * 3} matrices in pages are prepacked" in caplog.text
+    assert f"{IN_PAGES} of {7 * 3} matrices in pages are prepacked" in caplog.text
+    assert "the head, [128, 64], is prepacked" in caplog.text
     torch.testing.assert_close(logits(model), logits(plain))
     for row in model.generate(**prompt(1), **OPTIONS).tolist():
         assert same_unless_close(plain, row[:-12], row[-12:])
@@ -265,6 +258,23 @@ def test_what_several_layers_share_stays_plain(wrapped: Any) -> None:
     torch.testing.assert_close(logits(model), logits(tied()))
     elastic.unwrap(model)
     assert_same_bits(model, bits(tied()))
+
+
+def test_a_head_that_is_tied_to_embeddings_stays_plain(wrapped: Any) -> None:
+    torch.manual_seed(0)
+    tied = t.LlamaForCausalLM(t.LlamaConfig(**WIDE, tie_word_embeddings=True)).eval()
+    before = bits(tied)
+    model = wrapped(tied, ROOM, prepack=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert len(packed_names(model)) == IN_PAGES
+    assert_same_bits(model, before)
+
+
+def test_a_head_that_was_replaced_meanwhile_is_left_as_it_is(wrapped: Any) -> None:
+    model = wrapped(llama(), ROOM, prepack=True)
+    model.lm_head.weight = other = nn.Parameter(torch.randn(128, 64))
+    elastic.unwrap(model)
+    assert model.lm_head.weight is other
 
 
 def test_linear_layers_that_compute_otherwise_stay_plain(wrapped: Any) -> None:

@@ -71,11 +71,14 @@ def test_the_intent_and_the_load_come_as_they_were_sent(client: TestClient, depl
         intent={"latency_s": 1.5, "quality_loss": 0.01},
         load={"prompt": 64, "new": 32, "rate": 2},
         weights=["full", "int4"],
+        replicas=3,
     )
+    assert deployments.replicas == 3
     intent = Intent(latency_s=1.5, quality_loss=0.01)
     assert deployments.asked[-1] == ("deploy", "/models/other", intent, Load(64, 32, 2), ["full", "int4"])
-    body = {"name": "other", "intent": {"minimize": "memory"}, "dry_run": True}
+    body = {"name": "other", "intent": {"minimize": "memory"}, "replicas": 2, "dry_run": True}
     planned = client.post("/elastic/fleet/intend", json=body).json()["intended"]
+    assert deployments.replicas == 2
     assert (planned["status"], planned["after"], planned["steps"][0]["kind"]) == ("planned", "TP1 PP1 int8", "swap")
     assert deployments.asked[-1] == ("intend", "other", Intent("memory"), None, True)
     document = client.get("/elastic/status").json()

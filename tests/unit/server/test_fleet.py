@@ -62,6 +62,21 @@ def test_health_is_good_while_one_rank_serves(client: TestClient, fleet: FakeFle
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
 
 
+def test_a_rank_that_flips_serves_and_is_told_apart(client: TestClient, fleet: FakeFleet) -> None:
+    fleet.becomes("a", "flipping")
+    fleet.becomes("b", "lost")
+    answer = client.get("/health")
+    assert (answer.status_code, answer.json()["ranks"][0]) == (200, {"name": "a", "state": "flipping"})
+    found = scraped(client)
+    states = {key[1:]: value for key, value in found.items() if key[0] == "elastic_rank_state"}
+    assert states == {("instance=i-a", "rank=a", "state=flipping"): 1, ("instance=", "rank=b", "state=lost"): 1}
+    assert found["elastic_rank_up", "instance=i-a", "rank=a"] == 1
+    assert found["elastic_rank_dropped_layers", "instance=i-a", "rank=a"] == 0
+    rank = client.get("/elastic/status").json()["ranks"][0]
+    assert (rank["state"], rank["layers"]) == ("flipping", list(VARIANTS)), "it is looked at as before"
+    assert client.post("/elastic/actions", json={"actions": [RELEASE], "rank": "a"}).status_code == 200
+
+
 def test_metrics_tell_ranks_and_instances_apart(client: TestClient, fleet: FakeFleet) -> None:
     fleet.becomes("b", "lost")
     found = scraped(client)
@@ -90,8 +105,9 @@ def test_metrics_have_bubbles_and_wires_of_each_rank(client: TestClient) -> None
     assert found["elastic_iteration_tokens_total_sum", *a] == 7
     assert [found["elastic_iteration_tokens_total_bucket", a[0], f"le={n}.0", a[1]] for n in (1, 2, 4)] == [1, 2, 3]
     wires = {"sent": 100, "received": 200, "read": 300}
-    assert {name: found[f"elastic_wire_{name}_bytes_total", a[0], "peer=b", a[1]] for name in wires} == wires
-    assert not [key for key in found if key[0].startswith("elastic_wire") and "rank=b" in key]
+    told = {key[1:]: value for key, value in found.items() if key[0].startswith("elastic_wire")}
+    assert told == {(a[0], f"kind={kind}", "peer=b", a[1]): nbytes for kind, nbytes in wires.items()}
+    assert found["elastic_wire_bytes_total", a[0], "kind=sent", "peer=b", a[1]] == 100
 
 
 def test_a_rank_that_hangs_holds_up_no_look_at_the_others(client: TestClient, fleet: FakeFleet) -> None:

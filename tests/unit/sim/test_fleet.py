@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,7 +15,7 @@ from elastic.sim.core.clock import VirtualClock
 from elastic.sim.core.executor import STOP
 from elastic.sim.core.fleet import RankModel, SimulatedFleet
 from elastic.sim.core.instance import EngineOptions, PlacePages
-from elastic.sim.core.step_seconds import FixedSeconds, StepCost
+from elastic.sim.core.step_seconds import FixedSeconds, MeasuredPace, StepCost
 
 COST = ChunkCost(prefix=2e-7, own=1e-7, token=1e-4, chunk=5.5e-3, shared=5e-3)
 
@@ -33,11 +34,8 @@ class Told:
         return sum(len(output.tokens) for output in self.outputs)
 
 
-def fleet(
-    cost: StepCost, instances: int = 1, *, blocks: int = 100, stretch_s: float = 0.0, contention: float = 0.0
-) -> SimulatedFleet:
-    pages = PlacePages(blocks + 10, 10, 1)
-    model = RankModel(EngineOptions(4, 8, 16), pages, cost, stretch_s=stretch_s, contention=contention)
+def fleet(cost: StepCost, instances: int = 1, *, blocks: int = 100, **options: Any) -> SimulatedFleet:
+    model = RankModel(EngineOptions(4, 8, 16), PlacePages(blocks + 10, 10, 1), cost, **options)
     return SimulatedFleet(VirtualClock(), model, instances)
 
 
@@ -76,6 +74,24 @@ def test_ranks_of_a_host_slow_each_other_down_while_both_compute() -> None:
     first, second = play(made, [(0.0, 9, 1), (0.2, 9, 4)])
     assert first.outputs[-1].at_s == pytest.approx(0.2 + 0.3 * 1.6)
     assert [output.at_s for output in second.outputs][:2] == pytest.approx([0.88, 1.38])
+
+
+def test_at_the_pace_of_another_run_all_is_told_when_it_was_told_there() -> None:
+    arrivals = [(0.3, 20, 9), (0.4, 9, 20), (0.9, 40, 5)]
+    noisy, steps = fleet(COST, noise=0.5), []
+    local = noisy.instances["r0"].local
+    compute, batch = local.host.compute, Mock(wraps=COST.batch)
+
+    def note(seconds: float, done: Callable[[], object]) -> None:
+        steps.append((noisy.clock.now, noisy.clock.now + seconds, COST.batch(batch.call_args.args[0])))
+        compute(seconds, done)
+
+    local.cost = Mock(batch=batch)
+    local.host.compute = note  # type: ignore[method-assign]
+    real = play(noisy, arrivals)
+    paced = play(fleet(COST, paces={"r0": MeasuredPace(steps)}), arrivals)
+    for one, other in zip(real, paced, strict=True):
+        assert [output.at_s for output in other.outputs] == pytest.approx([output.at_s for output in one.outputs])
 
 
 def test_what_ended_is_in_use_until_that_is_told_and_free_at_once_behind_it() -> None:

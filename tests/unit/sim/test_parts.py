@@ -18,7 +18,7 @@ from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
 from elastic.sim.core.clock import VirtualClock, stream
 from elastic.sim.core.pages import SimulatedMemory
-from elastic.sim.core.step_seconds import ALIKE, MeasuredStep, Noise
+from elastic.sim.core.step_seconds import ALIKE, MeasuredPace, MeasuredStep, Noise
 from elastic.sim.core.stretch import Stretch
 from elastic.sim.quantiles import ACCURACY, QuantileSketch
 from elastic.sim.roofline import DividedSteps, SheetSteps
@@ -72,6 +72,15 @@ def test_measured_noise_is_that_of_steps_of_such_seconds() -> None:
     assert sum(a == b for a, b in itertools.pairwise(drawn)) < 20, "each follows the one that it followed"
     assert noise(0.0, steps=10_000) == pytest.approx(2.5, rel=0.02)
     assert {noise(seconds) for seconds in (1.0, 9.0)} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("at_s", "cost_s", "seconds"),
+    [(0.0, 1.0, 1.0), (0.5, 1.0, 1.5), (0.0, 2.0, 3.0), (3.0, 0.75, 1.0), (3.5, 0.75, 0.5 + 0.375), (9.0, 3.0, 4.0)],
+)
+def test_a_pace_gets_done_what_the_real_rank_did_at_each_moment(at_s: float, cost_s: float, seconds: float) -> None:
+    pace = MeasuredPace([(0.0, 1.0, 1.0), (1.0, 3.0, 1.0), (4.0, 5.0, 1.0)])  # 3 s of cost in 4 s: the mean between
+    assert pace.seconds(at_s, cost_s) == pytest.approx(seconds)
 
 
 @given(st.integers(2, 200), st.floats(1e-3, 1.0), st.floats(0, 1e-2), st.floats(0, 0.999))

@@ -80,6 +80,7 @@ def test_shipped_scenarios_that_extend_others_have_their_requests() -> None:
     assert "kunserve-burst-drop" in shipped()
     base, drops = read_scenario("kunserve-burst"), read_scenario("kunserve-burst-drop")
     assert drops.sources == base.sources
-    assert base.mechanisms is None
-    assert drops.mechanisms is not None
-    assert drops.mechanisms.policies.overload is not None
+    assert base.models[0].mechanisms is None
+    (model,) = drops.models
+    assert model.mechanisms is not None
+    assert model.mechanisms.policies.overload is not None

@@ -217,12 +217,19 @@ def test_layers_that_find_no_room_begin_in_host_memory() -> None:
 def test_other_functions_see_the_plain_matrix() -> None:
     weight, x = torch.randn(256, 128), torch.randn(3, 128)
     layout = layout_of(weight)
-
-    class Unit:
-        name, host_copies, writes = "layer", {}, 0
-
-    proxy = WeightProxy(weight, ResidentSource(Unit(), "w", layout, layout.pack(weight)))  # type: ignore[arg-type]
+    proxy = WeightProxy(weight, ResidentSource("layer", layout, layout.pack(weight), lambda: None))
     assert torch.equal(x @ proxy.T, x @ weight.T)
     assert torch.equal(proxy.detach(), weight)
     assert torch.equal(proxy.clone(), weight)
     assert F.linear(x.double(), proxy).dtype == torch.float64
+
+
+def test_of_a_very_large_matrix_a_part_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[OneDNNLayout] = []
+    monkeypatch.setattr(choice, "TIMED_BYTES", 256 * 128 * 4)
+    monkeypatch.setattr(choice, "packed_time_ratios", lambda layout: timed.append(layout) or [0.5])
+    choice._faster_layout.cache_clear()
+    large = layout_of(torch.empty(1024, 128))
+    assert choice.prepacked_layout(torch.empty(1024, 128)) == large
+    assert [layout.shape for layout in timed] == [(256, 128)]
+    choice._faster_layout.cache_clear()

@@ -79,7 +79,7 @@ class Exchange:
         """
         for home, path in self._target.paths.items():  # requests go by as many copies as there are to be: all alike yet
             if path.copies > self.group.shape.paths[home].copies:
-                self._goes_by(home, self._ranks.ask(home, SetCopies(path.copies)))
+                self._share_out(home, path.copies)
         try:
             return self._run()
         finally:
@@ -116,7 +116,12 @@ class Exchange:
         for home, path in self.group.shape.paths.items():
             if path.copies > 1 and path.alike:
                 with suppress(ElasticError):  # it is lost, or recovers
-                    self._goes_by(home, self._ranks.ask(home, SetCopies(1)))
+                    self._share_out(home, 1)
+
+    def _share_out(self, home: str, copies: int) -> None:
+        """Have requests of an instance go by so many copies of its layers, at the ranks where these are."""
+        with self._ranks.flipping((home, *self.group.shape.paths[home].guests)):
+            self._goes_by(home, self._ranks.ask(home, SetCopies(copies)))
 
     def _goes_by(self, home: str, path: LayerPath) -> None:
         shape = self.group.shape

@@ -65,15 +65,17 @@ def flip_layers(ranks: Ranks, path: LayerPath, flips: Sequence[LayerFlip], *, co
     """
     home, coming = path.home, _by_target(flips)
     goal = path.redirected({shard: flip.target for flip in flips for shard in flip.shards})
-    exchange = ranks.ask(home, BeginExchange(tuple(shard for flip in flips for shard in flip.shards)))
-    prepared: list[str] = []
-    try:
-        _prepare(ranks, {rank: PrepareLayers(home, shards, exchange) for rank, shards in coming.items()}, prepared)
-        moved_bytes, sources = _copy(ranks, flips, coordinated, all_at_once=path.copies == 1)
-        flipped = ranks.ask(home, FlipLayers(goal, {way: there for way, there in sources.items() if way[0] != home}))
-    except ElasticError:
-        _undo(ranks, home, {rank: coming[rank] for rank in prepared})
-        raise
+    with ranks.flipping((home, *path.guests, *goal.guests)):
+        exchange = ranks.ask(home, BeginExchange(tuple(shard for flip in flips for shard in flip.shards)))
+        prepared: list[str] = []
+        try:
+            _prepare(ranks, {rank: PrepareLayers(home, shards, exchange) for rank, shards in coming.items()}, prepared)
+            moved_bytes, sources = _copy(ranks, flips, coordinated, all_at_once=path.copies == 1)
+            told = {way: there for way, there in sources.items() if way[0] != home}
+            flipped = ranks.ask(home, FlipLayers(goal, told))
+        except ElasticError:
+            _undo(ranks, home, {rank: coming[rank] for rank in prepared})
+            raise
     return FlipDone(goal, moved_bytes + flipped.copied_bytes, flipped.stalled_ms)
 
 

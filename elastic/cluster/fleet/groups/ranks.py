@@ -103,6 +103,20 @@ class Ranks:
         with _limits_change(self.dispatcher, caps) as loads:
             loads.update(self.ask_all({home: SetCap(cap) for home, cap in caps.items()}))
 
+    @contextmanager
+    def flipping(self, names: Iterable[str]) -> Iterator[None]:
+        """Have the status tell meanwhile that who computes layers of instances of these ranks changes."""
+        with self.dispatcher.lock:
+            there = [i for name in dict.fromkeys(names) if (i := self.dispatcher.instances.get(name)) is not None]
+            for instance in there:
+                instance.flips += 1
+        try:
+            yield
+        finally:
+            with self.dispatcher.lock:
+                for instance in there:
+                    instance.flips -= 1
+
     def get_ready(self) -> None:
         """Have ranks that came since listen for others, and begin to compute checksums of their weights. One thread.
 

@@ -27,8 +27,9 @@ def recover(ranks: Ranks, group: Group, lost: str) -> int:
     for instance in left:
         with suppress(ElasticError):  # what is wrong shows in the next answer
             result(instance, instance.client.ask(CloseStage(lost)))
-    asked = [(instance, instance.client.ask(Recover(lost, group.left()))) for instance in left]
-    recomputed = sum(_answer(instance, answer) for instance, answer in asked)
+    with ranks.flipping(instance.name for instance in left):
+        asked = [(instance, instance.client.ask(Recover(lost, group.left()))) for instance in left]
+        recomputed = sum(_answer(instance, answer) for instance, answer in asked)
     for instance in left:
         for home in group.members:
             with suppress(ElasticError):

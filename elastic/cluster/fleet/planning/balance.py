@@ -69,8 +69,10 @@ def plan_moves(instances: Sequence[InstanceBooks], waiting_blocks: int | None = 
     request with the fewest blocks.
     """
     if waiting_blocks is not None:
-        short = all(books.free_blocks < waiting_blocks for books in instances)
-        return _make_room(instances, waiting_blocks) if short else []
+        if any(books.free_blocks >= waiting_blocks for books in instances):
+            return []
+        plans = [plan for books in instances if (plan := _empty(books, instances, waiting_blocks)) is not None]
+        return min(plans, key=lambda plan: plan[0], default=(0, []))[1]
     if len(instances) < 2:
         return []
     source = min(instances, key=_freeness)
@@ -90,12 +92,6 @@ def _freeness(books: InstanceBooks, change: int = 0, request: Movable | None = N
     """Return an instance's freeness, with a request more or less."""
     blocks, sequences = (request.needed, request.sequences) if request is not None else (0, 0)
     return freeness(books.free_blocks - change * blocks, books.sequences + change * sequences)
-
-
-def _make_room(instances: Sequence[InstanceBooks], blocks: int) -> list[Move]:
-    """Return the moves with the fewest blocks copied after which one instance has so many free, if there are."""
-    plans = [plan for books in instances if (plan := _empty(books, instances, blocks)) is not None]
-    return min(plans, key=lambda plan: plan[0], default=(0, []))[1]
 
 
 def _empty(books: InstanceBooks, instances: Sequence[InstanceBooks], blocks: int) -> tuple[int, list[Move]] | None:

@@ -87,12 +87,12 @@ def _modules_of(index: int, layer: nn.Module, ffn: FFNCut) -> dict[nn.Module, _C
         experts = layer.get_submodule(ffn.module)
         return {experts: _CutModule(index, Experts.of(experts, ffn), summed=True, once="")}
     names = {cut.name for cut in ffn.cuts}
-    found = {}
+    modules = {}
     for cut in ffn.cuts:
         name, _, parameter = cut.name.rpartition(".")
         if parameter == "weight":
             last, bias = name == ffn.summed, f"{name}.bias"
             role = OuterMatrix(cut) if last else InnerMatrix(cut, bias if bias in names else "")
             once = "bias" if last and bias in ffn.once else ""
-            found[layer.get_submodule(name)] = _CutModule(index, role, last, once)
-    return found
+            modules[layer.get_submodule(name)] = _CutModule(index, role, last, once)
+    return modules

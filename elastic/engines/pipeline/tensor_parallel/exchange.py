@@ -84,8 +84,8 @@ class StepExchange:
         places = {rank: _places(shards, len(part.ranks), count) for rank, shards in part.shards.items()}
         shapes = {rank: (*heads.shape[:2], len(place), heads.shape[3]) for rank, place in places.items()}
         everything = heads.new_empty(*heads.shape[:2], count, heads.shape[3])
-        for rank, found in self._swap(heads, shapes).items():
-            everything[:, :, _index(places[rank], heads.device)] = found
+        for rank, others in self._swap(heads, shapes).items():
+            everything[:, :, _index(places[rank], heads.device)] = others
         return everything
 
     def _swap(self, own: torch.Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
@@ -102,8 +102,8 @@ class StepExchange:
         likes = {rank: own.new_empty(shapes[rank]) for rank in others}
         awaited = [(rank, like, key) for rank, like in likes.items() if like.numel()]
         came = dict(zip((rank for rank, *_ in awaited), self._receive(awaited), strict=True)) if awaited else {}
-        found = {**likes, **came, self._plan.rank: own}
-        return {rank: found[rank] for rank in shapes}
+        tensors = {**likes, **came, self._plan.rank: own}
+        return {rank: tensors[rank] for rank in shapes}
 
 
 class ShardedCache:

@@ -52,11 +52,11 @@ class Experts:
         """
         output = torch.zeros_like(hidden)
         for experts, parameters in self._runs(tensors, own):
-            here = self._numbers_of(experts, chosen.device)[chosen]
-            tokens, slots = (here >= 0).nonzero(as_tuple=True)
+            numbers = self._numbers_of(experts, chosen.device)[chosen]
+            tokens, slots = (numbers >= 0).nonzero(as_tuple=True)
             if len(tokens):
                 some = _with(module, parameters, len(experts))
-                given = hidden[tokens], here[tokens, slots][:, None], weights[tokens, slots][:, None]
+                given = hidden[tokens], numbers[tokens, slots][:, None], weights[tokens, slots][:, None]
                 output.index_add_(0, tokens, type(module).forward(some, *given).to(output.dtype))
         return output
 

@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from elastic.errors import BackendUnavailable, ConfigError, IntegrityError
 from elastic.kvcache.storage.pool import OWNER, KVPool
-from elastic.memory.backends.streams import finish_queued_work, note_current_stream
-from elastic.memory.copy_engine import synchronize
+from elastic.memory.backends.streams import finish_queued_work, new_stream, note_current_stream, on_stream
 from elastic.memory.virtual_range import VirtualRange, map_all, unmap_all
 
 
@@ -77,6 +76,7 @@ class KVSectors:
         readable = kv.device.type == "cpu"  # so that printing a tensor over it does not crash
         self.range = VirtualRange(kv.pool, -(-self.nbytes // page), readable_gaps=readable)
         self._storage = self.range.storage(0, self.nbytes, lambda: None)
+        self._stream = new_stream(kv.device) if kv.device.type == "cuda" else None  # not behind steps under way
         kv.join(self)
 
     @property
@@ -153,11 +153,16 @@ class KVSectors:
         return [(r.offset // page + sector * count, count) for r, count in zip(self.regions, self._pages, strict=True)]
 
     def _clear(self, sector: int) -> None:
-        """Have a new sector be zero: some kernels multiply what is behind the last token by zero, whatever it is."""
+        """Have a new sector be zero: some kernels multiply what is behind the last token by zero, whatever it is.
+
+        It is on return, for any stream. Steps under way are not waited for.
+        """
         page, memory = self.kv.pool.page_bytes, self._storage.tensor(torch.int8)
-        for slot, count in self._slots(sector):
-            memory[slot * page : (slot + count) * page].zero_()
-        synchronize(self.kv.device)
+        with on_stream(self._stream):
+            for slot, count in self._slots(sector):
+                memory[slot * page : (slot + count) * page].zero_()
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class _AnswerZeros(TorchFunctionMode):

@@ -30,9 +30,14 @@ double milliseconds() {
     return now.tv_sec * 1e3 + now.tv_nsec / 1e6;
 }
 
-// Whether the work may touch what it names. A copy by the driver reaches all that cudaMalloc gave.
+// Whether the work may touch what it names. A copy by the driver reaches all that cudaMalloc gave, and page-locked
+// memory, which the host may have given up since the copy was queued: this process may have nothing there any more.
 bool may_touch(const Work &work, const SimAccess &access, std::string *why) {
-    if (access.reach == SIM_HOST || access.reach == SIM_SPARSE) return true;
+    if (access.reach == SIM_SPARSE) return true;
+    if (access.reach == SIM_HOST) {
+        *why = "host memory that is not page-locked any more";
+        return page_locked(access.address, access.bytes, -1);
+    }
     if (access.reach == SIM_PEER) return accessible(access.device, access, why);
     if (access.reach == SIM_COPY) {
         const Mapping *mapping = mapping_at(access.address);

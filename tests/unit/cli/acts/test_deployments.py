@@ -51,8 +51,18 @@ def test_a_model_is_deployed_changed_and_ended(
     assert "swap cpu#a to int8: 4,096 bytes of weights" in told
     assert "planned: TP1 PP1 full to TP1 PP1 int8; it would take about 0.5 s" in told
     assert deployments.asked[-1] == ("intend", "other", Intent("gpu_hours"), None, True)
+    assert deployments.replicas is None, "as many as there are"
     assert main(["fleet", "undeploy", served.url, "other"]) == 0
     assert deployments.names() == (NAME,)
+
+
+def test_replicas_are_asked_for_and_leave_the_intent_as_it_is(served: Live, deployments: FakeDeployments) -> None:
+    assert main(["fleet", "deploy", served.url, "/models/other", "--replicas", "2"]) == 0
+    assert deployments.replicas == 2
+    assert main(["fleet", "intend", served.url, "other", "--replicas", "3", "--dry-run"]) == 0
+    assert (deployments.replicas, deployments.asked[-1]) == (3, ("intend", "other", None, None, True))
+    assert main(["fleet", "intend", served.url, "other", "--replicas", "3", "--intent", "memory"]) == 0
+    assert deployments.asked[-1] == ("intend", "other", Intent("memory"), None, False)
 
 
 def test_what_the_server_refuses_is_told(served: Live, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,6 +77,7 @@ def test_what_the_server_refuses_is_told(served: Live, capsys: pytest.CaptureFix
     [
         (["--intent", "cost"], "--intent is for deployments; say on what: --devices DEVICES"),
         (["--harvest"], "--harvest is for deployments"),
+        (["--replicas", "2"], "--replicas is for deployments"),
         (["--devices", "cpu#a=1GiB", "--ranks", "2"], "--ranks does not go with --devices"),
         (["--devices", "cpu#a=1GiB", "--variants", "int4"], "--variants does not go with --devices"),
         (["--devices", "cpu#a=1GiB", "--prepack"], "--prepack does not go with --devices"),

@@ -143,6 +143,88 @@ def test_ranks_come_go_and_share_layers_and_every_token_is_the_models(
 
 
 @pytest.mark.slow
+def test_replicas_share_the_requests_and_changes_of_the_intent_keep_them(
+    fleet: Deployments, paths: Any, expected: Any
+) -> None:
+    told = fleet.deploy(paths["qwen3"], load=LOAD, weights=("full", "int8"), name="model", replicas=2)
+    assert (told.replicas, len(told.stages)) == (2, 2)
+    deployed, heard, sent = fleet._named("model"), Collector(), requests(4)
+    assert deployed.estimate().rate * 2 > LOAD.rate > LOAD.shared(2).rate
+    for request in sent:
+        fleet["model"].submit(request, heard)
+    with fleet["model"]._dispatcher.lock:
+        assert {len(each.records) for each in fleet["model"]._dispatcher.instances.values()} <= {5, 6, 7}
+    done = fleet.intend("model", Intent("latency", quality_loss=0.0))
+    assert (fleet.status()[0].replicas, deployed.observed()) == (2, Configuration())
+    assert done.status in ("applied", "unchanged")
+    assert fleet.intend("model", replicas=3).status == "applied"
+    assert len(deployed.ranks) == fleet.status()[0].replicas == 3
+    with pytest.raises(CapacityError, match="replica 4 of 4: 1 devices are needed, of 0"):
+        fleet.intend("model", replicas=4)
+    assert fleet.intend("model", replicas=1).status == "applied"
+    (kept,) = deployed.ranks
+    assert [device.name for device in fleet.devices() if device.free_bytes < device.memory_bytes] == [kept]
+    heard.wait([request.id for request in sent])
+    assert {len(got) for got in tokens(heard, sent)} == {NEW}
+    fleet["model"].check()
+    for wrong in (0, True, 1.5):
+        with pytest.raises(ConfigError, match="replicas="):
+            fleet.intend("model", replicas=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_replicas_that_share_layers_come_and_go_beside_one_that_stays(
+    paths: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = Chooser.options
+    monkeypatch.setattr(
+        Chooser,
+        "options",
+        lambda *args, **how: [each for each in options(*args, **how) if each.configuration == Configuration(2)],
+    )
+    devices = ",".join(f"cpu#{name}=12MiB" for name in "abcd")
+    with Deployments(devices, weights=("full",), **OPTIONS) as fleet:
+        fleet.deploy(paths["qwen3"], load=LOAD, name="model", replicas=2)
+        deployed, sent = fleet._named("model"), requests(2)
+        assert len(fleet["model"].groups()) == 2
+        assert tokens(serve(fleet["model"], sent), sent) == expected["qwen3"] * 2
+        heard, sent = Collector(), requests(2)
+        for request in sent:
+            fleet["model"].submit(request, heard)
+        done = fleet.intend("model", replicas=1)
+        assert [step.kind for step in done.steps] == ["part", "remove", "limit"]
+        (group,) = fleet["model"].groups()
+        assert set(group.members) == set(deployed.ranks.values())
+        heard.wait([request.id for request in sent])
+        assert tokens(heard, sent) == expected["qwen3"] * 2
+        assert fleet.intend("model", replicas=2).status == "applied"
+        assert len(fleet["model"].groups()) == 2
+        fleet["model"].check()
+
+
+def test_a_group_reserves_what_it_needs_and_gives_back_the_rest(paths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Chooser.options
+    with Deployments("cpu#a=12MiB,cpu#b=12MiB", weights=("full",), **OPTIONS) as fleet:
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                Chooser,
+                "options",
+                lambda *args, **how: [each for each in options(*args, **how) if each.configuration == Configuration(2)],
+            )
+            told = fleet.deploy(paths["qwen3"], load=LOAD, name="model")
+        reserved = {device.name: device.memory_bytes - device.free_bytes for device in fleet.devices()}
+        (stage,) = told.stages
+        assert all(reserved[device] < 1.5 * stage.nbytes < 12 << 20 for device in stage.devices)
+        fleet.deploy(paths["llama-gqa"], load=LOAD, name="other")
+        sent = requests(2)
+        assert {len(got) for got in tokens(serve(fleet["model"], sent), sent)} == {NEW}
+        fleet["model"].check()
+        for name in ("model", "other"):
+            fleet.remove(name)
+        assert all(device.free_bytes == device.memory_bytes for device in fleet.devices())
+
+
+@pytest.mark.slow
 def test_a_change_that_is_stopped_on_the_way_loses_no_request(
     fleet: Deployments, paths: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

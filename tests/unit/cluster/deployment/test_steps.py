@@ -20,18 +20,20 @@ LAYERS = 6
 
 
 def deployment(tp: int, pp: int, weights: str, devices: str) -> Deployment:
-    """A configuration on devices named by a letter each."""
+    """A configuration on devices named by a letter each, of as many instances as they are for."""
     configuration = Configuration(tp, pp, weights)
     cut = even_stages(LAYERS, pp)
-    stages = tuple(Stage(layers, tuple(devices[tp * n : tp * n + tp]), 100) for n, layers in enumerate(cut))
-    return Deployment(configuration, stages, 1, Estimate(configuration, cut, (), "", "", 1), (math.nan,) * pp)
+    every = cut * (len(devices) // (tp * pp))
+    stages = tuple(Stage(layers, tuple(devices[tp * n : tp * n + tp]), 100) for n, layers in enumerate(every))
+    return Deployment(configuration, stages, 1, Estimate(configuration, cut, (), "", "", 1), (math.nan,) * len(every))
 
 
 @st.composite
 def deployments(draw: st.DrawFn) -> Deployment:
     tp, pp = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (2, 2)]))
     weights = draw(st.sampled_from([FULL, "int8", "int4"] if tp * pp == 1 else [FULL]))
-    devices = "".join(draw(st.permutations("abcdef"))[: tp * pp])
+    replicas = draw(st.integers(1, 6 // (tp * pp)))
+    devices = "".join(draw(st.permutations("abcdef"))[: replicas * tp * pp])
     return deployment(tp, pp, weights, devices)
 
 
@@ -52,14 +54,14 @@ class Ranks:
                 assert not self.weights.keys() & set(step.devices)  # type: ignore[attr-defined]
                 self.weights |= dict.fromkeys(step.devices, FULL)  # type: ignore[attr-defined]
             case "part":
-                self.tp, self.stages = set(), {}
+                self.tp = {shared for shared in self.tp if not {*shared} & {*step.devices}}  # type: ignore[attr-defined]
+                for name in step.devices:  # type: ignore[attr-defined]
+                    self.stages.pop(name, None)
             case "restore" | "swap":
-                assert not self.tp
-                assert not self.stages
+                assert not self.grouped(step.devices)  # type: ignore[attr-defined]
                 self.weights |= dict.fromkeys(step.devices, step.weights or FULL)  # type: ignore[attr-defined]
             case "remove":
-                assert not self.tp
-                assert not self.stages
+                assert not self.grouped(step.devices)  # type: ignore[attr-defined]
                 for name in step.devices:  # type: ignore[attr-defined]
                     del self.weights[name]
                 assert self.weights, "requests of the last rank have nowhere to go"
@@ -68,7 +70,10 @@ class Ranks:
                 self.tp.add(step.devices)  # type: ignore[attr-defined]
             case "drop":
                 assert set(self.weights.values()) == {FULL}
-                self.stages = dict(zip(step.devices, step.layers, strict=True))  # type: ignore[attr-defined]
+                self.stages |= dict(zip(step.devices, step.layers, strict=True))  # type: ignore[attr-defined]
+
+    def grouped(self, devices: tuple[str, ...]) -> bool:
+        return any({*devices} & {*each} for each in (*self.tp, self.stages))
 
 
 @settings(max_examples=40)
@@ -100,6 +105,21 @@ def test_ranks_begin_with_all_layers_and_get_their_configuration(wanted: Deploym
         ranks.do(step)
     there = Ranks(wanted)
     assert (ranks.weights, ranks.tp, ranks.stages) == (there.weights, there.tp, there.stages)
+
+
+def test_an_instance_that_stays_is_not_touched_when_another_comes_or_goes() -> None:
+    one, two = deployment(2, 1, FULL, "ab"), deployment(2, 1, FULL, "abcd")
+    assert [(step.kind, step.devices) for step in steps_between(one, two)] == [
+        ("add", ("c", "d")),
+        ("share", ("c", "d")),
+        ("limit", ("a", "b", "c", "d")),
+    ]
+    assert [(step.kind, step.devices) for step in steps_between(two, one)] == [
+        ("part", ("c", "d")),
+        ("remove", ("c", "d")),
+        ("limit", ("a", "b")),
+    ]
+    assert two.instances == (one.stages, two.stages[1:])
 
 
 @pytest.mark.parametrize(

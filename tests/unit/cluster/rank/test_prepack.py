@@ -5,29 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-import transformers as t
 
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Request
 from elastic.runtime import options
-from elastic.weights.prepacked.onednn import OneDNNLayout, find_layout
-from support.architectures import GQA
 from support.serving.generations import prompts, same_unless_close, serve
-
-WIDE = {**GQA, "hidden_size": 64, "intermediate_size": 128}
-
-
-def any_layout(weight: torch.Tensor) -> OneDNNLayout | None:
-    return find_layout((weight.shape[0], weight.shape[1]), weight.dtype) if weight.ndim == 2 else None
+from support.weights.prepacked import any_layout, wide_llama
 
 
 def test_ranks_serve_prepacked_and_drop_no_layer_that_could_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(options, "prepacked_layout", any_layout)
-    torch.manual_seed(0)
-    plain = t.LlamaForCausalLM(t.LlamaConfig(**WIDE)).eval()
+    plain = wide_llama()
     plain.save_pretrained(tmp_path)
     places = [[f"cpu#prepacked{rank}=16MiB"] for rank in range(2)]
     with Fleet(tmp_path, ranks=places, launch="in-process", wrap={"prepack": True}) as fleet:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,8 +9,6 @@ import pytest
 import torch
 
 from elastic import BackendUnavailable, CapacityError, ConfigError
-from elastic.controller.sensors.request_metrics import RequestMetrics
-from elastic.engines.vllm.agreement import RankAgreement
 from elastic.engines.vllm.kv.admission import GroupDemand, PromiseLedger
 from elastic.engines.vllm.kv.capacity import BlockCapacity
 from elastic.engines.vllm.kv.coordinator import CapacityCoordinator
@@ -30,40 +27,15 @@ from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.background import janitor
 from elastic.memory.page_pool import PagePool
+from support.vllm_engine import rank
 from support.vllm_engine.blocks import StubBlockPool
+from support.vllm_engine.rank import Placement, StubModel, finish_background, layer_outermost, settle
 
 PAGE = 4096
 BLOCK = 3 * 1024  # of one layer: 4 blocks are 3 pages
 LAYERS = 2
 BLOCKS = 40
 SECTOR_PAGES = 6
-
-
-@dataclass
-class Placement:
-    """vLLM's `KVCacheTensor`."""
-
-    size: int
-    layers: list[str]
-    layer_stride: int
-    block_stride: int
-    offset: int = 0
-
-
-@dataclass
-class StubModel:
-    """What a channel needs of an elastic model."""
-
-    kv: KVPool
-    counters: RequestMetrics
-    actions: RankAgreement
-    rank: int = 0
-    unsettled: bool = False
-    channel: WorkerChannel | None = None
-
-
-def layer_outermost() -> list[Placement]:
-    return [Placement(LAYERS * BLOCKS * BLOCK, ["a", "b"], BLOCKS * BLOCK, BLOCK)]
 
 
 @pytest.fixture
@@ -77,19 +49,11 @@ def pool() -> Iterator[PagePool]:
 def make_channel(pool: PagePool, limit_pages: int) -> tuple[WorkerChannel, StubModel]:
     kv = KVPool(pool, 60 * PAGE)
     kv.resize(limit_pages * PAGE)
-    model = StubModel(kv, RequestMetrics(), RankAgreement())
-    model.channel = WorkerChannel(model, KVSectors(kv, layer_outermost(), BLOCKS))
-    return model.channel, model
-
-
-def finish_background() -> None:
-    done = threading.Event()
-    janitor.submit(done.set)
-    assert done.wait(30)
+    return rank.make_channel(kv, layer_outermost("ab", BLOCKS, BLOCK), BLOCKS)
 
 
 def test_regions_are_found_in_every_layout() -> None:
-    assert regions_of(layer_outermost()) == (Region(0, BLOCK), Region(BLOCKS * BLOCK, BLOCK))
+    assert regions_of(layer_outermost("ab", BLOCKS, BLOCK)) == (Region(0, BLOCK), Region(BLOCKS * BLOCK, BLOCK))
     block_outermost = [Placement(1, ["a", "b"], 64, 256), Placement(1, ["c"], 128, 256, offset=128)]
     assert regions_of(block_outermost) == (Region(0, 256),)
     overlaid = [Placement(1, ["a"], 4096, 64), Placement(1, ["b"], 4096, 64)]
@@ -139,10 +103,7 @@ def test_a_rank_follows_its_limit_by_orders_alone(pool: PagePool) -> None:
     coordinator.connect([channel.handshake()])
     for limit, sectors in ((30, 5), (7, 1), (60, 10), (13, 2)):
         model.kv.resize(limit * PAGE)
-        for _ in range(4):
-            channel.before_step(coordinator.next_orders(idle=True))
-            finish_background()
-            coordinator.receive(channel.report() or StepReport({}))
+        settle(channel, coordinator)
         assert channel.sectors.mapped == sectors
         assert coordinator.capacity.usable == sectors * 4 - 1
         model.kv.check()

@@ -94,6 +94,21 @@ def test_a_deployment_has_every_layer_once_side_by_side_and_nothing_is_over_what
     assert {state.name for state in left if "m" in state.models} == set(placed.devices)
 
 
+@given(option=options, on=devices, policy=st.sampled_from(POLICIES), replicas=st.integers(1, 4))
+def test_replicas_have_every_layer_once_each_and_no_device_in_common(
+    option: Sized, on: list[DeviceState], policy: str, replicas: int
+) -> None:
+    placed = place([option], on, policy, replicas=replicas)  # type: ignore[arg-type]
+    if isinstance(placed, Refusal):
+        assert replicas == 1 or f" of {replicas}: " in placed.reasons[0][1]
+        return
+    every = list(range(option.layers))
+    assert [[n for stage in each for n in stage.layers] for each in placed.instances] == [every] * replicas
+    assert len(set(placed.devices)) == len(placed.devices) == replicas * option.configuration.ranks
+    left = after(on, placed.stages, placed.busy, "m")
+    assert all(state.free_bytes >= 0 for state in left)
+
+
 @given(
     weights=st.lists(st.integers(1, 9), min_size=1, max_size=9),
     rooms=st.lists(st.integers(0, 30), min_size=1, max_size=4),

@@ -116,6 +116,19 @@ def test_what_is_packed_for_marlin_stays_on_gpus() -> None:
         format_of(config).repack(config, parts, matrix, CUDA, KernelTarget("cpu", "AVX2"))
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="there is one CUDA device")
+def test_what_is_packed_for_marlin_is_whole_on_another_gpu() -> None:
+    config, matrix = Marlin(4, 128), MatrixShape(64, 128)
+    devices = [torch.device("cuda", index) for index in range(2)]
+    here, there = (KernelTarget.of(device) for device in devices)
+    parts = {name: part.to(devices[0]) for name, part in pack(config, original(config, matrix)).items()}
+    moved = {
+        name: part.to(devices[1]) for name, part in format_of(config).repack(config, parts, matrix, here, there).items()
+    }
+    assert torch.equal(unpack(config, moved, matrix).value().cpu(), unpack(config, parts, matrix).value().cpu())
+
+
 def test_a_gpu_without_marlins_instructions_is_refused() -> None:
     config, matrix, turing = Marlin(4, 128), MatrixShape(64, 128), KernelTarget("cuda", "sm75")
     parts = pack(config, original(config, matrix))

@@ -14,10 +14,10 @@ from elastic.planning.pipeline import chunk_cost
 from elastic.planning.pipeline.timeline import run_pipeline
 from elastic.sim.core.clock import VirtualClock, stream
 from elastic.sim.core.executor import AnswerEnds
-from elastic.sim.core.host import SharedHost
+from elastic.sim.core.host import ComputeTurn, SharedHost
 from elastic.sim.core.step_seconds import FixedSeconds, Noise
 from elastic.sim.mechanisms.model import LayeredModel, Links
-from elastic.sim.mechanisms.path_executor import ComputeTurn, PathExecutor
+from elastic.sim.mechanisms.path_executor import PathExecutor
 from elastic.sim.mechanisms.wires import Wires
 from support.sim.layered_fleet import model
 
@@ -97,6 +97,22 @@ def test_steps_of_two_instances_take_turns_between_exchanges() -> None:
     clock.run()
     (large_s, _), (small_s, rest_s) = (parts_s(layered, tokens) for tokens in (100, 10))
     assert done[0] == ("b", pytest.approx(4 * (large_s + small_s) / 2 + rest_s, rel=0.05))
+
+
+def test_while_ranks_exchange_neither_of_them_computes_for_another_instance() -> None:
+    free = model(shards=2, kv_shards=2, links=Links(bytes_s=1e12, hop_s=0.0))
+    layered = replace(free, links=replace(free.links, core_s=0.003))
+
+    def last_s(layered: LayeredModel, homes: str) -> float:
+        clock = VirtualClock()
+        turns = {rank: ComputeTurn(SharedHost(clock)) for rank in RANKS}
+        for home in homes:
+            executor(layered, LayerPath(home, tuple("abababab"), shards=2), clock, turns).execute(step(0, 50))
+        clock.run()
+        return clock.now
+
+    assert last_s(layered, "a") == pytest.approx(last_s(free, "a") + 8 * 0.003)
+    assert last_s(layered, "ab") == pytest.approx(last_s(free, "ab") + 16 * 0.003)
 
 
 def test_a_rank_that_hangs_ends_no_step_and_one_that_is_lost_fails_it() -> None:

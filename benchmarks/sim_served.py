@@ -1,0 +1,222 @@
+"""Real runs that the simulator is held against: fleets that serve requests of each kind, and such as calibrate."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common import SEED
+from sim_fit import fit
+from sim_runs import (
+    ENGINE,
+    LAYERS,
+    LONGEST,
+    Load,
+    Played,
+    Recorded,
+    System,
+    TimedStep,
+    played,
+    recorded,
+    serving,
+)
+
+import elastic
+from elastic.bench.traces.trace import Trace, TraceRequest
+from elastic.planning.estimate.layer_cost import LayerCost
+from elastic.planning.pipeline.chunk_cost import Chunk
+from elastic.sim.core.instance import PlacePages
+from elastic.sim.quantiles import QuantileSketch
+from elastic.sim.report import Report
+
+PLACES = {"roomy": "cpu#{}=256MiB", "tight": "cpu#{}=40MiB"}
+OVERLOAD = elastic.Overload(pressure_ticks=2, queue_high_s=0.1, dwell_s=3.0)
+SYSTEMS = {"one": System(1, 0.3), "two": System(2, 0.5), "drop": System(2, 0.5, OVERLOAD), "tp": System(2, 0.5, tp=2)}
+"""In the first two requests wait until an instance has room for all that they may need."""
+SECONDS, QUICK_S = 14.0, 6.0
+LENGTHS = {  # median and sigma of the logarithm, of prompts and answers
+    "conv": ((300.0, 0.8), (80.0, 0.5)),
+    "code": ((800.0, 0.6), (20.0, 0.6)),
+    "bursts": ((200.0, 0.7), (60.0, 0.5)),
+}
+FIGURES = ("tokens_per_s", "p50_ttft_s", "p50_tpot_s", "kv_use", "p95_ttft_s", "p95_tpot_s", "p99_ttft_s")
+ALONE = tuple(0.9 * number for number in range(8))
+"""Seconds at which requests come that calibrate shared layers: each has ended before the next comes."""
+MOST_OTHERS = 0.05
+RESTORED_S = 30.0
+
+
+@dataclass(frozen=True)
+class RealRun:
+    """Requests that a fleet served, and what came of them."""
+
+    fleet: str
+    load: str
+    memory: str
+    system: str
+    trace: Trace
+    pages: PlacePages
+    figures: dict[str, float]
+    steps: list[TimedStep]
+    """To tell what the pace was meanwhile; nothing is fitted to them."""
+    calibrations: tuple[str, ...]
+    """Those before and after it."""
+    begin_s: float
+    """When requests began to come, by the clock of the steps."""
+    ranks: tuple[int, ...]
+    """Process ids, in the order of instances."""
+    others: float
+    """Cores that other processes kept busy meanwhile, in the mean."""
+
+
+@dataclass
+class Measured:
+    """What was served, and the steps of calibrations by name: by ranks alone, and with shared layers."""
+
+    alone: dict[str, list[TimedStep]] = field(default_factory=dict)
+    shared: dict[str, list[TimedStep]] = field(default_factory=dict)
+    messages_s: list[float] = field(default_factory=list)
+    """From the fleet to a rank: the tenth part of what requests wait for their first step, in each calibration."""
+    runs: list[RealRun] = field(default_factory=list)
+
+    def add(self, other: Measured) -> None:
+        """Add what was measured another time."""
+        self.alone |= other.alone
+        self.shared |= other.shared
+        self.messages_s += other.messages_s
+        self.runs += other.runs
+
+
+def calibration(seconds: float, ranks: int, seed: int) -> Trace:
+    rates = [(seconds / 4, rate * ranks) for rate in (1.0, 4.0, 1.5, 2.0)]
+    return Load("calibration", rates, (400.0, 0.8), (60.0, 0.6)).trace(seed)
+
+
+def few_at_once(count: int) -> Trace:
+    """Return requests of which so many come at once, for as many instances; they end before others come."""
+    choose = random.Random(SEED)
+    found = []
+    for at_s in ALONE:
+        prompt, answer = choose.randrange(40, 1500), choose.randrange(8, 24)
+        found += [TraceRequest(at_s, prompt, answer)] * count
+    return Trace(tuple(found), f"{count} at once", window=(0.0, ALONE[-1]))
+
+
+class Served:
+    """Serves, and writes down."""
+
+    def __init__(self, path: Path, folder: Path, seconds: float, tries: int = 1) -> None:
+        """`tries`: how often the same is served while other processes keep a core busy for more than `MOST_OTHERS`;
+        what they disturbed the least counts."""
+        self.measured = Measured()
+        self._path, self._folder, self._seconds, self._tries = path, folder, seconds, tries
+        self._cost: LayerCost | None = None
+
+    def serve(self, memory: str, system: str, loads: Sequence[str]) -> None:
+        """Have a fleet serve requests of each kind, and before and after each such as calibrate.
+
+        Ranks calibrate by themselves: those that share layers part for it, those that may drop layers have them all
+        then. Where they share, they calibrate when they do, too: by one request at a time, and by two.
+        """
+        name, chosen_one, measured = f"{system}, {memory}", SYSTEMS[system], self.measured
+        folder = self._folder / name
+        folder.mkdir()
+
+        def calibrate(engine: elastic.Fleet, number: int = 0) -> str:
+            trace = calibration(0.4 * self._seconds, chosen_one.ranks, SEED + number)
+            run, measured.alone[f"{name} {number}"] = self._played(engine, trace, folder)
+            measured.messages_s += run.report.queued_s.read(0.1)
+            return f"{name} {number}"
+
+        with serving(self._path, PLACES[memory], chosen_one, calibrate, step_budget=Recorded(folder)) as (
+            engine,
+            pages,
+        ):
+            before = f"{name} 0"
+            if chosen_one.tp > 1:
+                measured.shared[before] = [
+                    step for count in (1, 2) for step in self._played(engine, few_at_once(count), folder)[1]
+                ]
+            self._cost = self._cost or fit(measured.alone).cost
+            for number, load in enumerate(loads, 1):
+                trace = self._trace(load, memory, chosen_one, pages)
+                run, steps = self._played(engine, trace, folder)
+                with by_themselves(engine, chosen_one):
+                    after = calibrate(engine, number)
+                real = RealRun(
+                    name,
+                    load,
+                    memory,
+                    system,
+                    trace,
+                    pages,
+                    figures(run.report),
+                    steps,
+                    (before, after),
+                    run.begin_s,
+                    tuple(rank.pid for rank in engine.status().ranks),
+                    run.others,
+                )
+                measured.runs.append(real)
+                before = after
+                print(f"{load}, {name}: {len(trace.requests)} requests; others {run.others:.2f} cores", flush=True)
+
+    def _played(self, engine: elastic.Fleet, trace: Trace, folder: Path) -> tuple[Played, list[TimedStep]]:
+        """Have requests come; return what came of them and the steps that were computed."""
+        found: list[tuple[Played, list[TimedStep]]] = []
+        while not found or (len(found) < self._tries and found[-1][0].others > MOST_OTHERS):
+            run = played(engine, trace)
+            found.append((run, recorded(folder, run.begin_s)))
+        return min(found, key=lambda each: each[0].others)
+
+    def _trace(self, load: str, memory: str, system: System, pages: PlacePages) -> Trace:
+        assert self._cost is not None
+        seed = SEED + 1 + list(PLACES).index(memory)
+        trace = load_of(load, system.busy, self._seconds, self._cost).trace(seed)
+        blocks = (pages.budget - pages.weights) // LAYERS
+        return trace.with_tokens(1.0, most=min(LONGEST, blocks * int(ENGINE["block_tokens"])) // 2)
+
+
+@contextmanager
+def by_themselves(engine: elastic.Fleet, system: System) -> Iterator[None]:
+    """Have each rank compute all layers itself, and afterwards as the system has it."""
+    names = [instance.name for instance in engine.status().instances]
+    if system.tp > 1:
+        engine.reshard(names, tp=1)
+    until_s = time.perf_counter() + RESTORED_S
+    while any(len(instance.ranks) > 1 for instance in engine.status().instances):
+        if time.perf_counter() > until_s:
+            raise TimeoutError(f"layers that were dropped are not restored after {RESTORED_S} s")
+        time.sleep(0.1)
+    yield
+    if system.tp > 1:
+        engine.reshard(names, tp=system.tp)
+
+
+def load_of(name: str, busy: float, seconds: float, cost: LayerCost) -> Load:
+    """Return arrivals to two ranks that keep each busy for a share of the time; bursts come at three times the rate."""
+    (prompt, _), (answer, _) = LENGTHS[name]
+    step = int(ENGINE["max_batch_tokens"])
+    starts = range(0, int(prompt), step)
+    prompt_s = sum(cost.batch([Chunk("", start, min(step, int(prompt) - start))]) for start in starts)
+    beside = [Chunk("", int(prompt), 1)] * 4
+    rate = 2 * busy / (prompt_s + answer * cost.batch(beside) / len(beside))
+    if name != "bursts":
+        return Load(name, [(seconds, rate)], *LENGTHS[name])
+    calm, burst = (0.3 * seconds, 0.5 * rate), (0.2 * seconds, 3 * rate)
+    return Load(name, [calm, burst, calm, burst], *LENGTHS[name])
+
+
+def figures(report: Report) -> dict[str, float]:
+    def quantiles(name: str, of: QuantileSketch) -> dict[str, float]:
+        return dict(zip((f"p50_{name}", f"p95_{name}", f"p99_{name}"), of.read(0.5, 0.95, 0.99), strict=True))
+
+    use = statistics.mean(sample.kv_use for sample in report.samples)
+    times = {**quantiles("ttft_s", report.ttft_s), **quantiles("tpot_s", report.tpot_s)}
+    found = {"tokens_per_s": report.tokens_per_s, "kv_use": use, **times}
+    return {name: found[name] for name in FIGURES}

@@ -1,0 +1,1 @@
+"""Models and choices for tests of how weights lie in pages."""

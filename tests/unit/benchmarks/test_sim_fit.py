@@ -1,0 +1,53 @@
+"""What the simulator is told of ranks is what their steps took."""
+
+from __future__ import annotations
+
+import pytest
+from sim_fit import Fitted, messages_s, with_shared_layers
+from sim_runs import LAYERS, TimedStep
+
+from elastic.planning.estimate.layer_cost import LayerCost
+
+COST = LayerCost(((1, 0.004), (256, 0.024)), chunk=0.0, pair=0.0, prefix=0.0, seen=1e-6, block=1)
+FITTED = Fitted(COST, 0.0, (), {"run": 1.0})
+EXCHANGES = 2 * LAYERS
+
+
+def decoded(rank: int, begin_s: float, seconds: float, seen: int = 999) -> TimedStep:
+    return TimedStep(rank, begin_s, begin_s + seconds, ((seen, 1),))
+
+
+def shared_s(tokens: int) -> float:
+    """What one rank computes of a step whose products are whole at both."""
+    return COST.batch([TimedStep(0, 0.0, 1.0, ((0, tokens),)).as_chunks[0]])
+
+
+@pytest.mark.parametrize(("core_s", "hop_s"), [(5e-4, 0.0), (2e-4, 3e-4), (0.0, 5e-4)])
+def test_what_exchanges_keep_busy_and_what_they_wait_for_is_told_apart_by_two_instances(
+    core_s: float, hop_s: float
+) -> None:
+    alone_s = 0.004 + 1e-3 / 2  # products whole at both, attention divided
+    single = [decoded(1, float(i), alone_s + EXCHANGES * (core_s + hop_s)) for i in range(20)]
+    chunks = [
+        TimedStep(1, 100.0 + i, 100.0 + i + shared_s(n) + EXCHANGES * (core_s + hop_s), ((0, n),))
+        for i, n in enumerate((64, 128, 256))
+    ]
+    rest_s = 0.05 * 0.005
+    pair = [decoded(rank, 200.0 + i, 2 * (alone_s + EXCHANGES * core_s) - rest_s) for i in range(20) for rank in (1, 2)]
+    found = with_shared_layers(FITTED, {"run": [*single, *chunks, *pair]})
+    assert found.core_s == pytest.approx(core_s, abs=2e-5)
+    assert found.hop_s == pytest.approx(hop_s, abs=2e-5)
+
+
+def test_paces_are_means_over_steps_without_a_gap() -> None:
+    steps = [decoded(7, 10.0, 0.5), decoded(7, 10.5, 1.0), decoded(7, 12.0, 0.5)]
+    cost_s = COST.batch(steps[0].as_chunks)
+    (own,) = FITTED.paces_of(steps, 10.0, 0.0).values()
+    assert [own.seconds(at_s, cost_s) for at_s in (0.0, 0.5, 2.0)] == pytest.approx([0.5, 1.0, 0.5])
+    (mean,) = FITTED.paces_of(steps, 10.0, 1.0).values()
+    assert [mean.seconds(at_s, cost_s) for at_s in (0.0, 0.5, 2.0)] == pytest.approx([0.75, 0.75, 0.5])
+
+
+def test_messages_take_as_long_as_requests_wait_that_come_when_no_rank_computes() -> None:
+    steps = [decoded(1, 1.0, 0.5), decoded(2, 1.2, 1.0), decoded(1, 3.01, 0.5)]
+    assert messages_s([0.9, 1.6, 2.1, 3.0, 9.0], steps) == pytest.approx([0.1, 0.01])
