@@ -34,12 +34,17 @@ def prepare_process(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
 
 
-def run_examples(machine: type[RuleBasedStateMachine], options: argparse.Namespace) -> None:
-    """Run a machine, without looking for a smaller example where one fails: they take minutes."""
+def run_examples(
+    machine: type[RuleBasedStateMachine], options: argparse.Namespace, examples: int | None = None
+) -> None:
+    """Run a machine, without looking for a smaller example where one fails: they take minutes.
+
+    `examples`: how many; None: as the options say.
+    """
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=options.examples,
+            max_examples=options.examples if examples is None else examples,
             stateful_step_count=options.steps,
             deadline=None,
             database=None,

@@ -213,7 +213,11 @@ class PeerHub:
             raise StateError(f"rank {self.name!r} has not met {rank!r}; tell it the address first")
         try:
             connection = handshake.connect(address, self._key)
-            connection.send(PeerHello(self.name, of, kind, next(self._numbers)))
+            try:
+                connection.send(PeerHello(self.name, of, kind, next(self._numbers)))
+            except ElasticError:
+                connection.close()
+                raise
         except ElasticError as error:
             raise RankLost(f"rank {rank!r} cannot be reached: {error}", rank=rank) from error
         return connection

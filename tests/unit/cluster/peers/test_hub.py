@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic.cluster.control.connection import SocketConnection
 from elastic.cluster.control.handshake import connect
 from elastic.cluster.control.status import Wire
 from elastic.cluster.peers import receiver
@@ -334,6 +335,25 @@ def test_a_process_that_ends_or_stops_is_an_error(how: str, stack: ExitStack) ->
         a.lost("b")
     for call in calls:
         assert_lost(call, "b")
+
+
+def test_a_connection_that_breaks_before_its_hello_is_closed(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[SocketConnection] = []
+
+    def broken(connection: SocketConnection, message: object) -> None:
+        raise StateError("the other end has gone")
+
+    def close(connection: SocketConnection) -> None:
+        closed.append(connection)
+        plain(connection)
+
+    a, _ = hubs(stack)
+    plain = SocketConnection.close
+    monkeypatch.setattr(SocketConnection, "send", broken)
+    monkeypatch.setattr(SocketConnection, "close", close)
+    with pytest.raises(RankLost, match="the other end has gone"):
+        a.connect_log("b", "a")
+    assert closed
 
 
 def test_nothing_is_left_of_hubs_that_were_closed() -> None:
