@@ -129,10 +129,10 @@ def test_what_is_faster_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     for ratio, packed in ((0.9, True), (1.1, False)):
         choice._faster_layout.cache_clear()
         monkeypatch.setattr(choice, "packed_time_ratios", lambda layout, ratio=ratio: [ratio] * 4)
-        assert (choice.prepacked_layout(torch.randn(256, 128)) is not None) is packed
+        assert (choice.prepacked_layout(torch.randn(512, 256)) is not None) is packed
     choice._faster_layout.cache_clear()
     monkeypatch.setattr(choice, "ROTATED_BYTES", 1 << 18)
-    assert choice.prepacked_layout(torch.randn(256, 128).t()) is None
+    assert choice.prepacked_layout(torch.randn(256, 512).t()) is None
     monkeypatch.undo()
     assert all(ratio > 0 for ratio in choice.packed_time_ratios(layout_of(torch.randn(256, 128))))
 
@@ -222,6 +222,14 @@ def test_other_functions_see_the_plain_matrix() -> None:
     assert torch.equal(proxy.detach(), weight)
     assert torch.equal(proxy.clone(), weight)
     assert F.linear(x.double(), proxy).dtype == torch.float64
+
+
+def test_small_matrices_stay_plain_whatever_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "packed_time_ratios", lambda layout: [0.5])
+    choice._faster_layout.cache_clear()
+    assert choice.prepacked_layout(torch.randn(512, 256)) is not None
+    assert choice.prepacked_layout(torch.randn(512, 256).bfloat16()) is None
+    choice._faster_layout.cache_clear()
 
 
 def test_of_a_very_large_matrix_a_part_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
