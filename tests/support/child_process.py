@@ -40,7 +40,7 @@ exec(code)
 """Imports what takes seconds, and nothing of ours. A child runs code in `__main__` and ends as any interpreter does."""
 
 
-def in_child(code: str, timeout: float = 240) -> str:
+def in_child(code: str, timeout: float = 240, **environment: str) -> str:
     """Run code that could hang; a hang is a failure with the stacks of all threads."""
     child = subprocess.run(
         [sys.executable, "-P", "-c", _told_of_a_hang(code, timeout)],
@@ -48,6 +48,7 @@ def in_child(code: str, timeout: float = 240) -> str:
         text=True,
         timeout=timeout,
         check=False,
+        env={**os.environ, **environment},
     )
     assert child.returncode == 0, child.stderr
     return child.stdout

@@ -108,7 +108,8 @@ def test_a_place_without_room_for_the_share_is_refused_with_nothing_left(saved: 
 
 @pytest.mark.slow
 def test_a_rank_never_has_more_memory_than_its_share_and_a_buffer(tmp_path: Path) -> None:
-    out = in_child(f"""
+    out = in_child(
+        f"""
     import re, threading, torch, transformers
     from transformers import LlamaConfig, LlamaForCausalLM
     from elastic.cluster.control.connection import queue_pair
@@ -136,9 +137,11 @@ def test_a_rank_never_has_more_memory_than_its_share_and_a_buffer(tmp_path: Path
     before = status("VmRSS")
     share = load(Share(part=1, parts=2))
     print(share, status("VmHWM") - before)
-    """)
+    """,
+        MALLOC_MMAP_THRESHOLD_=str(128 << 10),  # else malloc keeps what was freed: 0 to 60 MiB, as threads fall
+    )
     share, peak = map(float, out.split()[-2:])
     assert 104 < share < 106, (
         "of 177 MiB in float32: half of the feed-forward networks, and the attention of all layers"
     )
-    assert peak < 120 + 40, "what its place has, keys and values besides, and a few runs of 8 MiB"
+    assert peak < share + 16, "what it has of the model, keys and values besides, and one run of 8 MiB"
