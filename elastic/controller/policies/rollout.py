@@ -97,10 +97,11 @@ def _bring_cache(plan: list[Action], rest: list[Action]) -> None:
     """Move the KV cache of the layers that migrate at the end of a plan into it, from the action after the rest."""
     migrate, cache = plan[-1], rest[1] if len(rest) > 1 else None
     if isinstance(migrate, Migrate) and isinstance(cache, MigrateKV) and cache.place == migrate.place:
-        now = tuple(i for i in cache.layers if i in migrate.layers)
-        later = tuple(i for i in cache.layers if i not in migrate.layers)
-        plan += [replace(cache, layers=now)] if now else []
-        rest[1:2] = [replace(cache, layers=later)] if later else []
+        now = replace(cache, layers=tuple(i for i in cache.layers if i in migrate.layers))
+        later = replace(cache, layers=tuple(i for i in cache.layers if i not in migrate.layers))
+        if now.layers and _goes_with(now, plan):
+            plan.append(now)
+            rest[1:2] = [later] if later.layers else []
 
 
 def _goes_with(action: Action, plan: Sequence[Action]) -> bool:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic.controller.policies.rollout import MOST_ACTIONS, Rollout, first_of
@@ -51,6 +51,7 @@ def test_what_goes_together(asked: tuple[Action, ...], now: int, later: tuple[Ac
 
 
 @given(actions, st.integers(1, 700))
+@example([MigrateKV((0,), "b"), Migrate((0, 1), "b"), MigrateKV((0,), "b")], 100)  # a cache that moved in this plan
 def test_all_is_handed_out_and_no_plan_is_too_large(wanted: list[Action], most: int) -> None:
     left: tuple[Action, ...] = tuple(wanted)
     done: list[Action] = []
