@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +22,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 SEED = 0
 KEEP: dict[str, Any] = {"type": Path, "help": "a file for the figures so far: what it has is not taken again"}
 """An option for what takes longer than a machine is to be had at a time."""
+EARLIER: dict[str, dict[str, Any]] = {
+    "earlier": {"help": "a checkout of an earlier commit, to be measured in turn with this one"},
+    "round-of": {"help": "for the benchmark itself"},
+}
+"""Options of a benchmark with an `EarlierCheckout`."""
 
 
 def arguments(description: str, **more: dict[str, Any]) -> argparse.Namespace:
@@ -165,6 +173,37 @@ class Repeater(threading.Thread):
     def __exit__(self, *error: object) -> None:
         self._ending.set()
         self.join()
+
+
+class EarlierCheckout:
+    """Another checkout of Elastic, in a process of its own: this script, which computes a round when it is told to."""
+
+    def __init__(self, options: argparse.Namespace, round_of: str) -> None:
+        quick = ["--quick"] if options.quick else []
+        self._process = subprocess.Popen(
+            [sys.executable, sys.argv[0], "--device", options.device, "--round-of", round_of, *quick],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": options.earlier},
+        )  # fmt: skip
+
+    def __enter__(self) -> EarlierCheckout:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+    def round(self) -> None:
+        """Have it compute a round, and wait for its end."""
+        print("go", file=self._process.stdin, flush=True)
+        if self._process.stdout.readline() != "done\n":
+            raise RuntimeError("the earlier checkout has ended")
+
+
+def compute_rounds(work: Callable[[], Any]) -> None:
+    """Be the process of an `EarlierCheckout`."""
+    for _ in sys.stdin:
+        work()
+        print("done", flush=True)
 
 
 def show(ratio_: dict[str, float]) -> str:

@@ -10,17 +10,26 @@ and 1.05 of the engine before this one.
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from common import arguments, budget, finish, llama, paired, ratio, show, table
+from common import (
+    EARLIER,
+    EarlierCheckout,
+    arguments,
+    budget,
+    compute_rounds,
+    finish,
+    llama,
+    paired,
+    ratio,
+    show,
+    table,
+)
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -73,41 +82,6 @@ def started(model: Any, device: str, **more: bool) -> ContinuousEngine:
     return engine
 
 
-class Earlier:
-    """The engine of another checkout, in a process of its own; it computes a round when it is told to."""
-
-    def __init__(self, checkout: str, options: Any, name: str, count: int) -> None:
-        command = [sys.executable, __file__, "--device", options.device, "--round-of", f"{name}/{count}"]
-        environment = os.environ | {"PYTHONPATH": checkout}
-        self._process = subprocess.Popen(
-            [*command, *(["--quick"] if options.quick else [])],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
-
-    def __enter__(self) -> Earlier:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.stdin.close()
-        self._process.wait()
-
-    def round(self) -> None:
-        print("go", file=self._process.stdin, flush=True)
-        if self._process.stdout.readline() != "done\n":
-            raise RuntimeError("the earlier engine has ended")
-
-
-def compute_rounds(make: Callable[[], Any], count: int, device: str) -> None:
-    """Be the process of `Earlier`."""
-    model = make()
-    engine = started(model, device)
-    asked = prompts(count, model.config.vocab_size)
-    for _ in sys.stdin:
-        ours(engine, asked)
-        print("done", flush=True)
-    engine.stop()
-
-
 def compare(name: str, make: Callable[[], Any], count: int, options: Any, rounds: int) -> dict[str, Any]:
     wrapped, plain, device = make(), make(), options.device
     asked = prompts(count, wrapped.config.vocab_size)
@@ -128,7 +102,7 @@ def compare(name: str, make: Callable[[], Any], count: int, options: Any, rounds
         same = statistics.mean(a == b for a, b in zip(ours(engine, asked), stock(manager, asked), strict=True))
         works = {"elastic": lambda: ours(engine, asked), "transformers": lambda: stock(manager, asked)}
         if options.earlier:
-            works["earlier"] = stack.enter_context(Earlier(options.earlier, options, name, count)).round
+            works["earlier"] = stack.enter_context(EarlierCheckout(options, f"{name}/{count}")).round
         times = paired(works, device, rounds, warmup=1)
     engine.stop()
     elastic.unwrap(wrapped)
@@ -143,12 +117,8 @@ def compare(name: str, make: Callable[[], Any], count: int, options: Any, rounds
 
 
 def main() -> None:
-    more = {
-        "earlier": {"help": "a checkout of an earlier commit, whose matrices are plain"},
-        "prepack": {"action": "store_true", "help": "multiply prepacked matrices"},
-        "round-of": {"help": "for the benchmark itself"},
-    }
-    options = arguments(__doc__.splitlines()[0], **more)
+    prepack = {"action": "store_true", "help": "multiply prepacked matrices; those of an earlier checkout are plain"}
+    options = arguments(__doc__.splitlines()[0], prepack=prepack, **EARLIER)
     device, cpu = options.device, options.device == "cpu"
     dtype = torch.float32 if cpu else torch.bfloat16
     models = {
@@ -157,7 +127,10 @@ def main() -> None:
     }
     if options.round_of:
         name, count = options.round_of.split("/")
-        compute_rounds(models[name], int(count), device)
+        model = models[name]()
+        asked, engine = prompts(int(count), model.config.vocab_size), started(model, device)
+        compute_rounds(lambda: ours(engine, asked))
+        engine.stop()
         return
     rounds = min(options.rounds, 7)
     results: dict[str, Any] = {}

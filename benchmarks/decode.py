@@ -1,21 +1,34 @@
 """Decoding with the elastic cache against DynamicCache and StaticCache, on one model's weights.
 
-    python benchmarks/decode.py [--device cuda:0]
+    python benchmarks/decode.py [--device cuda:0] [--earlier CHECKOUT]
 
 Milliseconds per token at three contexts, for plain and grouped heads, in float32 and bfloat16. The caches are filled
 with the same random keys and values. `static` is sized for the context and 64 tokens, `static 8k` for 8,192. Targets:
 never slower than 0.95 of dynamic or static; at 8,192 >= 1.8 x dynamic in float32 MHA and >= 3.5 x in bfloat16 GQA;
 >= 2 x a StaticCache sized for 8,192 but filled to 512 (CPU figures). Memory: <= 1.05 x the tokens' bytes plus a page
-for each growing range.
+for each growing range. With `--earlier`, the cache of another checkout of Elastic takes part, in a process of its own.
 """
 
 from __future__ import annotations
 
 import statistics
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from common import arguments, finish, llama, paired, ratio, show, table, twin
+from common import (
+    EARLIER,
+    EarlierCheckout,
+    arguments,
+    compute_rounds,
+    finish,
+    llama,
+    paired,
+    ratio,
+    show,
+    table,
+    twin,
+)
 from transformers import DynamicCache, StaticCache
 
 import elastic
@@ -61,7 +74,11 @@ def measure(heads_kv: int, dtype: torch.dtype, contexts: list[int], options: Any
         for model, cache in caches.values():
             fill(cache, model.config, context, dtype, device)
         works = {name: decode(model, cache, device) for name, (model, cache) in caches.items()}
-        times = paired(works, device, options.rounds)
+        with ExitStack() as stack:
+            if options.earlier:
+                case = f"{heads_kv}/{str(dtype).removeprefix('torch.')}/{context}"
+                works["earlier"] = stack.enter_context(EarlierCheckout(options, case)).round
+            times = paired(works, device, options.rounds)
         results.append(
             {
                 "heads": "MHA" if heads_kv == 12 else "GQA",
@@ -78,6 +95,16 @@ def measure(heads_kv: int, dtype: torch.dtype, contexts: list[int], options: Any
     return results
 
 
+def compute_earlier(case: str, options: Any) -> None:
+    """Decode with an elastic cache, filled to a context, when told to."""
+    heads_kv, dtype, context = case.split("/")
+    model = llama(int(heads_kv), getattr(torch, dtype), options.device, quick=options.quick)
+    elastic.wrap(model, places=[f"{options.device}=6GiB"])
+    cache = elastic.ElasticCache(model)
+    fill(cache, model.config, int(context), model.dtype, options.device)
+    compute_rounds(decode(model, cache, options.device))
+
+
 def memory(model: Any, cache: Any, dtype: torch.dtype) -> dict[str, float]:
     """Physical pages that exist for the cache, over the bytes of the tokens it holds."""
     (pool,) = model.elastic.kv.memory.pools
@@ -91,7 +118,10 @@ def memory(model: Any, cache: Any, dtype: torch.dtype) -> dict[str, float]:
 
 
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0])
+    options = arguments(__doc__.splitlines()[0], **EARLIER)
+    if options.round_of:
+        compute_earlier(options.round_of, options)
+        return
     contexts = [64, 256] if options.quick else [512, 2048, 8192]
     results = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -103,14 +133,16 @@ def main() -> None:
             f"{r['ms']['elastic']:.1f}",
             *(
                 f"{r['ms'][n]:.1f} ({show(r['speedup'][n])} x)" if n in r["ms"] else ""
-                for n in ("dynamic", "static", "static 8k")
+                for n in ("dynamic", "static", "static 8k", "earlier")
             ),
             f"{r['memory']['created_bytes'] / r['memory']['held_bytes']:.3f}",
             r["memory"]["created_bytes"] <= r["memory"]["bound_bytes"],
         ]
         for r in results
     ]
-    table(["case", "elastic ms", "dynamic ms", "static ms", "static 8k ms", "pages/held", "in bound"], rows)
+    table(
+        ["case", "elastic ms", "dynamic ms", "static ms", "static 8k ms", "earlier ms", "pages/held", "in bound"], rows
+    )
     finish("decode", options.device, results)
 
 

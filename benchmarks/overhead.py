@@ -1,11 +1,11 @@
 """The cost of a wrapped model while nothing happens: decode steps and prefill beside the plain model.
 
-    python benchmarks/overhead.py [--device cuda:0]
+    python benchmarks/overhead.py [--device cuda:0] [--earlier CHECKOUT]
 
 One model and one stock cache (filled beforehand, so that it is left alone), wrapped for one half of each pair and not
 for the other: the difference is the hooks. The microseconds spent in the hooks are timed too, inside running steps:
 they are below the spread of a step. Target: the interval of the paired ratio contains 1.00, or the hooks' share is
-at most 1 %.
+at most 1 %. With `--earlier`, decode steps under another checkout of Elastic, in a process of its own, are compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,19 @@ import time
 from typing import Any
 
 import torch
-from common import arguments, finish, llama, ratio, seconds, show, table
+from common import (
+    EARLIER,
+    EarlierCheckout,
+    arguments,
+    compute_rounds,
+    finish,
+    llama,
+    paired,
+    ratio,
+    seconds,
+    show,
+    table,
+)
 from transformers import DynamicCache
 
 import elastic
@@ -73,14 +85,26 @@ def with_and_without(model: Any, work: Any, options: Any, rounds: int) -> dict[s
     return times
 
 
+def over_earlier(work: Any, options: Any) -> dict[str, float]:
+    """Return the time of the same work under another checkout, over this one's."""
+    with EarlierCheckout(options, "decode") as earlier:
+        times = paired({"wrapped": work, "earlier": earlier.round}, options.device, 4 * options.rounds)
+    return ratio(times["earlier"], times["wrapped"])
+
+
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0])
+    options = arguments(__doc__.splitlines()[0], **EARLIER)
     model = llama(12, torch.float32 if options.device == "cpu" else torch.bfloat16, options.device, quick=options.quick)
     prompt = torch.ones(1, 256, dtype=torch.long, device=options.device)
     cache = model(prompt, past_key_values=DynamicCache(config=model.config)).past_key_values
+    if options.round_of:
+        elastic.wrap(model, places=[f"{options.device}=4GiB"])
+        compute_rounds(steps(model, cache))
+        return
     decode = with_and_without(model, steps(model, cache), options, 4 * options.rounds)
     prefill = with_and_without(model, lambda: model(prompt), options, options.rounds)
     elastic.wrap(model, places=[f"{options.device}=4GiB"])
+    earlier = over_earlier(steps(model, cache), options) if options.earlier else None
     hooks = hook_microseconds(model, steps(model, cache))
     elastic.unwrap(model)
     step_us = 1e6 * statistics.median(decode["plain"]) / STEPS
@@ -91,10 +115,12 @@ def main() -> None:
         "decode_ratio": ratio(decode["wrapped"], decode["plain"]),
         "prefill_ratio": ratio(prefill["wrapped"], prefill["plain"]),
         "prefill_ms": 1e3 * statistics.median(prefill["plain"]),
+        "over_earlier": earlier,
     }
+    ratios = [show(results["decode_ratio"]), show(results["prefill_ratio"]), show(earlier) if earlier else ""]
     table(
-        ["hooks us/step", "share of step", "decode wrapped/plain", "prefill wrapped/plain"],
-        [[f"{hooks:.1f}", f"{hooks / step_us:.3%}", show(results["decode_ratio"]), show(results["prefill_ratio"])]],
+        ["hooks us/step", "share of step", "decode wrapped/plain", "prefill wrapped/plain", "earlier/wrapped"],
+        [[f"{hooks:.1f}", f"{hooks / step_us:.3%}", *ratios]],
     )
     finish("overhead", options.device, results)
 
