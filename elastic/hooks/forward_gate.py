@@ -45,6 +45,8 @@ class _EnteredModules(threading.local):
 
     def __init__(self) -> None:
         self.keys: list[int] = []
+        self.plain = False
+        """In a pass whose layers all compute with weights of their own place, and do nothing else."""
 
 
 class ForwardGate:
@@ -100,6 +102,7 @@ class ForwardGate:
         del keys[keys.index(key) :]
         if keys:
             return False
+        self.thread.plain = False
         self._end_reading()
         return True
 
@@ -113,6 +116,7 @@ class ForwardGate:
         if not self.inside:
             yield
             return
+        self.thread.plain = False  # a commit may change that
         self._end_reading()
         try:
             yield

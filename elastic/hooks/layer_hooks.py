@@ -1,7 +1,8 @@
 """Hooks on decoder layers: the gate, streaming, interceptors, and the order of the checkpoint.
 
-They run around every layer of every forward pass, so a plain resident layer costs them a few attribute look-ups and no
-further call. A hook after the layer is needed even so: nothing else ends what a layer called by itself began.
+They run around every layer of every forward pass, behind weights that have filled the processor's caches: each object
+that they touch is a miss. So the model's hook says once a pass whether all layers are plain, and then they do nothing.
+A hook after the layer is needed even so: nothing else ends what a layer called by itself began.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class EnterLayer(Hook):
         self._interceptors = context.forward.interceptors
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-        if not self._thread.keys:  # most often it has some: those of a forward of the whole model
+        if self._thread.plain and not torch.is_grad_enabled():
+            return None
+        if not self._thread.keys:  # it is called by itself
             self._gate.enter(id(module))
         if torch.is_grad_enabled() and any_requires_grad(args, kwargs):
             for value in (*args, *kwargs.values()):
@@ -63,6 +66,8 @@ class LeaveLayer(Hook):
         self._interceptors = context.forward.interceptors
 
     def __call__(self, module: nn.Module, args: Args, output: Any) -> Any:
+        if self._thread.plain:
+            return None
         layer = self._layers[self._index]
         if layer.absent:
             self._weights.streamer(layer).leave(layer)

@@ -17,6 +17,8 @@ import torch
 from elastic.memory.background import janitor
 
 _names = itertools.count()
+TrackedRequest = tuple[str, int]
+"""Its name, and the rows of its batch."""
 
 
 class RequestObserver(Protocol):
@@ -40,28 +42,34 @@ class CacheRequestTracker:
 
     def __init__(self) -> None:
         self.observer: RequestObserver | None = None
-        self._live: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()  # name, rows
+        self._live: weakref.WeakKeyDictionary[Any, TrackedRequest] = weakref.WeakKeyDictionary()
 
-    def begin(self, cache: Any, tokens: torch.Tensor | None) -> None:
-        """Report a forward pass that begins, with ids [batch, tokens] or embeddings [batch, tokens, hidden]."""
-        observer = self.observer
-        if observer is None or tokens is None or tokens.ndim < 2 or cache in self._live:
-            return
-        rows, now, name = tokens.shape[0], time.perf_counter(), f"generate-{next(_names)}"
-        self._live[cache] = name, rows
-        observer.arrived(name, rows * tokens.shape[1], now, sequences=rows)
-        observer.scheduled(name, now)
-        completed = partial(observer.ended, name, "completed")  # called by a finalizer, so maybe inside the observer
-        weakref.finalize(cache, lambda: janitor.submit(partial(completed, time.perf_counter()))).atexit = False
+    def begin(self, cache: Any, tokens: torch.Tensor | None) -> TrackedRequest | None:
+        """Report a forward pass that begins, with ids [batch, tokens] or embeddings [batch, tokens, hidden].
 
-    def end(self, cache: Any, failed: bool) -> None:
-        """Report the end of a forward pass over a cache: a token for each row, or a failure."""
+        Returns the request that the cache is; None: nobody observes, or there are no tokens.
+        """
         observer = self.observer
-        name, rows = self._live.get(cache, ("", 0))
-        if observer is None or not name:
+        if observer is None or tokens is None or tokens.ndim < 2:
+            return None
+        request = self._live.get(cache)
+        if request is None:
+            rows, now = tokens.shape[0], time.perf_counter()
+            request = self._live[cache] = f"generate-{next(_names)}", rows
+            name, _ = request
+            observer.arrived(name, rows * tokens.shape[1], now, sequences=rows)
+            observer.scheduled(name, now)
+            completed = partial(observer.ended, name, "completed")  # by a finalizer, so maybe inside the observer
+            weakref.finalize(cache, lambda: janitor.submit(partial(completed, time.perf_counter()))).atexit = False
+        return request
+
+    def end(self, cache: Any, request: TrackedRequest, failed: bool) -> None:
+        """Report the end of the forward pass over a cache: a token for each row, or a failure."""
+        observer, (name, rows) = self.observer, request
+        if observer is None:
             return
         if failed:
-            del self._live[cache]
+            self._live.pop(cache, None)
             observer.ended(name, "failed", time.perf_counter())
         else:
             observer.produced(name, rows, time.perf_counter())

@@ -13,16 +13,18 @@ from torch import nn
 from elastic.errors import StateError
 from elastic.hooks.base import Hook, HookContext, any_requires_grad
 from elastic.hooks.interceptor import Args, Kwargs
+from elastic.hooks.request_tracking import TrackedRequest
 from elastic.memory.backends.streams import capturing, note_current_stream
 
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 class _ForwardCache(threading.local):
-    """The cache of a thread's forward pass, and the tokens that its layers (ids) held before it."""
+    """The cache of a thread's forward pass, and the tokens that its layers (ids) held before it, its request."""
 
     cache: Any = None
     lengths: dict[int, int] = {}
+    request: TrackedRequest | None = None
 
 
 class EnterRoot(Hook):
@@ -39,6 +41,7 @@ class EnterRoot(Hook):
         wanted = ("past_key_values", "use_cache", "input_ids", "inputs_embeds", *_OUTPUTS)
         self._positions = {name: names.index(name) for name in wanted if name in names}
         self._thread = _ForwardCache()
+        self._plain, self._plain_since = False, -1
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         if torch.compiler.is_compiling():
@@ -50,7 +53,8 @@ class EnterRoot(Hook):
             for streamer in self._weights.streamers.values():
                 note_current_stream(streamer.pool.device)
                 streamer.leave_all()
-            self._weights.require_intact()
+            self._weights.require_intact(self.gate.commits)
+            self.gate.thread.plain = self._layers_are_plain()
         cache = self._argument("past_key_values", args, kwargs)
         changed: tuple[Args, Kwargs] | None = None
         if torch.is_grad_enabled() and (
@@ -78,13 +82,13 @@ class EnterRoot(Hook):
         dispatcher = self._forward.dispatcher
         unfinished = dispatcher is not None and dispatcher.end_forward() and not failed
         failed = failed or unfinished
-        cache, lengths = self._thread.cache, self._thread.lengths
-        self._thread.cache, self._thread.lengths = None, {}
+        cache, lengths, request = self._thread.cache, self._thread.lengths, self._thread.request
+        self._thread.cache, self._thread.lengths, self._thread.request = None, {}, None
         if failed:
             for layer in self._caches.layers(cache):
                 layer.rewind(lengths.get(id(layer), 0))
-        if cache is not None and self._requests.observer is not None:
-            self._requests.end(cache, failed)
+        if request is not None:
+            self._requests.end(cache, request, failed)
         if unfinished:
             raise StateError("the model left out layers in the middle of a replicated run; evict the replicas")
 
@@ -113,7 +117,14 @@ class EnterRoot(Hook):
         if self._requests.observer is not None:
             tokens = self._argument("input_ids", args, kwargs)
             embeddings = self._argument("inputs_embeds", args, kwargs)
-            self._requests.begin(cache, embeddings if tokens is None else tokens)
+            self._thread.request = self._requests.begin(cache, embeddings if tokens is None else tokens)
+
+    def _layers_are_plain(self) -> bool:
+        """Return whether all layers are resident and none is intercepted, which only commits change."""
+        if self._plain_since != self.gate.commits:
+            special = self._forward.interceptors or any(layer.absent for layer in self._weights.layers)
+            self._plain, self._plain_since = not special, self.gate.commits
+        return self._plain
 
     def _argument(self, name: str, args: Args, kwargs: Kwargs) -> Any:
         if name in kwargs:

@@ -19,6 +19,7 @@ from elastic.kvcache.storage.layout import KVLayout
 from elastic.kvcache.storage.pool import KVPool
 
 _MAX_TOKENS_IF_UNKNOWN = 8192
+_ELASTIC = (ElasticLayer, RowSplitLayer)
 
 
 def make_memory(config: Any, pools: Sequence[tuple[KVPool, KVLayout]], homes: Sequence[KVPool]) -> KVMemory:
@@ -65,7 +66,7 @@ class ElasticCaches:
 
     def layers(self, cache: Any) -> list[ElasticLayer | RowSplitLayer]:
         """List the elastic layers of any cache, or of what is none."""
-        return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, ElasticLayer | RowSplitLayer)]
+        return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, _ELASTIC)]
 
 
 def adopt(cache: Cache, memory: KVMemory) -> None:

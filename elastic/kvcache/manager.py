@@ -110,8 +110,11 @@ class KVMemory:
 
     def begin_forward(self, cache: object) -> None:
         """Note that a forward pass of this thread uses `cache` now: it is no longer resting."""
-        self._latest[threading.get_ident()] = weakref.ref(cache)
-        self._caches.add(cache)
+        thread = threading.get_ident()
+        latest = self._latest.get(thread)
+        if latest is None or latest() is not cache:
+            self._latest[thread] = weakref.ref(cache)
+            self._caches.add(cache)
 
     def resting(self, pool: KVPool) -> list[ElasticLayer]:
         """List the layers on a pool that no thread is generating with, the longest unused first.

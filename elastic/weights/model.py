@@ -11,7 +11,7 @@ from elastic.memory.rate_limit import YieldingPace
 from elastic.planning.sharding.cut_plan import CutPlan
 from elastic.types import DROPPED, Action, Drop, Fetch, RankMemory, Residency, Restore, WeightsSource
 from elastic.weights.layer import Absence, WeightUnit, combined
-from elastic.weights.parameter_slot import ParameterSlot, is_under
+from elastic.weights.parameter_slot import ModelContent, ParameterSlot, is_under
 from elastic.weights.shards.part_views import Views
 from elastic.weights.streaming import WeightStreamer
 
@@ -38,6 +38,7 @@ class ModelWeights:
         """Of fetches that let what computes go first."""
         self._elsewhere: dict[int, tuple[WeightUnit, ...]] = {}
         self._homes = [(m._parameters, name, s) for w in layers for s in w.slots.values() for m, name in s.homes]
+        self._content = ModelContent([], -1)
 
     def units(self, layer: int) -> tuple[WeightUnit, ...]:
         """Return all units of a layer, its own first."""
@@ -59,13 +60,11 @@ class ModelWeights:
         """Return the prefetch buffers of a unit's place."""
         return self.streamers[unit.pool.name]
 
-    def require_intact(self) -> None:
-        """Raise `StateError` if others replaced parameters."""
-        for parameters, name, slot in self._homes:
-            parameter, address = slot.parameter, slot.address
-            if parameters.get(name) is not parameter or (address is not None and parameter.data_ptr() != address):
-                break
-        else:
+    def require_intact(self, commits: int) -> None:
+        """Raise `StateError` if others replaced parameters; `commits` safe points have passed, where we do."""
+        if self._content.commits != commits:
+            self._content = ModelContent(self._homes, commits)
+        if self._content.present():
             return
         changed = [w.name for w in self.layers if not all(s.intact() for s in self.slots(w.index).values())]
         raise StateError(
@@ -185,7 +184,7 @@ class ModelWeights:
 
     def let_go(self) -> None:
         """Hold no parameter of the model any more: it is gone."""
-        self._homes = []
+        self._homes, self._content = [], ModelContent([], -1)
         for layer in range(len(self.layers)):
             for unit in self.units(layer):
                 unit.slots = {}

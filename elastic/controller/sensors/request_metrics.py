@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +16,8 @@ from elastic.controller.snapshot import RequestStats
 Outcome = Literal["completed", "cancelled", "failed", "rejected", "moved"]
 Time = Literal["queued_s", "ttft_s", "tpot_s", "itl_s"]
 TIMES: tuple[Time, ...] = ("queued_s", "ttft_s", "tpot_s", "itl_s")
+MOST_PENDING = 64
+"""The most calls of `produced` that wait to be counted."""
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class RequestMetrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._pending: deque[tuple[str, int, float | None]] = deque()  # tokens that no figure has yet
         self._waiting: OrderedDict[str, _Request] = OrderedDict()  # a plain dict finds its first slowly
         self._running: dict[str, _Request] = {}
         self._totals: Counter[str] = Counter()
@@ -52,6 +55,7 @@ class RequestMetrics:
     def arrived(self, request: str, prompt_tokens: int, at_s: float | None = None, *, sequences: int = 1) -> None:
         """Note that a request was offered, to be decoded as so many sequences side by side."""
         with self._lock:
+            self._count_pending()
             at_s = self._clock(at_s)
             if request in self._waiting or request in self._running:
                 return
@@ -63,45 +67,31 @@ class RequestMetrics:
     def scheduled(self, request: str, at_s: float | None = None) -> None:
         """Note that a request's first tokens go into a forward pass."""
         with self._lock:
+            self._count_pending()
             at_s = self._clock(at_s)
             if request in self._waiting:
                 self._schedule(request, at_s)
 
     def produced(self, request: str, tokens: int = 1, at_s: float | None = None) -> None:
-        """Note that tokens were generated, counted over a request's sequences."""
-        self.produced_together({request: tokens}, at_s)
+        """Note that tokens were generated, counted over a request's sequences.
+
+        The figures have them when they are read, or sooner: behind a forward pass every line of code is a cache miss.
+        """
+        self._pending.append((request, tokens, clock.now() if at_s is None else at_s))
+        if len(self._pending) >= MOST_PENDING:
+            with self._lock:
+                self._count_pending()
 
     def produced_together(self, tokens: Mapping[str, int], at_s: float | None = None) -> None:
         """Note the tokens of one step, by request."""
         with self._lock:
-            at_s = self._clock(at_s)
-            gaps: Counter[float] = Counter()
-            total = 0
-            for request, count in tokens.items():
-                if count <= 0:
-                    continue
-                timing = self._running.get(request)
-                if timing is None:
-                    if request not in self._waiting:
-                        continue
-                    timing = self._schedule(request, at_s)
-                if timing.first_s is None:
-                    timing.first_s = at_s
-                    self._windows["ttft_s"].add(at_s - timing.arrived_s, self._now_s)
-                else:
-                    gaps[at_s - timing.last_s] += 1
-                timing.last_s = max(at_s, timing.last_s)
-                timing.tokens += count
-                total += count
-            for gap, times in gaps.items():  # few: requests of one batch have had their tokens together before
-                self._windows["itl_s"].add(gap, self._now_s, times)
-            if total:
-                self._totals["generated_tokens"] += total
-                self._tokens.add(total, self._now_s)
+            self._count_pending()
+            self._count(tokens, at_s)
 
     def ended(self, request: str, outcome: Outcome, at_s: float | None = None) -> None:
         """Note that a request is over."""
         with self._lock:
+            self._count_pending()
             self._clock(at_s)
             timing = self._waiting.pop(request, None) or self._running.pop(request, None)
             if timing is None:
@@ -130,6 +120,7 @@ class RequestMetrics:
     def read(self, at_s: float | None = None) -> RequestStats:
         """Return everything as of now."""
         with self._lock:
+            self._count_pending()
             at_s = self._clock(at_s)
             now_s = self._now_s
             oldest = next(iter(self._waiting.values()), None)
@@ -148,6 +139,37 @@ class RequestMetrics:
                 steps_by_tokens=tuple(self._steps[size] for size in sizes),
                 **figures,
             )
+
+    def _count_pending(self) -> None:
+        while self._pending:
+            request, tokens, at_s = self._pending.popleft()
+            self._count({request: tokens}, at_s)
+
+    def _count(self, tokens: Mapping[str, int], at_s: float | None) -> None:
+        at_s = self._clock(at_s)
+        gaps: Counter[float] = Counter()
+        total = 0
+        for request, count in tokens.items():
+            if count <= 0:
+                continue
+            timing = self._running.get(request)
+            if timing is None:
+                if request not in self._waiting:
+                    continue
+                timing = self._schedule(request, at_s)
+            if timing.first_s is None:
+                timing.first_s = at_s
+                self._windows["ttft_s"].add(at_s - timing.arrived_s, self._now_s)
+            else:
+                gaps[at_s - timing.last_s] += 1
+            timing.last_s = max(at_s, timing.last_s)
+            timing.tokens += count
+            total += count
+        for gap, times in gaps.items():  # few: requests of one batch have had their tokens together before
+            self._windows["itl_s"].add(gap, self._now_s, times)
+        if total:
+            self._totals["generated_tokens"] += total
+            self._tokens.add(total, self._now_s)
 
     def _schedule(self, request: str, at_s: float) -> _Request:
         timing = self._running[request] = self._waiting.pop(request)

@@ -100,16 +100,18 @@ class Tells:
 
 def test_nothing_is_remembered_while_nobody_observes() -> None:
     generations, cache = CacheRequestTracker(), Cache()
-    generations.begin(cache, torch.ones(2, 3, dtype=torch.long))
-    generations.end(cache, failed=False)
+    assert generations.begin(cache, torch.ones(2, 3, dtype=torch.long)) is None
     observer = Tells()
     generations.observer = observer  # type: ignore[assignment]
-    generations.end(cache, failed=False)  # begun before: not known
-    generations.begin(cache, None)
-    generations.begin(cache, torch.ones(3))
+    assert generations.begin(cache, None) is None
+    assert generations.begin(cache, torch.ones(3)) is None
     assert observer.heard == []
-    generations.begin(cache, torch.ones(2, 3, dtype=torch.long))
-    generations.begin(cache, torch.ones(2, 1, dtype=torch.long))
-    generations.end(cache, failed=False)
+    request = generations.begin(cache, torch.ones(2, 3, dtype=torch.long))
+    assert generations.begin(cache, torch.ones(2, 1, dtype=torch.long)) == request
+    assert request is not None
+    generations.end(cache, request, failed=False)
     assert [name for name, *_ in observer.heard] == ["arrived", "scheduled", "produced"]
     assert observer.heard[2] == ("produced", 2)
+    generations.observer = None  # an engine that counts by itself came meanwhile
+    generations.end(cache, request, failed=True)
+    assert len(observer.heard) == 3
