@@ -27,6 +27,11 @@ class Chunk(NamedTuple):
     tokens: int
     """New ones."""
 
+    def cut(self, count: int) -> tuple[Chunk, Chunk]:
+        """Cut it behind so many of its tokens; the second part has the longer prefix."""
+        request, start, total = self
+        return Chunk(request, start, count), Chunk(request, start + count, total - count)
+
 
 class BatchTiming(NamedTuple):
     """A batch that was measured: (earlier tokens, new tokens) of each chunk, and seconds."""

@@ -27,7 +27,7 @@ def by_tokens(chunks: Sequence[Chunk], budget: int) -> tuple[Batch, ...]:
     for chunk in chunks:
         rest = chunk
         while rest.tokens:
-            part, rest = _cut(rest, min(room, rest.tokens))
+            part, rest = rest.cut(min(room, rest.tokens))
             batch.append(part)
             room -= part.tokens
             if not room:
@@ -117,7 +117,7 @@ def _fill(
             shared = cost.shared if batch else 0.0
             price = cost(chunk) - shared
             count = chunk.tokens if price <= room else cost.tokens_within(chunk, room + shared)
-            part, rest = _cut(chunk, min(count, most))
+            part, rest = chunk.cut(min(count, most))
             if part.tokens:
                 batch.append(part)
                 most -= part.tokens
@@ -137,7 +137,7 @@ def _split(batch: Batch, cost: ChunkCost) -> tuple[Batch, Batch]:
     for number, (chunk, price) in enumerate(zip(batch, prices, strict=True)):
         behind -= price
         if before + price >= behind or number == len(batch) - 1:
-            first, second = _cut(chunk, _balance(chunk, cost, behind - before))
+            first, second = chunk.cut(_balance(chunk, cost, behind - before))
             return (*batch[:number], *(first,) * (first.tokens > 0)), (
                 *(second,) * (second.tokens > 0),
                 *batch[number + 1 :],
@@ -157,12 +157,6 @@ def _balance(chunk: Chunk, cost: ChunkCost, more: float) -> int:
     linear = 2 * cost.own * (count + 1) + 2 * cost.token + cost.prefix * (2 * start - count) - cost.read
     constant = -count * (cost.own * (count + 1) + cost.token + cost.prefix * start) - more
     return min(count, max(0, round(larger_root(square, linear, constant))))
-
-
-def _cut(chunk: Chunk, count: int) -> tuple[Chunk, Chunk]:
-    """Cut a chunk behind so many of its tokens."""
-    request, start, total = chunk
-    return Chunk(request, start, count), Chunk(request, start + count, total - count)
 
 
 def _slowest(batches: Sequence[Batch], cost: ChunkCost) -> float:
