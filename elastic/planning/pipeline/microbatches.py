@@ -1,7 +1,8 @@
 """A queue of chunks as microbatches of a pipeline. Order is kept, tokens are conserved; only where to cut is chosen.
 
 KunServe, section 4.3, figures 9 to 11. By tokens, a batch that is late in a long prompt takes longer than one of the
-same size that is early. Lookahead cuts so that batches cost the same.
+same size that is early. Lookahead cuts so that batches cost the same. It cuts a queue that is known as a whole; ranks,
+whose queue has changed by the next step, do the same step by step (`elastic.engines.core.step_budget.CostBudget`).
 """
 
 from __future__ import annotations
@@ -15,25 +16,6 @@ from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost, larger_root
 Batch = tuple[Chunk, ...]
 ROUNDS = 40
 """Halvings of the interval in which the common cost of batches is looked for."""
-
-
-def by_tokens(chunks: Sequence[Chunk], budget: int) -> tuple[Batch, ...]:
-    """Fill batches up to `budget` tokens each, as Sarathi does. Raises `ConfigError` for a budget below 1."""
-    if budget < 1:
-        raise ConfigError(f"budget={budget} must be at least 1 token")
-    batches: list[Batch] = []
-    batch: list[Chunk] = []
-    room = budget
-    for chunk in chunks:
-        rest = chunk
-        while rest.tokens:
-            part, rest = rest.cut(min(room, rest.tokens))
-            batch.append(part)
-            room -= part.tokens
-            if not room:
-                batches.append(tuple(batch))
-                batch, room = [], budget
-    return (*batches, tuple(batch)) if batch else tuple(batches)
 
 
 def lookahead(
