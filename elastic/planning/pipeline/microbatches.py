@@ -138,7 +138,7 @@ def _balance(chunk: Chunk, cost: ChunkCost, more: float) -> int:
     square = cost.prefix  # c² of own cancels; prefix (p c - (p + c) (n - c)) has prefix c²
     linear = 2 * cost.own * (count + 1) + 2 * cost.token + cost.prefix * (2 * start - count) - cost.read
     constant = -count * (cost.own * (count + 1) + cost.token + cost.prefix * start) - more
-    return min(count, max(0, round(larger_root(square, linear, constant))))
+    return max(0, round(min(count, larger_root(square, linear, constant))))
 
 
 def _slowest(batches: Sequence[Batch], cost: ChunkCost) -> float:

@@ -152,6 +152,11 @@ def test_a_cost_without_attention_is_cut_by_tokens() -> None:
     assert [tokens(batch) for batch in halve(queue, cost, 250)] == [250] * 4
 
 
+def test_where_tokens_cost_nothing_chunks_stay_whole() -> None:
+    queue = [Chunk("a", 0, 8), Chunk("b", 0, 8)]
+    assert halve(queue, ChunkCost(0, 0, 0, 1e-3, 0), 4) == ((queue[0],), (queue[1],))
+
+
 def test_nothing_to_cut_and_what_cannot_be() -> None:
     assert lookahead([], COST, 1) == ()
     assert lookahead([Chunk("r", 0, 0)], COST, 1, 3) == ()
