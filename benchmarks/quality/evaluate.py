@@ -131,18 +131,6 @@ def share_of_loss(quality: Quality, static: Quality) -> float | None:
     return quality.loss / static.loss if static.loss > 0 else None
 
 
-def replay_quality(
-    model: Any,
-    requests: Sequence[ReplayedRequest],
-    forms: Sequence[Sequence[str]],
-    *,
-    batch: int = 8,
-    progress: Progress | None = None,
-) -> Quality:
-    """Replay the requests of one run; `QualityReplayer` keeps references for several."""
-    return QualityReplayer(model, batch=batch).replay(requests, forms, progress=progress)
-
-
 class QualityReplayer:
     """A replayer of runs with one wrapped model, which generates each reference once for all runs.
 

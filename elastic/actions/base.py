@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from elastic.actions.agreement import Layers
 from elastic.types import Action, PlanStep
+
+Layers = tuple[int, ...]
+"""Decoder layers by index."""
 
 
 class ActionHandler(ABC):

@@ -11,8 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 
-from elastic.actions.agreement import Layers
-from elastic.actions.base import ActionHandler
+from elastic.actions.base import ActionHandler, Layers
 from elastic.actions.deferred import (
     DeferredActions,
     Move,

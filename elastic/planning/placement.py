@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import groupby
 
 from elastic.errors import ConfigError
 from elastic.types import Action, Evict, Migrate, Replicate
@@ -48,11 +48,6 @@ class Placement:
     def chain(self) -> tuple[Places, ...]:
         """The layers with what is before and after them: the whole batch, where the first and the last layer belong."""
         return (self.layers[0][:1], *self.layers, self.layers[-1][:1]) if self.layers else ()
-
-    @property
-    def transitions(self) -> int:
-        """delta, how often rows are split, joined or moved in a forward pass. (Equation 2)"""
-        return sum(before != after for before, after in pairwise(self.chain))
 
     def runs(self) -> tuple[LayerRun, ...]:
         """Return the layers from first to last, in as few runs as possible."""

@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from elastic.actions.agreement import Agreement
 from elastic.actions.deferred import spare_stages
 from elastic.actions.transactions.event_log import ActionLog
 from elastic.actions.transactions.executor import ActionExecutor
 from elastic.actions.transactions.held import LONGEST_S
-from elastic.actions.transactions.transaction import ActionOutcome, ActionTiming
+from elastic.actions.transactions.transaction import ActionOutcome, ActionTiming, Agreement
 from elastic.config import SLO
 from elastic.controller.loop import Controller, ControllerHealth
 from elastic.controller.sensors.monitor import Monitor

@@ -102,10 +102,6 @@ class ModelWeights:
         cut = self.layers[layer].layer.cut
         return None if cut is None else cut.plan
 
-    def shards_here(self, layer: int) -> frozenset[int]:
-        """Return the parts of a layer, from 0, that are at its place."""
-        return self.layers[layer].shards_here
-
     def part_tensors(self, layer: int, parts: tuple[int, ...]) -> Views:
         """Return the tensors of some parts of a layer, for each parameter of its cut plan.
 

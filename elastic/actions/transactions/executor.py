@@ -10,11 +10,10 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from elastic.actions.agreement import Agreement
 from elastic.actions.base import ActionHandler
 from elastic.actions.results import followed_by
 from elastic.actions.transactions.held import HeldTransactions
-from elastic.actions.transactions.transaction import RETRY, ActionOutcome, Transaction, TransactionRunner
+from elastic.actions.transactions.transaction import RETRY, ActionOutcome, Agreement, Transaction, TransactionRunner
 from elastic.errors import ElasticError
 from elastic.hooks.forward_gate import ForwardGate
 from elastic.types import Action, Change, Prepared, Result

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic.actions.agreement import Agreement
-from elastic.actions.base import ActionHandler
+from elastic.actions.base import ActionHandler, Layers
 from elastic.errors import ConfigError
 from elastic.hooks.forward_gate import ForwardGate
 from elastic.types import Action, Result
@@ -47,6 +46,33 @@ class Transaction:
     timing: ActionTiming = field(default_factory=ActionTiming)
     prepared: list[tuple[ActionHandler, Any]] = field(default_factory=list)
     """Each action's handler, and what its `prepare` returned."""
+
+
+class Agreement:
+    """Whether the ranks of a model do the same; here that of a model which one process has: there is nobody to ask.
+
+    Ranks prepare by themselves, and commit together or not at all (law 5). Under a sub-class, whose `several` is true,
+    all ranks run the same jobs in the same order, and each transaction of a job is a round.
+    """
+
+    several = False
+
+    def propose(self, actions: Sequence[Action], why: str) -> bool:
+        """Return whether all ranks have been asked to begin this job; False: this process is to begin it by itself."""
+        return False
+
+    def vote(self, layers: Sequence[Layers]) -> Sequence[Layers]:
+        """Return the layers of each action that all ranks can switch now, of those that this one can.
+
+        Waits for the others. Raises `StateError` if one of them refused: this one must roll back too.
+        """
+        return layers
+
+    def refuse(self, error: BaseException) -> None:
+        """Have all ranks roll the round back, since this one cannot do it."""
+
+    def committed(self) -> None:
+        """Note that this rank has done what was agreed."""
 
 
 class TransactionRunner:

@@ -290,4 +290,3 @@ Question = (
 )
 
 ToRank = Submit | Cancel | Ask | Bye
-FromRank = Hello | News | Refused | Answer | Beat | Bye

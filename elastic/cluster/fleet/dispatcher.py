@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -27,7 +26,6 @@ from elastic.engines.base import FinishReason, Listener, Output, Request
 from elastic.engines.continuous.active_requests import OUTCOMES
 from elastic.errors import CapacityError, ConfigError, IntegrityError, Overloaded, StateError
 
-logger = logging.getLogger(__name__)
 RETRY_S = 0.1
 """How long an instance that had no room is not asked again for the same request."""
 UNREACHABLE_S = 30.0

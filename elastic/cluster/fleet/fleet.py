@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import logging
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -41,7 +40,6 @@ from elastic.engines.stopping import with_ends
 from elastic.errors import ConfigError, ElasticError, NotFound, StateError
 from elastic.planning.sharding.share import shares
 
-logger = logging.getLogger(__name__)
 _fleets: weakref.WeakSet[Fleet] = weakref.WeakSet()
 
 

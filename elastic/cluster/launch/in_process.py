@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from contextlib import suppress
 
@@ -15,8 +14,6 @@ from elastic.cluster.rank.client import RankClient
 from elastic.cluster.rank.questions import portable
 from elastic.cluster.rank.spec import RankSpec
 from elastic.errors import StateError
-
-logger = logging.getLogger(__name__)
 
 
 class RankThread:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +22,6 @@ from elastic.errors import ElasticError, RankLost, StateError
 from elastic.memory.page_pool import PagePool
 from elastic.types import RankMemory
 
-logger = logging.getLogger(__name__)
 Address = tuple[str, int]
 Kind = Literal["hidden states", "log", "memory", "nixl"]
 

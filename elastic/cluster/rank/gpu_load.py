@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from elastic.controller.sensors.nvml import NVMLSensor
 from elastic.controller.snapshot import DeviceStats
-from elastic.engines.pipeline.busy_window import WINDOW_S
+from elastic.planning.deployment.devices import WINDOW_S
 
 EVERY_S = 1.0
 

@@ -15,8 +15,8 @@ BUCKET_S = 1.0
 SMALLEST_S = 1e-5
 LARGEST_S = 1e4
 RATIO = 1.1
-RELATIVE_ERROR = math.sqrt(RATIO) - 1
-"""Error of a quantile, 4.9 %: the middle of its bin stands for it; 0 below `SMALLEST_S`, and `LARGEST_S` at most."""
+"""Of the bounds of a bin. Its middle stands for a quantile, which is off by sqrt(RATIO) - 1 at most, 4.9 %; it is 0
+below `SMALLEST_S`, and `LARGEST_S` at most."""
 EMA_WEIGHT = 0.25
 _BINS = math.ceil(math.log(LARGEST_S / SMALLEST_S) / math.log(RATIO))
 

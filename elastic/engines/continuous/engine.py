@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import threading
 import time
 import weakref
@@ -39,7 +38,6 @@ from elastic.kvcache.storage.pool import KVPool
 from elastic.planning.sharding.heads import kv_shards, parts_of
 from elastic.runtime.runtime import Runtime, runtime
 
-logger = logging.getLogger(__name__)
 KV_CACHE_DTYPES = ("auto", INT8)
 _engines: weakref.WeakSet[ContinuousEngine] = weakref.WeakSet()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -96,18 +96,6 @@ class MovingRequests:
             return tuple(kv for kv in located if kv.computed)
 
         return self._between_steps(look)
-
-    def sectors_of(self, sequences: Iterable[SequenceKV]) -> tuple[SectorPages, ...]:
-        """Return the pages of the sectors in which blocks of sequences are, which have not ended."""
-        with self._memory.lock:
-            located = {
-                (group, block // self._memory.blocks_per_sector(group))
-                for kv in sequences
-                for group, blocks in enumerate(kv.blocks)
-                for block in blocks
-            }
-            mapped = [(g, sector) for g, sector in sorted(located) if sector in self._memory.groups[g].mapped]
-            return tuple(SectorPages(g, sector, self._memory.groups[g].pages_of(sector)) for g, sector in mapped)
 
     def check(self) -> None:
         """Recount the blocks of all sequences, and of those that were handed over or may come; see `BlockManager`."""

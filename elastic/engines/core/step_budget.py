@@ -63,7 +63,7 @@ class CostBudget:
         if not ahead:
             return self.most
         decodes = [Chunk("", start, 1) for start in decoding]
-        share = max(self.cost(_tail(chunk, self.least)) for chunk in ahead)
+        share = max(self.cost(chunk.cut(max(0, chunk.tokens - self.least))[1]) for chunk in ahead)
         prompts = self._within(ahead, share - self.cost.batch(decodes), self.cost.shared if decodes else 0.0)
         return min(self.most, len(decodes) + max(self.least, prompts))
 
@@ -89,9 +89,3 @@ class PathBudget:
     def tokens(self, decoding: Iterable[int], queue: Iterable[Chunk]) -> int:
         """Return the most tokens of a step, by the one or the other."""
         return (self.pipelined if self.is_pipelined() else self.alone).tokens(decoding, queue)
-
-
-def _tail(chunk: Chunk, tokens: int) -> Chunk:
-    """Return the last tokens of a chunk."""
-    count = min(tokens, chunk.tokens)
-    return Chunk(chunk.request, chunk.start + chunk.tokens - count, count)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import deque
 
-WINDOW_S = 120
-"""Buckets of a second: the present one, and those before it."""
+from elastic.planning.deployment.devices import WINDOW_S
 
 
 class BusyWindow:
     """Seconds in which something was busy, by the second in which they passed. O(1) for each second of time.
 
-    Times are of any clock that does not run backwards.
+    Times are of any clock that does not run backwards. The window has a bucket for each of its seconds, the present one
+    the last.
     """
 
     def __init__(self, began_s: float) -> None:

@@ -160,4 +160,3 @@ class ExchangeStart:
 
 
 LogItem = StepItem | CopyItem | FlipItem | ReleaseItem | ForgetItem | AskItem | EndItem
-LogAnswer = Copied | Failed | LayersKV | Located | QuestionRefused

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from elastic.actions.agreement import Agreement, Layers
+from elastic.actions.base import Layers
+from elastic.actions.transactions.transaction import Agreement
 from elastic.errors import IntegrityError, StateError
 from elastic.types import Action
 

@@ -39,15 +39,6 @@ class DeviceState:
             raise ConfigError(f"{self} cannot be; its free bytes and its load are 0 or more")
 
 
-def load_of(busy: Iterable[float], utilization: Iterable[float | None] = ()) -> float:
-    """Return the load of a device: of what its ranks say, or of what was seen of the device itself, what is more.
-
-    `busy`: for each rank on it, the share of `WINDOW_S` in which it computed; `utilization`: the device's, by whoever
-    used it, None where it was not seen. Ranks that compute side by side on one device make at most one device busy.
-    """
-    return max([min(1.0, math.fsum(busy)), *(each for each in utilization if each is not None)])
-
-
 def after(
     states: Iterable[DeviceState], stages: Sequence[Stage], busy: Sequence[float], model: str = ""
 ) -> tuple[DeviceState, ...]:

@@ -1,6 +1,12 @@
 """iServe's methods as printed, for an error table: they know neither ranks of unlike size nor a KV cache.
 
-A footprint is that of all ranks together. (iServe, sections 5.2 and 5.3)
+A footprint is that of all ranks together. (iServe, sections 5.2 and 5.3) The paper's names of its methods:
+
+M1: the whole model at three configurations (`MemoryParts.solve`)
+M2: its fingerprints at three configurations (`extrapolated_memory`)
+M3: its fingerprints at every configuration (`PerLayer.solve`)
+L1: the whole model without a pipeline, two outputs (`Latency.solve`)
+L2: its fingerprints without a pipeline, two outputs (`extrapolated_latency`)
 """
 
 from __future__ import annotations
@@ -99,13 +105,3 @@ def extrapolated_memory(
     """
     plain, two_stages, two_parts = (PerLayer.solve(footprint, more).of(layers) for footprint, more in footprints)
     return MemoryParts.solve(plain, two_stages, two_parts)
-
-
-METHODS: Mapping[str, str] = {
-    "M1": "the whole model at three configurations: MemoryParts.solve",
-    "M2": "its fingerprints at three configurations: extrapolated_memory",
-    "M3": "its fingerprints at every configuration: PerLayer.solve",
-    "L1": "the whole model without a pipeline, two outputs: Latency.solve",
-    "L2": "its fingerprints without a pipeline, two outputs: extrapolated_latency",
-}
-"""The paper's names, and where they are here."""

@@ -27,6 +27,11 @@ class Chunk(NamedTuple):
     tokens: int
     """New ones."""
 
+    def cut(self, count: int) -> tuple[Chunk, Chunk]:
+        """Cut it behind so many of its tokens; the second part has the longer prefix."""
+        request, start, total = self
+        return Chunk(request, start, count), Chunk(request, start + count, total - count)
+
 
 class BatchTiming(NamedTuple):
     """A batch that was measured: (earlier tokens, new tokens) of each chunk, and seconds."""
@@ -63,12 +68,10 @@ class ChunkCost:
 
     def tokens_within(self, chunk: Chunk, seconds: float) -> int:
         """Return how many of a chunk's first tokens cost so much at the most, as a batch by themselves."""
-        linear, left_s = (
-            self.prefix * chunk.start + self.own + self.token,
-            seconds - self.chunk - self.read * chunk.start,
-        )
+        linear = self.prefix * chunk.start + self.own + self.token
+        left_s = seconds - self.chunk - self.read * chunk.start
         tokens = larger_root(self.own, linear, -left_s) if left_s > 0 else 0.0
-        return min(chunk.tokens, max(0, math.floor(tokens + 1e-9)))
+        return max(0, math.floor(min(chunk.tokens, tokens) + 1e-9))  # infinitely many, where tokens cost nothing
 
     def __add__(self, other: ChunkCost) -> ChunkCost:
         return ChunkCost(*(a + b for a, b in zip(self.coefficients, other.coefficients, strict=True)))

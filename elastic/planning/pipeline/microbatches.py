@@ -1,7 +1,8 @@
 """A queue of chunks as microbatches of a pipeline. Order is kept, tokens are conserved; only where to cut is chosen.
 
 KunServe, section 4.3, figures 9 to 11. By tokens, a batch that is late in a long prompt takes longer than one of the
-same size that is early. Lookahead cuts so that batches cost the same.
+same size that is early. Lookahead cuts so that batches cost the same. It cuts a queue that is known as a whole; ranks,
+whose queue has changed by the next step, do the same step by step (`elastic.engines.core.step_budget.CostBudget`).
 """
 
 from __future__ import annotations
@@ -15,25 +16,6 @@ from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost, larger_root
 Batch = tuple[Chunk, ...]
 ROUNDS = 40
 """Halvings of the interval in which the common cost of batches is looked for."""
-
-
-def by_tokens(chunks: Sequence[Chunk], budget: int) -> tuple[Batch, ...]:
-    """Fill batches up to `budget` tokens each, as Sarathi does. Raises `ConfigError` for a budget below 1."""
-    if budget < 1:
-        raise ConfigError(f"budget={budget} must be at least 1 token")
-    batches: list[Batch] = []
-    batch: list[Chunk] = []
-    room = budget
-    for chunk in chunks:
-        rest = chunk
-        while rest.tokens:
-            part, rest = _cut(rest, min(room, rest.tokens))
-            batch.append(part)
-            room -= part.tokens
-            if not room:
-                batches.append(tuple(batch))
-                batch, room = [], budget
-    return (*batches, tuple(batch)) if batch else tuple(batches)
 
 
 def lookahead(
@@ -117,7 +99,7 @@ def _fill(
             shared = cost.shared if batch else 0.0
             price = cost(chunk) - shared
             count = chunk.tokens if price <= room else cost.tokens_within(chunk, room + shared)
-            part, rest = _cut(chunk, min(count, most))
+            part, rest = chunk.cut(min(count, most))
             if part.tokens:
                 batch.append(part)
                 most -= part.tokens
@@ -137,7 +119,7 @@ def _split(batch: Batch, cost: ChunkCost) -> tuple[Batch, Batch]:
     for number, (chunk, price) in enumerate(zip(batch, prices, strict=True)):
         behind -= price
         if before + price >= behind or number == len(batch) - 1:
-            first, second = _cut(chunk, _balance(chunk, cost, behind - before))
+            first, second = chunk.cut(_balance(chunk, cost, behind - before))
             return (*batch[:number], *(first,) * (first.tokens > 0)), (
                 *(second,) * (second.tokens > 0),
                 *batch[number + 1 :],
@@ -156,13 +138,7 @@ def _balance(chunk: Chunk, cost: ChunkCost, more: float) -> int:
     square = cost.prefix  # c² of own cancels; prefix (p c - (p + c) (n - c)) has prefix c²
     linear = 2 * cost.own * (count + 1) + 2 * cost.token + cost.prefix * (2 * start - count) - cost.read
     constant = -count * (cost.own * (count + 1) + cost.token + cost.prefix * start) - more
-    return min(count, max(0, round(larger_root(square, linear, constant))))
-
-
-def _cut(chunk: Chunk, count: int) -> tuple[Chunk, Chunk]:
-    """Cut a chunk behind so many of its tokens."""
-    request, start, total = chunk
-    return Chunk(request, start, count), Chunk(request, start + count, total - count)
+    return max(0, round(min(count, larger_root(square, linear, constant))))
 
 
 def _slowest(batches: Sequence[Batch], cost: ChunkCost) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from elastic.errors import ConfigError
 
 
@@ -32,16 +30,3 @@ def row_bounds(rows: int, parts: int, unit: int = 1) -> tuple[int, ...]:
 def most_parts(rows: int, unit: int = 1) -> int:
     """Return the largest power of two of parts, each of at least a unit of rows."""
     return 1 << (max(1, -(-rows // unit)).bit_length() - 1)
-
-
-def rows_per_unit(group: int = 1, tile: int = 1) -> int:
-    """Return the rows that may not be cut apart where the weights of an FFN are quantized.
-
-    `down` is cut along its inputs: `group` of these share a scale (1: all of a row do, then each part takes a copy of
-    the scale). `gate` and `up` are cut along their outputs: the kernel lays out `tile` of these together. Both are cut
-    at the same rows. A layout that is interleaved over the whole matrix, as Marlin's, has no such unit: restore it
-    first.
-    """
-    if group < 1 or tile < 1:
-        raise ConfigError(f"group={group}, tile={tile} cannot be; both must be at least 1")
-    return math.lcm(group, tile)

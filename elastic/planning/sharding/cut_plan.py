@@ -99,8 +99,9 @@ def cut_layer(
 
     `shapes` are those of all its parameters, `hidden` is the model's hidden size, `styles` as of `tp_styles`.
     `transposed` names modules that store their matrix as [inputs, outputs] (Conv1D), and `unit` is as in `row_bounds`
-    for the dimension inside (`rows_per_unit`). Raises `ConfigError` that says what was looked for if there is none, if
-    one cannot be told from something else, and if it cannot be cut into so many parts.
+    for the dimension inside: of quantized weights, a common multiple of the inputs of `down` that share a scale, and of
+    the outputs of `gate` and `up` that a kernel lays out together. Raises `ConfigError` that says what was looked for
+    if there is none, if one cannot be told from something else, and if it cannot be cut into so many parts.
     """
     ffns = find_ffns(shapes, hidden, styles or {}, transposed)
     return CutPlan(parts, tuple(_cut(ffn, shapes, parts, unit) for ffn in ffns), dict(shapes))

@@ -6,7 +6,6 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from elastic.planning.pipeline.chunk_cost import Chunk
@@ -140,14 +139,3 @@ class _Factors(NamedTuple):
     def of(cls, factors: Sequence[float]) -> _Factors:
         mean = math.fsum(factors) / len(factors)
         return cls(tuple(factors), mean, math.sqrt(math.fsum((f - mean) ** 2 for f in factors) / len(factors)))
-
-
-@dataclass(frozen=True)
-class FixedSeconds:
-    """The same for each step: for tests."""
-
-    seconds: float
-
-    def batch(self, chunks: Sequence[Chunk]) -> float:
-        """Return it."""
-        return self.seconds

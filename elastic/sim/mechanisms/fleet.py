@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import os
 import tempfile
@@ -36,7 +35,6 @@ from elastic.sim.mechanisms.rank import SimulatedRank, World
 from elastic.sim.mechanisms.wires import Wires
 from elastic.types import Action
 
-logger = logging.getLogger(__name__)
 START_S = 30.0
 """How long a rank takes to come, unless it is said."""
 

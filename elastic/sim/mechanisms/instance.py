@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -18,8 +17,6 @@ from elastic.sim.core.instance import SimulatedInstance
 from elastic.sim.core.pages import SimulatedMemory
 from elastic.sim.core.threads import SimulatedThreads
 from elastic.sim.mechanisms.model import LayeredModel
-
-logger = logging.getLogger(__name__)
 
 
 class LoggedMemory(SimulatedMemory):

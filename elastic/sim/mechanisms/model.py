@@ -151,10 +151,6 @@ class LayeredModel:
         """Count the pages of a sector in what these shards have of the KV cache."""
         return self.part_pages * len(kv_parts(shards, self.shards, self.kv_shards))
 
-    def block_bytes(self, shards: Collection[int]) -> int:
-        """Count the bytes of a block in what these shards have of the KV cache."""
-        return self.kv.block_bytes * len(kv_parts(shards, self.shards, self.kv_shards))
-
     def step_s(self, chunks: Sequence[Chunk], packed: int = 0) -> float:
         """Return the seconds of a step of one rank by itself; so many layers are in the variant."""
         layers = self.layers - packed * (1 - (self.packed.seconds if self.packed else 1))

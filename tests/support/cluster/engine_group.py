@@ -17,11 +17,11 @@ from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.continuous.layer_exchange import Flipped
 from elastic.engines.core.kv_state import KVSource
 from elastic.engines.pipeline.path import ShardMove
-from elastic.engines.pipeline.queue_transport import QueueExchange
 from elastic.engines.pipeline.written_blocks import Blocks
 from elastic.kvcache.storage.guest import GuestMemory
 from elastic.memory.backends.shared_file import OpenFile
 from support import architectures
+from support.pipeline.queue_transport import QueueExchange
 from support.serving.generations import Collector, same_unless_close
 from support.serving.tracked_engine import TrackedEngine
 

@@ -21,12 +21,12 @@ from elastic.engines.executor.layer_groups import block_groups, layer_groups
 from elastic.engines.executor.paged_cache import PagedCache, RequestSlice
 from elastic.engines.pipeline.forward import StageForward
 from elastic.engines.pipeline.path import LayerPath
-from elastic.engines.pipeline.queue_transport import QueueExchange
 from elastic.engines.pipeline.transport import Transport
 from elastic.engines.pipeline.turn import Turn
 from elastic.kvcache.storage.paged import BlockMemory
 from elastic.planning.sharding.heads import kv_shards
 from support import architectures
+from support.pipeline.queue_transport import QueueExchange
 from support.serving.generations import SERVED
 from support.wrapped_model import layers, small
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import elastic
 from elastic.engines.continuous import ContinuousEngine
-from elastic.engines.core.kv_state import KVDirectory, KVReport, KVSource, SequenceKV
+from elastic.engines.core.kv_state import KVDirectory, KVReport, KVSource, SectorPages, SequenceKV
 from elastic.engines.core.load import EngineLoad
 from elastic.engines.core.step import SequenceState
 from support.wrapped_model import small
@@ -56,6 +56,15 @@ class TrackedEngine:
     def sources_of(self, kv: Iterable[SequenceKV]) -> KVSource:
         """Where blocks of it can be read, as a fleet says it: by what the engine has told."""
         return replace(self.source, sectors=self.directory.sectors_of(kv))
+
+    def sectors_of(self, sequences: Iterable[SequenceKV]) -> tuple[SectorPages, ...]:
+        """The pages of the sectors in which blocks of sequences are: as the engine has them, not as it told."""
+        memory = self.engine._memory
+        with memory.lock:
+            blocks = [(g, block) for kv in sequences for g, group in enumerate(kv.blocks) for block in group]
+            located = sorted({(g, block // memory.blocks_per_sector(g)) for g, block in blocks})
+            mapped = [(g, sector) for g, sector in located if sector in memory.groups[g].mapped]
+            return tuple(SectorPages(g, sector, memory.groups[g].pages_of(sector)) for g, sector in mapped)
 
     def mirrored(self, states: Sequence[SequenceState]) -> tuple[SequenceKV, ...]:
         """What is known of a request's KV by what the engine has told."""

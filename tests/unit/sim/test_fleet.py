@@ -15,7 +15,8 @@ from elastic.sim.core.clock import VirtualClock
 from elastic.sim.core.executor import STOP
 from elastic.sim.core.fleet import RankModel, SimulatedFleet
 from elastic.sim.core.instance import EngineOptions, PlacePages
-from elastic.sim.core.step_seconds import FixedSeconds, MeasuredPace, StepCost
+from elastic.sim.core.step_seconds import MeasuredPace, StepCost
+from support.sim.fixed_seconds import FixedSeconds
 
 COST = ChunkCost(prefix=2e-7, own=1e-7, token=1e-4, chunk=5.5e-3, shared=5e-3)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,8 +38,6 @@ from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.errors import CapacityError, ConfigError, NotFound, RankLost, StateError
 from elastic.planning.arrangement.drop import DropPlan, GroupPlan, PlannedGroup, drop_plan
 from elastic.planning.pipeline.chunk_cost import Chunk, ModelCost
-
-logger = logging.getLogger(__name__)
 
 
 class Groups:

@@ -17,7 +17,6 @@ from quality.evaluate import (
     QualityReplayer,
     ReplayedRequest,
     RequestQuality,
-    replay_quality,
     share_of_loss,
 )
 
@@ -76,7 +75,7 @@ def greedy(model: Any, new: int = NEW) -> tuple[int, ...]:
 def test_full_precision_loses_nothing_released_or_not(wrapped: Any) -> None:
     model = wrapped(eager(), variants=("int4",))
     weights = ((0,) * NEW, (3,) * NEW, (0, 3) * (NEW // 2))
-    quality = replay_quality(model, [ReplayedRequest(PROMPT, w) for w in weights], FORMS)
+    quality = QualityReplayer(model).replay([ReplayedRequest(PROMPT, w) for w in weights], FORMS)
     assert (quality.loss, quality.rouge_l, quality.agreement, quality.lost_likelihood) == (0.0, 1.0, 1.0, 0.0)
     assert quality.requests[0].text == quality.requests[0].reference == greedy(eager())
     assert quality.text_nats == quality.full_nats > 0
@@ -86,7 +85,7 @@ def test_full_precision_loses_nothing_released_or_not(wrapped: Any) -> None:
 def test_static_int4_is_the_statically_quantized_model_bit_for_bit(wrapped: Any) -> None:
     model = wrapped(eager(), variants=("int4", "int8"))
     request = ReplayedRequest(PROMPT, (1,) * NEW)
-    found = replay_quality(model, [request], FORMS).requests[0]
+    found = QualityReplayer(model).replay([request], FORMS).requests[0]
     assert (found.text, found.nats) == by_hand(request, found.reference)
     assert found.text == greedy(packed(INT4))
     assert found.text != found.reference
@@ -100,7 +99,7 @@ def test_changes_in_the_middle_are_those_of_a_run_by_hand(wrapped: Any) -> None:
     """The cache goes on: entries of one precision are attended in another."""
     model = wrapped(eager(), variants=("int4", "int8"))
     request = ReplayedRequest(PROMPT, (1,) * 3 + (0,) * 5 + (2,) * 4)
-    found = replay_quality(model, [request], FORMS).requests[0]
+    found = QualityReplayer(model).replay([request], FORMS).requests[0]
     assert (found.text, found.nats) == by_hand(request, found.reference)
     assert found.text[:3] == greedy(packed(INT4))[:3]
     assert found.text not in (found.reference, greedy(packed(INT4)))
@@ -129,7 +128,7 @@ def test_any_record_is_replayed_as_by_hand(wrapped: Any) -> None:
 
 def test_the_likelihood_of_the_text_is_that_of_the_full_model(wrapped: Any) -> None:
     model = wrapped(build("llama-gqa"), variants=("int4",))
-    found = replay_quality(model, [ReplayedRequest(PROMPT, (1,) * NEW)], FORMS).requests[0]
+    found = QualityReplayer(model).replay([ReplayedRequest(PROMPT, (1,) * NEW)], FORMS).requests[0]
     ids = torch.tensor([PROMPT + found.text])
     logits = build("llama-gqa")(ids).logits[0, len(PROMPT) - 1 : -1]
     assert found.text_nats == pytest.approx(float(torch.nn.functional.cross_entropy(logits, ids[0, len(PROMPT) :])))
@@ -149,8 +148,8 @@ def test_many_requests_at_once_are_what_they_are_one_by_one(assets: Any, wrapped
     ]
     requests.append(ReplayedRequest(text, (0, 0, 1, 1)))
     with paths.forced("expanded_float32"):  # else a product goes by another path for one token than for many
-        together = replay_quality(model, requests, forms, batch=4).requests
-        alone = [replay_quality(model, [request], forms, batch=1).requests[0] for request in requests]
+        together = QualityReplayer(model, batch=4).replay(requests, forms).requests
+        alone = [QualityReplayer(model, batch=1).replay([request], forms).requests[0] for request in requests]
     for one, other in zip(together, alone, strict=True):
         assert (one.text, one.reference) == (other.text, other.reference)
         assert one.full_nats == pytest.approx(other.full_nats, abs=1e-5)
@@ -214,10 +213,10 @@ def test_means_are_over_tokens() -> None:
 def test_what_makes_no_sense_is_refused(request_: ReplayedRequest, words: str, wrapped: Any) -> None:
     model = wrapped(build("llama-gqa"), variants=("int4",))
     with pytest.raises(ConfigError, match=words):
-        replay_quality(model, [request_], FORMS)
+        QualityReplayer(model).replay([request_], FORMS)
     for requests, forms, message in (([], FORMS, "empty"), ([ReplayedRequest(PROMPT, (0,))], (("int4",),), "1 layers")):
         with pytest.raises(ConfigError, match=message):
-            replay_quality(model, requests, forms)
+            QualityReplayer(model).replay(requests, forms)
     with pytest.raises(ConfigError, match="batch=0"):
         QualityReplayer(model, batch=0)
     assert {where[0].variant for where in model.elastic.status().residencies.values()} == {"float32"}
@@ -231,5 +230,5 @@ def test_a_model_that_is_not_wrapped_and_pages_that_are_short(wrapped: Any) -> N
     rt.swap([0, 1, 2], "int4")
     cache = model(**prompt(1, 100)).past_key_values
     with pytest.raises(StateError, match="wait for pages"):
-        replay_quality(model, [ReplayedRequest(PROMPT, (0,))], FORMS)
+        QualityReplayer(model).replay([ReplayedRequest(PROMPT, (0,))], FORMS)
     del cache

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic.controller.sensors.request_metrics import TIMES, RequestMetrics
-from elastic.controller.sensors.sliding_window import BUCKET_S, BUCKETS, LARGEST_S, RELATIVE_ERROR, SMALLEST_S
+from elastic.controller.sensors.sliding_window import BUCKET_S, BUCKETS, LARGEST_S, RATIO, SMALLEST_S
 from elastic.controller.snapshot import Quantiles, RequestStats
 
 OUTCOMES = ("completed", "cancelled", "failed", "rejected")
@@ -79,7 +79,7 @@ def assert_agrees(found: Quantiles, values: list[float]) -> None:
     for q, estimate in ((50, found.p50), (95, found.p95), (99, found.p99)):
         exact = sorted(values)[math.ceil(q * len(values) / 100) - 1]
         exact = min(exact, LARGEST_S)
-        assert estimate == pytest.approx(exact, rel=RELATIVE_ERROR + 1e-6, abs=SMALLEST_S)
+        assert estimate == pytest.approx(exact, rel=math.sqrt(RATIO) - 1 + 1e-6, abs=SMALLEST_S)
 
 
 times = st.one_of(st.floats(0, 200), st.floats(0, 1e-3), st.sampled_from([0.0, 29.0, 30.0, 31.0, 5000.0]))

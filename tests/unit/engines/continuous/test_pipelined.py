@@ -279,7 +279,7 @@ def test_what_is_told_of_the_cache_ends_when_layers_leave_and_begins_anew(group:
     states = ranks["a"]._between_steps(lambda: [s.state() for s in tracked.engine._loop.scheduler.sequences.values()])
     assert {kv.sequence for kv in tracked.mirrored(states)} == {state.id for state in states}
     moved = ranks["a"].locate("r1")
-    assert moved == () or tracked.sources_of(moved).sectors == ranks["a"].sectors_of(moved)
+    assert moved == () or tracked.sources_of(moved).sectors == tracked.sectors_of(moved)
     heard.wait(list(expected))
     assert {name: heard.tokens[name] for name in ("r1", "r2", "r3")} == {n: expected[n] for n in ("r1", "r2", "r3")}
 

@@ -16,11 +16,11 @@ import elastic
 from elastic.engines.core.step import ScheduledChunk
 from elastic.engines.pipeline.forward import StageForward
 from elastic.engines.pipeline.path import LayerPath
-from elastic.engines.pipeline.queue_transport import QueueExchange
 from elastic.engines.pipeline.turn import Turn
 from elastic.errors import ConfigError, RankLost, StateError
 from elastic.weights import batch_context
 from support import architectures
+from support.pipeline.queue_transport import QueueExchange
 from support.pipeline.stage_ranks import Rank, Ranks, whole_text
 from support.serving.generations import SERVED
 from support.wrapped_model import layers

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from elastic.engines.pipeline.queue_transport import QueueExchange
 from elastic.engines.pipeline.transport import Key
 from elastic.errors import RankLost, StateError
+from support.pipeline.queue_transport import QueueExchange
 
 LIKE = torch.zeros(1, 3, 4)
 

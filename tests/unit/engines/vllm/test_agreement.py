@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.actions.agreement import Layers
+from elastic.actions.base import Layers
 from elastic.engines.vllm.agreement import ActionOrders, Coordinator, Job, RankAgreement, RankReport, Vote
 from elastic.errors import CapacityError, IntegrityError, StateError
 from elastic.types import Restore, Swap

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic.actions.agreement import Layers
-from elastic.actions.base import ActionHandler
+from elastic.actions.base import ActionHandler, Layers
 from elastic.actions.transactions.executor import ActionExecutor
 from elastic.actions.transactions.transaction import RETRY, ActionOutcome
 from elastic.engines.vllm.agreement import Coordinator, RankAgreement

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic.errors import ConfigError
 from elastic.planning.deployment.assign import assign, cut_layers
-from elastic.planning.deployment.devices import DeviceState, Stage, after, load_of
+from elastic.planning.deployment.devices import DeviceState, Stage, after
 from elastic.planning.deployment.placing import Deployment, Refusal, place
 from elastic.planning.deployment.policies import POLICIES, preferred
 from elastic.planning.estimate.configuration import Configuration
@@ -201,13 +201,6 @@ def test_a_load_is_the_time_that_a_device_is_busy_not_how_many_models_it_has() -
     on = [DeviceState("many", 80, 0.05, ("a", "b", "c")), DeviceState("busy", 90, 0.85, ("d",))]
     placed = [place([Sized(Configuration(1, 1), (10,))], on, policy) for policy in ("least-loaded", "hybrid")]
     assert [each.devices for each in placed if isinstance(each, Deployment)] == [("many",), ("many",)]
-
-
-def test_the_load_of_a_device_is_that_of_its_ranks_or_what_is_seen_of_it() -> None:
-    assert load_of([0.2, 0.3]) == 0.5
-    assert load_of([0.2, 0.3], [0.9, None]) == 0.9
-    assert load_of([0.8, 0.7]) == 1.0
-    assert load_of([]) == 0.0
 
 
 @given(on=devices, theta=st.floats(0, 1.5))

@@ -77,6 +77,12 @@ def test_tokens_within_are_as_many_as_cost_so_much(cost: ChunkCost, start: int, 
             assert cost(Chunk("", start, fit + 2)) >= seconds * (1 - 1e-6)
 
 
+def test_where_tokens_cost_nothing_a_chunk_fits_whole() -> None:
+    cost = ChunkCost(prefix=0, own=0, token=0, chunk=1e-3, shared=0)
+    assert cost.tokens_within(Chunk("", 285, 7), 2e-3) == 7
+    assert cost.tokens_within(Chunk("", 285, 7), 1e-3) == 0
+
+
 def test_held_out_batches_are_predicted_and_models_blind_to_attention_fail_there() -> None:
     """Attention is 30 % of the time and more in these shapes: else the comparison would say nothing."""
     samples, held_out = measured(1, 60, 0.02), measured(2, 60, 0.02)

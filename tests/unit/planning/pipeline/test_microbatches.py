@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from elastic.errors import ConfigError
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
-from elastic.planning.pipeline.microbatches import Batch, by_tokens, cut_evenly, halve, lookahead
-from elastic.planning.pipeline.timeline import run_pipeline
+from elastic.planning.pipeline.microbatches import Batch, cut_evenly, halve, lookahead
+from support.planning.pipelines import by_tokens, run_pipeline
 
 COST = ChunkCost(1e-7, 1e-7, 5e-5, 2e-4, 1e-3 / 8)
 MINIMUM = 64
@@ -152,11 +152,14 @@ def test_a_cost_without_attention_is_cut_by_tokens() -> None:
     assert [tokens(batch) for batch in halve(queue, cost, 250)] == [250] * 4
 
 
+def test_where_tokens_cost_nothing_chunks_stay_whole() -> None:
+    queue = [Chunk("a", 0, 8), Chunk("b", 0, 8)]
+    assert halve(queue, ChunkCost(0, 0, 0, 1e-3, 0), 4) == ((queue[0],), (queue[1],))
+
+
 def test_nothing_to_cut_and_what_cannot_be() -> None:
-    assert lookahead([], COST, 1) == by_tokens([], 4) == ()
+    assert lookahead([], COST, 1) == ()
     assert lookahead([Chunk("r", 0, 0)], COST, 1, 3) == ()
     for arguments in ((0, None, ()), (1, 0, ()), (1, 2, (0.0,))):
         with pytest.raises(ConfigError):
             lookahead([Chunk("r", 0, 5)], COST, *arguments)
-    with pytest.raises(ConfigError, match="budget=0"):
-        by_tokens([], 0)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.planning.pipeline.timeline import run_pipeline
+from support.planning.pipelines import run_pipeline
 
 
 def test_batches_pass_one_stage_after_the_other() -> None:

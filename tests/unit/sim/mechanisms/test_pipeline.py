@@ -11,14 +11,15 @@ from elastic.engines.base import Request
 from elastic.engines.core.step import ScheduledChunk, SequenceState, Step
 from elastic.engines.pipeline.path import LayerPath
 from elastic.planning.pipeline import chunk_cost
-from elastic.planning.pipeline.timeline import run_pipeline
 from elastic.sim.core.clock import VirtualClock, stream
 from elastic.sim.core.executor import AnswerEnds
 from elastic.sim.core.host import ComputeTurn, SharedHost
-from elastic.sim.core.step_seconds import FixedSeconds, Noise
+from elastic.sim.core.step_seconds import Noise
 from elastic.sim.mechanisms.model import LayeredModel, Links
 from elastic.sim.mechanisms.path_executor import PathExecutor
 from elastic.sim.mechanisms.wires import Wires
+from support.planning.pipelines import run_pipeline
+from support.sim.fixed_seconds import FixedSeconds
 from support.sim.layered_fleet import model
 
 RANKS = ("a", "b", "c", "h")

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.engines.pipeline.path import LayerPath
-from elastic.engines.pipeline.queue_transport import QueueExchange
 from elastic.engines.pipeline.tensor_parallel.exchange import StepExchange
 from elastic.engines.pipeline.transport import StepFailure
 from elastic.errors import StateError
 from elastic.planning.sharding.heads import heads_of
+from support.pipeline.queue_transport import QueueExchange
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -1,9 +1,12 @@
-"""When the stages of a pipeline compute which batch, and how long they wait."""
+"""What microbatches are compared with: batches by tokens, and when the stages of a pipeline compute which batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from elastic.planning.pipeline.chunk_cost import Chunk
+from elastic.planning.pipeline.microbatches import Batch
 
 
 @dataclass(frozen=True)
@@ -39,3 +42,20 @@ def run_pipeline(seconds: Sequence[Sequence[float]], hop_s: float = 0.0) -> Time
             ready = free_s[stage] + hop_s
         ends.append(tuple(free_s))
     return Timeline(max(free_s, default=0.0), tuple(ends), sum(map(sum, seconds)))
+
+
+def by_tokens(chunks: Sequence[Chunk], budget: int) -> tuple[Batch, ...]:
+    """Fill batches up to `budget` tokens each, as Sarathi does."""
+    batches: list[Batch] = []
+    batch: list[Chunk] = []
+    room = budget
+    for chunk in chunks:
+        rest = chunk
+        while rest.tokens:
+            part, rest = rest.cut(min(room, rest.tokens))
+            batch.append(part)
+            room -= part.tokens
+            if not room:
+                batches.append(tuple(batch))
+                batch, room = [], budget
+    return (*batches, tuple(batch)) if batch else tuple(batches)
