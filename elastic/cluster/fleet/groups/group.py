@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from elastic import clock
@@ -75,6 +76,29 @@ class Group:
         shards = {rank: tuple(sorted(have)) for rank, have in shape.weights.items()}
         keeps = {rank: whole_layers(have, shape.shards) for rank, have in shards.items()}
         return GroupStatus(self.members, dict(shape.paths), keeps, dict(self.caps), dict(self.alone), shape.tp, shards)
+
+
+class RankClaims:
+    """Who changes which ranks: a verb its own, a repair those of a group that has lost one, and nobody both."""
+
+    def __init__(self) -> None:
+        self._lock = clock.make_lock()
+        self._changed = clock.make_condition(self._lock)
+        self._claimed: frozenset[str] = frozenset()
+
+    @contextmanager
+    def of(self, ranks: Iterable[str]) -> Iterator[None]:
+        """Have some ranks to oneself, as soon as nobody else has one of them."""
+        names = frozenset(ranks)
+        with self._lock:
+            self._changed.wait_for(lambda: names.isdisjoint(self._claimed))
+            self._claimed |= names
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._claimed -= names
+                self._changed.notify_all()
 
 
 class Deadline:

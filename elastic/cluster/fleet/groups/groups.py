@@ -19,9 +19,9 @@ from elastic.cluster.fleet.groups.caps.reach import note_reach
 from elastic.cluster.fleet.groups.caps.staging import Staging
 from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights, measure, part
 from elastic.cluster.fleet.groups.flip import ExchangeForm
-from elastic.cluster.fleet.groups.group import Group
+from elastic.cluster.fleet.groups.group import Group, RankClaims
 from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, restored_first, slowdown
-from elastic.cluster.fleet.groups.ranks import Ranks
+from elastic.cluster.fleet.groups.ranks import Ranks, require_like
 from elastic.cluster.fleet.groups.recovery import recover
 from elastic.cluster.fleet.groups.results import (
     Dropped,
@@ -41,13 +41,17 @@ from elastic.planning.pipeline.chunk_cost import Chunk, ModelCost
 
 
 class Groups:
-    """Verbs run one at a time, each on the thread that asks for it, which must be none that reads from ranks."""
+    """Verbs run one at a time, each on the thread that asks for it, which must be none that reads from ranks.
+
+    A group that has lost a rank is repaired beside verbs of other ranks.
+    """
 
     def __init__(self, dispatcher: Dispatcher, log: EventLog, bulk: Bulk = "sockets") -> None:
         self._dispatcher, self._log = dispatcher, log
         self._ranks = Ranks(dispatcher, bulk)
         self._staging = Staging(self._ranks)
-        self._verbs = clock.make_lock()
+        self._verbs, self._claims = clock.make_lock(), RankClaims()
+        self._lock = clock.make_lock()  # while the groups and the repairs are changed
         self._groups: tuple[Group, ...] = ()
         self._closed = False
         self._repairs: list[clock.Thread] = []
@@ -60,8 +64,9 @@ class Groups:
 
     @property
     def changing(self) -> bool:
-        """Whether a verb is under way."""
-        return self._verbs.locked() and not self._following
+        """Whether a verb is under way, or a group is repaired."""
+        verb = self._verbs.locked() and not self._following
+        return verb or any(thread.is_alive() for thread in self._repairs)
 
     def layer_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each decoder layer's weights: they are the same at all ranks."""
@@ -122,7 +127,7 @@ class Groups:
 
     def merge(self, names: Sequence[str]) -> GroupStatus:
         """Have instances be a group; no layer changes its rank yet."""
-        with self._verbs:
+        with self._verbs, self._acting(names):
             group = self._merged(names)
             self._ranks.introduce(group.members)
             compare_weights(self._ranks, group)
@@ -134,7 +139,7 @@ class Groups:
     ) -> Migrated:
         """Have a rank compute layers of an instance."""
         chosen = tuple(sorted(set(layers)))
-        with self._verbs, self._group_for((home, rank)) as group:
+        with self._verbs, self._acting((home, rank)), self._group_for((home, rank)) as group:
             target = targets.migrated(group.shape, home, chosen, rank)
             done = self._exchange(Exchange(self._ranks, group, target, timeout_s, form), "drop failed")
             self._changed("migrated", group, done, f"layers of {home} to {rank}")
@@ -146,7 +151,7 @@ class Groups:
             return 0
         try:
             self._following = True
-            return sum(follow(self._ranks, group) for group in self._groups)
+            return sum(self._follow(group) for group in self._groups if all(map(self._ranks.there, group.members)))
         finally:
             self._following = False
             self._verbs.release()
@@ -187,21 +192,34 @@ class Groups:
             group.killed.add(instance.name)
         self._ranks.lose(instance.name, group.members)
         thread = clock.make_thread(partial(self._repair, instance.name), f"elastic-repair-{instance.name}")
-        self._repairs = [other for other in self._repairs if other.is_alive()] + [thread]
-        thread.start()
+        with self._lock:
+            thread.start()
+            self._repairs = [*(other for other in self._repairs if other.is_alive()), thread]
 
     def _repair(self, rank: str) -> None:
-        with self._verbs:  # a verb that was under way has failed, or ends soon
-            group = self.group_of(rank)
-            if group is None or self._closed:
-                return
-            self._mark(group, changing=True)
-            recomputed = recover(self._ranks, group, rank)
-            self._forget(group)
-            self._log.count(recomputed_tokens=recomputed)
-            self._event("recovered", group, recomputed_tokens=recomputed, why=f"rank {rank} was lost")
+        while (group := self.group_of(rank)) is not None and not self._closed:
+            with self._claims.of(group.members):  # a verb of theirs that was under way has failed, or ends soon
+                if self.group_of(rank) is not group:
+                    continue  # the verb has put them together anew
+                self._mark(group, changing=True)
+                recomputed = recover(self._ranks, group, rank)
+                self._forget(group)
+                self._log.count(recomputed_tokens=recomputed)
+                self._event("recovered", group, recomputed_tokens=recomputed, why=f"rank {rank} was lost")
 
     # -- inside, one verb at a time
+
+    @contextmanager
+    def _acting(self, names: Iterable[str]) -> Iterator[None]:
+        """Have ranks, and those in groups with them, to oneself: one that is being repaired is so before."""
+        together = frozenset(names)
+        members = (group.members for group in self._groups if not together.isdisjoint(group.members))
+        with self._claims.of(together.union(*members)):
+            yield
+
+    def _follow(self, group: Group) -> bool:
+        with self._claims.of(group.members):
+            return group in self._groups and follow(self._ranks, group)
 
     def _plan(self, needed: int, rooms: Mapping[str, Room], whole: bool, most: int | None) -> DropPlan:
         groups = [PlannedGroup(targets.held(group.shape.paths, group.shape.weights)) for group in self._groups]
@@ -254,7 +272,7 @@ class Groups:
         why: str,
         form: ExchangeForm,
     ) -> Dropped:
-        with self._group_for(names) as group:
+        with self._acting(names), self._group_for(names) as group:
             exchange = Exchange(self._ranks, group, target_of(group.shape), timeout_s, form)
             done = self._exchange(exchange, "drop failed")
             freed_bytes = exchange.counts.freed_bytes
@@ -263,15 +281,18 @@ class Groups:
             return Dropped(**vars(done), groups=() if plan is None else (plan,), freed_bytes=freed_bytes)
 
     def _restore(self, group: Group, timeout_s: float, why: str, form: ExchangeForm) -> Restored:
-        exchange = Exchange(self._ranks, group, targets.apart(group.shape), timeout_s, form)
-        done = self._exchange(exchange, "restore failed")
-        if group.shape.apart and done.status == "applied":
-            part(self._ranks, group)
-            self._forget(group)
-            self._event("parted", group)
-        kind: EventKind = "restored" if done.status == "applied" else "restore failed"
-        self._changed(kind, group, done, why)
-        return Restored(**vars(done), members=group.members)
+        with self._acting(group.members):
+            if group not in self._groups:  # it was repaired: all of them are by themselves
+                return Restored("applied", members=group.members)
+            exchange = Exchange(self._ranks, group, targets.apart(group.shape), timeout_s, form)
+            done = self._exchange(exchange, "restore failed")
+            if group.shape.apart and done.status == "applied":
+                part(self._ranks, group)
+                self._forget(group)
+                self._event("parted", group)
+            kind: EventKind = "restored" if done.status == "applied" else "restore failed"
+            self._changed(kind, group, done, why)
+            return Restored(**vars(done), members=group.members)
 
     def _exchange(self, exchange: Exchange, failed: EventKind) -> Exchanged:
         """Have layers change their rank; a rank that is lost in between is told of in an event."""
@@ -326,15 +347,19 @@ class Groups:
         )
         for each in old:
             each.close()
-        self._groups = (*(each for each in self._groups if each not in old), group)
+        self._replace(old, [group])
         self._mark(group)
         return group
 
     def _shape_of(self, members: Sequence[str], rooms: Mapping[str, Room]) -> Shape:
         return Shape({name: rooms[name].path for name in members}, {name: rooms[name].resident for name in members})
 
+    def _replace(self, old: Sequence[Group], new: Sequence[Group] = ()) -> None:
+        with self._lock:
+            self._groups = (*(group for group in self._groups if group not in old), *new)
+
     def _forget(self, group: Group) -> None:
-        self._groups = tuple(other for other in self._groups if other is not group)
+        self._replace([group])
         group.close()
         with self._dispatcher.lock:
             for name in group.members:
@@ -358,17 +383,6 @@ class Groups:
 
     def _event(self, kind: EventKind, group: Group, **about: Any) -> None:
         self._log.add(kind, rank=",".join(group.members), **about)
-
-
-def require_like(instances: Sequence[Instance]) -> None:
-    """Raise in words if instances cannot compute each other's layers."""
-    first = instances[0].hello
-    for hello in (instance.hello for instance in instances):
-        if hello.kv != first.kv:
-            raise ConfigError(
-                f"ranks {first.name!r} and {hello.name!r} have other forms of KV cache, {first.kv} and {hello.kv}; "
-                "start them with the same options"
-            )
 
 
 def _layer_bytes(rooms: Mapping[str, Room]) -> tuple[int, ...]:

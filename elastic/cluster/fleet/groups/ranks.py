@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from ipaddress import ip_address
@@ -85,8 +85,12 @@ class Ranks:
         return answers
 
     def answers(self, questions: Iterable[tuple[str, Question]]) -> list[Any]:
-        """Ask as `ask_each`; return what each answered, or raised. Raises `RankLost` for one that is not there."""
-        asked = [(instance := self.instance(rank), instance.client.ask(question)) for rank, question in questions]
+        """Ask as `ask_each`; return what each answered, or raised.
+
+        Raises `RankLost` for one that is not there, and has asked nobody then.
+        """
+        there = [(self.instance(rank), question) for rank, question in questions]
+        asked = [(instance, instance.client.ask(question)) for instance, question in there]
         answers: list[Any] = []
         for instance, answer in asked:
             try:
@@ -193,6 +197,17 @@ def require_reachable(hosts: Mapping[str, str], addresses: Mapping[str, tuple[st
                     f"rank {rank!r} listens at {host}, where ranks of other hosts do not find it; have it join the "
                     "fleet over the network: elastic rank MODEL --join HOST:PORT"
                 )
+
+
+def require_like(instances: Sequence[Instance]) -> None:
+    """Raise in words if instances cannot compute each other's layers."""
+    first = instances[0].hello
+    for hello in (instance.hello for instance in instances):
+        if hello.kv != first.kv:
+            raise ConfigError(
+                f"ranks {first.name!r} and {hello.name!r} have other forms of KV cache, {first.kv} and {hello.kv}; "
+                "start them with the same options"
+            )
 
 
 def result(instance: Instance, answer: Future[Any]) -> Any:

@@ -55,7 +55,7 @@ class ReshardingGroups(Groups):
 
     def form(self, shares: Mapping[str, Share]) -> None:
         """Have ranks that begin with their shares of the model compute it together. Raises what they raise."""
-        with self._verbs, self._group_for(tuple(shares)) as group:
+        with self._verbs, self._acting(shares), self._group_for(tuple(shares)) as group:
             target = targets.shared_out(group.shape, shares)
             done = self._exchange(Exchange(self._ranks, group, target, FORM_S), "forming failed")
             kind: EventKind = "formed" if done.status == "applied" else "forming failed"
@@ -75,7 +75,7 @@ class ReshardingGroups(Groups):
     def replicate(self, home: str, layers: Collection[int], rank: str, timeout_s: float) -> Replicated:
         """Have a rank compute layers of an instance for half of its requests; see `Fleet.replicate`."""
         chosen = tuple(sorted(set(layers)))
-        with self._verbs, self._group_for((home, rank)) as group:
+        with self._verbs, self._acting((home, rank)), self._group_for((home, rank)) as group:
             target = targets.replicated(group.shape, home, chosen, rank)
             done = self._exchange(Exchange(self._ranks, group, target, timeout_s), "replication failed")
             there = tuple(layer for layer in _replicas(group.shape, home) if layer in chosen)
@@ -85,7 +85,7 @@ class ReshardingGroups(Groups):
 
     def evict(self, home: str, layers: Collection[int] | None, timeout_s: float) -> Replicated:
         """Have layers of an instance have no replica; see `Fleet.evict`."""
-        with self._verbs:
+        with self._verbs, self._acting((home,)):
             group = self.group_of(home)
             replicas = () if group is None else _replicas(group.shape, home)
             chosen = replicas if layers is None else tuple(layer for layer in replicas if layer in set(layers))
@@ -127,20 +127,24 @@ class ReshardingGroups(Groups):
     def _restore_sharing(self, group: Group, timeout_s: float, why: str, form: ExchangeForm) -> Restored:
         if group.shape.tp == 1:
             return self._restore(group, timeout_s, why, form)
-        target = targets.sharded(group.shape, targets.sharing(group.shape.paths))
-        done = self._exchange(Exchange(self._ranks, group, target, timeout_s, form), "restore failed")
-        self._changed("restored" if done.status == "applied" else "restore failed", group, done, why)
-        self._divide(group)
-        return Restored(**vars(done), members=group.members)
+        with self._acting(group.members):
+            if group not in self._groups:  # it was repaired: all of them are by themselves
+                return Restored("applied", members=group.members)
+            target = targets.sharded(group.shape, targets.sharing(group.shape.paths))
+            done = self._exchange(Exchange(self._ranks, group, target, timeout_s, form), "restore failed")
+            self._changed("restored" if done.status == "applied" else "restore failed", group, done, why)
+            self._divide(group)
+            return Restored(**vars(done), members=group.members)
 
     def _reshard(self, units: Units, timeout_s: float, why: str, form: ExchangeForm) -> Resharded:
         members = tuple(name for unit in units for name in unit)
-        with self._group_for(members) as group:
-            exchange = Exchange(self._ranks, group, targets.sharded(group.shape, units), timeout_s, form)
-            done = self._exchange(exchange, "reshard failed")
-            kind: EventKind = "resharded" if done.status == "applied" else "reshard failed"
-            self._changed(kind, group, done, f"{', '.join(members)} to tp={len(units[0])}, {why}")
-        self._divide(group)
+        with self._acting(members):
+            with self._group_for(members) as group:
+                exchange = Exchange(self._ranks, group, targets.sharded(group.shape, units), timeout_s, form)
+                done = self._exchange(exchange, "reshard failed")
+                kind: EventKind = "resharded" if done.status == "applied" else "reshard failed"
+                self._changed(kind, group, done, f"{', '.join(members)} to tp={len(units[0])}, {why}")
+            self._divide(group)
         return Resharded(**vars(done), members=members, tp=len(units[0]), freed_bytes=exchange.counts.freed_bytes)
 
     def _divide(self, group: Group) -> None:
@@ -154,7 +158,7 @@ class ReshardingGroups(Groups):
         group.stages.difference_update(across)
         parts = [group.part_of(unit) for unit in units if len(unit) > 1]
         self._forget(group)
-        self._groups = (*self._groups, *parts)
+        self._replace([], parts)
         for part in parts:
             self._mark(part)
             note_reach(self._dispatcher, part.shape, measure(self._ranks, part.members))

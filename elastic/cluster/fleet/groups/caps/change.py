@@ -53,8 +53,10 @@ class CapChange:
         return False
 
     def until(self, done: Callable[[], bool]) -> bool:
-        """Ask until it is so; return False if that takes too long."""
+        """Ask until it is so; return False if that takes too long. It ends with any rank of the group."""
         while not done():
+            for rank in self._group.members:
+                self._ranks.instance(rank)
             if not self._deadline.wait(POLL_S):
                 return False
         return True

@@ -1,0 +1,131 @@
+"""A group that has lost a rank goes on at once, whatever other ranks do, over ranks that only keep their books."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from elastic.cluster.control.stage_questions import MeasureRoom, Recover
+from elastic.cluster.fleet.fleet import Fleet
+from elastic.errors import RankLost
+from support.cluster.fake_group import LAYERS, GroupRank
+from support.cluster.fake_rank import FakeLauncher
+
+FIRST = {"r0": range(3, LAYERS), "r1": range(3)}
+SECOND = {"r2": range(3, LAYERS), "r3": range(3)}
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[Fleet, list[GroupRank]]]:
+    """Four ranks; requests take nothing until a test says so."""
+    world: dict[str, GroupRank] = {}
+    launcher: Any = FakeLauncher(lambda spec: GroupRank(spec.name, world))
+    fleet = Fleet(
+        "no model", ranks=4, launch=launcher, beat_timeout_s=1e6, hang_timeout_s=1e6, replace=False, policy=None
+    )
+    fleet.start()
+    fleet._policies.stop()
+    yield fleet, list(world.values())
+    fleet.stop(drain=False)
+
+
+def begin(verb: Callable[[], Any]) -> Future[Any]:
+    """Have a verb run on a thread of its own."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(verb())
+        except Exception as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done
+
+
+def until(true: Callable[[], object]) -> None:
+    give_up_s = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.002)
+
+
+def recovered(fleet: Fleet) -> list[str]:
+    return [event.rank for event in fleet.events() if event.kind == "recovered"]
+
+
+def test_a_group_is_repaired_while_another_waits_for_its_requests(served: tuple[Fleet, list[GroupRank]]) -> None:
+    fleet, (a, b, c, d) = served
+    assert fleet.drop(layers=FIRST).status == "applied"
+    for rank in (c, d):
+        rank.fill()
+        rank.stuck = True
+    drop = begin(lambda: fleet.drop(layers=SECOND, timeout_s=60))
+    until(lambda: c.cap is not None)
+    b.die()
+    until(lambda: recovered(fleet) == ["r0,r1"])
+    assert not drop.done(), "the repair has waited for a verb of other ranks"
+    assert (a.path.guests, a.cap, a.resident) == ((), None, set(range(LAYERS)))
+    c.stuck = d.stuck = False
+    assert drop.result(20).status == "applied"
+    assert [group.members for group in fleet.groups()] == [("r2", "r3")]
+    assert not any(isinstance(asked, Recover) for rank in (c, d) for asked in rank.asked)
+    assert fleet.restore().status == "applied"
+    for rank in (a, c, d):
+        rank.check()
+
+
+def test_two_groups_that_lose_a_rank_each_are_both_repaired(served: tuple[Fleet, list[GroupRank]]) -> None:
+    fleet, (a, b, c, d) = served
+    fleet.drop(layers=FIRST)
+    fleet.drop(layers=SECOND)
+    met = threading.Barrier(2)
+
+    def meets(question: Any) -> None:
+        if isinstance(question, Recover):
+            met.wait(20)  # the other group is being repaired, too
+
+    a.fails = c.fails = meets
+    for rank in (b, d):
+        threading.Thread(target=rank.die).start()
+    until(lambda: sorted(recovered(fleet)) == ["r0,r1", "r2,r3"])
+    assert fleet.groups() == ()
+    for rank in (a, c):
+        rank.check()
+    assert fleet.drop(layers={"r0": range(3, LAYERS), "r2": range(3)}).status == "applied"
+
+
+def test_a_verb_waits_for_the_repair_of_its_ranks(served: tuple[Fleet, list[GroupRank]]) -> None:
+    fleet, (a, b, c, _) = served
+    fleet.drop(layers=FIRST)
+    verbs: list[Future[Any]] = []
+
+    def also(question: Any) -> None:
+        if isinstance(question, Recover):
+            verbs.append(begin(lambda: fleet.drop(layers={"r0": range(3, LAYERS), "r2": range(3)})))
+            until(fleet._groups._verbs.locked)
+            time.sleep(0.05)  # it would begin now
+
+    a.fails = also
+    b.die()
+    until(lambda: verbs)
+    assert verbs[0].result(20).status == "applied"
+    kinds = [event.kind for event in fleet.events()]
+    assert kinds.index("recovered") < len(kinds) - 1 - kinds[::-1].index("dropped")
+    for rank in (a, c):
+        rank.check()
+
+
+def test_nobody_is_asked_where_one_of_several_has_gone(served: tuple[Fleet, list[GroupRank]]) -> None:
+    """Who was asked, and is not waited for, could still do it while its group is repaired."""
+    fleet, (a, b, *_) = served
+    b.die()
+    asked = len(a.asked)
+    with pytest.raises(RankLost):
+        fleet._groups._ranks.ask_all({"r0": MeasureRoom("r0"), "r1": MeasureRoom("r1")})
+    assert len(a.asked) == asked
