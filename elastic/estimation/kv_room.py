@@ -54,7 +54,9 @@ class KVShape:
 def kv_shape_of(config: Any, itemsize: int, form: str = FULL) -> KVShape:
     """Return the shape by a text config. Raises `ConfigError` for an unknown form, and for values larger than keys."""
     heads = getattr(config, "num_attention_heads", None) or 1
-    kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if hasattr(config, "new_decoder_architecture"):  # a Falcon, whose cache does not have what `num_kv_heads` says
+        kv_heads = heads if config.new_decoder_architecture or not config.multi_query else 1
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     key, value = getattr(config, "qk_head_dim", None) or dim, getattr(config, "v_head_dim", None) or dim
     if key < value:

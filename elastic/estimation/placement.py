@@ -35,13 +35,14 @@ class ModelSpace:
     losses: Mapping[str, float] | None = None
     """By how much each form raises the mean loss of a token, by name."""
     step_tokens: int = 512
+    block_tokens: int | None = None
+    """Of the engine; None: as it has them where nobody has chosen them."""
 
     def options(self, model: Any, devices: Sequence[Device]) -> tuple[ModelOption, ...]:
         """Return a model's configurations on devices, ranked. Raises `ConfigError` for what cannot be estimated."""
         layout = layout_of(model, torch.float32 if devices[0].kind.type == "cpu" else None)
-        estimator = Estimator(
-            layout, devices, self.load, self.step_tokens, None, 0, planned=self.planned, losses=self.losses or {}
-        )
+        sizes = self.step_tokens, self.block_tokens, 0
+        estimator = Estimator(layout, devices, self.load, *sizes, planned=self.planned, losses=self.losses or {})
         return options(estimator, self.intent, self.weights, self.kv)
 
 

@@ -9,16 +9,16 @@ from typing import Any
 from elastic.config import parse_bytes
 from elastic.errors import ConfigError
 from elastic.estimation.estimate import Estimator
-from elastic.estimation.kv_room import kv_shape_of
-from elastic.estimation.model_layout import ModelLayout, layout_of
+from elastic.estimation.model_layout import layout_of
 from elastic.planning.estimate.configuration import FULL, Configuration
-from elastic.planning.estimate.devices import several, sheet
+from elastic.planning.estimate.devices import DeviceKind, several, sheet
 from elastic.planning.estimate.performance import InstanceCost, Load
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from elastic.sim.core.evicting import SCHEDULERS
 from elastic.sim.core.fleet import RankModel
 from elastic.sim.core.instance import EngineOptions, PlacePages
 from elastic.sim.core.step_seconds import StepCost
+from elastic.sim.placement.rank_pages import rank_pages
 from elastic.sim.roofline import DividedSteps, SheetSteps
 from elastic.sim.tables import Table
 
@@ -31,16 +31,7 @@ MOST_TOKENS = 2048
 
 def read_rank_model(table: Table, folder: Path) -> tuple[RankModel, str]:
     """Return what the ranks are, and where their seconds are from. Raises `ConfigError` naming a wrong key."""
-    engine = table.table("engine")
-    options = EngineOptions(
-        engine.whole("block_tokens", 32),
-        engine.whole("max_requests", 64),
-        engine.whole("max_batch_tokens", 512),
-        engine.flag("share_prefixes"),
-        engine.text("eviction", "none", among=tuple(SCHEDULERS)),
-        engine.number("swap_token_s", 0.0),
-    )
-    engine.done()
+    options = read_engine(table.table("engine"))
     simulation = table.table("simulation")
     stretch_s = simulation.number("stretch_s", 0.5)
     simulation.done()
@@ -53,6 +44,20 @@ def read_rank_model(table: Table, folder: Path) -> tuple[RankModel, str]:
         cost, pages, basis = _fitted(steps), _memory(table.table("memory"), options), "fitted"
     steps.done()
     return RankModel(options, pages, cost, noise, stretch_s=stretch_s, contention=contention, cut=cut), basis
+
+
+def read_engine(engine: Table) -> EngineOptions:
+    """Return what the engines of ranks are told. Raises `ConfigError` naming a wrong key."""
+    options = EngineOptions(
+        engine.whole("block_tokens", 32),
+        engine.whole("max_requests", 64),
+        engine.whole("max_batch_tokens", 512),
+        engine.flag("share_prefixes"),
+        engine.text("eviction", "none", among=tuple(SCHEDULERS)),
+        engine.number("swap_token_s", 0.0),
+    )
+    engine.done()
+    return options
 
 
 def _fitted(steps: Table) -> ChunkCost:
@@ -77,20 +82,25 @@ def _by_sheet(table: Table, options: EngineOptions, folder: Path) -> tuple[StepC
     """Return the seconds of a step, those of them that ranks which share layers divide, pages, and the basis."""
     kind = sheet(table.text("device"), option="model.device")
     size = parse_bytes(table.text("memory", str(kind.memory_bytes)), option="model.memory")
-    compute, memory = (table.number(name, 1.0, least=1e-3) for name in ("compute_share", "memory_share"))
-    link_bytes_s = 1e9 * table.number("link_gb_s", kind.link_bytes_s / 1e9, least=1e-3)
-    kind = replace(kind, flops_s=kind.flops_s * compute, bytes_s=kind.bytes_s * memory, link_bytes_s=link_bytes_s)
+    kind, basis = read_rates(table, kind)
     configuration = Configuration(table.whole("tp", 1), 1, table.text("weights", FULL), table.text("kv", FULL))
-    layout = layout_of(_config(table, folder))
+    layout = layout_of(read_config(table if "path" in table else table.table("config"), folder))
     load = Load(1, table.whole("most_tokens", MOST_TOKENS, least=2) - 1)
     table.done()
     devices = several(kind, configuration.tp, size)
     estimator = Estimator(layout, devices, load, options.max_batch_tokens, options.block_tokens, 0, planned=True)
     candidate = estimator.candidate(configuration)
     assert candidate.cost is not None
-    pages = _pages(estimator, layout, configuration)
-    basis = f"data sheet of {kind.name}, {compute:g} of its operations and {memory:g} of its memory's rate"
+    pages = rank_pages(estimator, configuration, range(len(layout.decoder.layers)), devices[0])
     return SheetSteps.of(candidate.cost), _divided(estimator, configuration, candidate.cost), pages, basis
+
+
+def read_rates(table: Table, kind: DeviceKind) -> tuple[DeviceKind, str]:
+    """Return a kind of devices at the rates that are reached of its data sheet's, and where its seconds are from."""
+    compute, memory = (table.number(name, 1.0, least=1e-3) for name in ("compute_share", "memory_share"))
+    link_bytes_s = 1e9 * table.number("link_gb_s", kind.link_bytes_s / 1e9, least=1e-3)
+    reached = replace(kind, flops_s=kind.flops_s * compute, bytes_s=kind.bytes_s * memory, link_bytes_s=link_bytes_s)
+    return reached, f"data sheet of {kind.name}, {compute:g} of its operations and {memory:g} of its memory's rate"
 
 
 def _divided(estimator: Estimator, configuration: Configuration, alone: InstanceCost) -> StepCost | None:
@@ -104,34 +114,16 @@ def _divided(estimator: Estimator, configuration: Configuration, alone: Instance
     return None if shared is None else DividedSteps.of(alone, shared, SHARES)
 
 
-def _config(table: Table, folder: Path) -> Any:
-    """Return the model's config: that of a directory, or the one written down."""
+def read_config(table: Table, folder: Path) -> Any:
+    """Return a model's config: that of the directory `path`, or the one written down in the table."""
     if "path" in table:
         return str(folder / table.text("path"))
     from transformers import AutoConfig
 
-    values = table.table("config").rest()
+    values, name = table.rest(), table.name.removesuffix(".config")
     if "model_type" not in values:
-        raise ConfigError("model.path is missing: name a model's directory, or write its [model.config] down")
+        raise ConfigError(f"{name}.path is missing: name a model's directory, or write its [{table.name}] down")
     try:
         return AutoConfig.for_model(values.pop("model_type"), **values)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"model.config is no config: {error}") from error
-
-
-def _pages(estimator: Estimator, layout: ModelLayout, configuration: Configuration) -> PlacePages:
-    """Return the memory of one rank. Raises `ConfigError` for a model with several forms of attention."""
-    layers = range(len(layout.decoder.layers))
-    kv = kv_shape_of(layout.config, layout.dtype.itemsize, configuration.kv)
-    groups = estimator.room(kv, configuration.tp, layers).groups
-    if len(groups) != 1 or groups[0][0] is not None:
-        raise ConfigError("model: layers with a sliding window are not simulated; take one whose layers are all alike")
-    (_, sector, blocks) = groups[0]
-    device, page = estimator.devices[0], estimator.pages.page_bytes
-    held = estimator.rank(device, layers, configuration, 1)
-    budget = device.memory_bytes // page
-    own = -(-(held.total - held.kv) // page)
-    layer = estimator.pages.layers(range(1), configuration.weights, configuration.tp)
-    if budget - own < sector:
-        raise ConfigError(f"model: it needs {own} of {budget} pages, which leaves no room for keys and values")
-    return PlacePages(budget, own, sector, blocks, len(layers), layer)
+        raise ConfigError(f"{table.name} is no config: {error}") from error

@@ -43,17 +43,38 @@ class Sample:
 
 
 @dataclass
-class Report:
-    """Figures of a run, which grow with neither requests nor tokens. Times are seconds of the run."""
+class RequestFigures:
+    """Latencies of requests, and how they ended. Times are seconds of the run."""
 
     ttft_s: QuantileSketch = field(default_factory=QuantileSketch)
     tpot_s: QuantileSketch = field(default_factory=QuantileSketch)
     """Of answers with two tokens or more."""
+    requests: Counter[str] = field(default_factory=Counter)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many requests came, and how they ended."""
+        requests = {name: self.requests[name] for name in ("arrived", "completed", "rejected", "failed", "cancelled")}
+        return {**requests, "unfinished": requests["arrived"] - sum(list(requests.values())[1:])}
+
+    def described(self) -> dict[str, Any]:
+        """Return these figures, as JSON has them."""
+        return {"requests": self.counts(), "ttft_s": self.ttft_s.described(), "tpot_s": self.tpot_s.described()}
+
+
+@dataclass
+class Report(RequestFigures):
+    """Figures of a run, which grow with neither requests nor tokens. Times are seconds of the run."""
+
     queued_s: QuantileSketch = field(default_factory=QuantileSketch)
     """Until a request was first in a step."""
     by_source: dict[str, QuantileSketch] = field(default_factory=dict)
     """TTFT."""
-    requests: Counter[str] = field(default_factory=Counter)
+    by_model: dict[str, RequestFigures] = field(default_factory=dict)
+    """Of models that have a name."""
+    placements: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Where models are that were placed, or why they have no place."""
+    devices: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What of them is in use, where models were placed."""
     tokens: int = 0
     prompt_tokens: int = 0
     first_s: float | None = None
@@ -70,16 +91,19 @@ class Report:
         if len(self.actions) < MOST_ACTIONS:
             self.actions.append(Action(at_s, kind, about, seconds))
 
-    def listener(self, job: RequestArrival, ended: Callable[[], object] = lambda: None) -> Listener:
-        """Return the listener of a request that comes now."""
-        self.requests["arrived"] += 1
+    def listener(self, job: RequestArrival, ended: Callable[[], object] = lambda: None, *, model: str = "") -> Listener:
+        """Return the listener of a request that comes now, to a model."""
+        figures = self._of(model)
+        for each in figures:
+            each.requests["arrived"] += 1
         if self.first_s is None:
             self.first_s = job.at_s
-        return _Listener(self, job, ended)
+        return _Listener(self, figures, job, ended)
 
-    def refused(self) -> None:
+    def refused(self, model: str = "") -> None:
         """Note that the request which came was refused."""
-        self.requests["rejected"] += 1
+        for figures in self._of(model):
+            figures.requests["rejected"] += 1
 
     def sample(self, at_s: float, kv_use: float, running: int, queued: int) -> None:
         """Note one moment."""
@@ -100,9 +124,8 @@ class Report:
     def document(self) -> dict[str, Any]:
         """Return all figures, as JSON has them: the same for the same scenario and seed."""
         uses = [sample.kv_use for sample in self.samples]
-        requests = {name: self.requests[name] for name in ("arrived", "completed", "rejected", "failed", "cancelled")}
         return {
-            "requests": {**requests, "unfinished": requests["arrived"] - sum(list(requests.values())[1:])},
+            "requests": self.counts(),
             "tokens": self.tokens,
             "prompt_tokens": self.prompt_tokens,
             "span_s": self.last_s - (self.first_s or 0.0),
@@ -111,20 +134,29 @@ class Report:
             "tpot_s": self.tpot_s.described(),
             "queued_s": self.queued_s.described(),
             "ttft_s_by_source": {name: each.described() for name, each in sorted(self.by_source.items())},
+            "by_model": {name: each.described() for name, each in sorted(self.by_model.items())},
+            "placements": self.placements,
+            "devices": self.devices,
             "kv_use": {"mean": sum(uses) / len(uses) if uses else 0.0, "max": max(uses, default=0.0)},
             "action_counts": dict(sorted(self.action_counts.items())),
             "actions": [vars(action) for action in self.actions],
             "timeline": [vars(sample) for sample in self.samples],
         }
 
+    def _of(self, model: str) -> tuple[RequestFigures, ...]:
+        """Return the figures that a request to a model is counted in."""
+        return (self, self.by_model.setdefault(model, RequestFigures())) if model else (self,)
+
 
 class _Listener:
     """One request's outputs."""
 
-    __slots__ = ("_ended", "_first_s", "_job", "_report", "_tokens")
+    __slots__ = ("_ended", "_figures", "_first_s", "_job", "_report", "_tokens")
 
-    def __init__(self, report: Report, job: RequestArrival, ended: Callable[[], object]) -> None:
-        self._report, self._job, self._ended = report, job, ended
+    def __init__(
+        self, report: Report, figures: tuple[RequestFigures, ...], job: RequestArrival, ended: Callable[[], object]
+    ) -> None:
+        self._report, self._figures, self._job, self._ended = report, figures, job, ended
         self._first_s: float | None = None
         self._tokens = 0
 
@@ -137,17 +169,22 @@ class _Listener:
             if self._first_s is None:
                 self._begin(output)
         if output.finish is not None:
-            report.requests[OUTCOMES[output.finish]] += 1
-            if self._first_s is not None and self._tokens > 1 and OUTCOMES[output.finish] == "completed":
-                report.tpot_s.add((output.at_s - self._first_s) / (self._tokens - 1))
+            self._finish(output.at_s, OUTCOMES[output.finish])
             self._ended()
 
     def _begin(self, output: Output) -> None:
         report, job = self._report, self._job
         self._first_s = output.at_s
         ttft_s = output.at_s - job.at_s
-        report.ttft_s.add(ttft_s)
+        for figures in self._figures:
+            figures.ttft_s.add(ttft_s)
         report.by_source.setdefault(job.source, QuantileSketch()).add(ttft_s)
         report.prompt_tokens += job.prompt
         if output.scheduled_s is not None:
             report.queued_s.add(output.scheduled_s - job.at_s)
+
+    def _finish(self, at_s: float, outcome: str) -> None:
+        for figures in self._figures:
+            figures.requests[outcome] += 1
+            if self._first_s is not None and self._tokens > 1 and outcome == "completed":
+                figures.tpot_s.add((at_s - self._first_s) / (self._tokens - 1))

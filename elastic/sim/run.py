@@ -14,6 +14,7 @@ from elastic.sim.core.fleet import SimulatedFleet
 from elastic.sim.core.host import ComputeTurn, SharedDevices, SharedHost
 from elastic.sim.core.threads import SimulatedThreads
 from elastic.sim.mechanisms.fleet import ElasticFleet
+from elastic.sim.placement.deployments import SimulatedDeployments
 from elastic.sim.policies import befall, make_fleet
 from elastic.sim.report import Report
 from elastic.sim.scenario import Scenario, SimulatedModel
@@ -51,11 +52,19 @@ class Run:
             for number in devices
         }
         self._by_model = {model.name: self._fleets_of(model) for model in scenario.models}
-        self.fleets = [fleet for fleets in self._by_model.values() for fleet in fleets]
+        placement = scenario.placement
+        self.deployments = None if placement is None else SimulatedDeployments(self.clock, placement, scenario.seed)
         self._models = {source.name: source.model for source in scenario.sources}
         self._jobs = merged(scenario.sources, scenario.seed, scenario.duration_s)
         self._numbers = count()
         self._choose = stream(scenario.seed, "fleets")
+        self._choose_model = stream(scenario.seed, "models")
+
+    @property
+    def fleets(self) -> list[SimulatedFleet]:
+        """All that are there now."""
+        fleets = [fleet for each in self._by_model.values() for fleet in each]
+        return fleets if self.deployments is None else [*fleets, *self.deployments.fleets.values()]
 
     def play(self, progress: Callable[[float], object] = lambda at_s: None) -> SimulationSpeed:
         """Have all requests come, and all end; what has not `drain_s` after the last could come, does not.
@@ -79,6 +88,9 @@ class Run:
             for event in fleet.log.events():
                 words = ", ".join(filter(None, (event.rank, event.why)))
                 self.report.action(event.when_s, event.kind, words, event.seconds)
+        if self.deployments is not None:
+            self.report.placements = self.deployments.placements()
+            self.report.devices = self.deployments.use(self.report.last_s)
         self.close()
         steps = sum(instance.scheduler.steps for fleet in self.fleets for instance in fleet.instances.values())
         return SimulationSpeed(time.perf_counter() - began, self.clock.events, steps, self.clock.now)
@@ -118,17 +130,35 @@ class Run:
         return any(fleet.dispatcher.records for fleet in self.fleets)
 
     def _submit(self, job: RequestArrival) -> None:
-        number, fleets = next(self._numbers), self._by_model[self._models[job.source]]
-        fleet = fleets[0] if len(fleets) == 1 else fleets[self._choose.randrange(len(fleets))]
+        number, model = next(self._numbers), self._model_of(job)
+        fleet = self._fleet_of(model)
+        if fleet is None:
+            self.report.listener(job, model=model)
+            self.report.refused(model)
+            return
         request = request_of(job, number)
         if job.answer < job.most:
             fleet.answers[request.id] = job.answer
-        listener = self.report.listener(job, lambda: fleet.answers.pop(request.id, None))
+        listener = self.report.listener(job, lambda: fleet.answers.pop(request.id, None), model=model)
         try:
             fleet.submit(request, listener)
         except (CapacityError, Overloaded):
             fleet.answers.pop(request.id, None)
-            self.report.refused()
+            self.report.refused(model)
+
+    def _model_of(self, job: RequestArrival) -> str:
+        """Return to which model a request is: one of those that were deployed by now, by chance, if none was said."""
+        model = self._models[job.source]
+        if model or self.deployments is None:
+            return model
+        return self._choose_model.choice(list(self.deployments.outcomes))
+
+    def _fleet_of(self, model: str) -> SimulatedFleet | None:
+        """Return one of a model's fleets; None: it has no place."""
+        if self.deployments is not None:
+            return self.deployments.fleets.get(model)
+        fleets = self._by_model[model]
+        return fleets[0] if len(fleets) == 1 else fleets[self._choose.randrange(len(fleets))]
 
     def _sample(self) -> None:
         loads = [instance.load for fleet in self.fleets for instance in fleet.dispatcher.instances.values()]

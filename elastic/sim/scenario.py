@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast, get_args
 
 from elastic.cluster.fleet.planning.router import Routing
 from elastic.errors import ConfigError
+from elastic.estimation.device_list import parse_devices
+from elastic.estimation.estimate import WEIGHTS
+from elastic.estimation.placement import ModelSpace
+from elastic.planning.deployment.policies import POLICIES, THETA, PolicyName
+from elastic.planning.estimate.configuration import FULL
+from elastic.planning.estimate.devices import Device
+from elastic.planning.estimate.intent import OBJECTIVES, Intent, Objective
+from elastic.planning.estimate.performance import Load
 from elastic.sim.core.fleet import RankModel
+from elastic.sim.core.instance import EngineOptions
+from elastic.sim.placement.deployments import PlacementScenario
 from elastic.sim.policies import Mechanisms, read_mechanisms
-from elastic.sim.rank_model import read_rank_model
+from elastic.sim.rank_model import read_config, read_engine, read_rank_model, read_rates
 from elastic.sim.sources import read_source
 from elastic.sim.tables import Table
 from elastic.sim.workload import RequestSource
@@ -69,11 +79,22 @@ class Scenario:
     """Of what the figures are a prediction, and which hardware numbers were used; "": of nothing."""
     published: Mapping[str, Any] = field(default_factory=dict)
     """Figures of a paper, to be told beside."""
+    placement: PlacementScenario | None = None
+    """Models that a planner places; there are no others then."""
 
     @property
     def basis(self) -> str:
         """Where the seconds of steps are from, of all models."""
+        if self.placement is not None:
+            return self.placement.basis
         return "; ".join(dict.fromkeys(model.basis for model in self.models))
+
+    @property
+    def instances(self) -> int:
+        """Instances of all models; of those that are placed, if all have a place."""
+        if self.placement is not None:
+            return len(self.placement.order) * self.placement.replicas
+        return sum(model.fleet.instances * model.fleet.fleets for model in self.models)
 
 
 def shipped() -> tuple[str, ...]:
@@ -115,16 +136,19 @@ def parse_scenario(values: dict[str, Any], folder: Path = Path(), *, seed: int |
     """Return the scenario of a document. Files in it are relative to `folder`. Raises `ConfigError`."""
     table = Table(values, "")
     own_seed = table.whole("seed", 0, least=0)
-    models = _models(table, folder)
+    placement = read_placement(table, folder) if "placement" in table else None
+    models = _models(table, folder) if placement is None else ()
     sources = tuple(read_source(each, folder) for each in table.tables("requests"))
     if not sources:
         raise ConfigError("requests are missing: give one [[requests]] table or more")
     if len({each.name for each in sources}) < len(sources):
         raise ConfigError("two [[requests]] have the same name; name each")
-    names = [model.name for model in models]
+    names = [model.name for model in models] if placement is None else ["", *placement.names]
     for each in sources:
         if each.model not in names:
-            raise ConfigError(f"requests {each.name!r}: model = {each.model!r} must be one of {', '.join(names)}")
+            raise ConfigError(
+                f"requests {each.name!r}: model = {each.model!r} must be one of {', '.join(filter(None, names))}"
+            )
     scenario = Scenario(
         table.text("title", ""),
         table.number("duration_s", least=1e-3),
@@ -135,9 +159,78 @@ def parse_scenario(values: dict[str, Any], folder: Path = Path(), *, seed: int |
         own_seed if seed is None else seed,
         table.text("predicts", ""),
         table.table("published").rest(),
+        placement,
     )
     table.done()
     return scenario
+
+
+def read_placement(table: Table, folder: Path) -> PlacementScenario:
+    """Return the models that a planner is to place, and on what. Raises `ConfigError` naming a wrong key."""
+    engine, steps, simulation = read_engine(table.table("engine")), table.table("steps"), table.table("simulation")
+    if engine.eviction != "none":
+        raise ConfigError(f"engine.eviction = {engine.eviction!r} is not for models that are placed; drop one")
+    noise, stretch_s = steps.number("noise", 0.0), simulation.number("stretch_s", 0.5)
+    steps.done()
+    simulation.done()
+    configs = {
+        name: read_config(_table(values, f"configs.{name}"), folder)
+        for name, values in table.table("configs").rest().items()
+    }
+    order = table.texts("deploy", among=tuple(configs))
+    if not order:
+        raise ConfigError("deploy is missing: give the names of [configs], in the order in which they are deployed")
+    own = table.table("placement")
+    devices, basis = _cluster(own)
+    scenario = PlacementScenario(
+        devices,
+        configs,
+        order,
+        _space(own, engine),
+        cast(PolicyName, own.text("policy", "hybrid", among=POLICIES)),
+        own.number("theta", THETA),
+        own.whole("replicas", 1),
+        own.optional("together"),
+        own.number("every_s", 180.0),
+        engine,
+        noise,
+        stretch_s,
+        basis,
+    )
+    own.done()
+    return scenario
+
+
+def _table(values: object, name: str) -> Table:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name} = {values!r} must be a table")
+    return Table(values, name)
+
+
+def _cluster(table: Table) -> tuple[list[Device], str]:
+    """Return devices at the rates that they reach, and where their seconds are from."""
+    devices = parse_devices(table.text("devices"))
+    kind, basis = read_rates(table, devices[0].kind)
+    if any(device.kind != devices[0].kind for device in devices):
+        raise ConfigError("placement.devices are of several kinds: models are placed on devices of one kind")
+    return [replace(device, kind=kind) for device in devices], basis
+
+
+def _space(table: Table, engine: EngineOptions) -> ModelSpace:
+    """Return what is considered of each model."""
+    objective = table.text("intent", "cost", among=[name.replace("_", "-") for name in OBJECTIVES])
+    intent = Intent(cast(Objective, objective.replace("-", "_")), tolerance=table.number("tolerance", 0.0))
+    load = Load(table.whole("prompt", 512), table.whole("new", 128), table.number("rate", 0.0))
+    weights, kv = table.texts("weights"), table.texts("kv")
+    return ModelSpace(
+        load,
+        intent,
+        weights or WEIGHTS,
+        kv or (FULL,),
+        table.flag("planned"),
+        step_tokens=engine.max_batch_tokens,
+        block_tokens=engine.block_tokens,
+    )
 
 
 def _models(table: Table, folder: Path) -> tuple[SimulatedModel, ...]:

@@ -79,11 +79,13 @@ class Table:
             raise self.wrong(key, value, f"[[{key}]] tables")
         return [Table(each, f"{key}[{number}]") for number, each in enumerate(value)]
 
-    def texts(self, key: str, *, among: Sequence[str]) -> tuple[str, ...]:
+    def texts(self, key: str, *, among: Sequence[str] = ()) -> tuple[str, ...]:
         """Take a list of texts, each one of some; none where there is none."""
         value = self._take(key, [])
-        if not isinstance(value, list) or not all(each in among for each in value):
-            raise self.wrong(key, value, f"a list of {', '.join(among)}")
+        if not isinstance(value, list) or not all(
+            isinstance(each, str) and each in (among or [each]) for each in value
+        ):
+            raise self.wrong(key, value, f"a list of {', '.join(among) or 'texts'}")
         return tuple(value)
 
     @property

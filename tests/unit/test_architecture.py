@@ -46,7 +46,7 @@ INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the r
     "cluster": (("control",), ("peers",), ("rank",), ("launch",), ("fleet",), ("deployment",), ("",)),
     "server": (("protocol", "tools"), ("fleets",), ("generation",), ("formats",), ("routes",), ("",)),
     "bench": (("traces",), ("replay",), ("report",)),
-    "sim": (("core",), ("mechanisms",), ("",)),
+    "sim": (("core",), ("mechanisms", "placement"), ("",)),
     "cli": (("inputs", "views"), ("acts", "predictions"), ("",)),
 }
 

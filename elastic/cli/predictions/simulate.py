@@ -47,7 +47,7 @@ def described(scenario: Scenario) -> dict[str, Any]:
         "scenario": scenario.title,
         "seed": scenario.seed,
         "duration_s": scenario.duration_s,
-        "instances": sum(model.fleet.instances * model.fleet.fleets for model in scenario.models),
+        "instances": scenario.instances,
         "seconds_from": scenario.basis,
         "predicts": scenario.predicts,
         "published": dict(scenario.published),
@@ -72,6 +72,8 @@ def _show(console: Console, scenario: Scenario, document: Mapping[str, Any], spe
     for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("until the first step", "queued_s")):
         table.add_row(name, *(f"{document[key][which]:.4g}" for which in ("mean", "p50", "p95", "p99", "max")))
     console.print(table)
+    if document["placements"]:
+        _show_placements(console, document)
     requests, use = document["requests"], document["kv_use"]
     console.print(", ".join(f"{count:,} {name}" for name, count in requests.items() if count), highlight=False)
     console.print(
@@ -93,3 +95,48 @@ def _show(console: Console, scenario: Scenario, document: Mapping[str, Any], spe
         highlight=False,
         markup=False,
     )
+
+
+def _show_placements(console: Console, document: Mapping[str, Any]) -> None:
+    """Print where models are, how long their requests took, and what is in use of devices."""
+    models = Table(box=None, padding=(0, 1), collapse_padding=True, title="models")
+    for name in ("model", "configuration", "on"):
+        models.add_column(name, no_wrap=True)
+    for name in ("GiB", "ended", "TTFT P50", "P95, s", "TPOT P50", "P95, ms"):
+        models.add_column(name, justify="right")
+    for name, placed in document["placements"].items():
+        if placed["placed"]:
+            models.add_row(
+                name, placed["configuration"], _devices(placed), _gib(placed["bytes"]), *_latencies(document, name)
+            )
+        else:
+            models.add_row(name, "no place")
+    console.print(models)
+    devices = Table("device", title="devices")
+    for name in ("reserved, GiB", "of", "busy", "models"):
+        devices.add_column(name, justify="right")
+    for name, device in document["devices"].items():
+        sizes = _gib(device["reserved_bytes"]), _gib(device["memory_bytes"])
+        devices.add_row(name, *sizes, f"{device['busy']:.1%}", str(len(device["models"])))
+    console.print(devices)
+    for name, placed in document["placements"].items():
+        if not placed["placed"]:
+            console.print(f"  {name} has no place: {placed['why_not']}", highlight=False, markup=False)
+
+
+def _devices(placed: Mapping[str, Any]) -> str:
+    return "\n".join(dict.fromkeys(device for stage in placed["stages"] for device in stage["devices"]))
+
+
+def _latencies(document: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return how many requests of a model were served, and how long they took."""
+    figures = document["by_model"].get(name)
+    if figures is None:
+        return ("0",)
+    ttft, tpot = figures["ttft_s"], figures["tpot_s"]
+    seconds = ttft["p50"], ttft["p95"], 1e3 * tpot["p50"], 1e3 * tpot["p95"]
+    return (f"{figures['requests']['completed']:,}", *(f"{each:.3g}" for each in seconds))
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.1f}"

@@ -85,6 +85,11 @@ class LocalExecutor:
         seconds = self.cost.batch(chunks)
         return seconds * self.noise(seconds)
 
+    @property
+    def undisturbed(self) -> bool:
+        """Whether decode steps take as long as they say, so that several can be taken together."""
+        return not self.host.shared
+
     def stretch(self, decoding: list[Chunk], steps: int) -> Stretch:
         """Begin so many decode steps; their seconds are a straight line between the first and the last."""
         last = [Chunk("", start + steps - 1, 1) for _, start, _ in decoding]
@@ -93,6 +98,10 @@ class LocalExecutor:
         first_s = cost_s * factor
         more_s = (self.cost.batch(last) * factor - first_s) / (steps - 1) if steps > 1 else 0.0
         return Stretch(self._clock.now, steps, first_s, more_s)
+
+    def end_stretch(self, seconds: float) -> None:
+        """End a stretch, which took so long."""
+        self.busy_s += seconds
 
     def remove(self, sequences: tuple[str, ...]) -> None:
         """Forget sequences."""

@@ -18,7 +18,7 @@ from elastic.sim.core.clock import VirtualClock, stream
 from elastic.sim.core.executor import LocalExecutor
 from elastic.sim.core.host import Computer, SharedHost
 from elastic.sim.core.instance import EngineOptions, PlacePages, SimulatedInstance
-from elastic.sim.core.step_seconds import MeasuredPace, MeasuredStep, Noise, PacedSeconds, StepCost
+from elastic.sim.core.step_seconds import MeasuredPace, MeasuredStep, Noise, PacedSeconds, StepCost, StepNoise
 
 BEAT_S = 0.25
 """As ranks do."""
@@ -99,12 +99,10 @@ class SimulatedFleet:
         """Have one more instance."""
         number, model = len(self.instances), self.model
         name = f"{self._name}{number}"
-        host = self._devices[number] if number < len(self._devices) else self.host
         pace = model.paces.get(name)
         drawn = Noise(model.noise, stream(self.seed, f"noise {name}"))
         noise = drawn if pace is None else PacedSeconds(pace, self.clock)
-        executor = LocalExecutor(self.clock, model.cost, noise, self.answers, host)
-        made = self._make(name, executor)
+        made = self._make(name, self._executor(number, noise))
         spec = RankSpec(name, "simulated")
         now = self.clock.now
         instance = self._instance(name, made, spec, "simulated", [], True, heard_s=now, progress_s=now)  # type: ignore[arg-type]
@@ -112,6 +110,10 @@ class SimulatedFleet:
         self.dispatcher.instances[name] = instance
         made.listen(partial(self._heard, instance), partial(self._lost, instance))
         return made
+
+    def _executor(self, number: int, noise: StepNoise) -> LocalExecutor:
+        host = self._devices[number] if number < len(self._devices) else self.host
+        return LocalExecutor(self.clock, self.model.cost, noise, self.answers, host)
 
     def _make(self, name: str, executor: LocalExecutor) -> SimulatedInstance:
         model = self.model

@@ -87,6 +87,12 @@ class ComputeTurn:
         self._host = host
         self._asked: deque[Callable[[], object]] = deque()
         self._taken = False
+        self._wanted: Callable[[], object] = _nobody
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is computed, and nobody waits."""
+        return not self._taken and not self._asked and not self.hangs
 
     def compute(self, seconds: float, done: Callable[[], object]) -> None:
         """Have something computed; one that hangs never does."""
@@ -96,11 +102,16 @@ class ComputeTurn:
         """Have something begin when it is its turn; `give_back` ends that."""
         if not self.hangs:
             self._asked.append(begin)
+            self._wanted()
             self._next()
+
+    def hold(self, wanted: Callable[[], object]) -> None:
+        """Take it, which is idle, until it is given back; `wanted` is told when somebody asks meanwhile."""
+        self._taken, self._wanted = True, wanted
 
     def give_back(self) -> None:
         """Let the next one begin."""
-        self._taken = False
+        self._taken, self._wanted = False, _nobody
         self._next()
 
     def _next(self) -> None:
@@ -127,10 +138,28 @@ class SharedDevices:
         for turn in self._turns:
             turn.take(begin)
 
-    def _end(self, done: Callable[[], object]) -> None:
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is computed at any of them, and nobody waits."""
+        return all(turn.idle for turn in self._turns)
+
+    def hold(self, wanted: Callable[[], object]) -> None:
+        """Take all of them, which are idle, until they are given back; `wanted` is told when somebody asks."""
+        for turn in self._turns:
+            turn.hold(wanted)
+
+    def give_back(self) -> None:
+        """Let the next ones begin."""
         for turn in self._turns:
             turn.give_back()
+
+    def _end(self, done: Callable[[], object]) -> None:
+        self.give_back()
         done()
+
+
+def _nobody() -> None:
+    """Nobody is told."""
 
 
 class Counting:

@@ -218,7 +218,7 @@ class SimulatedInstance:
 
     def _begin_stretch(self) -> bool:
         """Begin decode steps that are alike; return whether there are some."""
-        if not self._stretch_s or self.executor is not self.local or self.local.host.shared:
+        if not self._stretch_s or self.executor is not self.local or not self.local.undisturbed:
             return False
         steps = self.scheduler.alike_steps(self.local.answers.ends)
         if steps < 2:
@@ -244,7 +244,7 @@ class SimulatedInstance:
         stretch, self._stretch, self._stretch_end = self._stretch, None, None
         assert stretch is not None
         self._in_flight -= 1
-        self.local.busy_s += self.clock.now - stretch.begin_s
+        self.local.end_stretch(self.clock.now - stretch.begin_s)
         if self.lost:
             return
         tokens = (TOKEN,) * stretch.steps

@@ -137,6 +137,16 @@ def test_eight_bit_caches_hold_nearly_twice_sixteen_bit_ones() -> None:
         kv_shape_of(config, 2, "fp4")
 
 
+@pytest.mark.parametrize("options", [{}, {"multi_query": False}, {"new_decoder_architecture": True, "num_kv_heads": 2}])
+def test_heads_of_keys_are_those_of_the_models_own_cache(options: dict[str, Any]) -> None:
+    """A Falcon's says other numbers: of one head that all share, and of few that are repeated before they are kept."""
+    config = transformers.FalconConfig(
+        hidden_size=64, num_attention_heads=4, num_hidden_layers=1, vocab_size=64, alibi=False, **options
+    )
+    cache = transformers.FalconForCausalLM(config)(torch.ones(1, 3, dtype=torch.long)).past_key_values
+    assert kv_shape_of(config, 4).heads == cache.layers[0].keys.shape[1]
+
+
 @pytest.mark.parametrize("name", ["inside", "qwen3-moe"])
 def test_shares_of_a_layer_have_the_pages_that_wrap_gives_them(name: str) -> None:
     """Beside what is not cut, each rank holds its part, with the pages that it has in common with the next one."""
