@@ -20,10 +20,12 @@ from transformers import AutoModelForCausalLM
 
 from elastic.assets import MODEL_DIR
 from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.rank.client import RankClient
+from elastic.cluster.rank.spec import RankSpec
 from elastic.engines.base import Request
 from elastic.errors import ElasticError
 from support.cluster.shared_launcher import SharedLauncher
-from support.processes import shared_memory, shared_memory_left
+from support.processes import shared_memory, shared_memory_left, wait_for_end
 from support.serving.generations import Collector, prompts, same_unless_close
 
 pytestmark = pytest.mark.slow
@@ -54,6 +56,14 @@ def replicate_and_evict(fleet: Fleet) -> None:
         while True:
             fleet.replicate("r0", range(count // 2, count), "r1")
             fleet.evict("r0")
+
+
+def share_and_part(fleet: Fleet) -> None:
+    """Until a rank is lost."""
+    with suppress(ElasticError):
+        while True:
+            fleet.reshard(["r0", "r1"], tp=2, layers_per_step=2)
+            fleet.reshard("r0", tp=1)
 
 
 def until(true: Any) -> None:
@@ -100,6 +110,7 @@ def serve_through(
     chosen = random.Random(seed)
     victim, after_s = chosen.choice(["r0", "r1"]), chosen.uniform(0, 3)
     options: dict[str, Any] = {"places": ["cpu=48MiB"], "engine": ENGINE, "replace": False, "beat_timeout_s": 3}
+    options["shards"] = 2 if change is share_and_part else None
     with Fleet(str(MODEL_DIR), ranks=2, launch=launch, **options) as fleet:
         pids = [rank.pid for rank in fleet.status().ranks]
         pid = next(rank.pid for rank in fleet.status().ranks if rank.name == victim)
@@ -152,10 +163,111 @@ def test_a_member_that_stands_still_costs_no_request() -> None:
     survive(7, signal.SIGSTOP)
 
 
+@pytest.mark.parametrize(("seed", "how"), [(3, signal.SIGKILL), (4, signal.SIGSTOP)])
+def test_a_rank_is_lost_at_any_point_while_layers_are_shared_and_parted(
+    launcher: SharedLauncher, seed: int, how: signal.Signals
+) -> None:
+    survive(seed, how, launcher, share_and_part)
+
+
+class UnkillableLauncher:
+    """Starts ranks that the fleet cannot kill, as those that have joined: it only hears them no more."""
+
+    name = "joined"
+
+    def __init__(self, launcher: SharedLauncher) -> None:
+        self._launcher = launcher
+
+    def start(self, spec: RankSpec) -> RankClient:
+        client = self._launcher.start(spec)
+        client._process = None
+        return client
+
+    def close(self) -> None:
+        """Do nothing: they end when they see that the fleet has gone."""
+
+
+def begin(fleet: Fleet) -> tuple[Collector, list[Request]]:
+    """Have requests run at all ranks."""
+    heard, requests = Collector(), [Request(prompt, 150, ignore_eos=True) for prompt in PROMPTS]
+    for request in requests:
+        fleet.submit(request, heard)
+    for request in requests:
+        heard.wait_for_tokens(request.id, 3)
+    return heard, requests
+
+
+def all_end_well(fleet: Fleet, heard: Collector, requests: list[Request]) -> None:
+    heard.wait([request.id for request in requests])
+    for request in requests:
+        assert heard.ends[request.id].finish == "length", heard.ends[request.id]
+        assert same_unless_close(plain(), request.prompt, heard.tokens[request.id])
+    fleet.check()
+
+
+def pid_of(fleet: Fleet, name: str) -> int:
+    return next(rank.pid for rank in fleet.status().ranks if rank.name == name)
+
+
+def test_a_rank_that_is_given_up_while_it_lives_and_wakes_again_misleads_nobody(launcher: SharedLauncher) -> None:
+    """Its memory was the last copy of layers that both of the others had dropped, and of their keys and values there.
+
+    What a living rank has may change while it is read: those sequences are computed anew, and the layers come from the
+    checkpoint.
+    """
+    options: dict[str, Any] = {"places": ["cpu=48MiB"], "engine": ENGINE, "replace": False, "beat_timeout_s": 1}
+    with Fleet(str(MODEL_DIR), ranks=3, launch=UnkillableLauncher(launcher), **options) as fleet:
+        count = len(fleet.layer_bytes())
+        keeps = {f"r{i}": range(i * count // 3, (i + 1) * count // 3) for i in range(3)}
+        dropped = fleet.drop(layers={name: set(range(count)) - set(kept) for name, kept in keeps.items()})
+        assert dropped.status == "applied"
+        heard, requests = begin(fleet)
+        pid = pid_of(fleet, "r2")
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: not fleet.groups())
+        told = {request.id: len(heard.tokens[request.id]) for request in requests}
+        os.kill(pid, signal.SIGCONT)
+        wait_for_end(pid)
+        all_end_well(fleet, heard, requests)
+        assert min(told.values()) < 150  # it woke while the others computed
+        (recovered,) = [event for event in fleet.events() if event.kind == "recovered"]
+        assert recovered.recomputed_tokens > 0
+        assert {rank.name: rank.state for rank in fleet.status().ranks} == {
+            "r0": "serving",
+            "r1": "serving",
+            "r2": "lost",
+        }
+
+
+def test_a_group_that_loses_a_rank_does_not_disturb_another(launcher: SharedLauncher) -> None:
+    with Fleet(str(MODEL_DIR), ranks=4, launch=launcher, places=["cpu=48MiB"], engine=ENGINE, replace=False) as fleet:
+        half, count = len(fleet.layer_bytes()) // 2, len(fleet.layer_bytes())
+        for first, second in (("r0", "r1"), ("r2", "r3")):
+            assert fleet.drop(layers={first: range(half, count), second: range(half)}).status == "applied"
+        heard, requests = begin(fleet)
+        before = {group.members: group for group in fleet.groups()}
+        os.kill(pid_of(fleet, "r1"), signal.SIGKILL)
+        until(lambda: [group.members for group in fleet.groups()] == [("r2", "r3")])
+        all_end_well(fleet, heard, requests)
+        assert fleet.groups()[0].paths == before["r2", "r3"].paths
+        assert fleet.status().totals.ranks_lost == 1
+        (recovered,) = [event for event in fleet.events() if event.kind == "recovered"]
+        assert (recovered.rank, recovered.recomputed_tokens) == ("r0,r1", 0)
+        heard, requests = begin(fleet)
+        assert "r0" in {fleet.instance_of(request.id) for request in requests}
+        all_end_well(fleet, heard, requests)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(30))
 def test_members_are_killed_while_replicas_come_and_go(seed: int) -> None:
     survive(seed, signal.SIGKILL if seed % 3 else signal.SIGSTOP, change=replicate_and_evict)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(100))
+def test_ranks_are_lost_many_times_while_layers_are_shared_and_parted(seed: int) -> None:
+    survive(seed, signal.SIGKILL if seed % 3 else signal.SIGSTOP, change=share_and_part)
 
 
 @pytest.mark.long

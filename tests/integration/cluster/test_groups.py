@@ -288,6 +288,10 @@ def test_processes_drop_take_back_and_survive_the_death_of_one(launcher: SharedL
             fleet.submit(request, heard)
         for name in asked:
             heard.wait_for_tokens(name, 5)
+        wires = {name: fleet.look(name).wires for name in pids}
+        for name, (wire,) in wires.items():
+            assert {name, wire.rank} == {"r0", "r1"}
+            assert wire.sent_bytes > 0 < wire.received_bytes
         os.kill(pids["r1"], signal.SIGKILL)
         wait_until(lambda: not fleet.groups(), "the group was not repaired")
         heard.wait(list(asked))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from elastic import ConfigError, StateError
+from elastic.engines.executor.kv_exchange import KVExchange
 from elastic.engines.pipeline.items import Copied
 from elastic.engines.pipeline.stage import GuestStage
 from elastic.memory.backends.shared_file import open_shared
 from elastic.planning.sharding.heads import kv_parts
 from support import architectures
+from support.child_process import wait_for_the_janitor
 from support.cluster.engine_group import EngineGroup, read_file, require_plain_tokens, shards_of
 from support.serving.generations import Collector, prompts
 
@@ -189,6 +193,44 @@ def test_a_flip_of_shards_changes_no_bit_of_keys_and_values(
     for before, after in compared:
         assert before == after
     assert any(any(map(any, before.values())) for before, _ in compared)
+    heard["a"].wait([f"r{number}" for number in range(len(PROMPTS))])
+    ranks.part("a")
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_the_heads_of_others_are_sent_and_what_stays_is_neither_copied_nor_mapped_anew(
+    group: Callable[..., EngineGroup], monkeypatch: pytest.MonkeyPatch, degree: int
+) -> None:
+    """(degree - 1) / degree of the keys and values go, once; the pages of the rest stay as they are."""
+    copy, copied = KVExchange.copy, Counter[str]()
+
+    def counted(exchange: KVExchange, *given: Any, **options: Any) -> int:
+        nbytes = copy(exchange, *given, **options)
+        copied[next(rank for rank in names if ranks[rank]._kv_exchange is exchange)] += nbytes
+        return nbytes
+
+    names = "abcd"[:degree]
+    heads = architectures.GQA | {"num_attention_heads": 4, "num_key_value_heads": 4}
+    monkeypatch.setitem(architectures.CONFIGS, "four", lambda: LlamaConfig(**heads))
+    ranks = group(names, degree, "four", nbytes=8 << 20)
+    engine = ranks["a"]
+    for guest in names[1:]:
+        ranks.join("a", guest)
+    heard = begin(ranks, "a")
+    heard["a"].wait_for_tokens("r2", 5)
+    engine.pause_steps()
+    monkeypatch.setattr(KVExchange, "copy", counted)
+    every = range(len(engine.path.ranks))
+    kept = every[::degree]  # of each layer the first
+    (pool,) = engine.runtime.pools
+    wait_for_the_janitor()  # it makes pages ready
+    before, created = engine.layers_kv(every).pages, pool.backend.created
+    total = sum(len(pages) for sectors in before.values() for pages in sectors.values()) * pool.page_bytes
+    ranks.move_all("a", {shard: names[shard % degree] for shard in every if shard not in kept}, rounds=1)
+    assert copied == dict.fromkeys(names[1:], total // degree)
+    assert engine.layers_kv(kept).pages == {part: before[part] for part in kept}
+    assert pool.backend.created == created
+    engine.resume_steps()
     heard["a"].wait([f"r{number}" for number in range(len(PROMPTS))])
     ranks.part("a")
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from elastic.cluster.control.messages import Apply
 from elastic.cluster.control.stage_questions import MeasureRoom, Recover
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.errors import RankLost
+from elastic.types import Change, Fetch
 from support.cluster.fake_group import LAYERS, GroupRank
 from support.cluster.fake_rank import FakeLauncher
 
@@ -119,6 +121,29 @@ def test_a_verb_waits_for_the_repair_of_its_ranks(served: tuple[Fleet, list[Grou
     assert kinds.index("recovered") < len(kinds) - 1 - kinds[::-1].index("dropped")
     for rank in (a, c):
         rank.check()
+
+
+def test_a_rank_that_waits_for_pages_waits_no_more_when_its_group_has_lost_one(
+    served: tuple[Fleet, list[GroupRank]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, (a, b, *_) = served
+    fleet.drop(layers=FIRST)
+    apply, waits = a.on_apply, threading.Event()
+
+    def deferred(question: Apply) -> tuple[Change, ...]:
+        if isinstance(question.actions[0], Fetch):
+            waits.set()
+            return (Change("deferred", (), deferred=(3,)),)
+        return apply(question)
+
+    monkeypatch.setattr(a, "on_apply", deferred)
+    restore = begin(lambda: fleet.restore(timeout_s=60))
+    assert waits.wait(20)
+    until(lambda: isinstance(a.asked[-1], MeasureRoom))  # it is asked again and again
+    b.die()
+    with pytest.raises(RankLost):
+        restore.result(20)
+    until(lambda: recovered(fleet) == ["r0,r1"])
 
 
 def test_nobody_is_asked_where_one_of_several_has_gone(served: tuple[Fleet, list[GroupRank]]) -> None:
