@@ -16,6 +16,8 @@ from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost, larger_root
 Batch = tuple[Chunk, ...]
 ROUNDS = 40
 """Halvings of the interval in which the common cost of batches is looked for."""
+LEVELLINGS = 8
+"""Rounds in which neighbours are made alike."""
 
 
 def lookahead(
@@ -81,7 +83,7 @@ def cut_evenly(chunks: Sequence[Chunk], cost: ChunkCost, parts: int, base: Seque
             best, high = batches, middle
         if high - low <= 1e-4 * high:
             break
-    return best
+    return best if base else _level(best, cost)
 
 
 def _fill(
@@ -110,6 +112,26 @@ def _fill(
             room -= price
         batches.append(tuple(batch))
     return None if queue else tuple(batches)
+
+
+def _level(batches: Sequence[Batch], cost: ChunkCost) -> tuple[Batch, ...]:
+    """Divide neighbours anew where that makes the slower one faster: rounding to tokens leaves the last one too few."""
+    level = list(batches)
+    for _ in range(LEVELLINGS):
+        for left in reversed(range(len(level) - 1)):
+            pair = level[left : left + 2]
+            halves = _split(_joined(*pair), cost)
+            if all(halves) and _slowest(halves, cost) < _slowest(pair, cost):
+                level[left : left + 2] = halves
+    return tuple(level)
+
+
+def _joined(first: Batch, second: Batch) -> Batch:
+    """Put two neighbours together again, and the chunk that was cut between them."""
+    last, following = first[-1], second[0]
+    if last.request != following.request:
+        return first + second
+    return (*first[:-1], last._replace(tokens=last.tokens + following.tokens), *second[1:])
 
 
 def _split(batch: Batch, cost: ChunkCost) -> tuple[Batch, Batch]:

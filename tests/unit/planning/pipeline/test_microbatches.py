@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic.errors import ConfigError
@@ -79,6 +79,7 @@ def test_as_many_batches_as_were_asked_for_and_none_is_too_small(
 
 
 @given(queues(4), st.integers(1, 9))
+@example([Chunk(f"r{i}", 4000 * (n == 1), n) for i, n in enumerate([2132, 1, 2, 2132, 2132, 2131])], 1)  # rounded alike
 def test_batches_of_some_size_cost_the_same(queue: list[Chunk], parts: int) -> None:
     for batches in (lookahead(queue, COST, MINIMUM, parts), lookahead(queue, COST, MINIMUM)):
         costs = [COST.batch(batch) for batch in batches]
