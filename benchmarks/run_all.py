@@ -26,6 +26,7 @@ BENCHMARKS = (
     "decode",
     "choices",
     "resize",
+    "actions",
     "weights",
     "streaming",
     "codes",

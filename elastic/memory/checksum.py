@@ -30,13 +30,14 @@ class RunningDigest:
         """Add the bytes of a tensor, any shape and dtype, on the device of those before."""
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         self._count += flat.numel()
-        if self._rest is not None and self._rest.numel():
+        if self._rest is not None:
             flat = torch.cat((self._rest, flat))
         whole = flat.numel() // _GROUP_BYTES * _GROUP_BYTES
         sums = flat[:whole].view(torch.int64).view(-1, _DIGEST_WORDS).sum(dim=1)
         self._weighted += _weighted(sums, self._groups)
-        self._groups += len(sums)
-        self._rest = flat[whole:].clone()  # the tensor may be written, and its memory given back
+        self._groups += whole // _GROUP_BYTES
+        rest = flat.numel() - whole
+        self._rest = flat[whole:].clone() if rest else None  # the tensor may be written, and its memory given back
 
     @property
     def value(self) -> int:
@@ -48,5 +49,5 @@ class RunningDigest:
 
 def _weighted(words: torch.Tensor, before: int) -> int:
     """Weight words, [words] of 64 bits, by their position behind so many others, and add them up."""
-    weights = (torch.arange(len(words), device=words.device) + before) * 2 + 1
+    weights = torch.arange(2 * before + 1, 2 * (before + words.numel()) + 1, 2, device=words.device)
     return int((words * weights).sum())

@@ -5,9 +5,17 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+
+_NOTHING = nullcontext()
+
+
+def outside_inference_mode() -> AbstractContextManager[object]:
+    """Have tensors that are made in the context be ordinary ones; to enter it costs little where they are anyway."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
 
 
 class _CudaStorage:
@@ -32,7 +40,7 @@ class MappedStorage:
     """
 
     def __init__(self, address: int, nbytes: int, device: torch.device, on_dead: Callable[[], Any]) -> None:
-        with torch.inference_mode(False):
+        with outside_inference_mode():
             memory: Any
             if device.type == "cuda":
                 memory = _CudaStorage(address, nbytes)
@@ -53,7 +61,7 @@ class MappedStorage:
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """Return all of it as [nbytes // itemsize] elements of `dtype`."""
         assert self._bytes is not None, "the storage was dropped"
-        with torch.inference_mode(False):
+        with outside_inference_mode():
             return self._bytes.view(dtype)
 
     def drop(self) -> None:

@@ -153,8 +153,8 @@ class WeightUnit:
 
     def version(self) -> int:
         """Return a number that rises when a parameter is written: by torch where it is plain, else by `writes`."""
-        plain = (slot.parameter for slot in self.slots.values() if not isinstance(slot.parameter, WeightProxy))
-        return self.writes + sum(parameter._version for parameter in plain)
+        plain = [slot.parameter._version for slot in self.slots.values() if slot.address is not None]
+        return self.writes + sum(plain)
 
     @property
     def written(self) -> bool:

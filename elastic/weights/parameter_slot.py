@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from elastic.memory.checksum import digest
+from elastic.memory.mapped_storage import outside_inference_mode
 from elastic.weights.prepacked.onednn import OneDNNLayout
 from elastic.weights.prepacked.source import AbsentSource, ResidentSource
 from elastic.weights.proxy.host_source import HostSource
@@ -43,7 +44,7 @@ class ParameterSlot:
 
     def plain(self, data: torch.Tensor) -> nn.Parameter:
         """Make a parameter over `data`: any shape, and the same shape and dtype."""
-        with torch.inference_mode(False):
+        with outside_inference_mode():
             return nn.Parameter(data, requires_grad=self.parameter.requires_grad)
 
     def resident(self, unit: WeightHome, name: str, stored: torch.Tensor) -> Content:

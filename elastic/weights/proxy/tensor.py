@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from elastic.errors import StateError
+from elastic.memory.mapped_storage import outside_inference_mode
 
 Function = Callable[..., Any]
 
@@ -88,7 +89,7 @@ class WeightProxy(torch.Tensor):
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, source: WeightSource) -> WeightProxy:
-        with torch.inference_mode(False):
+        with outside_inference_mode():
             self: WeightProxy = torch.Tensor._make_wrapper_subclass(
                 cls,
                 like.shape,
@@ -105,7 +106,7 @@ class WeightProxy(torch.Tensor):
     @classmethod
     def of_shape(cls, like: torch.Tensor, shape: Sequence[int], source: WeightSource) -> WeightProxy:
         """Make a proxy of any shape, with the dtype and device of `like`, contiguous: for a part of it, or a view."""
-        with torch.inference_mode(False):
+        with outside_inference_mode():
             self: WeightProxy = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         self.source = source
         return self
