@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,21 @@ MOST_TOKENS = 2048
 """Of a request, for which the memory of batches is estimated, where nothing is said."""
 
 
-def read_rank_model(table: Table, folder: Path) -> tuple[RankModel, str]:
-    """Return what the ranks are, and where their seconds are from. Raises `ConfigError` naming a wrong key."""
+@dataclass(frozen=True)
+class SheetMemory:
+    """The memory of a device by its data sheet."""
+
+    device: str
+    nbytes: int
+    taken: int
+    """Bytes that one rank has of it."""
+
+
+def read_rank_model(table: Table, folder: Path) -> tuple[RankModel, str, SheetMemory | None]:
+    """Return what the ranks are, where their seconds are from, and the memory of each device, where a sheet tells it.
+
+    Raises `ConfigError` naming a wrong key.
+    """
     options = read_engine(table.table("engine"))
     simulation = table.table("simulation")
     stretch_s = simulation.number("stretch_s", 0.5)
@@ -38,12 +51,13 @@ def read_rank_model(table: Table, folder: Path) -> tuple[RankModel, str]:
     steps = table.table("steps")
     noise, contention = steps.number("noise", 0.0), steps.number("contention", 0.0)
     cut: StepCost | None = None
+    memory: SheetMemory | None = None
     if "model" in table:
-        cost, cut, pages, basis = _by_sheet(table.table("model"), options, folder)
+        cost, cut, pages, basis, memory = _by_sheet(table.table("model"), options, folder)
     else:
         cost, pages, basis = _fitted(steps), _memory(table.table("memory"), options), "fitted"
     steps.done()
-    return RankModel(options, pages, cost, noise, stretch_s=stretch_s, contention=contention, cut=cut), basis
+    return RankModel(options, pages, cost, noise, stretch_s=stretch_s, contention=contention, cut=cut), basis, memory
 
 
 def read_engine(engine: Table) -> EngineOptions:
@@ -78,10 +92,13 @@ def _memory(memory: Table, options: EngineOptions) -> PlacePages:
     return PlacePages(layers * (layer + blocks), layers * layer, layers, 1, layers, layer)
 
 
-def _by_sheet(table: Table, options: EngineOptions, folder: Path) -> tuple[StepCost, StepCost | None, PlacePages, str]:
-    """Return the seconds of a step, those of them that ranks which share layers divide, pages, and the basis."""
+def _by_sheet(
+    table: Table, options: EngineOptions, folder: Path
+) -> tuple[StepCost, StepCost | None, PlacePages, str, SheetMemory]:
+    """Return the seconds of a step, those of them that ranks which share layers divide, pages, basis and memory."""
     kind = sheet(table.text("device"), option="model.device")
     size = parse_bytes(table.text("memory", str(kind.memory_bytes)), option="model.memory")
+    memory = SheetMemory(kind.name, kind.memory_bytes, size)
     kind, basis = read_rates(table, kind)
     configuration = Configuration(table.whole("tp", 1), 1, table.text("weights", FULL), table.text("kv", FULL))
     layout = layout_of(read_config(table if "path" in table else table.table("config"), folder))
@@ -92,7 +109,7 @@ def _by_sheet(table: Table, options: EngineOptions, folder: Path) -> tuple[StepC
     candidate = estimator.candidate(configuration)
     assert candidate.cost is not None
     pages = rank_pages(estimator, configuration, range(len(layout.decoder.layers)), devices[0])
-    return SheetSteps.of(candidate.cost), _divided(estimator, configuration, candidate.cost), pages, basis
+    return SheetSteps.of(candidate.cost), _divided(estimator, configuration, candidate.cost), pages, basis, memory
 
 
 def read_rates(table: Table, kind: DeviceKind) -> tuple[DeviceKind, str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -16,14 +17,14 @@ from elastic.estimation.estimate import WEIGHTS
 from elastic.estimation.placement import ModelSpace
 from elastic.planning.deployment.policies import POLICIES, THETA, PolicyName
 from elastic.planning.estimate.configuration import FULL
-from elastic.planning.estimate.devices import Device
+from elastic.planning.estimate.devices import Device, shown_bytes
 from elastic.planning.estimate.intent import OBJECTIVES, Intent, Objective
 from elastic.planning.estimate.performance import Load
 from elastic.sim.core.fleet import RankModel
 from elastic.sim.core.instance import EngineOptions
 from elastic.sim.placement.deployments import PlacementScenario
 from elastic.sim.policies import Mechanisms, read_mechanisms
-from elastic.sim.rank_model import read_config, read_engine, read_rank_model, read_rates
+from elastic.sim.rank_model import SheetMemory, read_config, read_engine, read_rank_model, read_rates
 from elastic.sim.sources import read_source
 from elastic.sim.tables import Table
 from elastic.sim.workload import RequestSource
@@ -59,6 +60,8 @@ class SimulatedModel:
     has its own."""
     basis: str = "fitted"
     """Where the seconds of steps are from."""
+    memory: SheetMemory | None = None
+    """Of each device; None: no data sheet tells it."""
 
 
 @dataclass(frozen=True)
@@ -244,16 +247,31 @@ def _models(table: Table, folder: Path) -> tuple[SimulatedModel, ...]:
         each.done()
     if len({model.name for model in models}) < len(models):
         raise ConfigError("two [[models]] have the same name; name each otherwise")
+    _require_memory(models)
     return tuple(models)
+
+
+def _require_memory(models: Sequence[SimulatedModel]) -> None:
+    """Raise `ConfigError` where models have more of a device together than its data sheet says that it has."""
+    taken: defaultdict[int, list[tuple[str, SheetMemory]]] = defaultdict(list)
+    for model in models:
+        for device in (number for numbers in model.devices for number in numbers):
+            if model.memory is not None:
+                taken[device].append((model.name, model.memory))
+    for device, memories in taken.items():
+        size = min(memory.nbytes for _, memory in memories)
+        if sum(memory.taken for _, memory in memories) > size:
+            shares = ", ".join(f"{name} has {shown_bytes(memory.taken)}" for name, memory in memories)
+            raise ConfigError(f"model.memory: device {device} has {shown_bytes(size)}, of which {shares}; give less")
 
 
 def _model(table: Table, folder: Path, name: str) -> SimulatedModel:
     fleet = _fleet(table.table("fleet"))
-    rank, basis = read_rank_model(table, folder)
+    rank, basis, memory = read_rank_model(table, folder)
     mechanisms = read_mechanisms(table.table("mechanisms"), rank)
     if rank.engine.eviction != "none" and mechanisms is not None:
         raise ConfigError(f"engine.eviction = {rank.engine.eviction!r} is for fleets without [mechanisms]; drop one")
-    return SimulatedModel(fleet, rank, mechanisms, name, _devices(table, fleet), basis)
+    return SimulatedModel(fleet, rank, mechanisms, name, _devices(table, fleet), basis, memory)
 
 
 def _devices(table: Table, fleet: FleetOptions) -> tuple[tuple[int, ...], ...]:

@@ -18,6 +18,7 @@ from elastic.cli.predictions.estimate import basis_words
 from elastic.estimation.estimate import WEIGHTS
 from elastic.estimation.placement import ModelSpace, PlacedModels, place_models
 from elastic.planning.deployment.placing import Deployment, Refusal
+from elastic.planning.estimate.devices import shown_bytes
 from elastic.planning.estimate.performance import Load
 
 _REASONS = 3
@@ -87,7 +88,7 @@ def _models(placed: PlacedModels) -> Table:
         table.add_row(
             name,
             str(outcome.configuration),
-            _size(outcome.nbytes),
+            shown_bytes(outcome.nbytes),
             str(outcome.requests),
             f"{each.ttft_s:.3g}",
             f"{1e3 * each.tpot_s:.3g}",
@@ -104,18 +105,14 @@ def _devices(placed: PlacedModels) -> Table:
     table.add_column("model, layers, memory")
     for state in placed.states:
         held = (
-            f"{name} {stage.layers[0]}-{stage.layers[-1]} {_size(stage.nbytes)}"
+            f"{name} {stage.layers[0]}-{stage.layers[-1]} {shown_bytes(stage.nbytes)}"
             for name, outcome in placed.models
             if isinstance(outcome, Deployment)
             for stage in outcome.stages
             if state.name in stage.devices
         )
-        table.add_row(state.name, _size(state.free_bytes), f"{state.load:.0%}", "\n".join(held))
+        table.add_row(state.name, shown_bytes(state.free_bytes), f"{state.load:.0%}", "\n".join(held))
     return table
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"
 
 
 def _document(placed: PlacedModels) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from elastic.planning.deployment.devices import DeviceState, Stage
 from elastic.planning.estimate.configuration import Configuration
+from elastic.planning.estimate.devices import shown_bytes
 from elastic.planning.sharding.share import even_stages
 
 
@@ -104,10 +105,7 @@ def _shortage(demand: RankDemand, states: Sequence[DeviceState], requests: int) 
     running = f"{requests} requests at a time" if requests > 1 else "one request at a time"
     tight = min(states, key=lambda state: state.free_bytes)
     return (
-        f"an even share of the layers needs {_gib(needed)} with room for {running}; of the {len(states)} devices with "
-        f"the most room {tight.name} has {_gib(tight.free_bytes)}, and uneven shares do not fit either"
+        f"an even share of the layers needs {shown_bytes(needed)} with room for {running}; "
+        f"of the {len(states)} devices with the most room {tight.name} has {shown_bytes(tight.free_bytes)}, "
+        "and uneven shares do not fit either"
     )
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"

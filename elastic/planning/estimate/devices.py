@@ -97,3 +97,8 @@ def several(kind: DeviceKind, count: int, memory_bytes: int | None = None) -> li
     """Return so many devices of a kind, each with so much memory; None: all that it has."""
     nbytes = kind.memory_bytes if memory_bytes is None else memory_bytes
     return [Device(f"{kind.name}#{number}", kind, nbytes) for number in range(count)]
+
+
+def shown_bytes(nbytes: int) -> str:
+    """Return a size for a person to read, in GiB or MiB."""
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"

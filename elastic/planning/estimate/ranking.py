@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic.planning.estimate.configuration import Configuration
+from elastic.planning.estimate.devices import shown_bytes
 from elastic.planning.estimate.intent import Intent, Objective
 from elastic.planning.estimate.performance import InstanceCost, Load
 
@@ -182,11 +183,10 @@ def _shortage(candidate: Candidate, load: Load) -> str:
     """Say which rank lacks memory for its weights, or for a single request; "" if none does."""
     tight = min(candidate.ranks, key=lambda each: each.kv)
     if tight.kv < 0:
-        return f"{tight.device} lacks {_gib(-tight.kv)}: it needs {_gib(tight.used)} without keys and values"
+        return (
+            f"{tight.device} lacks {shown_bytes(-tight.kv)}: it needs {shown_bytes(tight.used)} without keys and values"
+        )
     if candidate.requests < 1:
-        return f"{tight.device} has {_gib(tight.kv)} left for keys and values: no request of {load.tokens} tokens fits"
+        left = shown_bytes(tight.kv)
+        return f"{tight.device} has {left} left for keys and values: no request of {load.tokens} tokens fits"
     return ""
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"

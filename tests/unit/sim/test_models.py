@@ -62,6 +62,34 @@ def test_a_request_to_no_model_and_models_of_one_name_are_refused() -> None:
         played([0, 1], [2, 3], models=[model("quick", 0.01, [0, 1])] * 2)
 
 
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "vocab_size": 1000,
+}
+
+
+def sheet_model(name: str, memory: str, devices: list[int]) -> dict[str, Any]:
+    of_sheet = {"device": "a100-40gb", "memory": memory, "config": dict(LLAMA)}
+    return {"name": name, "fleet": {"instances": 2}, "model": of_sheet, "devices": devices}
+
+
+def scenario_of(*models: dict[str, Any]) -> dict[str, Any]:
+    return {"duration_s": 1, "models": list(models), "requests": [{**REQUESTS, "model": models[0]["name"]}]}
+
+
+def test_models_on_one_device_have_no_more_memory_than_it_has() -> None:
+    parse_scenario(scenario_of(sheet_model("a", "20GB", [0, 1]), sheet_model("b", "20GB", [1, 2])))
+    parse_scenario(scenario_of(sheet_model("a", "30GB", [0, 1]), sheet_model("b", "30GB", [2, 3])))
+    with pytest.raises(ConfigError, match=r"device 1 has 37.25 GiB, of which a has 18.00 GiB, b has 20.00 GiB"):
+        parse_scenario(scenario_of(sheet_model("a", "18GiB", [0, 1]), sheet_model("b", "20GiB", [1, 2])))
+    with pytest.raises(ConfigError, match=r"device 0 has 37.25 GiB, of which a has 38.00 GiB; give less"):
+        parse_scenario(scenario_of(sheet_model("a", "38GiB", [0, 1])))
+
+
 def test_a_step_begins_when_all_of_its_devices_are_free_and_no_two_wait_for_each_other() -> None:
     clock, done = VirtualClock(), []
     turns = [ComputeTurn(SharedHost(clock)) for _ in range(3)]
