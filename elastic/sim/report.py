@@ -169,7 +169,11 @@ class _Listener:
             if self._first_s is None:
                 self._begin(output)
         if output.finish is not None:
-            self._finish(output.at_s, OUTCOMES[output.finish])
+            outcome = OUTCOMES[output.finish]
+            for figures in self._figures:
+                figures.requests[outcome] += 1
+                if self._first_s is not None and self._tokens > 1 and outcome == "completed":
+                    figures.tpot_s.add((output.at_s - self._first_s) / (self._tokens - 1))
             self._ended()
 
     def _begin(self, output: Output) -> None:
@@ -182,9 +186,3 @@ class _Listener:
         report.prompt_tokens += job.prompt
         if output.scheduled_s is not None:
             report.queued_s.add(output.scheduled_s - job.at_s)
-
-    def _finish(self, at_s: float, outcome: str) -> None:
-        for figures in self._figures:
-            figures.requests[outcome] += 1
-            if self._first_s is not None and self._tokens > 1 and outcome == "completed":
-                figures.tpot_s.add((at_s - self._first_s) / (self._tokens - 1))

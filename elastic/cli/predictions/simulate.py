@@ -106,26 +106,21 @@ def _show_placements(console: Console, document: Mapping[str, Any]) -> None:
         models.add_column(name, justify="right")
     for name, placed in document["placements"].items():
         if placed["placed"]:
-            models.add_row(
-                name, placed["configuration"], _devices(placed), _gib(placed["bytes"]), *_latencies(document, name)
-            )
+            devices = "\n".join(dict.fromkeys(device for stage in placed["stages"] for device in stage["devices"]))
+            models.add_row(name, placed["configuration"], devices, _gib(placed["bytes"]), *_latencies(document, name))
         else:
             models.add_row(name, "no place")
     console.print(models)
-    devices = Table("device", title="devices")
+    use = Table("device", title="devices")
     for name in ("reserved, GiB", "of", "busy", "models"):
-        devices.add_column(name, justify="right")
+        use.add_column(name, justify="right")
     for name, device in document["devices"].items():
         sizes = _gib(device["reserved_bytes"]), _gib(device["memory_bytes"])
-        devices.add_row(name, *sizes, f"{device['busy']:.1%}", str(len(device["models"])))
-    console.print(devices)
+        use.add_row(name, *sizes, f"{device['busy']:.1%}", str(len(device["models"])))
+    console.print(use)
     for name, placed in document["placements"].items():
         if not placed["placed"]:
             console.print(f"  {name} has no place: {placed['why_not']}", highlight=False, markup=False)
-
-
-def _devices(placed: Mapping[str, Any]) -> str:
-    return "\n".join(dict.fromkeys(device for stage in placed["stages"] for device in stage["devices"]))
 
 
 def _latencies(document: Mapping[str, Any], name: str) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from elastic.cluster.deployment.status import TransitionStep
 from elastic.cluster.fleet.groups.results import Exchanged, GroupStatus
 from elastic.errors import StateError
 from elastic.planning.estimate.configuration import FULL, Configuration
-from elastic.types import Action, ResizeKV, Restore, Swap
+from elastic.types import Action, PlaceStatus, ResizeKV, Restore, Swap
 
 SETTLE_S, POLL_S = 2.0, 0.05
 """How long to wait until the caps of a group have followed a limit; live requests may take longer."""
@@ -76,8 +76,7 @@ class DeploymentTransition:
 
     def held_bytes(self, device: str) -> int:
         """Return what a rank holds in pages besides keys and values."""
-        owners = self._fleet.look(self._ranks[device]).status.places[0].owners
-        return sum(nbytes for owner, nbytes in owners.items() if owner != "kv")
+        return sum(nbytes for owner, nbytes in self._status(device).owners.items() if owner != "kv")
 
     def settle(self, device: str, kv_bytes: int) -> int:
         """Wait a little until a rank has no more keys and values than its limit; return the bytes that it has.
@@ -85,17 +84,17 @@ class DeploymentTransition:
         Of a group a rank has those of all instances, whose caps follow the limit.
         """
         until_s = time.monotonic() + SETTLE_S
-        while (held := self._kv_bytes(device)) > kv_bytes and time.monotonic() < until_s:
+        while (held := self._status(device).owners.get("kv", 0)) > kv_bytes and time.monotonic() < until_s:
             time.sleep(POLL_S)
         return held
 
-    def _kv_bytes(self, device: str) -> int:
-        return int(self._fleet.look(self._ranks[device]).status.places[0].owners.get("kv", 0))
-
     def budget(self, device: str) -> int:
         """Return the size of the place of a rank."""
-        budget: int = self._fleet.look(self._ranks[device]).status.places[0].budget_bytes
-        return budget
+        return self._status(device).budget_bytes
+
+    def _status(self, device: str) -> PlaceStatus:
+        place: PlaceStatus = self._fleet.look(self._ranks[device]).status.places[0]
+        return place
 
     def _part(self, ranks: Sequence[str]) -> None:
         for group in self._fleet.groups():

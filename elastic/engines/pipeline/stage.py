@@ -261,9 +261,9 @@ class GuestStage:
         return self._exchange.places_of(parts)
 
     def _drop_kv(self, parts: frozenset[int]) -> None:
-        here = parts & frozenset(self.memory.layers)
-        if here:
-            self.memory.remove_layers(here)
+        held = parts & frozenset(self.memory.layers)
+        if held:
+            self.memory.remove_layers(held)
             self._runner.cache.refresh()
 
     def _answer(self, answer: Any) -> None:
