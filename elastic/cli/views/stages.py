@@ -11,7 +11,7 @@ from rich.text import Text
 
 from elastic.cli.views.layer_grid import ranges
 from elastic.cli.views.panels import mib
-from elastic.cli.views.status_document import RankDocument, StatusDocument
+from elastic.cli.views.status_document import StatusDocument
 from elastic.cluster.control.status import UP
 
 IDLE, DROPPED = ("-", "dim"), ("·", "dim")
@@ -32,7 +32,11 @@ def stages(document: StatusDocument) -> Panel | None:
     if alone and not any(rank.dropped for rank in ranks):
         return None
     leaders = {each.leader or next(iter(each.ranks), ""): each.name for each in document.instances}
-    parts = {rank.name: _parts(rank) for rank in ranks}
+    residencies = {rank.name: rank.status.residencies.values() if rank.status else () for rank in ranks}
+    parts = {
+        name: [own[0].shard if own and own[0].shard != WHOLE else "" for own in layers]
+        for name, layers in residencies.items()
+    }
     return grid(paths, {rank.name: rank.dropped for rank in ranks}, leaders, parts)
 
 
@@ -105,12 +109,6 @@ def _cell(instances: Sequence[str], own: str | None, dropped: bool) -> tuple[str
 def _ranks(path: Sequence[str], layer: int) -> list[str]:
     """Return the ranks that compute a layer."""
     return path[layer].replace(REPLICA, SHARED).split(SHARED) if layer < len(path) else []
-
-
-def _parts(rank: RankDocument) -> list[str]:
-    """Return what a rank has of each layer, as `0,1/4`; empty for a whole one."""
-    layers = rank.status.residencies.values() if rank.status else ()
-    return [own[0].shard if own and own[0].shard != WHOLE else "" for own in layers]
 
 
 def _words_of_layer(ranks: Sequence[str], parts: str) -> str:
