@@ -174,7 +174,10 @@ class WeightUnit:
         self.digests = {}
         synchronize(self.pool.backend.device)
         digests = {name: self._digest(name) for name in self.slots if name not in self._parted}
-        digests |= {piece.key: self._digest_of(piece) for part in self.every for piece in self.pieces(part)}
+        for piece in (piece for part in self.every for piece in self.pieces(part)):
+            parameter = self._at_place(piece.name)
+            stored = self.host_copies[piece.name].tensor if parameter is None else parameter
+            digests[piece.key] = piece.digest(piece.of(stored))
         if not self.written:
             self.digests = digests
         return digests
@@ -366,11 +369,6 @@ class WeightUnit:
             for name, slot in self.slots.items():
                 slot.put(contents[name])
         self._version_shown = self.version()
-
-    def _digest_of(self, piece: Piece) -> int:
-        """Return the digest of a piece that is resident, or in the host store."""
-        parameter = self._at_place(piece.name)
-        return piece.digest(piece.of(self.host_copies[piece.name].tensor if parameter is None else parameter))
 
     def _digest(self, name: str) -> int:
         """Return the digest of a full parameter that is resident, or in the host store."""
