@@ -18,6 +18,7 @@ from elastic.engines.pipeline.path import LayerPath, Way
 from elastic.planning.sharding.heads import kv_parts
 from elastic.planning.sharding.numbers import by_layer
 from elastic.planning.sharding.shard_pages import ShardPages
+from elastic.types import WeightsSource
 
 Bulk = Literal["sockets", "nixl"]
 
@@ -238,12 +239,14 @@ class GiveUpLayers:
 class Recover:
     """Go on without a rank that was lost, with all layers at home again: the tokens that are computed anew.
 
-    The weights of shards that were dropped come back first.
+    The weights of shards that were dropped come back first: from ranks that have them, else from the checkpoint.
     """
 
     lost: str
     memories: Mapping[str, KVSource] = field(default_factory=dict, hash=False)
     """Of ranks that are gone, what can still be read."""
+    weights: tuple[tuple[tuple[int, ...], WeightsSource], ...] = ()
+    """Shards, and where another rank has them."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import Any
 
 from elastic.cluster.control.stage_questions import (
@@ -38,8 +39,8 @@ from elastic.cluster.control.status import Wire
 from elastic.cluster.peers.hub import PeerHub
 from elastic.cluster.rank.room import measure_room
 from elastic.engines.continuous.engine import ContinuousEngine
-from elastic.errors import StateError
-from elastic.types import Restore
+from elastic.errors import ElasticError, StateError
+from elastic.types import Fetch, Restore, WeightsSource
 
 ACCEPT_S = 30.0
 """How long a stage waits for its home to connect."""
@@ -104,9 +105,9 @@ class Stages:
                 return engine.cap_reached()
             case Allot(home, sectors):
                 return engine.allot(home, sectors)
-            case Recover(lost, memories):
+            case Recover(lost, memories, weights):
                 self._attached.clear()
-                return engine.recover(lost, self._restore, memories)
+                return engine.recover(lost, partial(self._restore, list(weights)), memories)
         return self._exchange(question)
 
     def _exchange(self, question: StageQuestion) -> Any:
@@ -158,11 +159,25 @@ class Stages:
         engine.attach_stage(rank, hub.connect_log(rank, engine.rank))
         self._attached.add(rank)
 
-    def _restore(self, shards: tuple[int, ...]) -> None:
-        """Have the weights of shards here again, from the checkpoint; return when they are."""
+    def _restore(self, elsewhere: list[tuple[tuple[int, ...], WeightsSource]], shards: tuple[int, ...]) -> None:
+        """Have the weights of shards here again, from ranks that have them or the checkpoint; return when they are.
+
+        What cannot be taken as `elsewhere` says is left out of it.
+        """
         runtime, until_s = self._engine.runtime, time.monotonic() + RESTORE_S
         while missing := tuple(sorted(set(shards).intersection(runtime.dropped_shards))):
             if time.monotonic() > until_s:
                 raise StateError(f"the weights of shards {list(missing)} find no room after another rank was lost")
-            (change,) = runtime.apply([Restore(shards=missing)], why="another rank was lost")
+            theirs = tuple(shard for shard in missing if elsewhere and shard in elsewhere[0][0])
+            if elsewhere and not theirs:
+                elsewhere.pop(0)
+                continue
+            action = Fetch((), elsewhere[0][1], False, theirs) if theirs else Restore(shards=missing)
+            try:
+                (change,) = runtime.apply([action], why="another rank was lost")
+            except ElasticError:
+                if not theirs:
+                    raise
+                elsewhere.pop(0)
+                continue
             time.sleep(POLL_S if change.deferred else 0)

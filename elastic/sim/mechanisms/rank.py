@@ -183,8 +183,8 @@ class SimulatedRank:
                 return None
             case ask.GiveUpLayers(home, shards):
                 return books.give_up(home, shards)
-            case ask.Recover(lost, memories):
-                return come_home(self, lost, memories)
+            case ask.Recover(lost, memories, weights):
+                return come_home(self, lost, memories, {shard for shards, _ in weights for shard in shards})
         raise StateError(f"a simulated rank does not know {type(question).__name__}")
 
     def _between(self, action: Callable[[], Any]) -> Future[Any]:

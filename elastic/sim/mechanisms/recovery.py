@@ -28,26 +28,28 @@ class RecoverableRank(Protocol):
     def begin_alone(self) -> None: ...
 
 
-def come_home(rank: RecoverableRank, lost: str, memories: Collection[str]) -> Future[int]:
+def come_home(rank: RecoverableRank, lost: str, memories: Collection[str], elsewhere: Collection[int]) -> Future[int]:
     """Compute all layers at home again; return the tokens that are computed anew.
 
-    `memories` are of those that have gone, where they can still be read. Other instances' keys and values leave at
+    `memories` are of those that have gone, where they can still be read; weights of shards that are `elsewhere` come
+    from other ranks, the others from the checkpoint. Other instances' keys and values leave at
     once: these come home, too.
     """
     done: Future[int] = Future()
     rank.lose(lost)
     rank.instance.paused = True
-    rank.instance.between_steps(partial(_begin, rank, lost, lost in memories, done))
+    rank.instance.between_steps(partial(_begin, rank, lost, lost in memories, frozenset(elsewhere), done))
     return done
 
 
-def _begin(rank: RecoverableRank, lost: str, readable: bool, done: Future[int]) -> None:
+def _begin(rank: RecoverableRank, lost: str, readable: bool, elsewhere: frozenset[int], done: Future[int]) -> None:
     books, instance, model = rank.books, rank.instance, rank.books.model
     scheduler, memory, path = instance.scheduler, instance.memory, books.path
     gone = lost in path.guests and not readable
     again = scheduler.restart(None if gone else set(scheduler.unkeepable()))
     away = frozenset(shard for shard, at in enumerate(path.ranks) if at != rank.name)
-    nbytes = (model.weight_pages(books.every) - model.weight_pages(books.resident)) * model.page_bytes
+    resident, fetched = (model.weight_pages(shards) for shards in (books.resident, books.resident | elsewhere))
+    read = model.weight_pages(books.every) - fetched
     books.guests.clear()
     books.coming.clear()
     books.resident = books.every
@@ -62,7 +64,8 @@ def _begin(rank: RecoverableRank, lost: str, readable: bool, done: Future[int]) 
                 raise
             again += scheduler.restart(scheduler.begun[-1:])
     copied = memory.allocated * model.kv_pages(away) * model.page_bytes if away else 0
-    seconds = nbytes / model.links.checkpoint_bytes_s + copied / model.links.bytes_s
+    copied += (fetched - resident) * model.page_bytes
+    seconds = read * model.page_bytes / model.links.checkpoint_bytes_s + copied / model.links.bytes_s
     instance.clock.after(seconds, partial(_go_on, rank, again, done))
 
 

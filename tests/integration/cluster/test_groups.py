@@ -182,6 +182,24 @@ def test_three_ranks_become_a_pipeline_of_three(serve: Callable[..., Served]) ->
     served.finish()
 
 
+def test_weights_of_a_lost_rank_come_back_from_one_that_has_them(serve: Callable[..., Served]) -> None:
+    """These models were loaded from no checkpoint: a rank that nobody gives its layers to cannot go on alone."""
+    served = serve("llama-gqa", ranks=3)
+    served.submit([5, 40, 90, 33, 64, 20])
+    served.begin(5)
+    served.fleet.drop(layers=served.halves())
+    served.fleet._dispatcher.instances["r1"].client.kill("by the test")
+    served.heard.wait(list(served.requests))
+    served.have_the_plain_models_tokens()
+    (recovered,) = [event for event in served.fleet.events() if event.kind == "recovered"]
+    assert recovered.rank == "r0,r1"
+    assert served.models[0].elastic.dropped_shards == ()
+    assert {rank.name for rank in served.fleet.status().ranks if rank.serves} == {"r0", "r2"}
+    served.fleet.check()
+    lost, other = served.models[1].elastic, served.models[2].elastic
+    lost.fetch(lost.dropped, other.weights_source(lost.dropped))  # so that it can be unwrapped
+
+
 def test_layers_of_one_instance_go_to_another_rank_and_come_back(serve: Callable[..., Served]) -> None:
     served = serve("llama-gqa")
     served.submit([5, 40, 70, 12], tokens=120)

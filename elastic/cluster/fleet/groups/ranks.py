@@ -84,7 +84,7 @@ class Ranks:
                 raise answer
         return answers
 
-    def answers(self, questions: Iterable[tuple[str, Question]]) -> list[Any]:
+    def answers(self, questions: Iterable[tuple[str, Question]], *, within_s: float = ANSWER_S) -> list[Any]:
         """Ask as `ask_each`; return what each answered, or raised.
 
         Raises `RankLost` for one that is not there, and has asked nobody then.
@@ -94,7 +94,7 @@ class Ranks:
         answers: list[Any] = []
         for instance, answer in asked:
             try:
-                answers.append(result(instance, answer))
+                answers.append(result(instance, answer, within_s))
             except ElasticError as error:
                 answers.append(error)
         return answers
@@ -210,12 +210,12 @@ def require_like(instances: Sequence[Instance]) -> None:
             )
 
 
-def result(instance: Instance, answer: Future[Any]) -> Any:
+def result(instance: Instance, answer: Future[Any], within_s: float = ANSWER_S) -> Any:
     """Return what a rank answers. Raises what it raised, `RankLost` if it did not."""
     try:
-        return answer.result(ANSWER_S)
+        return answer.result(within_s)
     except TimeoutError as error:
-        raise RankLost(f"rank {instance.name!r} did not answer in {ANSWER_S:.0f} s", rank=instance.name) from error
+        raise RankLost(f"rank {instance.name!r} did not answer in {within_s:.0f} s", rank=instance.name) from error
     except StateError as error:
         if instance.client.lost:
             raise RankLost(str(error), rank=instance.name) from error

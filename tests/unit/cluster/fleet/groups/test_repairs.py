@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elastic.cluster.control.messages import Apply
-from elastic.cluster.control.stage_questions import MeasureRoom, Recover
+from elastic.cluster.control.stage_questions import MeasureRoom, Recover, WeightsOf
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.errors import RankLost
 from elastic.types import Change, Fetch
@@ -154,3 +154,43 @@ def test_nobody_is_asked_where_one_of_several_has_gone(served: tuple[Fleet, list
     with pytest.raises(RankLost):
         fleet._groups._ranks.ask_all({"r0": MeasureRoom("r0"), "r1": MeasureRoom("r1")})
     assert len(a.asked) == asked
+
+
+def weights_told(rank: GroupRank) -> tuple[Any, ...]:
+    """What a rank was told of where the weights are that it lacks."""
+    (asked,) = [question for question in rank.asked if isinstance(question, Recover)]
+    return asked.weights
+
+
+def test_a_rank_is_told_who_has_the_weights_that_it_lacks(served: tuple[Fleet, list[GroupRank]]) -> None:
+    fleet, (a, b, c, d) = served
+    fleet.drop(layers={"r0": range(3, LAYERS), "r1": range(3)})
+    c.resident -= {3}
+    b.die()
+    until(lambda: recovered(fleet) == ["r0,r1"])
+    assert weights_told(a) == (((4, 5), ("r2", {4, 5})), ((3,), ("r3", {3})))
+    assert (a.path.guests, a.resident) == ((), set(range(LAYERS)))
+    assert not any(isinstance(asked, Recover) for rank in (c, d) for asked in rank.asked)
+
+
+def test_ranks_of_a_group_are_asked_for_weights_before_others(served: tuple[Fleet, list[GroupRank]]) -> None:
+    fleet, (a, b, c, d) = served
+    fleet.drop(layers={"r0": range(4), "r1": (*range(2), 4, 5), "r2": range(2, LAYERS)})
+    d.asked.clear()
+    b.die()
+    until(lambda: recovered(fleet) == ["r0,r1,r2"])
+    assert weights_told(a) == (((0, 1), ("r2", {0, 1})), ((2, 3), ("r3", {2, 3})))
+    assert weights_told(c) == (((4, 5), ("r0", {4, 5})), ((2, 3), ("r3", {2, 3})))
+    assert d.asked
+
+
+def test_a_repair_waits_for_no_rank_that_hangs(served: tuple[Fleet, list[GroupRank]]) -> None:
+    fleet, (a, b, c, d) = served
+    fleet.drop(layers={"r0": range(3, LAYERS), "r1": range(3)})
+    asked = c.ask
+    c.ask = lambda question: Future() if isinstance(question, WeightsOf) else asked(question)  # type: ignore[method-assign]
+    b.die()
+    until(lambda: recovered(fleet) == ["r0,r1"])
+    assert weights_told(a) == ()
+    assert a.resident == set(range(LAYERS))
+    d.check()
