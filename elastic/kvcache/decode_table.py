@@ -153,7 +153,7 @@ def _from_row(row: dict[str, Any]) -> tuple[DecodeShape, dict[int, str]]:
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
         rows = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: the table of attention kernels cannot be read: {error}; delete it") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"{path} is no table of attention kernels; delete it")

@@ -119,7 +119,7 @@ def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, Any], dict
         metadata = dict(entries.pop("__metadata__", None) or {})
         for entry in entries.values():
             _check_entry(entry, size - 8 - length)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged: its header cannot be read ({error})") from error
     return entries, metadata, 8 + length
 
