@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
 import re
+import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,8 +21,10 @@ from elastic.errors import ConfigError
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 _LARGEST = 2**63
+_LARGEST_INDEX = 127
+"""Of a device: torch takes larger ones modulo 256."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", re.ASCII)
-_PLACE = re.compile(r"(?P<device>cpu|cuda)(?::(?P<index>\d+))?(?:#(?P<label>\w+))?(?:=(?P<budget>.+))?", re.ASCII)
+_PLACE = re.compile(r"(?P<device>cpu|cuda)(?::(?P<index>\d{1,3}))?(?:#(?P<label>\w+))?(?:=(?P<budget>.+))?", re.ASCII)
 
 
 def parse_bytes(size: int | str, *, option: str = "size") -> int:
@@ -66,7 +68,8 @@ class Place:
         if isinstance(text, Place):
             return text
         match = _PLACE.fullmatch(text.strip()) if isinstance(text, str) else None
-        if match is None or (match["device"] == "cpu" and match["index"]):
+        index = int(match["index"] or 0) if match is not None else 0
+        if match is None or (match["device"] == "cpu" and match["index"]) or index > _LARGEST_INDEX:
             raise ConfigError(
                 f"places: {text!r} is not a place; write 'cpu', 'cpu#0=1GiB', 'cuda:0' or 'cuda:0#a=30GiB'"
             )
@@ -94,7 +97,7 @@ class SLO:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            require(value is None or (_is_number(value) and value > 0), name, value, "seconds above 0, or None")
+            require(value is None or (is_number(value) and value > 0), name, value, "seconds above 0, or None")
 
 
 @dataclass(frozen=True)
@@ -142,14 +145,14 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name in ("tick_s", "idle_s"):
-            self._check(name, "a number of seconds above 0", lambda v: _is_number(v) and v > 0)
+            self._check(name, "a number of seconds above 0", lambda v: is_number(v) and v > 0)
         for name in ("queue_high_s", "queue_low_s", "cooldown_s", "dwell_s"):
-            self._check(name, "a number of seconds, at least 0", lambda v: _is_number(v) and v >= 0)
+            self._check(name, "a number of seconds, at least 0", lambda v: is_number(v) and v >= 0)
         for name in ("layers_per_action", "max_layers", "pressure_ticks", "recovery_ticks", "action_bytes"):
             self._check(name, "a whole number, at least 1", lambda v: _is_integer(v) and v >= 1)
         for name in ("kv_high", "kv_low", "queue_kv", "margin"):
-            self._check(name, "a share from 0 to 1", lambda v: _is_number(v) and 0 <= v <= 1)
-        self._check("ema_alpha", "above 0 and at most 1", lambda v: _is_number(v) and 0 < v <= 1)
+            self._check(name, "a share from 0 to 1", lambda v: is_number(v) and 0 <= v <= 1)
+        self._check("ema_alpha", "above 0 and at most 1", lambda v: is_number(v) and 0 < v <= 1)
         self._check("levels", "a tuple of names of variants, each once", _is_names)
         high = self.kv_high - self.margin
         self._check("kv_low", f"at most kv_high - margin = {high:.3g}", lambda low: low <= high + 1e-9)
@@ -348,6 +351,11 @@ MODES: dict[str, dict[str, Any]] = {
 (section 3); the rest was settled on simulated traces, see docs/controller.md."""
 
 
+def is_number(value: object) -> bool:
+    """Return whether a value is a number that is finite as a float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
 def require(holds: bool, name: str, value: object, allowed: str) -> None:
     """Raises `ConfigError` naming an option, its value and what is allowed, unless that holds."""
     if not holds:
@@ -358,17 +366,13 @@ def _require_seconds(policy: Scale | Overload | Lengths, *names: str) -> None:
     """Raise `ConfigError` unless a policy's tick is a number of seconds above 0, and these are at least 0."""
     for name in names:
         value = getattr(policy, name)
-        require(_is_number(value) and value >= 0, name, value, "a number of seconds, at least 0")
+        require(is_number(value) and value >= 0, name, value, "a number of seconds, at least 0")
     tick_s = policy.tick_s
-    require(_is_number(tick_s) and tick_s > 0, "tick_s", tick_s, "a number of seconds above 0")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+    require(is_number(tick_s) and tick_s > 0, "tick_s", tick_s, "a number of seconds above 0")
 
 
 def _is_share(value: object) -> bool:
-    return _is_number(value) and 0 <= float(str(value)) <= 1
+    return is_number(value) and 0 <= float(str(value)) <= 1
 
 
 def _is_integer(value: object) -> bool:

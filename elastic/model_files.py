@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -47,7 +48,7 @@ def read_config(path: str, *, option: str) -> Any:
     """Read the configuration. Raises `ConfigError`."""
     from transformers import AutoConfig
 
-    if not path or not (Path(path) / "config.json").is_file():
+    if not path or not os.path.isfile(Path(path) / "config.json"):  # False, too, for what can be no path
         raise ConfigError(f"{option} {path}: no model there (a directory with config.json and weights is needed)")
     for name in _OBJECTS:
         _require_object(Path(path) / name, option)
@@ -59,7 +60,7 @@ def read_tokenizer(path: str, *, option: str) -> Any:
     """Read the tokenizer. Raises `ConfigError`."""
     from transformers import AutoTokenizer
 
-    if not path or not Path(path).is_dir():
+    if not path or not os.path.isdir(path):
         raise ConfigError(f"{option} {path}: no tokenizer there (a directory with tokenizer.json is needed)")
     with reading(f"{option} {path}: its tokenizer", "it needs files such as tokenizer.json"):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)

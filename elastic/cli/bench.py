@@ -20,7 +20,7 @@ from elastic.bench.report.plots import draw, require_matplotlib
 from elastic.bench.report.summary import summarize
 from elastic.bench.traces.prompts import Prompt, random_prompts, text_prompts
 from elastic.cli.inputs.bench_options import make_trace
-from elastic.cli.inputs.checks import parse_place, read_text, require_file_to_write
+from elastic.cli.inputs.checks import parse_place, read_text, require_file_to_write, write_text
 from elastic.cli.inputs.interrupts import terminable
 from elastic.config import SLO
 from elastic.errors import ConfigError
@@ -75,10 +75,7 @@ def measure(options: Namespace) -> ReplayRun:
         if options.records is not None:  # written before the target ends, which may take long
             write_records(options.records, result.records)
         if options.out is not None:
-            try:
-                Path(options.out).write_text(json.dumps(summary) + "\n")
-            except OSError as error:
-                raise ConfigError(f"--out {options.out} cannot be written: {error.strerror}") from error
+            write_text(options.out, json.dumps(summary) + "\n", "--out")
     show([Result(Path(options.out or "result").stem, summary)])
     return result
 

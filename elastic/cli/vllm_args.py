@@ -63,7 +63,7 @@ def to_arguments(made: dict[str, Any]) -> list[str]:
 def _connector(text: str | None) -> dict[str, Any] | None:
     try:
         connector = json.loads(text) if text is not None else None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--connector={text!r} is no JSON: {error}") from error
     if connector is not None and not (isinstance(connector, dict) and "kv_connector" in connector):
         raise ConfigError(f"--connector={text!r} must be an object with a field kv_connector")

@@ -31,10 +31,10 @@ def _parse(text: str, kind: str | None) -> list[Device]:
     match = _SHEET.fullmatch(text)
     if match is not None and match["kind"] in SHEETS:
         size = None if match["size"] is None else parse_bytes(match["size"], option=f"devices: {text!r}")
-        count = int(match["count"] or 1)
-        if not 1 <= count <= 4096:
-            raise ConfigError(f"devices: {text!r} are {count} devices; use 1 to 4096")
-        return several(sheet(match["kind"], option="devices"), count, size)
+        digits = (match["count"] or "1").lstrip("0")
+        if not digits or len(digits) > 4 or int(digits) > 4096:
+            raise ConfigError(f"devices: {text[:40]!r} are {digits[:8] or 0} devices; use 1 to 4096")
+        return several(sheet(match["kind"], option="devices"), int(digits), size)
     try:
         place = Place.parse(text)
     except ConfigError as error:

@@ -9,6 +9,7 @@ from typing import Any
 from elastic.engines.core.kv_state import INT8, SCALE_BYTES, scale_slots, usual_block_tokens
 from elastic.engines.executor.layer_groups import layer_groups
 from elastic.errors import ConfigError
+from elastic.kvcache.attention_heads import attention_heads
 from elastic.kvcache.storage.sector_space import BlockGroup, sector_layer_pages
 from elastic.planning.estimate.configuration import FULL
 
@@ -52,13 +53,15 @@ class KVShape:
 
 
 def kv_shape_of(config: Any, itemsize: int, form: str = FULL) -> KVShape:
-    """Return the shape by a text config. Raises `ConfigError` for an unknown form, and for values larger than keys."""
-    heads = getattr(config, "num_attention_heads", None) or 1
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if hasattr(config, "new_decoder_architecture"):  # a Falcon, whose cache does not have what `num_kv_heads` says
-        kv_heads = heads if config.new_decoder_architecture or not config.multi_query else 1
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    key, value = getattr(config, "qk_head_dim", None) or dim, getattr(config, "v_head_dim", None) or dim
+    """Return the shape by a text config.
+
+    Raises `ConfigError` for an unknown form, for values larger than keys, and for layers of unlike shapes.
+    """
+    shapes = {(heads.keys, heads.key_dim, heads.value_dim) for heads in attention_heads(config)}
+    if len(shapes) > 1:
+        listed = ", ".join(f"{heads} of {key}" for heads, key, _ in sorted(shapes))
+        raise ConfigError(f"its layers have unlike heads of keys, {listed} elements: the engine's blocks are all alike")
+    kv_heads, key, value = shapes.pop()
     if key < value:
         raise ConfigError(f"keys of {key} and values of {value} elements: the engine's blocks have no larger values")
     if form == FULL:

@@ -108,7 +108,8 @@ def meta_model(source: Any, dtype: torch.dtype | None = None) -> Any:
     own = getattr(config, "dtype", None) or torch.bfloat16
     what = f"MODEL {source}" if path else type(config).__name__
     with torch.device("meta"), reading(what, "see that its config.json is whole"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype or own)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype or own)
+    return model.to("meta")  # some draw parameters by functions that know no default device
 
 
 def _kinds(decoder: Decoder, slots: list[dict[str, ParameterSlot]]) -> tuple[LayerKind, ...]:

@@ -8,12 +8,14 @@ from elastic.engines.executor.layer_groups import layer_groups
 from elastic.estimation.kv_room import KVShape, kv_shape_of
 from elastic.estimation.model_layout import LayerKind, ModelLayout
 from elastic.estimation.weight_pages import WeightPages, variant_config
+from elastic.kvcache.attention_heads import attention_heads
 from elastic.memory.weight_layout import LayerLayout
 from elastic.planning.estimate.configuration import FULL
 from elastic.planning.estimate.roofline import Work
 from elastic.quant.formats.base import KernelTarget
 from elastic.quant.formats.pruned import Structured
 from elastic.quant.variants.packed_layout import packed_layout
+from elastic.weights.decoder import layer_configs
 
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "num_selected_experts", "top_k")
 """Names in configs of how many experts a token is sent to."""
@@ -48,7 +50,7 @@ def layer_work(pages: WeightPages, kind: LayerKind, weights: str, kv: KVShape, t
         Work(read["cut"], 2 * met["cut"]),
         Work(read["experts"], 2 * chosen * met["experts"], least_met=chosen),
         Work(
-            pair_flops=4.0 * config.num_attention_heads * kv.dim,
+            pair_flops=4.0 * attention_heads(config)[kind.layers[0]].queries * kv.dim,
             kv_bytes=float(kv.token_bytes),
             window=window_of(config, kind),
         ),
@@ -79,7 +81,7 @@ def activation_bytes(layout: ModelLayout, step_tokens: int, running: int, contex
     """
     config: Any = layout.config
     itemsize, hidden = layout.dtype.itemsize, config.hidden_size
-    heads = config.num_attention_heads
+    heads = max(each.queries for each in attention_heads(config))
     kv = kv_shape_of(config, itemsize)
     seen = context * 4 * kv.heads * kv.dim * itemsize  # of a prompt behind a prefix: as read, and with the new ones
     capped = getattr(config, "attn_logit_softcapping", None) is not None
@@ -133,4 +135,5 @@ def _chosen(config: Any, kind: LayerKind) -> int:
     """Return how many experts a token is sent to; 1 for a layer without."""
     if not any(slot.parameter.ndim == 3 for slot in kind.slots.values()):
         return 1
-    return next((count for name in _CHOSEN if isinstance(count := getattr(config, name, None), int)), 1)
+    own = layer_configs(config)[kind.layers[0]]
+    return next((count for name in _CHOSEN if isinstance(count := getattr(own, name, None), int)), 1)

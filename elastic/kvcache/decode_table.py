@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from elastic.errors import ConfigError
+from elastic.kvcache.attention_heads import attention_heads
 from elastic.kvcache.decode_kernels import KERNELS, Kernel, sdpa
 from elastic.kvcache.decode_timing import DEFAULT, DecodeShape, fastest, processor
 from elastic.kvcache.storage.layout import HEAD_MAJOR, KVLayout
@@ -126,17 +127,16 @@ def measure_ahead(config: Any, dtype: torch.dtype, layouts: Mapping[torch.device
 
     `layouts` has the devices that attention may run on.
     """
-    heads: Any = getattr(config, "num_attention_heads", None)
-    kv_heads: Any = getattr(config, "num_key_value_heads", None) or heads
-    dim: Any = getattr(config, "head_dim", None) or (heads and getattr(config, "hidden_size", 0) // heads)
     longest: Any = getattr(config, "max_position_embeddings", None) or MEASURED_AT[-1]
-    if not all(isinstance(n, int) and n > 0 for n in (heads, kv_heads, dim, longest)) or heads < kv_heads:
-        return
-    for device, layout in layouts.items():
-        order = "head_major" if layout is HEAD_MAJOR else "token_major"
-        shape = DecodeShape(processor(device), dtype, heads // kv_heads, dim, dim, order)
-        for tokens in (1, *(end + 1 for end in UP_TO if end < longest)):
-            table.choose(shape, tokens, device, kv_heads)
+    for heads in dict.fromkeys(attention_heads(config)):
+        if not all(isinstance(n, int) and n > 0 for n in (*heads, longest)) or heads.queries < heads.keys:
+            continue
+        for device, layout in layouts.items():
+            order = "head_major" if layout is HEAD_MAJOR else "token_major"
+            group = heads.queries // heads.keys
+            shape = DecodeShape(processor(device), dtype, group, heads.key_dim, heads.value_dim, order)
+            for tokens in (1, *(end + 1 for end in UP_TO if end < longest)):
+                table.choose(shape, tokens, device, heads.keys)
 
 
 def _from_row(row: dict[str, Any]) -> tuple[DecodeShape, dict[int, str]]:
@@ -153,7 +153,7 @@ def _from_row(row: dict[str, Any]) -> tuple[DecodeShape, dict[int, str]]:
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
         rows = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: the table of attention kernels cannot be read: {error}; delete it") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"{path} is no table of attention kernels; delete it")

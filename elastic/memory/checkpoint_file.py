@@ -72,8 +72,8 @@ class Checkpoint:
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
-        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        if not files or not all(file.is_file() for file in files):
+        files = sorted(path.glob("*.safetensors")) if os.path.isdir(path) else [path]
+        if not files or not all(map(os.path.isfile, files)):
             raise ConfigError(f"checkpoint={str(path)!r} is no safetensors file and no directory with such files")
         self._files = {name: file for file in map(_open, files) for name in file.names}
         self.names = list(self._files)
@@ -119,7 +119,7 @@ def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, Any], dict
         metadata = dict(entries.pop("__metadata__", None) or {})
         for entry in entries.values():
             _check_entry(entry, size - 8 - length)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged: its header cannot be read ({error})") from error
     return entries, metadata, 8 + length
 

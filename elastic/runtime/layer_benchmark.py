@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import combinations
 from typing import Any, TypeVar
@@ -20,7 +21,8 @@ import torch
 from torch import nn
 
 from elastic.config import Place
-from elastic.hooks.replicas.split_rows import BatchSlice, LayerInputs, parameter_names
+from elastic.errors import ConfigError
+from elastic.hooks.replicas.split_rows import BatchSlice, LayerInputs, NotSplittable, parameter_names
 from elastic.hooks.replicas.worker import ReplicaShard, ReplicaWorker, use_threads
 from elastic.planning.measured_cost import Calibration, LinearLatency, Points, fit
 from elastic.weights.decoder import Decoder
@@ -44,12 +46,12 @@ def measure(decoder: Decoder, places: Sequence[Place], rows: Sequence[int] = ROW
     """Seconds of a layer and of what goes between places, for so many rows of `tokens` tokens each.
 
     The decoder is that of a model which is not wrapped, and can run a forward pass where it is. With one place nothing
-    is measured: there is nothing to choose.
+    is measured: there is nothing to choose. Raises `ConfigError` for layers that no replica could compute rows of.
     """
     if len(places) < 2:
         return Calibration({place.name: LinearLatency(1e-3, 0.0) for place in places})
     layers = _walked(decoder)
-    with torch.inference_mode():
+    with torch.inference_mode(), _splittable():
         calls = {count: _calls(decoder, layers, count, tokens) for count in rows}
         hidden = {count: _hidden(given[0]) for count, given in calls.items()}
         points = {
@@ -73,6 +75,16 @@ def measure(decoder: Decoder, places: Sequence[Place], rows: Sequence[int] = ROW
             {name: points[device][1:] for name, device in names.items()},
             _handing(layers[0], calls[max(rows)][0]) if max(rows) > 1 else 0.0,
         )
+
+
+@contextmanager
+def _splittable() -> Iterator[None]:
+    """Say in words what of a layer's inputs cannot be divided."""
+    try:
+        yield
+    except NotSplittable as reason:
+        words = f"its layers are not computed at several places: it is not known which rows have {reason}"
+        raise ConfigError(words) from None
 
 
 class _Caught(Exception):

@@ -10,6 +10,7 @@ from elastic.config import parse_bytes
 from elastic.errors import ConfigError
 from elastic.estimation.estimate import Estimator
 from elastic.estimation.model_layout import layout_of
+from elastic.model_files import reading
 from elastic.planning.estimate.configuration import FULL, Configuration
 from elastic.planning.estimate.devices import DeviceKind, several, sheet
 from elastic.planning.estimate.performance import InstanceCost, Load
@@ -140,7 +141,5 @@ def read_config(table: Table, folder: Path) -> Any:
     values, name = table.rest(), table.name.removesuffix(".config")
     if "model_type" not in values:
         raise ConfigError(f"{name}.path is missing: name a model's directory, or write its [{table.name}] down")
-    try:
+    with reading(table.name, "write down what its config.json says"):
         return AutoConfig.for_model(values.pop("model_type"), **values)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{table.name} is no config: {error}") from error

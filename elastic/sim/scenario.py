@@ -29,6 +29,7 @@ from elastic.sim.sources import read_source
 from elastic.sim.tables import Table
 from elastic.sim.workload import RequestSource
 
+_MOST_INSTANCES = 100_000
 SHIPPED = resources.files("elastic.sim") / "scenarios"
 
 
@@ -119,20 +120,21 @@ def _document(source: str, before: tuple[str, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"scenario {source} extends itself, by {', '.join(before)}")
     try:
         shown = SHIPPED / f"{source}.toml" if source in shipped() else Path(source)
-        values = tomllib.loads(shown.read_text())
+        values = tomllib.loads(shown.read_text(encoding="utf-8"))
     except OSError as error:
         names = ", ".join(shipped())
         raise ConfigError(
             f"scenario {source} cannot be read: {error.strerror}; there come {names} with the package"
         ) from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also bytes that are no text, and numbers too long to be read
         raise ConfigError(f"scenario {source} is no TOML: {error}") from error
     other = values.pop("extends", None)
     if other is None:
         return values
     if not isinstance(other, str):
         raise ConfigError(f"extends = {other!r} must be the name of a scenario, or of a file")
-    return {**_document(other, (*before, source)), **values}
+    name = other if other in shipped() else str(Path(source).parent / other)
+    return {**_document(name, (*before, source)), **values}
 
 
 def parse_scenario(values: dict[str, Any], folder: Path = Path(), *, seed: int | None = None) -> Scenario:
@@ -158,7 +160,7 @@ def parse_scenario(values: dict[str, Any], folder: Path = Path(), *, seed: int |
         models,
         sources,
         table.number("drain_s", 600.0),
-        table.whole("samples", 240),
+        table.whole("samples", 240, most=1_000_000),
         own_seed if seed is None else seed,
         table.text("predicts", ""),
         table.table("published").rest(),
@@ -293,8 +295,8 @@ def _devices(table: Table, fleet: FleetOptions) -> tuple[tuple[int, ...], ...]:
 
 def _fleet(table: Table) -> FleetOptions:
     options = FleetOptions(
-        table.whole("instances"),
-        table.whole("fleets", 1),
+        table.whole("instances", most=_MOST_INSTANCES),
+        table.whole("fleets", 1, most=_MOST_INSTANCES),
         cast(Routing, table.text("routing", "prefix", among=get_args(Routing))),
         table.optional("max_queue"),
         table.text("queues", "fleet", among=("fleet", "instances")),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
+from elastic.config import is_number
 from elastic.errors import ConfigError
 
 _MISSING = object()
+_MOST = 2**63 - 1
+"""Of any number: the largest whole one that TOML promises."""
 
 
 class Table:
@@ -23,17 +27,17 @@ class Table:
         return key in self._values
 
     def number(self, key: str, default: float | object | None = _MISSING, *, least: float = 0.0) -> float:
-        """Take a number. Raises `ConfigError` where it is missing without a default, or below `least`."""
+        """Take a number. Raises `ConfigError` where it is missing without a default, below `least`, or too large."""
         value = self._take(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
-            raise self.wrong(key, value, f"a number, at least {least:g}")
+        if not is_number(value) or not least <= value <= _MOST:
+            raise self.wrong(key, value, f"a number, at least {least:g}" + _at_most(value))
         return float(value)
 
-    def whole(self, key: str, default: int | object = _MISSING, *, least: int = 1) -> int:
+    def whole(self, key: str, default: int | object = _MISSING, *, least: int = 1, most: int = _MOST) -> int:
         """Take a whole number."""
         value = self._take(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.wrong(key, value, f"a whole number, at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.wrong(key, value, f"a whole number, at least {least}" + _at_most(value, most))
         return value
 
     def optional(self, key: str, *, least: int = 1) -> int | None:
@@ -60,7 +64,7 @@ class Table:
     def numbers(self, key: str, count: int | None = None) -> tuple[float, ...]:
         """Take a list of numbers, so many of them."""
         value = self._take(key, _MISSING)
-        good = isinstance(value, list) and all(isinstance(n, int | float) and not isinstance(n, bool) for n in value)
+        good = isinstance(value, list) and all(is_number(each) and abs(each) <= _MOST for each in value)
         if not good or (count is not None and len(value) != count):
             raise self.wrong(key, value, f"a list of {count} numbers" if count else "a list of numbers")
         return tuple(map(float, value))
@@ -77,7 +81,7 @@ class Table:
         value = self._take(key, [])
         if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
             raise self.wrong(key, value, f"[[{key}]] tables")
-        return [Table(each, f"{key}[{number}]") for number, each in enumerate(value)]
+        return [Table(each, f"{self._path(key)}[{number}]") for number, each in enumerate(value)]
 
     def texts(self, key: str, *, among: Sequence[str] = ()) -> tuple[str, ...]:
         """Take a list of texts, each one of some; none where there is none."""
@@ -107,7 +111,7 @@ class Table:
 
     def wrong(self, key: str, value: object, wanted: str) -> ConfigError:
         """Return the error for a value."""
-        said = "is missing: give" if value is _MISSING else f"= {value!r} must be"
+        said = "is missing: give" if value is _MISSING else f"= {reprlib.repr(value)} must be"
         return ConfigError(f"{self._path(key)} {said} {wanted}")
 
     def _take(self, key: str, default: object) -> Any:
@@ -116,3 +120,8 @@ class Table:
 
     def _path(self, key: str) -> str:
         return f"{self.name}.{key}" if self.name else key
+
+
+def _at_most(value: object, most: int = _MOST) -> str:
+    """Return words about a limit, for a value beyond it."""
+    return f", at most {most:,}" if isinstance(value, int | float) and value > most else ""

@@ -17,6 +17,8 @@ from elastic.errors import ConfigError
 from elastic.sim.core.clock import stream
 from elastic.sim.core.executor import STOP, TOKEN
 
+MOST_TOKENS = 10_000_000
+"""Of one request, and its answer."""
 _DIGIT_BITS = 8
 _DIGITS = 4
 
@@ -62,6 +64,11 @@ class RequestSource:
                 answer = min(self.most_tokens - 1, max(1, answer * self.most_tokens // (prompt + answer)))
                 prompt = self.most_tokens - answer
             most = max(answer, round(self.ask * answer))
+            if prompt + most > MOST_TOKENS:
+                raise ConfigError(
+                    f"requests {self.name!r}: one has {prompt:,} tokens and asks for {most:,}; {MOST_TOKENS:,} are the "
+                    "most: give shorter lengths, or most_tokens"
+                )
             yield RequestArrival(at_s, prompt, answer, most, min(self.shared_prefix, prompt - 1), self.name)
 
     def _rows(self, seed: int) -> Iterator[tuple[float, int, int]]:

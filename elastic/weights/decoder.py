@@ -46,5 +46,12 @@ def find_decoder(model: nn.Module) -> Decoder:
     return Decoder(roots, tuple(layers), tuple(f"{names[layers]}.{i}" for i in range(len(layers))), text)
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """Return the config of each decoder layer by a text config, which may have values of their own for some of them."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * config.num_hidden_layers
+
+
 def _unsupported(model: object, wanted: str) -> ConfigError:
     return ConfigError(f"{type(model).__name__} cannot be made elastic: looked for {wanted}")

@@ -80,8 +80,12 @@ def positioned(model: Any, positions: torch.Tensor) -> dict[str, torch.Tensor]:
     return {} if type(model).__name__ == "BloomForCausalLM" else {"position_ids": positions}
 
 
+SPLIT = sorted(CONFIGS.keys() - {"gemma4"})
+"""Architectures whose layers are computed at several places; Gemma 4's hand each other keys and values."""
+
+
 @pytest.mark.parametrize("batch", [1, 3, 8])
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", SPLIT)
 @torch.no_grad()
 def test_replicas_come_and_go_in_mid_generation(architecture: str, batch: int, wrapped: Any) -> None:
     model, choose = build(architecture), random.Random(f"{architecture} {batch}")
@@ -106,7 +110,7 @@ def test_replicas_come_and_go_in_mid_generation(architecture: str, batch: int, w
     assert_same_bits(model, before)
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", SPLIT)
 @torch.no_grad()
 def test_one_row_is_computed_at_the_best_place_alone(architecture: str, monkeypatch: Any, wrapped: Any) -> None:
     """And goes to another one in mid-generation, its KV with it, where that has become better."""

@@ -55,6 +55,7 @@ CONFIGS: dict[str, Any] = {
         tie_word_embeddings=False,  # else it says the last token again, whatever it attends to
     ),
     "gemma3": lambda: t.Gemma3TextConfig(**GQA, head_dim=8, sliding_window=16, query_pre_attn_scalar=8),
+    "gemma4": lambda: t.Gemma4UnifiedTextConfig(**GQA, head_dim=8, global_head_dim=16, sliding_window=16),
     "phi3": lambda: t.Phi3Config(**GQA),
     "phi": lambda: t.PhiConfig(**SMALL),
     "gpt2": lambda: t.GPT2Config(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elastic import SLO, ConfigError, Policy
-from elastic.config import MODES, Lengths
+from elastic.config import MODES, Lengths, Place
 
 
 def test_the_modes_differ_in_how_much_and_how_early() -> None:
@@ -46,12 +46,20 @@ def test_a_value_that_cannot_be_is_named(field: str, value: Any) -> None:
         Policy(**{field: value})
 
 
-@pytest.mark.parametrize("value", [0, -1.0, float("inf"), "2", True])
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), 10**400, "2", True])
 def test_an_slo_is_seconds_above_0(value: Any) -> None:
     with pytest.raises(ConfigError, match="tpot_s"):
         SLO(tpot_s=value)
     assert SLO() == SLO(None, None, None)
     assert SLO(ttft_s=2).ttft_s == 2
+
+
+@pytest.mark.parametrize("number", ["128", "300", "9" * 40])
+def test_a_device_number_that_torch_would_wrap_around_is_no_place(number: str) -> None:
+    """It took cuda:300 for cuda:44."""
+    with pytest.raises(ConfigError, match="is not a place"):
+        Place.parse(f"cuda:{number}=1GiB")
+    assert Place.parse("cuda:127=1GiB").device.index == 127
 
 
 def test_a_policy_comes_from_toml_and_json(tmp_path: Path) -> None:

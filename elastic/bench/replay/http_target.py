@@ -118,7 +118,7 @@ class HTTPTarget:
             problem = f"HTTP {answer.status_code}"
         except (self._httpx.HTTPError, self._httpx.InvalidURL) as error:
             problem = str(error) or type(error).__name__
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             problem = "its answer lists no model"
         raise ConfigError(f"--url {self.url}: GET /v1/models does not tell what is served there: {problem}")
 

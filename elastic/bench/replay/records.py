@@ -100,6 +100,6 @@ def read_records(path: str | Path) -> list[Record]:
             values: dict[str, Any] = {f.name: row[f.name] for f in fields(Record)}
             values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
             records.append(Record(**values))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number}: it is not a record of a replay: {error!r}") from error
     return records

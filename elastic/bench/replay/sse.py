@@ -30,7 +30,7 @@ def parse(line: str) -> SSEEvent | None:
         return SSEEvent("done")
     try:
         document = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return SSEEvent("error", error=f"the server sent what is not JSON: {data[:80]!r}")
     if not isinstance(document, dict):
         return SSEEvent("error", error=f"the server sent what is no object: {data[:80]!r}")
@@ -43,7 +43,7 @@ def error_message(text: str) -> str:
     """Return the message in the text of an OpenAI error document, or else the text, shortened."""
     try:
         return _message(json.loads(text))
-    except ValueError:
+    except (ValueError, RecursionError):
         return text[:500]
 
 

@@ -90,7 +90,7 @@ def _json_rows(path: Path, lines: list[str]) -> Iterator[tuple[int, Row]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number}: it is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise ConfigError(f"{path}, line {number}: {line[:80]!r} is not a JSON object")

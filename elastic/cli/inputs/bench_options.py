@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic.errors import ConfigError
@@ -146,7 +146,7 @@ def _lengths(options: Namespace) -> LengthDistribution:
     from elastic.bench.traces.generator import Fixed, LikeTrace, Lognormal
     from elastic.bench.traces.readers import read_trace
 
-    if Path(options.lengths).is_file():
+    if os.path.isfile(options.lengths):
         return LikeTrace(read_trace(options.lengths))
     if options.lengths.count(":") == 3:
         return Lognormal(*numbers(options.lengths, "--lengths", "MEDIAN:SIGMA:MEDIAN:SIGMA"))

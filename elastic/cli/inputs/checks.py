@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from pathlib import Path
@@ -49,10 +50,20 @@ def require_file_to_write(path: str | None, option: str) -> None:
     """Raise `ConfigError` where no file can be written; None was not given."""
     if path is None:
         return
-    if not path or Path(path).is_dir():
+    if not path or os.path.isdir(path):
         raise ConfigError(f"{option} {path!r} is no file to write to; give its name")
-    if not Path(path).absolute().parent.is_dir():
+    if not os.path.isdir(folder := os.path.dirname(os.path.abspath(path))):
         raise ConfigError(f"{option} {path}: there is no such directory")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise ConfigError(f"{option} {path} cannot be written: {os.strerror(errno.EACCES)}")
+
+
+def write_text(path: str, text: str, option: str) -> None:
+    """Write a text file. Raises `ConfigError`, such as for a full disk."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option} {path} cannot be written: {error.strerror}") from error
 
 
 def read_text(path: str, option: str) -> str:

@@ -20,8 +20,10 @@ from elastic.cli.views.layer_grid import layers_at
 from elastic.cli.views.panels import mib
 from elastic.config import Place
 from elastic.errors import ConfigError
+from elastic.estimation.model_layout import meta_model
+from elastic.kvcache.attention_heads import cached_elements
 from elastic.memory.places import free_bytes
-from elastic.model_files import load_model, read_config, reading
+from elastic.model_files import load_model
 from elastic.planning.assumed_speeds import assume
 from elastic.planning.cost_model import CostModel, cost, speedup
 from elastic.planning.local_search import PlannedModel, plan_together
@@ -38,8 +40,8 @@ class Sizes:
     layers: tuple[int, ...]
     fixed: int
     """The embedding, head and norms, which are at the first place."""
-    kv_token: int
-    """The KV cache of one token in one layer."""
+    kv_token: tuple[int, ...]
+    """The KV cache of one token in each layer."""
     hidden: int
     """The hidden state of one token."""
     parameters: int
@@ -96,11 +98,11 @@ def _request(
     options: Namespace, path: str, number: int, places: Sequence[Place], capacities: Sequence[PlaceCapacity]
 ) -> tuple[PlanRequest, list[PlaceCapacity]]:
     """Return a model with its layers at places in this order, and what is free then, in the order of capacities."""
-    model = _meta_model(path, places)
+    model = meta_model(path, torch.float32 if places[0].device.type == "cpu" else None)
     sizes = sizes_of(find_decoder(model), model)
-    kv_bytes = options.batch * (options.tokens + options.new_tokens) * sizes.kv_token
-    needs = [ResourceDemand(nbytes, kv_bytes=kv_bytes) for nbytes in sizes.layers]
-    replica_needs = [ResourceDemand(nbytes, kv_bytes=-(-kv_bytes // 2)) for nbytes in sizes.layers]
+    kv_bytes = [options.batch * (options.tokens + options.new_tokens) * nbytes for nbytes in sizes.kv_token]
+    needs = [ResourceDemand(own, kv_bytes=kv) for own, kv in zip(sizes.layers, kv_bytes, strict=True)]
+    replica_needs = [ResourceDemand(own, kv_bytes=-(-kv // 2)) for own, kv in zip(sizes.layers, kv_bytes, strict=True)]
     by_name = {capacity.name: capacity for capacity in capacities}
     home, remaining = spread([by_name[place.name] for place in places], needs, sizes.fixed)
     if options.measure:
@@ -124,12 +126,10 @@ def sizes_of(decoder: Decoder, model: Any) -> Sizes:
     layers = tuple(sum(p.nbytes for p in layer.parameters()) for layer in decoder.layers)
     total = sum(p.nbytes for p in model.parameters())  # tied ones once
     config, itemsize = decoder.config, next(iter(decoder.layers[0].parameters())).element_size()
-    heads = getattr(config, "num_attention_heads", None) or 1
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     parameters = max(sum(p.numel() for p in layer.parameters()) for layer in decoder.layers)
     hidden = config.hidden_size * itemsize
-    return Sizes(layers, total - sum(layers), 2 * kv_heads * head_dim * itemsize, hidden, parameters)
+    kv_token = tuple(elements * itemsize for elements in cached_elements(config))
+    return Sizes(layers, total - sum(layers), kv_token, hidden, parameters)
 
 
 def spread(
@@ -167,17 +167,6 @@ def _places(options: Namespace) -> list[Place]:
     if not 0 <= options.margin < 1:
         raise ConfigError(f"--margin {options.margin} must be a share from 0 to below 1")
     return places
-
-
-def _meta_model(path: str, places: Sequence[Place]) -> Any:
-    """Make the model on the meta device, in the dtype that it would be loaded in. Raises `ConfigError`."""
-    from transformers import AutoModelForCausalLM
-
-    config = read_config(path, option="MODEL")
-    on_cpu = places[0].device.type == "cpu"
-    dtype = torch.float32 if on_cpu else getattr(config, "dtype", None) or torch.bfloat16
-    with torch.device("meta"), reading(f"MODEL {path}", "see that its config.json is whole"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def _memory_table(models: Sequence[tuple[PlanRequest, Placement]], capacities: Sequence[PlaceCapacity]) -> Table:

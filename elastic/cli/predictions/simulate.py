@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from elastic.cli.inputs.checks import require_file_to_write, write_text
 from elastic.sim.run import Run, SimulationSpeed
 from elastic.sim.scenario import Scenario, read_scenario, shipped
 
@@ -23,6 +24,8 @@ def simulate(options: Namespace) -> int:
         for name in shipped():
             print(f"{name}: {read_scenario(name).title}")
         return 0
+    for name in ("json", "plot"):
+        require_file_to_write(getattr(options, name), f"--{name}")
     scenario = read_scenario(options.scenario, seed=options.seed)
     console = Console()
     run = Run(scenario)
@@ -31,7 +34,7 @@ def simulate(options: Namespace) -> int:
     document = {**described(scenario), **run.report.document()}
     _show(console, scenario, document, speed)
     if options.json is not None:
-        Path(options.json).write_text(json.dumps({**document, "speed": _speed(speed)}) + "\n")
+        write_text(options.json, json.dumps({**document, "speed": _speed(speed)}) + "\n", "--json")
     if options.plot is not None:
         from elastic.sim.plots import draw
 

@@ -47,7 +47,7 @@ def post(url: str, path: str, body: Mapping[str, Any], token: str | None, timeou
         raise ConfigError(f"{url} answers {error.code}: {words}") from None
     except TimeoutError:
         raise NoAnswer(f"{url} does not answer within {timeout_s:g} s") from None
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         raise NoAnswer(f"{url} cannot be reached: {_reason(error)}") from None
     return document if isinstance(document, dict) else {}
 

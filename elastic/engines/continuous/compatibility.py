@@ -42,6 +42,8 @@ class _CacheProbe:
         terms: ScoreTerms | None = None,
     ) -> torch.Tensor:
         """Attend to these tokens, by no terms. Shapes as those of `RequestSlice.attend`."""
+        if layer in self.shapes:
+            raise ConfigError(f"layer {layer} attends several times to what it keeps once; use generate instead")
         self.shapes[layer] = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])
         if self._ends:
             raise Attended
@@ -61,6 +63,8 @@ def kv_shape(model: Any) -> tuple[int, int]:
             f"attn_implementation={config._attn_implementation!r}: continuous batching needs a model that was loaded "
             "with 'sdpa' or 'eager', and calls it through transformers' attention interface"
         )
+    if not getattr(config, "is_causal", True):  # masks are made by it, which engines do not ask for
+        raise ConfigError("is_causal=False: this model's tokens see those behind them too; use generate instead")
     dropped, shards_here = runtime(model).dropped, runtime(model).shards_here
     present = [layer for layer, parts in enumerate(shards_here) if parts or not dropped]
     probe = _CacheProbe(ends=bool(dropped))

@@ -9,6 +9,7 @@ from typing import Any
 from elastic.errors import ConfigError
 from elastic.kvcache.storage.sector_space import BlockGroup
 from elastic.planning.sharding.heads import parts_of
+from elastic.weights.decoder import layer_configs
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -24,15 +25,15 @@ class LayerGroup:
 
 def layer_groups(config: Any) -> tuple[LayerGroup, ...]:
     """Group the layers of a model by its text config, in the order of their first layers. Raises `ConfigError`."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or [FULL if window is None else SLIDING] * config.num_hidden_layers
+    windows = [getattr(each, "sliding_window", None) for each in layer_configs(config)]
+    kinds = getattr(config, "layer_types", None) or [FULL if window is None else SLIDING for window in windows]
     unknown = sorted(set(kinds) - {FULL, SLIDING})
     if unknown:
         raise ConfigError(f"its layers are of kinds {unknown}; continuous batching knows full and sliding ones")
-    layers: dict[str, list[int]] = {}
-    for layer, kind in enumerate(kinds):
-        layers.setdefault(kind, []).append(layer)
-    return tuple(LayerGroup(tuple(members), window if kind == SLIDING else None) for kind, members in layers.items())
+    layers: dict[int | None, list[int]] = {}
+    for layer, (kind, window) in enumerate(zip(kinds, windows, strict=True)):
+        layers.setdefault(window if kind == SLIDING else None, []).append(layer)
+    return tuple(LayerGroup(tuple(members), window) for window, members in layers.items())
 
 
 def block_groups(groups: Sequence[LayerGroup], block_bytes: int, kv_shards: int) -> tuple[BlockGroup, ...]:

@@ -193,7 +193,7 @@ def _read(path: Path, key: ProfileKey, device: str) -> CostProfile | None:
         profile = from_json(content["profile"])
     except OSError:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         logger.warning("%s is no configuration map, and is not used: %s", path, error)
         return None
     return profile if profile.device == device else None

@@ -64,7 +64,7 @@ def _find(directory: Path) -> tuple[Path, dict[str, Any]]:
 def _json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is damaged: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file} is damaged: it holds {type(content).__name__}, not an object")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ class QuantizedCheckpoint:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not self.path.is_dir():
+        if not os.path.isdir(self.path):
             raise ConfigError(
                 f"checkpoint={str(path)!r} is no directory; a quantized checkpoint is one with its config"
             )

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from elastic.config import require
+from elastic.config import is_number, require
 from elastic.engines.core.kv_state import KVFormat
 from elastic.errors import ConfigError
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost, ModelCost
@@ -37,10 +37,11 @@ class Links:
     """Of weights that no rank has."""
 
     def __post_init__(self) -> None:
-        for name in ("bytes_s", "checkpoint_bytes_s"):
-            require(getattr(self, name) > 0, f"links.{name}", getattr(self, name), "above 0")
-        for name in ("hop_s", "core_s", "answer_s", "flip_s"):
-            require(getattr(self, name) >= 0, f"links.{name}", getattr(self, name), "at least 0")
+        """Raise `ConfigError` for what cannot be."""
+        for name, value in vars(self).items():
+            positive = name in ("bytes_s", "checkpoint_bytes_s")
+            good = is_number(value) and (value > 0 if positive else value >= 0)
+            require(good, f"links.{name}", value, f"a number {'above' if positive else 'of at least'} 0")
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,12 @@ class Packed:
     """Of a full layer's pages."""
     seconds: float = 1.0
     """Of a full layer's seconds."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for what cannot be."""
+        require(isinstance(self.name, str) and bool(self.name), "packed.name", self.name, "a name")
+        require(is_number(self.share) and 0 < self.share < 1, "packed.share", self.share, "a share between 0 and 1")
+        require(is_number(self.seconds) and self.seconds > 0, "packed.seconds", self.seconds, "a number above 0")
 
 
 class StepParts(NamedTuple):

@@ -12,11 +12,13 @@ import elastic
 from elastic.assets import MODEL_DIR
 from elastic.engines.continuous import ContinuousEngine
 from elastic.errors import ConfigError
+from elastic.estimation.estimate import estimate
 from elastic.estimation.kv_room import KVBlockCapacity, kv_shape_of
 from elastic.estimation.model_layout import layout_of, meta_model
 from elastic.estimation.weight_pages import WeightPages, kernel_target
 from elastic.planning.estimate.configuration import FULL
 from elastic.planning.estimate.paper import MemoryParts
+from elastic.planning.estimate.performance import Load
 from elastic.planning.sharding.share import even_stages
 from support import architectures
 from support.wrapped_model import PAGE, small
@@ -65,9 +67,12 @@ def test_a_wrapped_model_holds_the_estimated_pages_in_every_variant(
         elastic.unwrap(inside)
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "gpt2", "gemma3", "deepseek-v3"])
-def test_models_of_other_kinds_hold_what_their_configs_say(name: str) -> None:
-    """Experts, Conv1D with biases, a head of its own or tied, dense layers before sparse ones."""
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt2", "gemma3", "gemma4", "deepseek-v3", "diffllama"])
+def test_models_of_other_kinds_hold_what_their_configs_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts, Conv1D with biases, a head of its own or tied, dense layers before sparse ones, parameters that are
+    drawn on the CPU whatever the default device."""
+    drawn = transformers.DiffLlamaConfig(**architectures.GQA)
+    monkeypatch.setitem(architectures.CONFIGS, "diffllama", lambda: drawn)
     pages = pages_of(architectures.CONFIGS[name](), PAGE)
     model = architectures.build(name)
     elastic.wrap(model, places=small(64 << 20), variants=("int8",))
@@ -137,14 +142,14 @@ def test_eight_bit_caches_hold_nearly_twice_sixteen_bit_ones() -> None:
         kv_shape_of(config, 2, "fp4")
 
 
-@pytest.mark.parametrize("options", [{}, {"multi_query": False}, {"new_decoder_architecture": True, "num_kv_heads": 2}])
-def test_heads_of_keys_are_those_of_the_models_own_cache(options: dict[str, Any]) -> None:
-    """A Falcon's says other numbers: of one head that all share, and of few that are repeated before they are kept."""
-    config = transformers.FalconConfig(
-        hidden_size=64, num_attention_heads=4, num_hidden_layers=1, vocab_size=64, alibi=False, **options
-    )
-    cache = transformers.FalconForCausalLM(config)(torch.ones(1, 3, dtype=torch.long)).past_key_values
-    assert kv_shape_of(config, 4).heads == cache.layers[0].keys.shape[1]
+def test_layers_with_unlike_heads_of_keys_are_refused_as_the_engine_refuses_them() -> None:
+    config = architectures.CONFIGS["gemma4"]()
+    with pytest.raises(ConfigError, match="unlike heads of keys, 2 of 8, 2 of 16 elements"):
+        kv_shape_of(config, 4)
+    estimates = estimate(config, "cpu=1GiB", load=Load(16, 4))
+    assert {each.why_not.partition(":")[0] for each in estimates} == {
+        "its layers have unlike heads of keys, 2 of 8, 2 of 16 elements"
+    }
 
 
 @pytest.mark.parametrize("name", ["inside", "qwen3-moe"])

@@ -192,6 +192,7 @@ def test_devices_are_places_or_data_sheets() -> None:
         ("cuda:0=1GiB", "name its data sheet"),
         ("cpu=1GiB,cpu=1GiB", "or one twice"),
         ("0*h100", "use 1 to 4096"),
+        ("9" * 5000 + "*h100", "use 1 to 4096"),
     ):
         with pytest.raises(ConfigError, match=words):
             parse_devices(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,11 @@ def test_requests_that_never_fit_and_more_than_may_wait_are_refused() -> None:
     assert small["requests"]["unfinished"] == 0
 
 
+def sheet(**config: Any) -> dict[str, Any]:
+    """The table of a model by a data sheet, and its config."""
+    return {"device": "h100", "config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, **config}}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -102,6 +108,21 @@ def test_requests_that_never_fit_and_more_than_may_wait_are_refused() -> None:
         (lambda d: d.update(models=[{}]), "models[0].name is missing"),
         (lambda d: d.update(model={"device": "h300"}), "no known kind of device"),
         (lambda d: d.update(model={"device": "h100"}), "model.path is missing"),
+        (lambda d: d["fleet"].update(instances=10**12), "fleet.instances = 1000000000000 must be a whole number"),
+        (
+            lambda d: d.update(samples=10**9),
+            "samples = 1000000000 must be a whole number, at least 1, at most 1,000,000",
+        ),
+        (lambda d: d["steps"].update(token=10**400), "steps.token = 1000000"),
+        (lambda d: d.update(devices=[10**400, 1]), "devices = [1000000"),
+        (lambda d: d.update(mechanisms={"links": {"bytes_s": "fast"}}), "links.bytes_s='fast' cannot be"),
+        (lambda d: d.update(mechanisms={"links": {"hop_s": math.nan}}), "links.hop_s=nan cannot be"),
+        (lambda d: d.update(mechanisms={"packed": {"share": "half"}}), "packed.share='half' cannot be"),
+        (lambda d: d.update(mechanisms={"packed": {"name": 4}}), "packed.name=4 cannot be"),
+        (lambda d: d.update(mechanisms={"faults": [{}]}), "mechanisms.faults[0].at_s is missing"),
+        (lambda d: d.update(model=sheet(num_attention_heads=7)), "model.config cannot be loaded"),
+        (lambda d: d.update(model=sheet(num_key_value_heads="two")), "model.config cannot be loaded"),
+        (lambda d: d.update(model=sheet(dtype="half16")), "model.config cannot be loaded"),
     ],
 )
 def test_what_is_wrong_is_said_by_its_key(change: Callable[[dict[str, Any]], object], words: str) -> None:
@@ -110,6 +131,31 @@ def test_what_is_wrong_is_said_by_its_key(change: Callable[[dict[str, Any]], obj
     with pytest.raises(ConfigError, match=None) as raised:
         parse_scenario(values)
     assert words in str(raised.value)
+
+
+def test_a_request_longer_than_any_model_takes_ends_a_run_in_words() -> None:
+    lengths = {"lengths": "fixed", "prompt_tokens": 10**12, "answer_tokens": 1}
+    scenario = parse_scenario({**tomllib.loads(TWO_RANKS), "requests": [{"arrivals": "poisson", "rate": 1, **lengths}]})
+    run = Run(scenario)
+    with pytest.raises(ConfigError, match="requests 'requests': one has 1,000,000,000,000 tokens"):
+        run.play()
+    run.close()
+
+
+@pytest.mark.parametrize(
+    "content", [b"title = '\xff'", b"title = 1" + 5000 * b"0", b"title = " + 10**5 * b"[", b'extends = "a\\u0000"']
+)
+def test_a_file_that_cannot_be_read_is_said_to_be_none(content: bytes, tmp_path: Path) -> None:
+    """Bytes that are no text, a number of too many digits, lists too deep, a name with a zero."""
+    (tmp_path / "bad.toml").write_bytes(content)
+    with pytest.raises(ConfigError, match="no TOML"):
+        read_scenario(tmp_path / "bad.toml")
+
+
+def test_a_scenario_extends_a_file_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text(TWO_RANKS)
+    (tmp_path / "other.toml").write_text('extends = "base.toml"\ntitle = "Other"')
+    assert read_scenario(tmp_path / "other.toml").instances == 2
 
 
 def test_a_file_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
@@ -151,6 +197,18 @@ def test_the_command_writes_one_line_of_json_and_a_file(tmp_path: Path, capsys: 
     assert line["speed"]["events"] > 100
     assert whole["timeline"]
     assert {key: whole[key] for key in line if key != "speed"} == {k: v for k, v in line.items() if k != "speed"}
+
+
+def test_where_figures_cannot_go_is_said_before_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--json", "--plot"):
+        assert main(["simulate", "two-ranks", option, str(tmp_path / "none" / "out")]) == 2
+        said = capsys.readouterr()
+        assert (said.out, said.err) == (
+            "",
+            f"elastic simulate: {option} {tmp_path}/none/out: there is no such directory\n",
+        )
+    assert main(["simulate", "two-ranks", "--json", "/dev/full"]) == 2
+    assert capsys.readouterr().err == "elastic simulate: --json /dev/full cannot be written: No space left on device\n"
 
 
 def test_without_a_scenario_it_lists_those_inside(capsys: pytest.CaptureFixture[str]) -> None:

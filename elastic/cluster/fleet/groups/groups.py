@@ -332,6 +332,11 @@ class Groups:
             raise ConfigError(f"{', '.join(members) or 'no rank'} makes no group; name two ranks at least")
         if len(old) == 1 and old[0].members == members:
             return old[0]
+        if gone := [name for name in members if name not in serving]:
+            raise StateError(
+                f"rank {gone[0]!r}, with which {', '.join(names)} would be one group, was lost or is being removed; "
+                "try again when the others go on without it"
+            )
         require_like([serving[name] for name in members])
         rooms = measure(self._ranks, members)
         shape = self._shape_of(members, rooms)

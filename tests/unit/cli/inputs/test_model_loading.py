@@ -14,10 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import elastic
 from elastic.assets import MODEL_DIR
 from elastic.cli.main import main
 from elastic.errors import ConfigError
 from elastic.model_files import load_model
+from support.architectures import build
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -198,12 +200,31 @@ def test_every_command_says_in_one_line_what_is_wrong_with_a_model(
 
 @pytest.mark.parametrize("option", ["--out", "--plot"])
 def test_what_a_profile_is_written_to_is_checked_before_it_is_made(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = ["profile", "/nowhere", "--calibration", __file__, option]
-    for path, words in (("", "is no file to write to"), (str(tmp_path), "is no file"), ("/no/x", "no such directory")):
+    long = "x" * 300 + "/x"
+    for path, words in (
+        ("", "is no file to write to"),
+        (str(tmp_path), "is no file"),
+        ("/no/x", "no such directory"),
+        (long, "no such directory"),
+    ):
         assert main([*asked, path]) == 2
         assert words in capsys.readouterr().err
+    with monkeypatch.context() as patch:  # what runs this may be allowed everything
+        patch.setattr(os, "access", lambda path, mode: False)
+        assert main([*asked, str(tmp_path / "x")]) == 2
+    assert "cannot be written: Permission denied" in capsys.readouterr().err
+
+
+def test_a_name_that_no_file_can_have_is_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["profile", "x" * 300, "--calibration", __file__], ["plan", "x" * 300, "--places", "cpu=1GiB"]):
+        assert main(command) == 2
+        assert "no model there" in capsys.readouterr().err
+    for options in ({"checkpoint": "x" * 300}, {"checkpoint": "x\0"}):
+        with pytest.raises(ConfigError, match="no safetensors file"):
+            elastic.wrap(build("llama-gqa"), **options)
 
 
 def test_a_prompt_and_a_seed_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:

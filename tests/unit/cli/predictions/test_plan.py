@@ -12,10 +12,13 @@ from rich.console import Console
 
 from elastic.assets import MODEL_DIR
 from elastic.cli.main import main
+from elastic.cli.predictions.plan import sizes_of
 from elastic.cli.views.layer_grid import layers_at, of_status, spans
 from elastic.cli.views.panels import screen
 from elastic.server.generation.collector import variants
 from elastic.types import Event, Evict, HostStatus, KVStatus, Migrate, MigrateKV, PlaceStatus, Residency, Status
+from elastic.weights.decoder import find_decoder
+from support.architectures import build
 
 
 def printed(what: Any) -> str:
@@ -129,6 +132,13 @@ def test_plan_says_what_is_wrong(arguments: list[str], words: str, capsys: Any) 
     code, text = run(capsys, *arguments)
     assert code == 2
     assert words in text
+
+
+def test_plan_counts_the_cache_of_each_layer() -> None:
+    """A Falcon's few heads are repeated before they are kept; a layer of Gemma 4 has keys of its own size."""
+    for name, elements in (("falcon", (64, 64, 64)), ("gemma4", (32, 32, 64)), ("deepseek-v3", (16, 16, 16))):
+        model = build(name)
+        assert sizes_of(find_decoder(model), model).kv_token == tuple(4 * count for count in elements)
 
 
 def test_plan_measures_if_asked(capsys: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BertConfig, DiffLlamaConfig, Gemma3TextConfig, LlamaConfig, PretrainedConfig
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
@@ -61,6 +62,25 @@ def test_requests_of_all_lengths_get_the_tokens_that_they_get_alone(name: str, e
     for request in requests:
         assert len(heard.tokens[request.id]) == 20
         assert same_unless_close(plain, request.prompt, heard.tokens[request.id])
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (BertConfig(**architectures.SMALL), "see those behind them"),
+        (Gemma3TextConfig(**architectures.GQA, head_dim=8, use_bidirectional_attention=True), "see those behind them"),
+        (LlamaConfig(**architectures.GQA, is_causal=False), "is_causal=False"),
+        (DiffLlamaConfig(**architectures.GQA), "attends several times"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, PretrainedConfig) else "",
+)
+def test_a_model_whose_attention_blocks_cannot_give_is_refused(
+    config: Any, words: str, engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By tokens that see later ones, or by values that are kept twice: it would be served other tokens than its own."""
+    monkeypatch.setitem(architectures.CONFIGS, "other", lambda: config)
+    with pytest.raises(ConfigError, match=words):
+        engines(architectures.build("other"))
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
