@@ -55,6 +55,7 @@ BENCHMARKS = (
     "server_stall",
 )
 GPU = (
+    "driver_answers",
     "live_pages",
     "pages",
     "cuda_graph",
