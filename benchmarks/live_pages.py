@@ -52,17 +52,20 @@ def milliseconds(call: Callable[[], Any]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def calls(range_: VirtualRange, pages: list[int], queue: Callable[[], None], device: str) -> dict[str, float]:
-    """Time one map and one unmap on an idle device, and one of each behind a queue."""
-    took = {}
-    for where, work in (("idle", lambda: None), ("queue", queue)):
-        torch.cuda.synchronize(device)
-        work()
-        took[f"map, {where}"] = milliseconds(lambda: range_.map(0, pages))
-        torch.cuda.synchronize(device)
-        work()
-        took[f"unmap, {where}"] = milliseconds(lambda: range_.unmap(0, len(pages)))
-        took[f"rest of the {where}"] = milliseconds(lambda: torch.cuda.synchronize(device))
+def calls(backend: Any, address: int, pages: list[int], queue: Callable[[], None]) -> dict[str, float]:
+    """Time the driver's calls for some pages on an idle device, and each kind of them behind a queue."""
+    cu, size, took = backend._cu, backend.page_bytes, {}
+    handles, places = [backend._handles[page] for page in pages], range(address, address + len(pages) * size, size)
+    works: dict[str, Callable[[], Any]] = {
+        "map": lambda: [cu.cuMemMap(at, size, 0, handle, 0) for at, handle in zip(places, handles, strict=True)],
+        "access": lambda: cu.cuMemSetAccess(address, len(pages) * size, backend._access, len(backend._access)),
+        "unmap": lambda: [cu.cuMemUnmap(at, size) for at in places],
+    }
+    for where, before in (("idle", lambda: None), ("queue", queue)):
+        for name, work in works.items():
+            torch.cuda.synchronize(backend.device)
+            before()
+            took[f"{name}, {where}"] = milliseconds(work)
     return took
 
 
@@ -72,7 +75,7 @@ def batch(device: str, count: int, queue: Callable[[], None], rounds: int) -> di
     pool = PagePool(f"{device}#bench", backend, count * backend.page_bytes, ready_pages=0)
     range_ = VirtualRange(pool, count)
     pages = pool.allocate("kv", count)
-    runs = [calls(range_, pages, queue, device) for _ in range(rounds + 2)][2:]
+    runs = [calls(backend, range_.address, pages, queue) for _ in range(rounds + 2)][2:]
 
     def beside() -> None:
         queue()
@@ -91,7 +94,8 @@ def batch(device: str, count: int, queue: Callable[[], None], rounds: int) -> di
         "ms": medians,
         "queue_ms": queue_ms,
         "waits": {
-            call: max(0.0, medians[f"{call}, queue"] - medians[f"{call}, idle"]) / queue_ms for call in ("map", "unmap")
+            call: max(0.0, medians[f"{call}, queue"] - medians[f"{call}, idle"]) / queue_ms
+            for call in ("map", "access", "unmap")
         },
         "slower": ratio(times["beside"], times["queue"]),
     }
@@ -124,7 +128,7 @@ def main() -> None:
     results: dict[str, Any] = {"batches": [batch(options.device, count, queue, options.rounds) for count in batches]}
     keys = list(results["batches"][0]["ms"])
     table(
-        ["pages", *(f"{key}, ms" for key in keys), "map waits", "unmap waits", "queue beside/alone"],
+        ["pages", *(f"{key}, ms" for key in keys), "map waits", "access waits", "unmap waits", "queue beside/alone"],
         [
             [
                 row["pages"],

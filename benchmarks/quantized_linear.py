@@ -7,7 +7,8 @@ full precision (float32; on CUDA bfloat16) in the same rounds. Weights are rotat
 that they come from memory, as those of a model do. The error is that of the product with the matrix that the packed one
 stands for (relative, against float64), not that of rounding or pruning. "dynamic" also admits products with activations
 rounded to int8, which are not weight-only any more. Memory is a share of 16 bits a weight; pruned matrices keep the
-dtype of the model, so that in float32 theirs is about 106 %, of 200 %.
+dtype of the model, so that in float32 theirs is about 106 %, of 200 %. On a GPU, in an environment with vLLM, the
+products of its Marlin kernels too.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ import torch
 import torch.nn.functional as F
 from common import arguments, finish, paired, ratio, show, table
 
+from elastic.errors import BackendUnavailable
 from elastic.quant.formats.autotune import measure
 from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, format_of
 from elastic.quant.formats.integer import Integers
 from elastic.quant.formats.kernel_table import KernelTable
 from elastic.quant.formats.pruned import SemiStructured, Unstructured
 from elastic.quant.kernels import integer_format  # noqa: F401  (registers its format)
+from elastic.quant.kernels.marlin import MARLIN, Marlin
 from elastic.quant.pruning import sparse_format  # noqa: F401  (the same)
 
 SHAPES = ((768, 768), (768, 2048), (2048, 2048), (4096, 4096), (4096, 11008), (11008, 4096))
@@ -41,7 +44,20 @@ CONFIGS: dict[str, Any] = {
     "4:8": SemiStructured(4, 8),
     "sparse50": Unstructured(0.5),
 }
+ON_MARLIN = {"int8, Marlin": Marlin(8, 128, symmetric=True), "int4, Marlin": Marlin(4, 128)}
 ROTATED_BYTES = 100_000_000
+
+
+def configs(device: str) -> dict[str, Any]:
+    """Return the formats that there are products for on a device, by name."""
+    if device == "cpu":
+        return CONFIGS
+    try:
+        MARLIN.paths(ON_MARLIN["int4, Marlin"], {}, MatrixShape(64, 128), KernelTarget.of(torch.device(device)))
+    except BackendUnavailable as error:
+        print(f"without Marlin's kernels: {error}")
+        return CONFIGS
+    return CONFIGS | ON_MARLIN
 
 
 class Rotated:
@@ -95,12 +111,12 @@ class Variant:
         }
 
 
-def variant(name: str, weight: torch.Tensor, device: str) -> Variant:
-    config, matrix = CONFIGS[name], MatrixShape(*weight.shape)
+def variant(name: str, config: Any, weight: torch.Tensor, device: str) -> Variant:
+    matrix = MatrixShape(*weight.shape)
     target = KernelTarget.of(torch.device(device))
     parts = {key: part.to(device) for key, part in format_of(config).quantize(config, weight, None, target).items()}
     kinds = {"weight-only": config}
-    if isinstance(config, Integers):
+    if type(config) is Integers:  # there is no such product on Marlin
         kinds["dynamic"] = replace(config, dynamic=True)
     chosen = {
         kind: measure(KernelTable(), chosen, parts, matrix, target, weight.dtype, buckets=TOKENS)
@@ -170,10 +186,11 @@ def main() -> None:
     options = arguments(__doc__.splitlines()[0])
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
     rows: list[dict[str, Any]] = []
+    formats = configs(options.device)
     for inputs, outputs in SHAPES[:1] if options.quick else SHAPES:
         weight = (torch.randn(outputs, inputs) / inputs**0.5).to(options.device, dtype)
         plain = [weight, *(weight.clone() for _ in range(copies(weight.nbytes)))]
-        variants = [variant(name, weight, options.device) for name in CONFIGS]
+        variants = [variant(name, config, weight, options.device) for name, config in formats.items()]
         for tokens in TOKENS:
             rows += compare(variants, plain, tokens, options.device, options.rounds)
     chosen_paths(rows)

@@ -56,6 +56,7 @@ BENCHMARKS = (
     "server_stall",
 )
 GPU = (
+    "driver_answers",
     "live_pages",
     "pages",
     "cuda_graph",

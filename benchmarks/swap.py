@@ -158,6 +158,7 @@ def latency(device: str, dtype: torch.dtype, quick: bool) -> dict[str, Any]:
         "ms_moving": {f"p{int(100 * s)}": 1e3 * statistics.median(percentiles(moving, s)) for s in (0.5, 0.99)},
         "p50_ratio": ratio(percentiles(moving, 0.5), percentiles(resting, 0.5)),
         "p99_ratio": ratio(percentiles(moving, 0.99), percentiles(resting, 0.99)),
+        "throughput": ratio([sum(run) for run in resting], [sum(run) for run in moving]),
         "pause_ms_p99": sorted(event.pause_ms for event in events)[int(0.99 * (len(events) - 1))],
     }
 
@@ -194,7 +195,8 @@ def main() -> None:
     print(
         f"\ngaps between tokens, {lat['gaps']} each, a commit every {lat['steps_per_commit']:.1f} steps, "
         f"{lat['layers_touched']} layers: P50 {lat['ms_moving']['p50']:.2f} ms, {show(lat['p50_ratio'])} of rest; "
-        f"P99 {lat['ms_moving']['p99']:.2f} ms, {show(lat['p99_ratio'])} of rest"
+        f"P99 {lat['ms_moving']['p99']:.2f} ms, {show(lat['p99_ratio'])} of rest; "
+        f"throughput {show(lat['throughput'])} of rest"
     )
     finish("swap", options.device, results)
 

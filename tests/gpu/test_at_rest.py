@@ -9,8 +9,11 @@ import pytest
 import torch
 
 import elastic
-from support.architectures import build, prompt
+from elastic.engines.base import Request
+from elastic.engines.continuous import ContinuousEngine
+from support.architectures import VOCAB, build, prompt
 from support.child_process import wait_for_the_janitor
+from support.serving.generations import prompts, serve
 
 pytestmark = pytest.mark.cuda
 PLACE = elastic.Place("cuda:0", torch.device("cuda:0"), 1 << 30)
@@ -49,3 +52,15 @@ def test_streamed_layers_stop_no_device(wrapped: Any, simulator: ModuleType) -> 
     logits = model(**inputs, use_cache=False).logits
     assert counts(simulator, simulator.PAGE_CALLS + STOPPING) == before
     assert torch.equal(logits.cpu(), expected)
+
+
+def test_steps_of_an_engine_at_rest_map_no_page_and_stop_no_device(wrapped: Any, simulator: ModuleType) -> None:
+    model = wrapped(build("llama-gqa", device="cuda:0"), places=[PLACE])
+    asked, calls = prompts([5, 21], VOCAB), (*simulator.PAGE_CALLS, "device_sync")
+    with ContinuousEngine(model, block_tokens=8, max_batch_tokens=64, share_prefixes=False) as engine:
+        serve(engine, [Request(text, 12, ignore_eos=True) for text in asked])  # whose blocks are mapped, and free now
+        wait_for_the_janitor()
+        before = counts(simulator, calls)
+        heard = serve(engine, [Request(text, 12, ignore_eos=True) for text in asked])
+        assert counts(simulator, calls) == before
+    assert [len(tokens) for tokens in heard.tokens.values()] == [12, 12]

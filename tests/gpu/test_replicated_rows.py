@@ -89,3 +89,21 @@ def test_what_a_pass_was_given_can_be_written_once_it_is_given_up(simulator: Any
     assert simulator.violations() == []
     assert torch.equal(shard.output, torch.full((2, 3, 8), 2.0, device=device))
     worker.close()
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("simulator")
+def test_what_a_replica_returned_is_not_written_again_before_it_was_read() -> None:
+    """Its memory comes from the stream of the replica, which others may use as soon as the tensor is gone."""
+    device = torch.device("cuda", 0)
+    worker = ReplicaWorker("cuda:0#b", device)
+    hidden = torch.ones(4, 3, 8, device=device)
+    rows = BatchSlice(2, 4, 4, device)
+    shard = ReplicaShard(worker, rows, hidden, None, threads=1)
+    shard.step(Doubler(), LayerInputs(["hidden_states"], (hidden,), {}).take(rows, None))
+    total = shard.finish(device).sum()
+    size = shard.output.shape
+    del shard
+    worker.put(lambda: torch.full(size, 9.0, device=device)).result()
+    assert total.item() == 2 * size.numel()
+    worker.close()

@@ -19,7 +19,7 @@ NOT_SIMULATED = {
 """Part of a test's name -> why it says nothing here."""
 ONE_SCHEDULE = (
     "gpu/quant",
-    "gpu/simulation/test_rules.py",  # which chooses schedules itself
+    "gpu/simulation/test_rules",  # which choose schedules themselves
     "integration/test_generate.py",  # once a model is wrapped
     "unit/engines/sampling",
     "unit/memory/backends/test_base.py",

@@ -47,10 +47,10 @@ def test_a_pass_is_timed_as_finely_after_a_day_as_at_first(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     timings = PassTimings(ThroughputEstimator())
     for hour in range(30):
-        timings.add([a_pass(hour * HOUR_MS, took_ms=1.5)], layers=1)
+        timings.add([a_pass(hour * HOUR_MS, took_ms=1.6)], layers=1)
     spans = [shard.spans_s[0] for (shard,) in timings.passes()]
-    assert [stop - start for start, stop in spans] == pytest.approx([1.5e-3] * 30, rel=1e-4)
-    assert [start - spans[0][0] for start, _ in spans] == pytest.approx([3600 * hour for hour in range(30)], abs=0.05)
+    assert [stop - start for start, stop in spans] == pytest.approx([1.6e-3] * 30, rel=1e-4)
+    assert [start - spans[0][0] for start, _ in spans] == pytest.approx([3600 * hour for hour in range(30)], abs=1e-3)
 
 
 def test_a_pass_is_timed_when_its_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
