@@ -95,10 +95,6 @@ def wrap(
         choose_prepacked=check_prepack(prepack, opened, shards, load_shards),
         make_policy=choose_policy(policy, slo, order, packed, decoder.layers, partial(measure, decoder, opened)),
     )
-    return _install(model, options)
-
-
-def _install(model: Model, options: WrapOptions) -> Model:
     from elastic.runtime.installation import install  # imports transformers, which `import elastic` does not
 
     install(model, options)

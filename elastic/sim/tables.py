@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from elastic.errors import ConfigError
@@ -21,6 +21,9 @@ class Table:
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._values))
 
     def number(self, key: str, default: float | object | None = _MISSING, *, least: float = 0.0) -> float:
         """Take a number. Raises `ConfigError` where it is missing without a default, or below `least`."""

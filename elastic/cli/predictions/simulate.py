@@ -106,9 +106,8 @@ def _show_placements(console: Console, document: Mapping[str, Any]) -> None:
         models.add_column(name, justify="right")
     for name, placed in document["placements"].items():
         if placed["placed"]:
-            models.add_row(
-                name, placed["configuration"], _devices(placed), _gib(placed["bytes"]), *_latencies(document, name)
-            )
+            on = "\n".join(dict.fromkeys(device for stage in placed["stages"] for device in stage["devices"]))
+            models.add_row(name, placed["configuration"], on, _gib(placed["bytes"]), *_latencies(document, name))
         else:
             models.add_row(name, "no place")
     console.print(models)
@@ -122,10 +121,6 @@ def _show_placements(console: Console, document: Mapping[str, Any]) -> None:
     for name, placed in document["placements"].items():
         if not placed["placed"]:
             console.print(f"  {name} has no place: {placed['why_not']}", highlight=False, markup=False)
-
-
-def _devices(placed: Mapping[str, Any]) -> str:
-    return "\n".join(dict.fromkeys(device for stage in placed["stages"] for device in stage["devices"]))
 
 
 def _latencies(document: Mapping[str, Any], name: str) -> tuple[str, ...]:
