@@ -19,6 +19,7 @@ from elastic.kvcache.storage.layout import KVLayout
 from elastic.kvcache.storage.pool import KVPool
 
 _MAX_TOKENS_IF_UNKNOWN = 8192
+_ELASTIC = (ElasticLayer, RowSplitLayer)
 
 
 def make_memory(config: Any, pools: Sequence[tuple[KVPool, KVLayout]], homes: Sequence[KVPool]) -> KVMemory:
@@ -106,7 +107,7 @@ class ElasticCache(DynamicCache):  # type: ignore[misc]
 
 def _elastic_layers(cache: Any) -> list[ElasticLayer | RowSplitLayer]:
     """List the elastic layers of any cache, or of what is none."""
-    return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, (ElasticLayer, RowSplitLayer))]
+    return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, _ELASTIC)]
 
 
 def _is_used(layer: object) -> bool:
