@@ -21,17 +21,17 @@ from typing import Any
 
 import torch
 import transformers
+from baselines.alpaserve import KnownRequest, TimedOption, alpaserve
+from baselines.planners import ByIntent, Planned, Planner, Static
+from baselines.queueing import FirstComeFirstServed
 from common import SEED, arguments, finish, table
 
 from elastic.bench.traces.readers import read_trace
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.placement import ModelSpace
-from elastic.planning.deployment.alpaserve import KnownRequest, TimedOption, alpaserve
 from elastic.planning.deployment.devices import WINDOW_S, DeviceState, after
 from elastic.planning.deployment.placing import Deployment, Refusal
-from elastic.planning.deployment.planners import ByIntent, Planned, Planner, Static
 from elastic.planning.deployment.policies import POLICIES, THETA
-from elastic.planning.deployment.queueing import FirstComeFirstServed
 from elastic.planning.estimate.devices import Device
 from elastic.planning.estimate.intent import OBJECTIVES, Intent
 from elastic.planning.estimate.performance import Load

@@ -87,8 +87,7 @@ def fleet(options: Namespace) -> int:
 def _status(url: str) -> int:
     from rich.console import Console
 
-    from elastic.cli.views.deployments import deployments
-    from elastic.cli.views.fleet import fleet_events, ranks
+    from elastic.cli.views.fleet import deployments, fleet_events, ranks
     from elastic.cli.views.stages import stages, work
     from elastic.cli.views.status_client import NoAnswer, ask
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -13,10 +14,7 @@ from elastic.cli.inputs.checks import read_secret, require_at_least, require_cha
 from elastic.cli.inputs.deployment_options import (
     add_deployments,
     check_deployments,
-    first_load,
-    first_replicas,
     make_deployments,
-    model_path,
 )
 from elastic.cli.inputs.fleet_options import (
     add_fleet,
@@ -226,14 +224,16 @@ def fleet_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) ->
 
 def deployed(options: Namespace, name: str, stack: ExitStack) -> ServedModel:
     """Deploy the model by its intent, where others can be deployed beside it; `stack` ends all."""
-    path = model_path(options)
+    from elastic.planning.estimate.performance import Load
+
+    path = os.path.abspath(str(options.model))  # the same wherever ranks run
     deployments = make_deployments(options)
     own = answering(path, options)
     stack.callback(deployments.stop, drain=False)
     deployments.start()
-    status = deployments.deploy(
-        path, intent_of(options), name=name, load=first_load(options), replicas=first_replicas(options)
-    )
+    load = None if options.rate is None else Load(512, 128, options.rate)
+    replicas = 1 if options.replicas is None else options.replicas
+    status = deployments.deploy(path, intent_of(options), name=name, load=load, replicas=replicas)
     devices = dict.fromkeys(device for stage in status.stages for device in stage.devices)
     print(f"{name} is {status.configuration} on {', '.join(devices)}", flush=True)
     return ServedModel(deployments[name], **own, deployments=deployments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,16 +13,6 @@ from elastic.hooks.forward_state import ForwardState
 from elastic.hooks.interceptor import Args, Kwargs
 from elastic.hooks.request_tracking import CacheRequestTracker
 from elastic.weights.model import ModelWeights
-
-
-class CacheLayer(Protocol):
-    """An elastic cache layer, as far as hooks need it."""
-
-    def get_seq_length(self) -> int:
-        """Return the tokens that it holds."""
-
-    def rewind(self, length: int) -> None:
-        """Drop all tokens but the first `length`."""
 
 
 class CacheProvider(Protocol):
@@ -37,11 +27,11 @@ class CacheProvider(Protocol):
     def become_stock(self, cache: Any) -> None:
         """Give any cache stock layers in place of elastic ones, with the same contents."""
 
-    def begin_forward(self, cache: Any) -> None:
-        """Mark a cache as used by a forward pass of this thread."""
+    def begin_forward(self, cache: Any) -> dict[int, int]:
+        """Mark a cache as used by a forward pass of this thread; return what its layers (ids) hold, in tokens."""
 
-    def layers(self, cache: Any) -> Sequence[CacheLayer]:
-        """Return the elastic layers of any cache."""
+    def rewind(self, cache: Any, lengths: Mapping[int, int]) -> None:
+        """Have the elastic layers of any cache hold so many tokens again, those that are not named none."""
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,7 @@ class EnterRoot(Hook):
         cache, lengths, request = self._thread.cache, self._thread.lengths, self._thread.request
         self._thread.cache, self._thread.lengths, self._thread.request = None, {}, None
         if failed:
-            for layer in self._caches.layers(cache):
-                layer.rewind(lengths.get(id(layer), 0))
+            self._caches.rewind(cache, lengths)
         if request is not None:
             self._requests.end(cache, request, failed)
         if unfinished:
@@ -111,9 +110,7 @@ class EnterRoot(Hook):
             dispatcher.begin_forward(cache, whole=bool(dispatcher.replicated) and self._wants_all(module, args, kwargs))
         if cache is None:
             return
-        self._caches.begin_forward(cache)
-        self._thread.cache = cache
-        self._thread.lengths = {id(layer): layer.get_seq_length() for layer in self._caches.layers(cache)}
+        self._thread.cache, self._thread.lengths = cache, self._caches.begin_forward(cache)
         if self._requests.observer is not None:
             tokens = self._argument("input_ids", args, kwargs)
             embeddings = self._argument("inputs_embeds", args, kwargs)

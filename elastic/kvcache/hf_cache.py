@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -60,13 +60,15 @@ class ElasticCaches:
         if getattr(cache.layer_class_to_replicate, "func", None) is _next_layer:
             cache.layer_class_to_replicate = DynamicLayer
 
-    def begin_forward(self, cache: Any) -> None:
-        """Note that a forward pass of this thread uses the cache now."""
+    def begin_forward(self, cache: Any) -> dict[int, int]:
+        """Note that a forward pass of this thread uses the cache now; return what its elastic layers (ids) hold."""
         self._memory.begin_forward(cache)
+        return {id(layer): layer.get_seq_length() for layer in _elastic_layers(cache)}
 
-    def layers(self, cache: Any) -> list[ElasticLayer | RowSplitLayer]:
-        """List the elastic layers of any cache, or of what is none."""
-        return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, _ELASTIC)]
+    def rewind(self, cache: Any, lengths: Mapping[int, int]) -> None:
+        """Have elastic layers hold what `begin_forward` said again; those that came since hold nothing."""
+        for layer in _elastic_layers(cache):
+            layer.rewind(lengths.get(id(layer), 0))
 
 
 def adopt(cache: Cache, memory: KVMemory) -> None:
@@ -101,6 +103,11 @@ class ElasticCache(DynamicCache):  # type: ignore[misc]
             raise ConfigError(f"{type(model).__name__} is not wrapped; call elastic.wrap(model) first")
         super().__init__(config=model.config)
         adopt(self, runtime.kv.memory)
+
+
+def _elastic_layers(cache: Any) -> list[ElasticLayer | RowSplitLayer]:
+    """List the elastic layers of any cache, or of what is none."""
+    return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, _ELASTIC)]
 
 
 def _is_used(layer: object) -> bool:

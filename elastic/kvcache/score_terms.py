@@ -20,7 +20,7 @@ class ScoreTerms:
     than one; None: there are none."""
 
     def of_heads(self, heads: slice | torch.Tensor) -> ScoreTerms:
-        """Return those of some query heads."""
+        """Return those of some query heads: a slice of them, or indices, int64 [heads]."""
         return self if self.sinks is None else ScoreTerms(self.softcap, self.sinks[heads])
 
     def to(self, device: torch.device) -> ScoreTerms:

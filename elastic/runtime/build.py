@@ -82,7 +82,10 @@ def pack_variants(
     cache: str | Path | None,
     is_packable: Callable[[nn.Module, torch.Tensor], bool],
 ) -> None:
-    """Pack every layer for every variant, from its parameters where they are now, for their devices."""
+    """Pack every layer for every variant, from its parameters where they are now, for their devices.
+
+    `is_packable` is asked of a module and a parameter of it, of any shape and dtype.
+    """
     if not variants:
         return
     from elastic.quant.variants.calibration import inputs_of, rows_for

@@ -178,10 +178,8 @@ def read_placement(table: Table, folder: Path) -> PlacementScenario:
     noise, stretch_s = steps.number("noise", 0.0), simulation.number("stretch_s", 0.5)
     steps.done()
     simulation.done()
-    configs = {
-        name: read_config(_table(values, f"configs.{name}"), folder)
-        for name, values in table.table("configs").rest().items()
-    }
+    named = table.table("configs")
+    configs = {name: read_config(named.table(name), folder) for name in named}
     order = table.texts("deploy", among=tuple(configs))
     if not order:
         raise ConfigError("deploy is missing: give the names of [configs], in the order in which they are deployed")
@@ -204,12 +202,6 @@ def read_placement(table: Table, folder: Path) -> PlacementScenario:
     )
     own.done()
     return scenario
-
-
-def _table(values: object, name: str) -> Table:
-    if not isinstance(values, dict):
-        raise ConfigError(f"{name} = {values!r} must be a table")
-    return Table(values, name)
 
 
 def _cluster(table: Table) -> tuple[list[Device], str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from elastic.config import is_number
@@ -25,6 +25,9 @@ class Table:
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._values))
 
     def number(self, key: str, default: float | object | None = _MISSING, *, least: float = 0.0) -> float:
         """Take a number. Raises `ConfigError` where it is missing without a default, below `least`, or too large."""

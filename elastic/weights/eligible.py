@@ -17,7 +17,7 @@ from elastic.weights.parameter_slot import ParameterSlot
 def layer_slots(
     model: nn.Module, decoder: Decoder, wanted: Callable[[torch.Tensor], bool] = lambda parameter: True
 ) -> list[dict[str, ParameterSlot]]:
-    """Return for each decoder layer the `wanted` parameters that live in pages, by their names in the layer.
+    """Return for each decoder layer the `wanted` parameters, of any shape, that live in pages, by their names in it.
 
     Not those that anything outside the layer uses too (tied or shared, also by memory), adapters (what lies beside a
     `base_layer`), kinds of parameters that are not plain, and those on another device than the layer's first.

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import is_
+from typing import Any
+
+import torch
 
 from elastic.errors import ConfigError, StateError
 from elastic.memory.backends.rank_memory import Peers
@@ -11,7 +15,7 @@ from elastic.memory.rate_limit import YieldingPace
 from elastic.planning.sharding.cut_plan import CutPlan
 from elastic.types import DROPPED, Action, Drop, Fetch, RankMemory, Residency, Restore, WeightsSource
 from elastic.weights.layer import Absence, WeightUnit, combined
-from elastic.weights.parameter_slot import ModelContent, ParameterSlot, is_under
+from elastic.weights.parameter_slot import ParameterSlot, is_under
 from elastic.weights.shards.part_views import Views
 from elastic.weights.streaming import WeightStreamer
 
@@ -38,7 +42,7 @@ class ModelWeights:
         """Of fetches that let what computes go first."""
         self._elsewhere: dict[int, tuple[WeightUnit, ...]] = {}
         self._homes = [(m._parameters, name, s) for w in layers for s in w.slots.values() for m, name in s.homes]
-        self._content = ModelContent([], -1)
+        self._content = _Content([], -1)
 
     def units(self, layer: int) -> tuple[WeightUnit, ...]:
         """Return all units of a layer, its own first."""
@@ -63,7 +67,7 @@ class ModelWeights:
     def require_intact(self, commits: int) -> None:
         """Raise `StateError` if others replaced parameters; `commits` safe points have passed, where we do."""
         if self._content.commits != commits:
-            self._content = ModelContent(self._homes, commits)
+            self._content = _Content(self._homes, commits)
         if self._content.present():
             return
         changed = [w.name for w in self.layers if not all(s.intact() for s in self.slots(w.index).values())]
@@ -180,7 +184,7 @@ class ModelWeights:
 
     def let_go(self) -> None:
         """Hold no parameter of the model any more: it is gone."""
-        self._homes, self._content = [], ModelContent([], -1)
+        self._homes, self._content = [], _Content([], -1)
         for layer in range(len(self.layers)):
             for unit in self.units(layer):
                 unit.slots = {}
@@ -278,6 +282,25 @@ class ModelWeights:
         raise ConfigError(
             f"layer {layer!r} is no decoder layer of this model; use 0 to {count - 1} or a name such as "
             f"{self.layers[0].name!r}"
+        )
+
+
+class _Content:
+    """What is in all slots of a model between two commits: each forward pass looks for what others replaced."""
+
+    def __init__(self, homes: Sequence[tuple[dict[str, Any], str, ParameterSlot]], commits: int) -> None:
+        self.commits = commits
+        """The safe points that had passed."""
+        self._owners, self._names = [owner for owner, _, _ in homes], [name for _, name, _ in homes]
+        self._parameters = [slot.parameter for _, _, slot in homes]
+        plain = {id(slot): slot for _, _, slot in homes if slot.address is not None}.values()
+        self._plain, self._addresses = [slot.parameter for slot in plain], [slot.address for slot in plain]
+
+    def present(self) -> bool:
+        """Return whether all modules have these parameters, with their bytes."""
+        held = map(dict.get, self._owners, self._names)
+        return (
+            all(map(is_, held, self._parameters)) and list(map(torch.Tensor.data_ptr, self._plain)) == self._addresses
         )
 
 

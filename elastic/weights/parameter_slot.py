@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
-from operator import is_
 from typing import Any
 
 import torch
@@ -113,25 +112,6 @@ class ParameterSlot:
         for module, name in self.homes:
             module._parameters[name] = parameter  # type: ignore[assignment]
         self.parameter = parameter
-
-
-class ModelContent:
-    """What is in all slots of a model between two commits: each forward pass looks for what others replaced."""
-
-    def __init__(self, homes: Sequence[tuple[dict[str, Any], str, ParameterSlot]], commits: int) -> None:
-        self.commits = commits
-        """The safe points that had passed."""
-        self._owners, self._names = [owner for owner, _, _ in homes], [name for _, name, _ in homes]
-        self._parameters = [slot.parameter for _, _, slot in homes]
-        plain = {id(slot): slot for _, _, slot in homes if slot.address is not None}.values()
-        self._plain, self._addresses = [slot.parameter for slot in plain], [slot.address for slot in plain]
-
-    def present(self) -> bool:
-        """Return whether all modules have these parameters, with their bytes."""
-        held = map(dict.get, self._owners, self._names)
-        return (
-            all(map(is_, held, self._parameters)) and list(map(torch.Tensor.data_ptr, self._plain)) == self._addresses
-        )
 
 
 class UnpagedTensors:

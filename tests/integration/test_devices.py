@@ -18,14 +18,13 @@ from elastic import ConfigError, StateError
 from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
 from elastic.hooks.device_transfer import TransferRouter
-from elastic.memory import copy_engine
 from elastic.quant.formats.base import KernelTarget
 from elastic.quant.formats.kernel_table import paths
 from elastic.weights.proxy.remote_tensor import RemoteTensor
 from support.architectures import CONFIGS, VOCAB, build, prompt
 from support.second_device import HERE, THERE, SecondDevice, place_there, second_device
 from support.serving.generations import continuation, prompts, serve
-from support.wrapped_model import assert_same_bits, bits, modules_of, small
+from support.wrapped_model import assert_same_bits, bits, modules_of, small, written_while_copied
 
 ROOMY = 64 << 20
 MLP = "model.layers.1.mlp"
@@ -338,23 +337,13 @@ def test_a_migration_that_fails_at_the_safe_point_is_undone(
     assert_unchanged(model, before)
 
 
-def test_weights_written_on_their_way_to_another_device_are_not_lost(
-    device: Any, wrapped: Any, monkeypatch: Any
-) -> None:
+def test_weights_written_on_their_way_to_another_device_are_not_lost(device: Any, wrapped: Any) -> None:
     model = build("llama-gqa")
-    rt, real = wrapped(model, here_and_there()).elastic, copy_engine.copy
+    rt = wrapped(model, here_and_there()).elastic
     rt.migrate(MLP, "there")
-    weight = model.model.layers[1].mlp.up_proj.weight
-
-    def copy_then_write(target: torch.Tensor, source: torch.Tensor) -> None:
-        real(target, source)
-        with torch.no_grad():
-            weight.copy_(weight + 1)
-
-    monkeypatch.setattr(copy_engine, "copy", copy_then_write)
-    with pytest.raises(StateError, match=r"model\.layers\.1 were written while they were on their way"):
+    refused = pytest.raises(StateError, match=r"model\.layers\.1 were written while they were on their way")
+    with written_while_copied(model.model.layers[1].mlp.up_proj.weight), refused:
         rt.migrate(MLP, "cpu#a")
-    monkeypatch.setattr(copy_engine, "copy", real)
     changed = bits(model)
     rt.migrate(MLP, "cpu#a")
     assert_same_bits(model, changed)

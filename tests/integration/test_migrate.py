@@ -11,11 +11,11 @@ import torch
 
 import elastic
 from elastic import CapacityError, ConfigError, StateError
-from elastic.memory import copy_engine, places
+from elastic.memory import places
 from support.architectures import CONFIGS, build, prompt
 from support.child_process import wait_for_the_janitor
 from support.faulty_backend import CALLS, FaultyBackend
-from support.wrapped_model import PAGE, assert_same_bits, bits, modules_of, small
+from support.wrapped_model import PAGE, assert_same_bits, bits, modules_of, small, written_while_copied
 
 ROOMY = 64 << 20
 
@@ -161,20 +161,12 @@ def test_pages_that_a_tensor_outside_shows_are_retained(wrapped: Any) -> None:
     rt.check()
 
 
-def test_weights_written_on_their_way_are_not_lost(monkeypatch: Any, wrapped: Any) -> None:
+def test_weights_written_on_their_way_are_not_lost(wrapped: Any) -> None:
     model = build("llama-gqa")
     rt = wrapped(model, two_places()).elastic
-    real = copy_engine.copy
-
-    def copy_then_write(target: torch.Tensor, source: torch.Tensor) -> None:
-        real(target, source)
-        with torch.no_grad():
-            model.model.layers[1].mlp.up_proj.weight.add_(1)
-
-    monkeypatch.setattr(copy_engine, "copy", copy_then_write)
-    with pytest.raises(StateError, match=r"model\.layers\.1 were written while they were on their way"):
+    refused = pytest.raises(StateError, match=r"model\.layers\.1 were written while they were on their way")
+    with written_while_copied(model.model.layers[1].mlp.up_proj.weight), refused:
         rt.migrate(1, "cpu#b")
-    monkeypatch.setattr(copy_engine, "copy", real)
     changed = bits(model)
     assert "layer:1" not in owners(rt, 1)
     rt.migrate(1, "cpu#b")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from elastic.types import HOST
 from elastic.weights.proxy.tensor import WeightProxy
 from support.architectures import CONFIGS, build, prompt
 from support.child_process import wait_for_the_janitor
-from support.wrapped_model import PAGE, assert_same_bits, bits, layers, small, tight
+from support.wrapped_model import PAGE, assert_same_bits, bits, layers, pickled, small, tight
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 
@@ -189,10 +188,7 @@ def test_a_released_model_is_saved_copied_and_printed_as_if_it_were_whole(wrappe
     model.save_pretrained(tmp_path / "released")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "released" / name).read_bytes()
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+    for other in (copy.deepcopy(model), pickled(model)):
         assert not any(isinstance(p, WeightProxy) for p in other.parameters())
         assert torch.equal(other(**prompt()).logits, expected)
     assert "host memory" in repr(layers(model)[0].mlp.up_proj.weight)

@@ -22,7 +22,7 @@ from elastic.memory import copy_engine, places
 from support.architectures import CONFIGS, build, prompt
 from support.child_process import in_fork, wait_for_the_janitor
 from support.faulty_backend import CALLS, FaultyBackend
-from support.wrapped_model import PAGE, assert_same_bits, bits, small
+from support.wrapped_model import PAGE, assert_same_bits, bits, small, written_while_copied
 
 ROOMY = 64 << 20
 STEPS = 6
@@ -422,18 +422,11 @@ def test_gradients_and_written_weights_are_refused(wrapped: Any) -> None:
     assert torch.allclose(model(**prompt(3)).logits, expected, atol=1e-5)
 
 
-def test_weights_written_on_their_way_are_not_lost(monkeypatch: Any, wrapped: Any) -> None:
+def test_weights_written_on_their_way_are_not_lost(wrapped: Any) -> None:
     model = build("llama-gqa")
     rt = wrapped(model, three_places()).elastic
-    real = copy_engine.copy
-
-    def copy_then_write(target: torch.Tensor, source: torch.Tensor) -> None:
-        real(target, source)
-        with torch.no_grad():
-            model.model.layers[1].mlp.up_proj.weight.add_(1)
-
-    monkeypatch.setattr(copy_engine, "copy", copy_then_write)
-    with pytest.raises(StateError, match=r"model\.layers\.1 were written while they were on their way"):
+    refused = pytest.raises(StateError, match=r"model\.layers\.1 were written while they were on their way")
+    with written_while_copied(model.model.layers[1].mlp.up_proj.weight), refused:
         rt.replicate(1, "cpu#b")
     assert owners(rt, 1) == {}
     assert rt.replicated == ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import random
 from typing import Any
 
@@ -21,7 +20,7 @@ from support.architectures import CONFIGS, build, prompt
 from support.child_process import wait_for_the_janitor
 from support.faulty_backend import CALLS, FaultyBackend
 from support.static_quant import pack_static
-from support.wrapped_model import PAGE, assert_same_bits, bits, layers, small, tight
+from support.wrapped_model import PAGE, assert_same_bits, bits, layers, pickled, small, tight
 
 VARIANTS = ("int8", "int4", "int3", "2:4")
 
@@ -224,10 +223,7 @@ def test_a_swapped_model_is_saved_copied_and_printed_as_if_it_were_whole(wrapped
     model.save_pretrained(tmp_path / "swapped")
     plain, swapped = (tmp_path / kind / "model.safetensors" for kind in ("plain", "swapped"))
     assert plain.read_bytes() == swapped.read_bytes()
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+    for other in (copy.deepcopy(model), pickled(model)):
         assert not any(isinstance(p, WeightProxy) for p in other.parameters())
         assert torch.equal(other(**prompt()).logits, expected)
     weight = layers(model)[0].mlp.up_proj.weight

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from elastic import CapacityError, ConfigError, StateError
 from elastic.memory import places
 from support.architectures import CONFIGS, build, prompt
 from support.child_process import wait_for_the_janitor
+from support.wrapped_model import pickled
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
@@ -71,13 +71,7 @@ def test_save_pretrained_of_a_wrapped_model_is_the_models_own(wrapped: Any, tmp_
 def test_a_copy_is_a_plain_model_that_can_be_wrapped_itself(how: str, wrapped: Any) -> None:
     model = wrapped(build("llama-gqa"))
     expected = model(**prompt()).logits
-    if how == "deepcopy":
-        other = copy.deepcopy(model)
-    else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        other = torch.load(file, weights_only=False)
+    other = copy.deepcopy(model) if how == "deepcopy" else pickled(model)
     with pytest.raises(StateError, match="not wrapped"):
         elastic.runtime(other)
     assert torch.equal(other(**prompt()).logits, expected)

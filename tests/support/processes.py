@@ -12,12 +12,19 @@ from pathlib import Path
 PATIENCE_S = 60.0
 
 
-def wait_until(what: Callable[[], object], why: str, timeout_s: float = PATIENCE_S) -> None:
+def wait_until(what: Callable[[], object], why: str = "it never came to be", timeout_s: float = PATIENCE_S) -> None:
     """Wait for a condition that nobody tells of."""
     until = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < until, why
-        time.sleep(0.01)
+        time.sleep(0.002)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs: one that has ended and was not waited for does not."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
 
 
 def wait_for_end(pid: int, timeout_s: float = PATIENCE_S) -> None:

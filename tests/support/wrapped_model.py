@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 import elastic
+from elastic.memory import copy_engine
 
 PAGE = 4096
 
@@ -32,6 +37,29 @@ def assert_same_bits(model: Any, before: dict[str, torch.Tensor]) -> None:
     after = model.state_dict()
     assert list(after) == list(before)
     assert [name for name, tensor in before.items() if not torch.equal(after[name], tensor)] == []
+
+
+def pickled(thing: Any) -> Any:
+    """What comes of it by `torch.save` and `torch.load`."""
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@contextmanager
+def written_while_copied(weight: torch.nn.Parameter) -> Iterator[None]:
+    """Have somebody write a weight as soon as anything is copied."""
+    real = copy_engine.copy
+
+    def copy_then_write(target: torch.Tensor, source: torch.Tensor) -> None:
+        real(target, source)
+        with torch.no_grad():
+            weight.copy_(weight + 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copy_engine, "copy", copy_then_write)
+        yield
 
 
 def layers(model: Any) -> list[torch.nn.Module]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,6 @@ from elastic.errors import ConfigError
 
 if TYPE_CHECKING:
     from elastic.cluster.deployment.deployments import Deployments
-    from elastic.planning.estimate.performance import Load
 
 _ALONE = (
     "intent",
@@ -82,20 +80,3 @@ def make_deployments(options: Namespace) -> Deployments:
         fleet={"engine": {"grammars": "llguidance"}},  # each rank compiles them for itself
         harvest=options.harvest,
     )
-
-
-def first_load(options: Namespace) -> Load | None:
-    """Return the requests that the first model is to be ready for; None: as `Deployments.deploy` has it."""
-    from elastic.planning.estimate.performance import Load
-
-    return None if options.rate is None else Load(512, 128, options.rate)
-
-
-def first_replicas(options: Namespace) -> int:
-    """Return how many instances of the first model there are to be."""
-    return 1 if options.replicas is None else int(options.replicas)
-
-
-def model_path(options: Namespace) -> str:
-    """Return the model's directory, wherever ranks run."""
-    return os.path.abspath(str(options.model))

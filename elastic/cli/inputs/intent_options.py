@@ -6,9 +6,44 @@ from argparse import ArgumentParser, Namespace
 from typing import cast
 
 from elastic.errors import ConfigError
+from elastic.planning.deployment.policies import POLICIES, THETA
 from elastic.planning.estimate.intent import Intent, Objective
 
 OBJECTIVES = ("latency", "cost", "memory", "gpu-hours")
+
+
+def add_estimate(command: ArgumentParser) -> None:
+    """Add the model, the devices, the load, and the space of configurations."""
+    command.add_argument("model", metavar="MODEL", help="model directory; config.json is enough without --profile")
+    add_space(command)
+    add_intent(command)
+    add_losses(command)
+    command.add_argument(
+        "--profile", action="store_true", help="measure fingerprints of the model here; else rates of data sheets"
+    )
+    command.add_argument("--planned", action="store_true", help="also what this version cannot run")
+    command.add_argument("--top", type=int, default=10, metavar="N", help="configurations to show (10)")
+
+
+def add_place(command: ArgumentParser) -> None:
+    """Add the models, the devices, the load of each model, the intent and the policy."""
+    command.add_argument(
+        "models", nargs="+", metavar="MODEL", help="model directories, in the order of placing; config.json is enough"
+    )
+    add_space(command)
+    add_intent(command)
+    add_losses(command)
+    command.add_argument(
+        "--policy", choices=POLICIES, default="hybrid", help="which devices are tried first (%(default)s)"
+    )
+    command.add_argument(
+        "--theta", type=float, default=THETA, metavar="X", help="load from which on hybrid spreads (%(default)s)"
+    )
+    command.add_argument(
+        "--loads", default="", metavar="NAME=X,...", help="how busy devices are already, such as cuda:0=0.4"
+    )
+    command.add_argument("--planned", action="store_true", help="also what this version cannot run")
+    command.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def add_space(command: ArgumentParser) -> None:

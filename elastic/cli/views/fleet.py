@@ -1,4 +1,4 @@
-"""Panels for the ranks and instances of a fleet, and for what happened to it."""
+"""Panels for the ranks and instances of a fleet, for what happened to it, and for models deployed by intents."""
 
 from __future__ import annotations
 
@@ -74,6 +74,21 @@ def fleet_events(events: Sequence[FleetEventDocument], *, last: int) -> Table:
             Text(event.why),
         )
     return table
+
+
+def deployments(document: StatusDocument) -> list[Panel]:
+    """Draw a line for each deployed model, and one for each device; nothing where there are none."""
+    if not document.deployments:
+        return []
+    models = Table("model", "configuration", "changes", "", box=None, padding=(0, 1, 0, 0))
+    for each in document.deployments:
+        models.add_row(Text(each.name), Text(each.configuration), f"{each.changes:,}", Text(each.reason))
+    devices = Table("device", "free", "of", "load", "models", "", box=None, padding=(0, 1, 0, 0))
+    for device in document.devices:
+        measured = f"{device.guest} is measured" if device.guest else ""
+        sizes = mib(device.free_bytes), mib(device.memory_bytes), f"{device.load:.0%}"
+        devices.add_row(Text(device.name), *sizes, Text(", ".join(device.models)), Text(measured))
+    return [Panel(models, title="deployments"), Panel(devices, title="devices")]
 
 
 def _sums(document: StatusDocument) -> str:

@@ -16,7 +16,7 @@ from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.options import ModelOption, options
 from elastic.estimation.profile import CostProfile
 from elastic.planning.deployment.assign import assign
-from elastic.planning.deployment.devices import DeviceState, Stage
+from elastic.planning.deployment.devices import DeviceState
 from elastic.planning.deployment.placing import Deployment, Refusal, place
 from elastic.planning.deployment.policies import THETA, PolicyName
 from elastic.planning.estimate.configuration import FULL, Configuration
@@ -33,31 +33,14 @@ MOST_SHARDS = 4
 
 
 @dataclass(frozen=True)
-class FleetOption:
-    """A configuration as a fleet can have it; an `Option` of placements."""
+class FleetOption(ModelOption):
+    """A configuration as a fleet can have it: with even stages it says why it cannot, too."""
 
-    option: ModelOption
-    begin_bytes: int
+    begin_bytes: int = 0
     """Of a rank with all layers in full weights: so does one begin that shares layers, or has a part of them, later.
     0: ranks begin with no more than they are to have."""
     shards: int = 1
     """In so many parts layers are cut."""
-
-    @property
-    def configuration(self) -> Configuration:
-        """The degrees of parallelism, and the forms of weights, keys and values."""
-        return self.option.configuration
-
-    @property
-    def layers(self) -> int:
-        """Decoder layers of the model."""
-        return self.option.layers
-
-    @property
-    def estimate(self) -> Estimate:
-        """With even stages on devices that have nothing else."""
-        own = self.option.estimate
-        return replace(own, why_not=own.why_not or unreachable(own.configuration))
 
     def need(self, layers: range, requests: int) -> int:
         """Return the bytes that a rank needs at any time, also before it shares layers."""
@@ -69,21 +52,13 @@ class FleetOption:
 
         Beyond an estimate's, each part of the heads has pages of its own, and each rank requests of its own.
         """
-        estimator, own = self.option.estimator, self.configuration
+        estimator, own = self.estimator, self.configuration
         kv, tokens = estimator.kv_shape(own), estimator.load.tokens
         whole, part = estimator.room(kv, own.tp, layers), estimator.room(kv, self.shards, layers)
         parts = kv.parts(self.shards) // kv.parts(own.tp)
         pages = parts * (part.pages(requests, tokens) + (own.ranks - 1) * part.pages(1, tokens))
         more = (pages - whole.pages(requests, tokens)) * estimator.pages.page_bytes
-        return self.option.need(layers, requests) + math.ceil(more / (1 - estimator.copied_share(own, layers)))
-
-    def judge(self, stages: Sequence[Stage], requests: int) -> Estimate:
-        """Return what is expected of stages with room for so many requests."""
-        return self.option.judge(stages, requests)
-
-    def busy(self, stages: Sequence[Stage], requests: int) -> tuple[float, ...]:
-        """Return for each stage the share of time that it would compute."""
-        return self.option.busy(stages, requests)
+        return super().need(layers, requests) + math.ceil(more / (1 - estimator.copied_share(own, layers)))
 
 
 class Chooser:
@@ -154,7 +129,16 @@ class Chooser:
         """
         estimator, begin = self.estimator(load), 0 if begins else self.begin_bytes(load)
         candidates = options(estimator, intent, self.weights, self.kv if kv is None else (kv,))
-        return [FleetOption(each, begin, self.shards) for each in candidates]
+        return [
+            FleetOption(
+                each.estimator,
+                each.intent,
+                replace(each.estimate, why_not=each.estimate.why_not or unreachable(each.configuration)),
+                begin_bytes=begin,
+                shards=self.shards,
+            )
+            for each in candidates
+        ]
 
     def choose(
         self,

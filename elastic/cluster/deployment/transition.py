@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, MutableMapping, Sequence
 
-from elastic.cluster.control.messages import RuntimeView
 from elastic.cluster.deployment.status import TransitionStep
-from elastic.cluster.fleet.groups.results import Exchanged, GroupStatus
+from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.fleet.groups.results import Exchanged
 from elastic.errors import StateError
 from elastic.planning.estimate.configuration import FULL, Configuration
-from elastic.types import Action, PlaceStatus, ResizeKV, Restore, Swap
+from elastic.types import PlaceStatus, ResizeKV, Restore, Swap
 
 SETTLE_S, POLL_S = 2.0, 0.05
 """How long to wait until the caps of a group have followed a limit; live requests may take longer."""
 WHY = "the deployment changes its configuration"
-
-
-class DeploymentVerbs(Protocol):
-    """What is asked of a fleet."""
-
-    def add(self, places: Sequence[str] | None = ...) -> str: ...
-    def remove(self, name: str) -> None: ...
-    def look(self, rank: str) -> RuntimeView: ...
-    def apply(self, rank: str, actions: Action | Sequence[Action], *, dry_run: bool = ..., why: str = ...) -> Any: ...
-    def reshard(self, instances: str | Sequence[str], *, tp: int, why: str = ...) -> Exchanged: ...
-    def drop(self, *, layers: Mapping[str, Sequence[int]], why: str = ...) -> Exchanged: ...
-    def restore(self, rank: str | None = ..., *, why: str = ...) -> Exchanged: ...
-    def groups(self) -> tuple[GroupStatus, ...]: ...
 
 
 class DeploymentTransition:
@@ -37,7 +23,7 @@ class DeploymentTransition:
     `place` gives the place of a new rank on a device, as text.
     """
 
-    def __init__(self, fleet: DeploymentVerbs, ranks: MutableMapping[str, str], place: Callable[[str], str]) -> None:
+    def __init__(self, fleet: Fleet, ranks: MutableMapping[str, str], place: Callable[[str], str]) -> None:
         self._fleet, self._ranks, self._place = fleet, ranks, place
 
     def do(self, step: TransitionStep) -> None:
@@ -71,8 +57,7 @@ class DeploymentTransition:
     def limit(self, device: str, kv_bytes: int | None) -> None:
         """Have the KV cache of a rank be so large at the most; None: as large as its place allows."""
         rank = self._ranks[device]
-        place = self._fleet.look(rank).status.places[0].name
-        self._fleet.apply(rank, (ResizeKV(place, kv_bytes),), why=WHY)
+        self._fleet.apply(rank, (ResizeKV(self._status(device).name, kv_bytes),), why=WHY)
 
     def held_bytes(self, device: str) -> int:
         """Return what a rank holds in pages besides keys and values."""
@@ -105,7 +90,7 @@ class DeploymentTransition:
                 _require(self._fleet.restore(members[0], why=WHY))
 
 
-def observed(fleet: DeploymentVerbs, ranks: Sequence[str]) -> Configuration:
+def observed(fleet: Fleet, ranks: Sequence[str]) -> Configuration:
     """Return the configuration that a fleet is in: what its ranks share and hold, and the form of their layers.
 
     Keys and values are not looked at. Of layers in several forms it is the last one's.

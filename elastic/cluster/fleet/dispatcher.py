@@ -11,10 +11,9 @@ from elastic.clock import make_condition, make_lock, now
 from elastic.cluster.control.connection import encode
 from elastic.cluster.control.messages import Beat, Cancel, News, Refused, Submit
 from elastic.cluster.fleet.instance import Instance
-from elastic.cluster.fleet.planning.answer_lengths import AnswerLengths
 from elastic.cluster.fleet.planning.choice import choose
-from elastic.cluster.fleet.planning.drain_rate import DrainRate
 from elastic.cluster.fleet.planning.prefix_index import PrefixIndex, block_hashes
+from elastic.cluster.fleet.planning.recent import AnswerLengths, DrainRate
 from elastic.cluster.fleet.planning.router import Routing
 from elastic.cluster.fleet.records.audit import check_records
 from elastic.cluster.fleet.records.delivery import Delivery

@@ -62,7 +62,7 @@ class NixlAgent:
         self._agent = api.nixl_agent(uuid4().hex, api.nixl_agent_config(True, False, 0, backends=["UCX"]))
 
     def register(self, memory: torch.Tensor) -> Any:
-        """Have NIXL know memory; return what `deregister` needs."""
+        """Have NIXL know memory, of any shape and dtype; return what `deregister` needs."""
         with self._asking() as agent:
             return agent.register_memory(memory)
 

@@ -30,8 +30,7 @@ def serve(connection: SocketConnection, spec: RankSpec) -> None:
     Raises what loading and wrapping raise; the fleet has been told. `ConfigError` with its words if it takes no such
     rank.
     """
-    _take_signals()
-    name_in_logs(spec.name)
+    _prepare(spec.name)
     ended = threading.Event()
     try:
         _settle(spec)
@@ -49,14 +48,12 @@ def serve(connection: SocketConnection, spec: RankSpec) -> None:
         connection.close()
 
 
-def name_in_logs(name: str) -> None:
-    """Have this process log to standard error, each line with the rank's name."""
+def _prepare(name: str) -> None:
+    """Log to standard error, each line with the rank's name; leave an interrupt of the terminal to the fleet, and end
+    in order when asked to terminate.
+    """
     format = f"%(asctime)s rank {name or os.getpid()} %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(stream=sys.stderr, format=format, force=True)
-
-
-def _take_signals() -> None:
-    """Leave an interrupt of the terminal to the fleet, and end in order when asked to terminate."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, _terminate)

@@ -30,6 +30,7 @@ from elastic.cluster.control.stage_questions import (
     PrepareLayers,
     Recover,
     ResumeSteps,
+    Room,
     SetCap,
     SetCopies,
     StageQuestion,
@@ -37,7 +38,6 @@ from elastic.cluster.control.stage_questions import (
 )
 from elastic.cluster.control.status import Wire
 from elastic.cluster.peers.hub import PeerHub
-from elastic.cluster.rank.room import measure_room
 from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.errors import ElasticError, StateError
 from elastic.types import Fetch, Restore, WeightsSource
@@ -98,7 +98,7 @@ class Stages:
             case MeasureRoom(rank):
                 if engine.rank != rank:
                     engine.rank = rank
-                return measure_room(engine)
+                return _measure_room(engine)
             case SetCap(sectors):
                 return engine.set_cap(sectors)
             case CapReached():
@@ -181,3 +181,23 @@ class Stages:
                 elsewhere.pop(0)
                 continue
             time.sleep(POLL_S if change.deferred else 0)
+
+
+def _measure_room(engine: ContinuousEngine) -> Room:
+    """Return what the memory of a rank could hold now, for a fleet that plans which layers it computes."""
+    room, runtime = engine.kv_room(), engine.runtime
+    return Room(
+        path=engine.path,
+        pages=room.pages,
+        page_bytes=room.page_bytes,
+        sector_pages=room.sector_pages,
+        most_sectors=room.sectors,
+        committed_sectors=room.committed,
+        weight_pages=runtime.shard_pages,
+        resident=frozenset(range(engine.path.numbers)) - frozenset(runtime.dropped_shards),
+        in_variant={
+            layer.index: layer.held_pages
+            for layer in runtime.weights.layers
+            if not layer.absent and layer.precision is not layer.full
+        },
+    )

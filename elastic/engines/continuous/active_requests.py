@@ -40,7 +40,7 @@ class ActiveRequest:
 
 
 class ActiveRequests:
-    """Tells listeners and counters what becomes of requests. Its `LoopListener` methods are for the loop's thread.
+    """Tells listeners and counters what becomes of requests. What the step loop calls is for its thread.
 
     `weights` says which weights computed the present step.
     """

@@ -7,10 +7,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Protocol
 
+from elastic.engines.continuous.active_requests import ActiveRequests
 from elastic.engines.core.restart import RestartingScheduler
-from elastic.engines.core.sequence import Produced, Sequence
 from elastic.engines.core.step import Executor, Step, StepResult
 from elastic.errors import RankLost, StateError
 
@@ -19,33 +18,11 @@ POLL_S = 0.1
 """How often it is looked whether sequences that wait for blocks can go on: nobody tells when a limit was raised."""
 
 
-class LoopListener(Protocol):
-    """The receiver of what becomes of sequences, on the loop's thread."""
-
-    def scheduled(self, sequences: Iterable[Sequence]) -> None:
-        """Note sequences that are in a step for the first time."""
-
-    def stalled(self, sequences: int) -> None:
-        """Count live sequences that were left out of a step: no block was to be had."""
-
-    def stepped(self, tokens: int) -> None:
-        """Count a step that was computed, of so many tokens of prompts and answers."""
-
-    def produced(self, tokens: list[Produced]) -> None:
-        """Hand on the tokens of a step."""
-
-    def failed(self, sequence: Sequence, error: Exception) -> None:
-        """Note a sequence that ended with the step that it was in."""
-
-    def cancelled(self, sequence: Sequence) -> None:
-        """Note a sequence that ended because somebody wished it."""
-
-
 class StepLoop:
     """Runs on one thread; `post`, `wake` and `stop` may be called from any."""
 
     def __init__(
-        self, scheduler: RestartingScheduler, executor: Executor, listener: LoopListener, cohorts: int = 1
+        self, scheduler: RestartingScheduler, executor: Executor, listener: ActiveRequests, cohorts: int = 1
     ) -> None:
         self.scheduler = scheduler
         self.lost: RankLost | None = None
@@ -64,17 +41,14 @@ class StepLoop:
         self._commands: deque[Callable[[], object]] = deque()
         self._lock = threading.Lock()  # of the three above
         self._news = threading.Event()
-        self._draining = self._halting = self._ended = False
-
-    @property
-    def ended(self) -> bool:
+        self._draining = self._halting = False
+        self.ended = False
         """True when nothing is taken any more."""
-        return self._ended
 
     def post(self, command: Callable[[], object]) -> None:
         """Have the loop's thread call something between two steps, in order. Raises `StateError` if it has ended."""
         with self._lock:
-            if self._ended:
+            if self.ended:
                 raise StateError("the engine has stopped; make a new one")
             self._commands.append(command)
         self._news.set()
@@ -104,7 +78,7 @@ class StepLoop:
                 self._finish_step()
         finally:
             with self._lock:
-                self._ended = True
+                self.ended = True
             self._run_commands()
             for name in list(self.scheduler.sequences):
                 self.cancel(name)

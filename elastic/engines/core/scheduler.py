@@ -60,7 +60,8 @@ class Scheduler:
         self._placed: deque[Sequence] = deque()  # they have blocks, and are of no cohort yet; some may have ended
         self._followers: dict[Sequence, list[Sequence]] = {}  # they wait for the prompt's blocks of the key
         self._steps: dict[int, tuple[Cohort, list[Sequence]]] = {}  # in flight, by number
-        self._next_step = 0
+        self.steps = 0
+        """How many were begun."""
         self._removed: list[str] = []
         self._ending: dict[str, Sequence] = {}  # those that have ended, of which a step is in flight
 
@@ -68,11 +69,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """True while a sequence has not ended, or a step is in flight."""
         return bool(self.sequences or self._steps)
-
-    @property
-    def steps(self) -> int:
-        """Count the steps that were begun."""
-        return self._next_step
 
     def add(self, states: SequenceOf[SequenceState], computed: Mapping[str, int] | None = None) -> None:
         """Queue the answers of one request; the later ones share the blocks of the prompt that the first computes.
@@ -238,8 +234,8 @@ class Scheduler:
         for sequence in added:
             sequence.known = True
         states = tuple(sequence.state() for sequence in added)
-        step = Step(self._next_step, cohort.number, tuple(chunks), states, self.take_removed())
-        self._next_step += 1
+        step = Step(self.steps, cohort.number, tuple(chunks), states, self.take_removed())
+        self.steps += 1
         cohort.in_flight = True
         self._steps[step.number] = cohort, sequences
         return step

@@ -64,8 +64,9 @@ class GuestStage:
         self._plans = path.plans(rank)
         self._handled = 0
         self._sectors_as_of = 0  # the last item that changed sectors, counted from 1
-        self._progress = threading.Condition()  # of `_handled` and `_ended`
-        self._ended = False
+        self._progress = threading.Condition()  # of `_handled` and `ended`
+        self.ended = False
+        """True when it computes nothing more."""
         self._tables = threading.Lock()  # held while sectors and shards come and go, and while blocks are cleared
         self._copying = threading.Lock()
         self._copy_error = ""  # why a copy with which a flip comes failed
@@ -74,11 +75,6 @@ class GuestStage:
     def start(self) -> None:
         """Begin to do what the log says."""
         self._thread.start()
-
-    @property
-    def ended(self) -> bool:
-        """Whether it does nothing any more."""
-        return self._ended
 
     # -- what the fleet asks, from any thread
 
@@ -93,7 +89,7 @@ class GuestStage:
         """
         position = exchange.positions.get(self._rank, 0)
         with self._progress:
-            if not self._progress.wait_for(lambda: self._handled >= position or self._ended, timeout_s):
+            if not self._progress.wait_for(lambda: self._handled >= position or self.ended, timeout_s):
                 raise StateError(f"the log of {self.path.home!r} is not so far after {timeout_s} s; try again")
         with self._tables:
             self._require_running()
@@ -131,7 +127,7 @@ class GuestStage:
     def close(self) -> None:
         """End it; its memory is free then. Can be called twice; not from its own thread."""
         with self._progress:
-            self._ended = True
+            self.ended = True
             self._progress.notify_all()
         self._log.close()
         self._transport.close()
@@ -144,14 +140,14 @@ class GuestStage:
 
     def _run(self) -> None:
         try:
-            while not self._ended and self._do(self._log.receive()):
+            while not self.ended and self._do(self._log.receive()):
                 with self._progress:
                     self._handled += 1
                     self._progress.notify_all()
         except (EOFError, RankLost):
             pass  # the home has closed it, or has gone
         except Exception as error:  # whatever it is, nobody may wait for this rank any more
-            if not self._ended:
+            if not self.ended:
                 logger.exception("rank %s computes layers of %s no more", self._rank, self.path.home)
                 self._answer(Failed(-1, str(error)))
         finally:
@@ -242,7 +238,7 @@ class GuestStage:
         return self._exchange.copy(self.memory, source, coming, blocks, self._wanted, coordinated=coordinated)
 
     def _wanted(self) -> bool:
-        return not self._ended
+        return not self.ended
 
     def _change_sectors(self, mapped: Sequence[SectorRef], unmapped: Sequence[SectorRef]) -> None:
         if mapped or unmapped:
@@ -276,13 +272,13 @@ class GuestStage:
             raise StateError(f"the keys and values {absent} of {self.path.home!r} were not prepared at {self._rank!r}")
 
     def _require_running(self) -> None:
-        if self._ended:
+        if self.ended:
             raise StateError(f"layers of {self.path.home!r} are computed here no more")
 
     def _end(self) -> None:
         """Have nobody wait for it, and its memory be free."""
         with self._progress:
-            self._ended = True
+            self.ended = True
             self._progress.notify_all()
         self._transport.close()
         self._log.close()

@@ -1,6 +1,5 @@
 """Which model goes to which devices. (iServe, section 6)
 
-Way in: `placing.place`, of a model's `Option`s on `DeviceState`s, by one of three policies; `planners` has it and the
-baselines that it is compared with behind one protocol, `queueing` what they lead to. Pure functions, without torch: the
-simulator uses them as fleets do. What an option needs is counted by `elastic.estimation.options`.
+Way in: `placing.place`, of a model's `Option`s on `DeviceState`s, by one of three policies. Pure functions, without
+torch: the simulator uses them as fleets do. What an option needs is counted by `elastic.estimation.options`.
 """

@@ -12,8 +12,19 @@ CALIBRATED = ("wanda", "sparsegpt")
 CRITERIA = ("magnitude", *CALIBRATED)
 
 
+class _ByCriterion:
+    """A way of pruning in which a criterion chooses what stays."""
+
+    by: str
+
+    @property
+    def calibrated(self) -> bool:
+        """True if it needs samples of a matrix's inputs."""
+        return self.by in CALIBRATED
+
+
 @dataclass(frozen=True)
-class SemiStructured:
+class SemiStructured(_ByCriterion):
     """N:M sparsity: of every `of` neighbouring inputs of an output, `kept` weights stay.
 
     The kept weights are stored in the dtype of the model, with one bit for each weight that says where they are.
@@ -31,14 +42,9 @@ class SemiStructured:
             raise ConfigError(f"{self.kept}:{self.of} is no pattern that can be stored; use 2:4 or 4:8")
         _check_criterion(self.by, CRITERIA)
 
-    @property
-    def calibrated(self) -> bool:
-        """True if it needs samples of a matrix's inputs."""
-        return self.by in CALIBRATED
-
 
 @dataclass(frozen=True)
-class Unstructured:
+class Unstructured(_ByCriterion):
     """Unstructured sparsity: a share of a matrix's weights is zero, anywhere in it.
 
     The kept weights are stored in the dtype of the model, with one bit for each weight that says where they are. So at
@@ -56,18 +62,13 @@ class Unstructured:
             raise ConfigError(f"sparsity={self.sparsity!r} is not supported; use a share from 0.1 to 0.95")
         _check_criterion(self.by, CRITERIA)
 
-    @property
-    def calibrated(self) -> bool:
-        """True if it needs samples of a matrix's inputs."""
-        return self.by in CALIBRATED
-
     def removed(self, inputs: int) -> int:
         """Return how many of the first `inputs` weights of an output are zero, on average over the outputs."""
         return round(self.sparsity * inputs)
 
 
 @dataclass(frozen=True)
-class Structured:
+class Structured(_ByCriterion):
     """Structured pruning: whole columns of a layer's FFN, or whole query heads, are left out of its matrices.
 
     Activations keep their shape, and so does the KV cache: key and value heads stay. The least important of a layer go
@@ -89,11 +90,6 @@ class Structured:
         if self.ffn == self.heads == 1:
             raise ConfigError("Structured() removes nothing; give ffn or heads a share below 1")
         _check_criterion(self.by, ("magnitude", "wanda"))
-
-    @property
-    def calibrated(self) -> bool:
-        """True if it needs samples of a matrix's inputs."""
-        return self.by in CALIBRATED
 
 
 Pruned = SemiStructured | Unstructured | Structured

@@ -47,7 +47,10 @@ def required(config: SemiStructured | Unstructured, matrix: MatrixShape, dtype: 
 
 
 def tiles(parts: PackedTensors, matrix: MatrixShape, weights: int) -> list[Rows]:
-    """Return all outputs of a matrix, those with about so many weights at a time."""
+    """Return all outputs of a matrix, those with about so many weights at a time.
+
+    The parts have the shapes that `required` says.
+    """
     step = max(weights // matrix.inputs, 1)
     first = list(range(0, matrix.outputs, step))
     starts = parts["starts"][::step].tolist() if "starts" in parts else [0] * len(first)

@@ -44,7 +44,7 @@ class StructuredFormat:
     def quantize(
         self, config: Structured, weight: torch.Tensor, inputs: torch.Tensor | None, target: KernelTarget
     ) -> PackedTensors:
-        """Raise `ConfigError`: what is removed is chosen for a layer, not for a matrix by itself."""
+        """Raise `ConfigError`: what is removed is chosen for a layer, not for a matrix of any shape by itself."""
         raise ConfigError(f"{config} removes channels that several matrices of a layer share; pack the whole layer")
 
     def value(
@@ -76,7 +76,7 @@ class StructuredFormat:
         packed_for: KernelTarget,
         target: KernelTarget,
     ) -> PackedTensors:
-        """Return the parts themselves: they are the same for every target."""
+        """Return the parts themselves, in their shapes: they are the same for every target."""
         return parts
 
     def renew(self, config: Structured, parts: PackedTensors, weight: torch.Tensor) -> PackedTensors:

@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from elastic.server.fleets.fleet import FleetEngine, as_fleet
 from elastic.server.generation.bodies import JSONRoute
 from elastic.server.generation.state import ServerState
 from elastic.server.protocol.errors import APIError
@@ -174,13 +173,9 @@ def routes(serving: ServerState) -> APIRouter:
 
     async def _done(work: Any) -> dict[str, Any]:
         """Ask the fleet on a thread."""
-        return await act(partial(work, _fleet(serving)))
+        if serving.fleet is None:
+            why = "this server has one model; elastic serve MODEL --ranks N makes a fleet"
+            raise APIError(404, why, code="not_found")
+        return await act(partial(work, serving.fleet))
 
     return router
-
-
-def _fleet(serving: ServerState) -> FleetEngine:
-    fleet = as_fleet(serving.engine)
-    if fleet is None:
-        raise APIError(404, "this server has one model; elastic serve MODEL --ranks N makes a fleet", code="not_found")
-    return fleet

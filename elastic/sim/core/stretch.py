@@ -79,7 +79,7 @@ class StretchingScheduler(RestartingScheduler):
                     self.journal.note(SequenceKV(sequence.id, sequence.computed, blocks, True))
             if self.blocks.shares and sequence.computed // size > sequence.table.shared:
                 self.blocks.share_computed(sequence.table, sequence.tokens, sequence.computed)
-        self._next_step += steps
+        self.steps += steps
         now = self._clock()
         self._last_s = now
         return got

@@ -27,7 +27,8 @@ class Tile:
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """The entry, mapped, with as many dimensions as the parameter; None for an unknown dtype."""
+        """The entry in its shape, mapped, ones before it: as many dimensions as the parameter; None for an unknown
+        dtype."""
         tensor = self.file.tensor(self.name)
         return None if tensor is None else tensor.view((1,) * (len(self.at) - tensor.ndim) + tuple(tensor.shape))
 
@@ -62,7 +63,7 @@ class StoredParameter:
         return running.value
 
     def whole(self) -> torch.Tensor:
-        """Return the parameter: mapped where it is one entry of its dtype, else copied."""
+        """Return the parameter, in its shape and dtype: mapped where it is one entry of its dtype, else copied."""
         (first, *others) = self.tiles
         tensor = first.tensor
         if tensor is not None and not others and tensor.dtype == self.dtype:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from elastic.engines.base import Request
 from support import architectures
 from support.child_process import in_child
 from support.cluster.engine_group import EngineGroup
+from support.processes import wait_until
 from support.serving.generations import Collector, continuation, prompts, same_unless_close
 from support.static_quant import pack_static
 
@@ -40,13 +40,6 @@ def group(request: pytest.FixtureRequest) -> Iterator[Callable[..., EngineGroup]
     yield make
     for each in made:
         each.close()
-
-
-def wait_until(done: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def requests(tokens: int) -> list[Request]:

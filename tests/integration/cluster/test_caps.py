@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import pytest
 
 import elastic
@@ -13,18 +10,12 @@ from elastic.engines.base import Output, Request
 from elastic.errors import Overloaded
 from elastic.types import ResizeKV
 from support import architectures
+from support.processes import wait_until
 from support.serving.generations import Collector, continuation, prompts, same_unless_close
 from support.wrapped_model import small
 
 pytestmark = pytest.mark.slow
 ANSWERS, TOKENS, BUDGET = 40, 60, 384 << 10
-
-
-def until(done: Callable[[], bool]) -> None:
-    end = time.perf_counter() + 30
-    while not done():
-        assert time.perf_counter() < end
-        time.sleep(0.01)
 
 
 def test_a_hot_instance_gets_what_its_idle_partner_does_not_use() -> None:
@@ -43,13 +34,13 @@ def test_a_hot_instance_gets_what_its_idle_partner_does_not_use() -> None:
         (prompt,) = prompts([30], architectures.VOCAB)
         request = Request(prompt, TOKENS, n=ANSWERS)  # all answers of a request are one instance's
         fleet.submit(request, listen)
-        until(lambda: fleet.instance_of(request.id) is not None)
+        wait_until(lambda: fleet.instance_of(request.id) is not None)
         hot = fleet.instance_of(request.id)
-        until(lambda: fleet.groups()[0].caps[hot] > fair[hot] or not fleet.instance_of(request.id))
+        wait_until(lambda: fleet.groups()[0].caps[hot] > fair[hot] or not fleet.instance_of(request.id))
         caps = fleet.groups()[0].caps
         assert caps[hot] > 0.6 * sum(caps.values()) > 0.6 * 0.9 * sum(fair.values())
         assert min(caps.values()) > 0
-        until(lambda: fleet.instance_of(request.id) is None)
+        wait_until(lambda: fleet.instance_of(request.id) is None)
         assert fleet.restore().status == "applied"
         fleet.check()
         assert fleet.status().totals.recomputed_tokens == 0
@@ -80,7 +71,7 @@ def test_engines_go_on_when_the_limits_of_their_ranks_are_lowered(shares: bool) 
         for request in requests:
             fleet.submit(request, heard)
         heard.wait([request.id for request in requests], 30)
-        until(lambda: all(cap < before[home] for home, cap in fleet.groups()[0].caps.items()))  # at a tick
+        wait_until(lambda: all(cap < before[home] for home, cap in fleet.groups()[0].caps.items()))  # at a tick
         assert sorted(event.kind for event in fleet.events()).count("lost") == 0
         for model in models:
             (kv,) = model.elastic.status().kv

@@ -9,10 +9,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from elastic.assets import MODEL_DIR
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Request
 from support.cluster.shared_launcher import SharedLauncher
-from support.processes import shared_memory, shared_memory_left
+from support.processes import alive, shared_memory, shared_memory_left, wait_until
 from support.serving.generations import Collector, prompts, same_unless_close
 
 logger = logging.getLogger(__name__)
@@ -30,21 +28,6 @@ pytestmark = pytest.mark.slow
 TOKENS = 150
 PROMPTS = prompts([5, 40, 90, 200, 33, 64], 1000)
 ENGINE = {"block_tokens": 16, "max_batch_tokens": 128}
-
-
-def wait_until(true: Callable[[], bool], why: str, timeout_s: float = 60) -> None:
-    until_s = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < until_s, why
-        time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs: one that has ended and was not waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.fixture(scope="module")

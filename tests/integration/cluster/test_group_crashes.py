@@ -7,7 +7,6 @@ import random
 import re
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,7 +24,7 @@ from elastic.cluster.rank.spec import RankSpec
 from elastic.engines.base import Request
 from elastic.errors import ElasticError
 from support.cluster.shared_launcher import SharedLauncher
-from support.processes import shared_memory, shared_memory_left, wait_for_end
+from support.processes import alive, shared_memory, shared_memory_left, wait_for_end, wait_until
 from support.serving.generations import Collector, prompts, same_unless_close
 
 pytestmark = pytest.mark.slow
@@ -66,20 +65,6 @@ def share_and_part(fleet: Fleet) -> None:
             fleet.reshard("r0", tp=1)
 
 
-def until(true: Any) -> None:
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs: one that has ended and was not waited for does not."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
-
-
 def held() -> Counter[str]:
     """What this process has open that ranks leave behind if anything does: memory files, sockets, processes."""
     found: Counter[str] = Counter()
@@ -98,9 +83,9 @@ def survive(
     """Have a rank be lost at a random point; nothing of the fleet is left when it has ended."""
     shm, before = shared_memory(), held()
     pids = serve_through(seed, how, launch, change)
-    until(lambda: not any(map(alive, pids)))
+    wait_until(lambda: not any(map(alive, pids)))
     assert not shared_memory_left(shm)
-    until(lambda: not held() - before - FORKSERVER)
+    wait_until(lambda: not held() - before - FORKSERVER)
 
 
 def serve_through(
@@ -122,7 +107,7 @@ def serve_through(
         threading.Timer(after_s, os.kill, (pid, how)).start()
         change(fleet)
         heard.wait([request.id for request in requests])
-        until(lambda: not fleet.groups() and fleet.status().totals.ranks_lost == 1)
+        wait_until(lambda: not fleet.groups() and fleet.status().totals.ranks_lost == 1)
         for request in requests:
             assert heard.ends[request.id].finish == "length", heard.ends[request.id]
             assert same_unless_close(plain(), request.prompt, heard.tokens[request.id])
@@ -152,7 +137,7 @@ def test_a_killed_rank_with_replicas_costs_their_home_no_token(launcher: SharedL
         for request in requests:
             assert heard.ends[request.id].finish == "length", heard.ends[request.id]
             assert same_unless_close(plain(), request.prompt, heard.tokens[request.id])
-        until(lambda: not fleet.groups())
+        wait_until(lambda: not fleet.groups())
         (recovered,) = [event for event in fleet.events() if event.kind == "recovered"]
         assert len(at_home) > 1
         assert recovered.recomputed_tokens == 0
@@ -224,7 +209,7 @@ def test_a_rank_that_is_given_up_while_it_lives_and_wakes_again_misleads_nobody(
         heard, requests = begin(fleet)
         pid = pid_of(fleet, "r2")
         os.kill(pid, signal.SIGSTOP)
-        until(lambda: not fleet.groups())
+        wait_until(lambda: not fleet.groups())
         told = {request.id: len(heard.tokens[request.id]) for request in requests}
         os.kill(pid, signal.SIGCONT)
         wait_for_end(pid)
@@ -247,7 +232,7 @@ def test_a_group_that_loses_a_rank_does_not_disturb_another(launcher: SharedLaun
         heard, requests = begin(fleet)
         before = {group.members: group for group in fleet.groups()}
         os.kill(pid_of(fleet, "r1"), signal.SIGKILL)
-        until(lambda: [group.members for group in fleet.groups()] == [("r2", "r3")])
+        wait_until(lambda: [group.members for group in fleet.groups()] == [("r2", "r3")])
         all_end_well(fleet, heard, requests)
         assert fleet.groups()[0].paths == before["r2", "r3"].paths
         assert fleet.status().totals.ranks_lost == 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,6 +24,7 @@ from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Request
 from support import architectures
 from support.cluster.shared_launcher import SharedLauncher
+from support.processes import wait_until
 from support.serving.generations import Collector, is_continuation, prompts, same_unless_close
 from support.wrapped_model import PAGE, small
 
@@ -271,13 +271,6 @@ def test_ranks_with_other_forms_of_cache_make_no_group() -> None:
 
 
 PROMPTS = prompts([5, 40, 90, 200, 33, 64], 1000)
-
-
-def wait_until(true: Callable[[], bool], why: str, timeout_s: float = 60) -> None:
-    until_s = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < until_s, why
-        time.sleep(0.02)
 
 
 def test_processes_drop_take_back_and_survive_the_death_of_one(launcher: SharedLauncher) -> None:

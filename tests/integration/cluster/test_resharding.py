@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,6 +28,7 @@ from elastic.weights import layer
 from elastic.weights.shards import layer_cut
 from support import architectures
 from support.cluster.shared_launcher import SharedLauncher
+from support.processes import wait_until
 from support.serving.generations import Collector, prompts, same_unless_close
 from support.wrapped_model import PAGE, small
 
@@ -240,13 +240,6 @@ def test_layers_that_were_not_cut_are_not_shared(serve: Callable[..., Served]) -
 
 
 # -- processes
-
-
-def wait_until(true: Callable[[], bool], why: str, timeout_s: float = 60) -> None:
-    until_s = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < until_s, why
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

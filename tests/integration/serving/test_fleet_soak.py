@@ -20,9 +20,9 @@ from elastic.cluster.fleet.fleet import Fleet
 from elastic.errors import ElasticError
 from elastic.types import ResizeKV
 from integration.serving.soak_clients import Books, everyone
-from support.processes import shared_memory, shared_memory_left, wait_for_end
+from support.processes import shared_memory, shared_memory_left, wait_for_end, wait_until
 from support.serving.generations import same_unless_close
-from support.serving.live_server import MODEL_DIR, empty, live, until
+from support.serving.live_server import MODEL_DIR, empty, live
 
 logger = logging.getLogger(__name__)
 DURATION_S = 600.0
@@ -106,7 +106,7 @@ def test_no_request_is_lost_repeated_or_changed_while_ranks_come_and_go() -> Non
         with live(fleet) as server:
             with disturber:
                 asyncio.run(everyone(server.url, DURATION_S, seen))
-            until(lambda: empty(fleet))
+            wait_until(lambda: empty(fleet))
             fleet.check()
             traffic, totals = fleet.counters.read(), fleet.status().totals
             disturber.pids |= disturber.serving_pids()

@@ -9,7 +9,8 @@ import httpx
 
 import elastic
 from elastic.engines.continuous import ContinuousEngine
-from support.serving.live_server import EMBEDDED, NAME, PATIENCE_S, answer, live, model, until
+from support.processes import wait_until
+from support.serving.live_server import EMBEDDED, NAME, PATIENCE_S, answer, live, model
 from support.wrapped_model import small
 
 HEADERS = {"Authorization": "Bearer open sesame"}
@@ -42,9 +43,9 @@ def test_replicas_come_and_go_while_clients_are_served() -> None:
             try:
                 assert act("replicate", dry_run=True)["steps"][0]["moved_bytes"] > 0
                 assert act("replicate")["results"][0]["layers"] == [0, 1, 2, 5]
-                until(lambda: any(len(parts) == 2 for parts in engine.runtime.passes()))
+                wait_until(lambda: any(len(parts) == 2 for parts in engine.runtime.passes()))
                 before = len(seen)
-                until(lambda: len(seen) > before)
+                wait_until(lambda: len(seen) > before)
                 assert act("evict")["results"][0]["status"] == "applied"
             finally:
                 stop.set()

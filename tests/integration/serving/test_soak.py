@@ -16,8 +16,9 @@ import elastic
 from elastic.engines.continuous import ContinuousEngine
 from integration.serving.soak_clients import MOST, PROMPTS, Books, everyone
 from support.lossless_variant import HALF, exact
+from support.processes import wait_until
 from support.serving.generations import continuation, same_unless_close
-from support.serving.live_server import MODEL_DIR, TOKENIZER, Live, empty, live, until
+from support.serving.live_server import MODEL_DIR, TOKENIZER, Live, empty, live
 from support.wrapped_model import small
 
 
@@ -69,7 +70,7 @@ def test_no_request_is_lost_repeated_or_changed(duration_s: float) -> None:
     books.keep(engine)
     with live(engine) as server:
         seen, did = soak(server, duration_s)
-        until(lambda: empty(engine))
+        wait_until(lambda: empty(engine))
         traffic = engine.counters.read()
     engine.stop()
     runtime.kv.resize(runtime.kv.maximum_bytes)

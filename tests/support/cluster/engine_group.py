@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytest
@@ -226,3 +227,17 @@ class EngineGroup:
             hub.close()
         for each in self.tracked.values():
             each.close()
+
+
+@contextmanager
+def engine_groups() -> Iterator[Callable[..., EngineGroup]]:
+    """Yield what makes groups; they are closed and checked at the end."""
+    made: list[EngineGroup] = []
+
+    def make(*args: Any, **options: Any) -> EngineGroup:
+        made.append(EngineGroup(*args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -136,14 +135,6 @@ def live(
         server.handle_exit(15)
         running.ended()
         bound.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, "it never came to be"
-        time.sleep(0.002)
 
 
 def empty(engine: Any) -> bool:

@@ -16,7 +16,7 @@ from elastic.assets import MODEL_DIR
 from elastic.bench.replay.records import read_records
 from elastic.cli.main import main
 from support.child_process import in_fork
-from support.serving.live_server import until
+from support.processes import wait_until
 from support.serving.stub_server import stub
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
@@ -203,7 +203,7 @@ def test_a_run_that_a_signal_ends_writes_what_there_is(number: signal.Signals, t
     with stub() as server:
         child = command("--url", server.url, *arguments, "--out", str(out), "--records", str(records))
         try:
-            until(lambda: len(server.bodies) >= 3)
+            wait_until(lambda: len(server.bodies) >= 3)
             child.send_signal(number)
             error = child.communicate(timeout=120)[1]
         finally:

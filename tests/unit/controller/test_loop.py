@@ -21,6 +21,7 @@ from elastic.controller.sensors.monitor import InstanceReadings, Monitor
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.controller.snapshot import DeviceStats, HostStats, MemoryStats, RequestStats, Snapshot
 from support.child_process import in_fork
+from support.processes import wait_until
 
 KV = MemoryStats(900, 1000, 1000)
 SEEN = Snapshot(0.0, RequestStats(), KV, ("float32",) * 2)
@@ -44,13 +45,6 @@ class Says:
 
 def controller(policy: Any, act: Any = lambda actions, why: None, sense: Any = lambda: SEEN) -> Controller:
     return Controller(sense, policy, act, tick_s=0.001)
-
-
-def wait_until(holds: Any) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_a_tick_senses_decides_and_acts_and_keeps_the_state() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import logging
 from typing import Any
 
@@ -15,6 +14,7 @@ import elastic
 from elastic import StateError
 from elastic.hooks import uncompiled
 from support.architectures import build, prompt
+from support.wrapped_model import pickled
 
 NEW = 8
 
@@ -85,10 +85,7 @@ def test_what_is_not_wrapped_is_compiled(how: str, wrapped: Any) -> None:
     elif how == "deepcopy":
         other = copy.deepcopy(model)
     else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        other = torch.load(file, weights_only=False)
+        other = pickled(model)
     assert type(other.get_compiled_call(everywhere())) is not type(other.__call__)
     assert "_compiled_call" in vars(other)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -22,13 +21,7 @@ from elastic.kvcache import attention
 from elastic.kvcache.attention import attends, attends_for_engines, elastic_sdpa
 from support.architectures import MLA, SMALL, VOCAB, build, prompt
 from support.child_process import wait_for_the_janitor
-
-
-def pickled(thing: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(thing, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+from support.wrapped_model import pickled
 
 
 def from_config(config: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,7 @@ from support.architectures import build, prompt
 from support.serving.generations import prompts, same_unless_close, serve
 from support.weights.prepacked import WIDE, any_layout
 from support.weights.prepacked import wide_llama as llama
-from support.wrapped_model import assert_same_bits, bits, small
+from support.wrapped_model import assert_same_bits, bits, pickled, small
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 ROOM = small(16 << 20)
@@ -145,10 +144,7 @@ def test_a_copy_is_a_plain_model(how: str, layers: list[int], wrapped: Any, tmp_
     if how == "deepcopy":
         other = copy.deepcopy(model)
     elif how == "pickle":
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        other = torch.load(file, weights_only=False)
+        other = pickled(model)
     else:
         model.save_pretrained(tmp_path)
         other = t.AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -11,8 +11,9 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from support.processes import wait_until
 from support.serving.fake_engine import FakeEngine
-from support.serving.live_server import CONTEXT, FAKE, NAME, TOKENIZER, answer, app_for, empty, until
+from support.serving.live_server import CONTEXT, FAKE, NAME, TOKENIZER, answer, app_for, empty
 from support.serving.tool_calls import CHATTING, CheckedGrammars
 
 POSTS = [
@@ -275,6 +276,6 @@ def test_what_changes_nothing_is_taken(client: TestClient) -> None:
 
 
 def test_after_all_that_nothing_is_left(client: TestClient, engine: FakeEngine) -> None:
-    until(lambda: empty(engine))
+    wait_until(lambda: empty(engine))
     assert client.app.state.serving.answering == 0  # type: ignore[attr-defined]
     assert client.get("/health").status_code == 200

@@ -14,9 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from elastic.server.fleets.fleet import as_fleet
 from elastic.server.fleets.views import RankViews
 from elastic.types import Release, ResizeKV
+from support.processes import wait_until
 from support.serving.fake_engine import FakeEngine
 from support.serving.fake_fleet import FakeFleet
-from support.serving.live_server import app_for, until
+from support.serving.live_server import app_for
 from support.serving.status_documents import VARIANTS
 
 TOKEN = "open sesame"
@@ -139,7 +140,7 @@ def test_many_look_at_once_and_each_rank_is_asked_once(fleet: FakeFleet, monkeyp
     readers = [threading.Thread(target=views.read) for _ in range(8)]
     for reader in readers:
         reader.start()
-    until(lambda: len(fleet.looked) == 2)
+    wait_until(lambda: len(fleet.looked) == 2)
     assert sorted(fleet.looked) == ["a", "b"]
     fleet.released.set()
     for reader in readers:

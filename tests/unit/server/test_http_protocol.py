@@ -6,8 +6,9 @@ import json
 import signal
 import socket
 
+from support.processes import wait_until
 from support.serving.fake_engine import FakeEngine
-from support.serving.live_server import PATIENCE_S, Live, live, until
+from support.serving.live_server import PATIENCE_S, Live, live
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
 SOON_S = 0.2
@@ -62,13 +63,13 @@ def test_a_body_that_never_ends_is_answered_and_closed() -> None:
         received = dribbled(client, b"x")
         assert received.startswith(b"HTTP/1.1 408 ")
         assert b"request_timeout" in received
-        until(lambda: server.server._serving.answering == 0)
+        wait_until(lambda: server.server._serving.answering == 0)
 
 
 def test_half_a_body_does_not_hold_up_the_end() -> None:
     with live(FakeEngine(), drain_s=10 * PATIENCE_S) as server, connect(server) as client:
         client.sendall(HEAD + b'{"prompt": "')
-        until(lambda: server.server._serving.answering == 1)
+        wait_until(lambda: server.server._serving.answering == 1)
         server.server.handle_exit(signal.SIGTERM)
         received = b"".join(iter(lambda: client.recv(65536), b""))
         assert received.startswith(b"HTTP/1.1 503 ")

@@ -23,8 +23,9 @@ from elastic.cli.main import main, parser
 from elastic.errors import ConfigError
 from elastic.server import create_app, uvicorn_server
 from elastic.server.uvicorn_server import bind, listen, run
+from support.processes import wait_until
 from support.serving.fake_engine import FakeEngine
-from support.serving.live_server import PATIENCE_S, app_for, live, until
+from support.serving.live_server import PATIENCE_S, app_for, live
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 ASKED = {"prompt": "x", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -36,7 +37,7 @@ def test_draining_finishes_what_runs_and_refuses_what_is_new() -> None:
     with live(engine) as server, httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
         assert client.get("/health").json() == {"status": "serving"}
         with client.stream("POST", "/v1/completions", json={**ASKED, "stream": True}) as running:
-            until(lambda: len(engine._running) == 1)
+            wait_until(lambda: len(engine._running) == 1)
             server.server.handle_exit(signal.SIGTERM)
             refused = client.post("/v1/completions", json=ASKED)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
@@ -60,7 +61,7 @@ def test_draining_ends_after_its_time_with_an_error_in_the_stream() -> None:
             "POST", f"{server.url}/v1/completions", json={**ASKED, "max_tokens": 900, "stream": True}, timeout=120
         ) as running,
     ):
-        until(lambda: len(engine._running) == 1)
+        wait_until(lambda: len(engine._running) == 1)
         server.server.handle_exit(signal.SIGTERM)
         events = [line for line in running.iter_lines() if line]
         server.ended()
@@ -73,7 +74,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
     with live(engine) as server, ThreadPoolExecutor(1) as pool:
         asked = {**ASKED, "max_tokens": 900}
         running = pool.submit(httpx.post, f"{server.url}/v1/completions", json=asked, timeout=PATIENCE_S)
-        until(lambda: len(engine._running) == 1)
+        wait_until(lambda: len(engine._running) == 1)
         server.server.handle_exit(signal.SIGINT)
         server.server.handle_exit(signal.SIGINT)
         server.ended()
@@ -264,9 +265,9 @@ def test_a_second_signal_ends_the_process_quietly(busy: Child) -> None:
             client = stack.enter_context(socket.create_connection(where, PATIENCE_S))
             head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body) + missing}\r\n"
             client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
-        until(lambda: httpx.get(f"{url}/elastic/status").json()["traffic"]["running"] == 1)
+        wait_until(lambda: httpx.get(f"{url}/elastic/status").json()["traffic"]["running"] == 1)
         busy.end()
-        until(lambda: httpx.get(f"{url}/health").status_code == 503)
+        wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
         busy.end()
         busy.ended(code=1)
 

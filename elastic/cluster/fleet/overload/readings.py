@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from elastic import clock
@@ -49,7 +49,9 @@ class FleetReadings:
             if not readings:
                 return None
             kv = next(iter(serving.values())).kv_format
-            queue = [record for record in dispatcher.queue if _is_overload(record, serving.values())]
+            queue = list(dispatcher.queue)
+            if any(i.policy_blocks for i in serving.values()):  # it sees to those that no instance is large enough for
+                queue = [record for record in queue if any(i.fits_alone(record.request) for i in serving.values())]
             return FleetSnapshot(
                 clock.now(),
                 tuple(replace(reading, busy=busy) for reading in readings),
@@ -94,12 +96,6 @@ def _reading(
         queue_s=max((now - since_s for each in instances for since_s in _given_s(each)), default=0.0),
         running=sum(instance.sequences for instance in instances),
     )
-
-
-def _is_overload(record: RequestRecord, instances: Iterable[Instance]) -> bool:
-    """Return whether a request lacks room, and not an instance that is large enough: a policy sees to that."""
-    there = list(instances)
-    return not any(i.policy_blocks for i in there) or any(i.fits_alone(record.request) for i in there)
 
 
 def _committed(instance: Instance) -> int:

@@ -301,7 +301,7 @@ def test_ranks_that_come_to_share_layers_need_room_for_all_of_them_unless_they_b
     chooser = Chooser(paths["qwen3"], parse_devices(DEVICES), ("full",), ("full",), engine=ENGINE)
     found: dict[Configuration, FleetOption] = {o.configuration: o for o in chooser.options(LOAD, Intent())}
     alone, shared = found[Configuration(1)], found[Configuration(2)]
-    assert shared.need(range(3), 1) >= shared.begin_bytes > shared.option.estimate.ranks[0].layers
+    assert shared.need(range(3), 1) >= shared.begin_bytes > shared.estimate.ranks[0].layers
     assert alone.need(range(3), 1) == alone.held(range(3), 1)
     begun = chooser.options(LOAD, Intent(), begins=True)
     assert all(each.need(range(3), 1) == each.held(range(3), 1) for each in begun)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,8 @@ from elastic.engines.pipeline.stage import GuestStage
 from elastic.errors import RankLost
 from elastic.memory.backends.shared_file import OpenFile, open_shared
 from support import architectures
-from support.cluster.engine_group import EngineGroup, read_file
+from support.cluster.engine_group import EngineGroup, engine_groups, read_file
+from support.processes import wait_until
 from support.serving.generations import Collector, continuation, prompts
 from support.wrapped_model import layers as decoder_layers
 
@@ -27,22 +27,8 @@ PROMPTS = prompts([40, 25, 9, 33], architectures.VOCAB)
 @pytest.fixture
 def group() -> Iterator[Callable[..., EngineGroup]]:
     """group(ranks, architecture, bytes, **options); closed and checked when the test ends."""
-    made: list[EngineGroup] = []
-
-    def make(ranks: str, *args: Any, **options: Any) -> EngineGroup:
-        made.append(EngineGroup(ranks, *args, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
-
-
-def wait_until(done: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.002)
+    with engine_groups() as make:
+        yield make
 
 
 def requests(tokens: int, name: str = "r") -> list[Request]:

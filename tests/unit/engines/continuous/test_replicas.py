@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from elastic import ConfigError, StateError
 from elastic.engines.base import Request
 from support import architectures
-from support.cluster.engine_group import EngineGroup
+from support.cluster.engine_group import EngineGroup, engine_groups
 from support.serving.generations import Collector, continuation, prompts
 
 PROMPTS = prompts([40, 25, 9, 33], architectures.VOCAB)
@@ -21,15 +20,8 @@ LAYERS = 3
 @pytest.fixture
 def group() -> Iterator[Callable[..., EngineGroup]]:
     """group(ranks, architecture, bytes, **options); closed when the test ends."""
-    made: list[EngineGroup] = []
-
-    def make(ranks: str, *args: Any, **options: Any) -> EngineGroup:
-        made.append(EngineGroup(ranks, *args, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    with engine_groups() as make:
+        yield make
 
 
 def plain(ranks: EngineGroup, tokens: int) -> dict[str, list[int]]:

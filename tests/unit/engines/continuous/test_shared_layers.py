@@ -18,7 +18,7 @@ from elastic.memory.backends.shared_file import open_shared
 from elastic.planning.sharding.heads import kv_parts
 from support import architectures
 from support.child_process import wait_for_the_janitor
-from support.cluster.engine_group import EngineGroup, read_file, require_plain_tokens, shards_of
+from support.cluster.engine_group import EngineGroup, engine_groups, read_file, require_plain_tokens, shards_of
 from support.serving.generations import Collector, prompts
 
 LAYERS = 3
@@ -29,15 +29,12 @@ TOKENS = 40
 @pytest.fixture
 def group() -> Iterator[Callable[..., EngineGroup]]:
     """group(ranks, shards, architecture); closed and checked when the test ends."""
-    made: list[EngineGroup] = []
+    with engine_groups() as make:
 
-    def make(ranks: str, shards: int, architecture: str = "llama-gqa", **options: Any) -> EngineGroup:
-        made.append(EngineGroup(ranks, architecture, wrap={"shards": shards}, **options))
-        return made[-1]
+        def cut(ranks: str, shards: int, architecture: str = "llama-gqa", **options: Any) -> EngineGroup:
+            return make(ranks, architecture, wrap={"shards": shards}, **options)
 
-    yield make
-    for each in made:
-        each.close()
+        yield cut
 
 
 def begin(ranks: EngineGroup, homes: str, tokens: int = TOKENS) -> dict[str, Collector]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from elastic.memory.copy_engine import ThreadCopyEngine
 from elastic.memory.page_pool import PagePool
 from elastic.memory.rate_limit import RateLimiter
 from support.faulty_backend import CALLS, FaultyBackend
+from support.wrapped_model import pickled
 
 PAGE = 4096
 HEADS, DIM_K, DIM_V, WINDOW = 2, 64, 48, 12
@@ -304,10 +304,7 @@ def test_stock_layers_come_out_of_pickle() -> None:
     memory, _ = new_memory()
     for layer in (ElasticLayer(memory), ElasticSlidingLayer(memory, WINDOW)):
         layer.update(*states(1, 20))
-        file = io.BytesIO()
-        torch.save(layer, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=False)
+        loaded = pickled(layer)
         assert type(loaded) in (DynamicLayer, DynamicSlidingWindowLayer)
         assert loaded.get_seq_length() == 20
         assert torch.equal(loaded.keys, layer.keys[:, :, -loaded.keys.shape[2] :])  # type: ignore[index]

@@ -11,20 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from support.processes import wait_until
 from support.serving.fake_engine import FakeEngine
-from support.serving.live_server import (
-    EMBEDDED,
-    FAKE,
-    TOKENIZER,
-    Kind,
-    Live,
-    body,
-    empty,
-    live,
-    text_of,
-    texts,
-    until,
-)
+from support.serving.live_server import EMBEDDED, FAKE, TOKENIZER, Kind, Live, body, empty, live, text_of, texts
 
 CLIENTS = 64
 LONG = 900
@@ -70,7 +59,7 @@ def test_64_streams_with_random_disconnects(kind: Kind) -> None:
     with kind.made() as engine, live(engine) as server:
         before = engine.counters.read()
         got = asyncio.run(everyone(server.url))
-        until(lambda: empty(engine))
+        wait_until(lambda: empty(engine))
         after = engine.counters.read()
     gone = sum(leave is not None for leave in leaving)
     told = [getattr(after, name) - getattr(before, name) for name in ("arrived", "completed", "cancelled")]
@@ -89,14 +78,14 @@ def test_a_client_that_goes_away_is_cancelled(state: str, stream: bool) -> None:
     engine = FakeEngine(step_s=0.005, batch=1)
     with live(engine) as server:
         first = send(server, body("first", LONG, stream=True))
-        until(lambda: len(engine._running) == 1)
+        wait_until(lambda: len(engine._running) == 1)
         second = send(server, body("second", LONG, stream=stream)) if state == "queued" else first
-        until(lambda: len(engine._waiting) == int(state == "queued"))
+        wait_until(lambda: len(engine._waiting) == int(state == "queued"))
         waiting = [request.id for request, _ in engine._waiting] or list(engine._running)
         second.close()
-        until(lambda: engine.cancelled == waiting)
+        wait_until(lambda: engine.cancelled == waiting)
         first.close()
-        until(lambda: empty(engine))
+        wait_until(lambda: empty(engine))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -104,20 +93,20 @@ def test_a_client_that_goes_away_while_its_answer_is_computed(stream: bool) -> N
     engine = FakeEngine(step_s=0.005)
     with live(engine) as server:
         client = send(server, body("x", LONG, stream=stream))
-        until(lambda: len(engine._running) == 1)
+        wait_until(lambda: len(engine._running) == 1)
         client.close()
-        until(lambda: len(engine.cancelled) == 1 and empty(engine))
+        wait_until(lambda: len(engine.cancelled) == 1 and empty(engine))
 
 
 def test_a_client_that_does_not_read_holds_up_nobody() -> None:
     engine = FakeEngine(batch=4)
     with live(engine) as server:
         lazy = send(server, body("lazy", LONG, stream=True), small_buffer=True)
-        until(lambda: len(engine._running) == 1)
+        wait_until(lambda: len(engine._running) == 1)
         with httpx.Client(base_url=server.url, timeout=120) as client:
             got = client.post("/v1/completions", json=body("eager", 40, stream=False)).json()
         assert got["choices"][0]["text"] == known(FAKE, "eager", 40)
-        until(lambda: empty(engine))  # the lazy one's request ran to its end
+        wait_until(lambda: empty(engine))  # the lazy one's request ran to its end
         received = b""
         while b"[DONE]" not in received[-64:]:
             received += lazy.recv(65536)

@@ -10,8 +10,9 @@ import openai
 import pytest
 
 from elastic.server.generation.chat_template import without_template
+from support.processes import wait_until
 from support.serving.fake_engine import FakeEngine
-from support.serving.live_server import CONTEXT, EMBEDDED, FAKE, NAME, TOKENIZER, Kind, Live, answer, empty, live, until
+from support.serving.live_server import CONTEXT, EMBEDDED, FAKE, NAME, TOKENIZER, Kind, Live, answer, empty, live
 
 KINDS = [pytest.param(FAKE, id="fake"), pytest.param(EMBEDDED, id="embedded")]
 PROMPT = "def read(path):"
@@ -138,7 +139,7 @@ def test_a_stop_string_ends_the_text_before_it(server: Live, client: openai.Open
     assert (choice.text, choice.finish_reason) == expected
     chunks = list(client.completions.create(**options, stream=True))
     assert ("".join(chunk.choices[0].text for chunk in chunks), chunks[-1].choices[0].finish_reason) == expected
-    until(lambda: empty(server.engine))
+    wait_until(lambda: empty(server.engine))
     after = server.engine.counters.read()
     assert (after.completed - before.completed, after.cancelled - before.cancelled) == (2, 0)
 

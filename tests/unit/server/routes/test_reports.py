@@ -10,8 +10,9 @@ import openai
 import pytest
 from fastapi.testclient import TestClient
 
+from support.processes import wait_until
 from support.serving.fake_engine import FakeEngine, logprobs_at, token_after
-from support.serving.live_server import CONTEXT, NAME, TOKENIZER, app_for, live, text_of, until
+from support.serving.live_server import CONTEXT, NAME, TOKENIZER, app_for, live, text_of
 
 PROMPT = "def read(path):"
 IDS = tuple(TOKENIZER.encode(PROMPT))
@@ -75,7 +76,7 @@ def test_an_answer_that_a_stop_string_ends_leaves_the_others_alone(client: TestC
     got = complete(client, prompt=LETTERS, n=3, max_tokens=8, stop=stop)
     assert [choice["text"] for choice in got["choices"]] == [text.partition(stop)[0] for text in texts]
     assert got["choices"][1]["stop_reason"] == stop
-    until(lambda: engine.counters.read().completed == 1)
+    wait_until(lambda: engine.counters.read().completed == 1)
     assert engine.counters.read().cancelled == 0
 
 

@@ -6,11 +6,11 @@ import itertools
 import math
 
 import pytest
+from baselines.queueing import FirstComeFirstServed
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.errors import ConfigError
-from elastic.planning.deployment.queueing import FirstComeFirstServed
 
 seconds = st.integers(1, 9).map(float)
 devices = st.sets(st.sampled_from("abc"), min_size=1).map(sorted)

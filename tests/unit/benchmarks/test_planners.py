@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic.planning.deployment.alpaserve import KnownRequest, alpaserve
+from baselines.alpaserve import KnownRequest, alpaserve
+from baselines.planners import ByIntent, Planned, Static
+
 from elastic.planning.deployment.devices import DeviceState, Stage, after
 from elastic.planning.deployment.placing import Refusal
-from elastic.planning.deployment.planners import ByIntent, Planned, Static
 from elastic.planning.estimate.configuration import Configuration, configurations
 from elastic.planning.estimate.performance import InstanceCost, Load
 from elastic.planning.estimate.ranking import Estimate

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from baselines.queueing import FirstComeFirstServed
 from elastic.planning.deployment.assign import assign
 from elastic.planning.deployment.devices import DeviceState, Stage, after
 from elastic.planning.deployment.placing import Deployment, Option
-from elastic.planning.deployment.queueing import FirstComeFirstServed
 from elastic.planning.estimate.configuration import Configuration
 from elastic.planning.estimate.performance import InstanceCost, Load
 
