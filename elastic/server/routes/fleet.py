@@ -29,6 +29,7 @@ ANSWERS = ("cmpl-", "chatcmpl-", "resp_")
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Layers = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=10_000, fail_fast=True)]
 WHY = "by HTTP"
+NO_FLEET = "this server has one model; elastic serve MODEL --ranks N makes a fleet"
 
 
 class _FleetBody(BaseModel):
@@ -172,10 +173,8 @@ def routes(serving: ServerState) -> APIRouter:
         return await _done(lambda fleet: {"split": plain(fleet.split(body.rank))})
 
     async def _done(work: Any) -> dict[str, Any]:
-        """Ask the fleet on a thread."""
         if serving.fleet is None:
-            why = "this server has one model; elastic serve MODEL --ranks N makes a fleet"
-            raise APIError(404, why, code="not_found")
+            raise APIError(404, NO_FLEET, code="not_found")
         return await act(partial(work, serving.fleet))
 
     return router
