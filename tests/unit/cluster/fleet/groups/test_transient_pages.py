@@ -25,7 +25,7 @@ OF_BASE = 0.09
 
 @pytest.fixture
 def fleet(wrapped: Any) -> Any:
-    config = LlamaConfig(**{**architectures.GQA, "num_hidden_layers": LAYERS})
+    config = LlamaConfig(**{**architectures.GQA, "num_hidden_layers": LAYERS, "max_position_embeddings": 2048})
     models = []
     for number in range(2):
         torch.manual_seed(1)
@@ -50,7 +50,7 @@ def changed(fleet: Any, tp: int, layers_per_step: int) -> list[Owned]:
 def test_a_layer_at_a_pause_needs_the_keys_and_values_of_a_layer_besides(fleet: Any) -> None:
     heard = Collector()
     for number, prompt in enumerate(prompts([200, 200, 150, 150], architectures.VOCAB)):
-        fleet.submit(Request(prompt, 250, id=f"r{number}", ignore_eos=True), heard)
+        fleet.submit(Request(prompt, 1_500, id=f"r{number}", ignore_eos=True), heard)
     for number in range(4):
         heard.wait_for_tokens(f"r{number}", 2)
     weights = sum(fleet.models[0].elastic.layer_pages)
