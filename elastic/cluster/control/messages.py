@@ -42,6 +42,8 @@ class ModelFacts:
 class RankPlace:
     """Memory that a rank may use, as it was started with."""
 
+    text: str
+    """As it was written, such as `cpu#a=1GiB`."""
     name: str
     memory: str
     """What it is a part of: "cpu", or a GPU by its UUID. Places of one host with the same share it."""

@@ -177,7 +177,8 @@ def _claims(hello: Hello) -> dict[tuple[str, str], RankPlace]:
 
 def rank_status(instance: Instance, beat_s: float | None) -> RankStatus:
     """Return what `Fleet.status` says of a rank."""
-    hello, spec = instance.hello, instance.spec
+    hello = instance.hello
+    places = instance.spec.places or tuple(place.text for place in hello.places)  # it chose them itself
     return RankStatus(
-        instance.name, instance.rank_state, hello.pid, hello.host, instance.launcher, spec.places, beat_s, instance.why
+        instance.name, instance.rank_state, hello.pid, hello.host, instance.launcher, places, beat_s, instance.why
     )

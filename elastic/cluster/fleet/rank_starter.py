@@ -107,9 +107,8 @@ class RankStarter:
     def _require_memory(self, specs: Sequence[RankSpec]) -> None:
         """Hold what processes of this host are to have of its memory against it; of a GPU only they can tell."""
         if self.launcher.name == "local":
-            places = {spec.name: [Place.parse(place) for place in spec.places] for spec in specs}
-            here = {name: [p for p in each if p.device.type == "cpu"] for name, each in places.items()}
-            self._members.require_memory({name: rank_places(each) for name, each in here.items()})
+            here = {s.name: [p for p in s.places if Place.parse(p).device.type == "cpu"] for s in specs}
+            self._members.require_memory({name: rank_places(places) for name, places in here.items()})
 
     def _join(self, client: RankClient, spec: RankSpec) -> Instance:
         if self._ended:

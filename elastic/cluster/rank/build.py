@@ -59,7 +59,7 @@ def built(spec: RankSpec, connection: Connection) -> Iterator[Rank]:
         engine = ContinuousEngine(model, **options)
         stack.callback(engine.stop, drain=False)
         cost = _measured_cost(engine, spec, options) if spec.lookahead and spec.share is None else None
-        most, held = options["max_requests"], rank_places(places)
+        most, held = options["max_requests"], rank_places(spec.places)
         yield Rank(engine, connection, spec.name, facts, max_requests=most, cost=cost, places=held)
 
 

@@ -40,9 +40,13 @@ class RankSpec:
     """Whether it measures what its model's steps cost before it serves, for steps that cost the same in a pipeline."""
 
 
-def rank_places(places: Sequence[Place]) -> tuple[RankPlace, ...]:
+def rank_places(texts: Sequence[str]) -> tuple[RankPlace, ...]:
     """Return what a fleet is told of places, to be asked for by the process that has them."""
-    return tuple(RankPlace(p.name, _memory(p), p.budget_bytes, total_bytes(p.device)) for p in places)
+    return tuple(_rank_place(text, Place.parse(text)) for text in texts)
+
+
+def _rank_place(text: str, place: Place) -> RankPlace:
+    return RankPlace(text, place.name, _memory(place), place.budget_bytes, total_bytes(place.device))
 
 
 def _memory(place: Place) -> str:

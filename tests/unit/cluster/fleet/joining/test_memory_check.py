@@ -17,7 +17,7 @@ from elastic.memory.backends.shared_file import host_name
 from elastic.memory.places import total_bytes
 from support.cluster.fake_rank import FakeLauncher, FakeRank
 
-HALF = RankPlace("cpu", "cpu", 50, 100)
+HALF = RankPlace("cpu=50", "cpu", "cpu", 50, 100)
 TOTAL = total_bytes(Place.parse("cpu").device)
 
 
@@ -51,8 +51,9 @@ def test_the_words_name_the_memory_and_the_remedy() -> None:
 
 
 def test_ranks_tell_what_they_have() -> None:
-    places = rank_places([Place.parse("cpu#a=1MiB"), Place.parse("cpu#b")])
-    assert places == (RankPlace("cpu#a", "cpu", 1 << 20, TOTAL), RankPlace("cpu#b", "cpu", None, TOTAL))
+    first, second = rank_places(["cpu#a=1MiB", "cpu#b"])
+    assert first == RankPlace("cpu#a=1MiB", "cpu#a", "cpu", 1 << 20, TOTAL)
+    assert second == RankPlace("cpu#b", "cpu#b", "cpu", None, TOTAL)
 
 
 def launcher(host: str, *, one_process: bool = False) -> FakeLauncher:
