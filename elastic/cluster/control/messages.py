@@ -20,7 +20,7 @@ from elastic.engines.core.step import SequenceState
 from elastic.planning.pipeline.chunk_cost import ModelCost
 from elastic.types import Action
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,21 @@ class ModelFacts:
     """Tokens that the model was made for, prompt and answer together."""
     end_tokens: tuple[int, ...]
     variants: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Memory that a rank may use, as it was started with."""
+
+    text: str
+    """As it was written, such as `cpu#a=1GiB`."""
+    name: str
+    memory: str
+    """What it is a part of: "cpu", or a GPU by its UUID. Places of one host with the same share it."""
+    budget_bytes: int | None
+    """None: chosen by the rank, of what was free when it began."""
+    total_bytes: int
+    """What there is of this memory at all, for the rank's process."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +72,8 @@ class Hello:
     """`Engine.weights` so far."""
     cost: ModelCost | None = None
     """What steps of its model cost; None: nobody asked for that."""
+    places: tuple[RankPlace, ...] = ()
+    """Those that it was started with; none: as `elastic.wrap` chose."""
 
 
 @dataclass(frozen=True)

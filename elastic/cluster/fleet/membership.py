@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from elastic.cluster.control.messages import ModelFacts
+from elastic.cluster.control.messages import Hello, ModelFacts, RankPlace
 from elastic.cluster.control.status import RankStatus
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.joining.memory_check import require_memory_together
 from elastic.cluster.fleet.joining.model_check import require_same_model
 from elastic.cluster.fleet.moves import kv_of
 from elastic.cluster.fleet.records.delivery import Delivery
@@ -46,7 +47,9 @@ class Membership:
         self._past: dict[str, RankStatus] = {}
 
     def join(self, client: RankClient, spec: RankSpec, launcher: str) -> Instance:
-        """Have a rank serve. Raises `ConfigError` if its model is not the fleet's; it is ended then."""
+        """Have a rank serve. Raises `ConfigError` if its model is not the fleet's, or its host has less memory than
+        ranks there would have together; it is ended then.
+        """
         hello, dispatcher = client.hello, self._dispatcher
         try:
             with self._lock:
@@ -54,7 +57,9 @@ class Membership:
                     raise ConfigError(f"rank {hello.name!r} is there already; choose another name")
                 expected = self.facts = self.facts or hello.model
                 self.kv_format = self.kv_format or hello.kv
+                claims = {**self._claims(hello.host), **_claims(hello)}
             require_same_model(hello.name, hello.model, expected)
+            require_memory_together(f"rank {hello.name!r} is refused", claims)
         except ConfigError as error:
             self._log.add("refused", rank=hello.name, why=str(error))
             client.refuse(str(error))
@@ -72,6 +77,17 @@ class Membership:
             dispatcher.changed.notify_all()
         self._log.add("joined", rank=instance.name, instance=instance.name)
         return instance
+
+    def require_memory(self, coming: Mapping[str, Sequence[RankPlace]]) -> None:
+        """Raise `ConfigError` where this host has less memory than its ranks and these, by name, would have."""
+        more = {(rank, place.name): place for rank, places in coming.items() for place in places}
+        with self._lock:
+            claims = {**self._claims(host_name()), **more}
+        require_memory_together(f"ranks {', '.join(coming)} cannot start", claims)
+
+    def _claims(self, host: str) -> dict[tuple[str, str], RankPlace]:
+        hellos = [instance.hello for instance in self._dispatcher.instances.values()]
+        return {key: place for hello in hellos if hello.host == host for key, place in _claims(hello).items()}
 
     def lost(self, instance: Instance, why: str) -> None:
         """Have the requests of a rank that has ended go on elsewhere. On its client's thread, once."""
@@ -155,9 +171,14 @@ class Membership:
             return (*self._past.values(), *(rank_status(each, now - each.heard_s) for each in present))
 
 
+def _claims(hello: Hello) -> dict[tuple[str, str], RankPlace]:
+    return {(str(hello.pid), place.name): place for place in hello.places}
+
+
 def rank_status(instance: Instance, beat_s: float | None) -> RankStatus:
     """Return what `Fleet.status` says of a rank."""
-    hello, spec = instance.hello, instance.spec
+    hello = instance.hello
+    places = instance.spec.places or tuple(place.text for place in hello.places)  # it chose them itself
     return RankStatus(
-        instance.name, instance.rank_state, hello.pid, hello.host, instance.launcher, spec.places, beat_s, instance.why
+        instance.name, instance.rank_state, hello.pid, hello.host, instance.launcher, places, beat_s, instance.why
     )

@@ -14,8 +14,8 @@ from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.membership import Membership
 from elastic.cluster.launch.base import Launcher
 from elastic.cluster.rank.client import RankClient
-from elastic.cluster.rank.spec import RankSpec
-from elastic.config import require
+from elastic.cluster.rank.spec import RankSpec, rank_places
+from elastic.config import Place, require
 from elastic.errors import ConfigError, ElasticError, StateError
 from elastic.planning.sharding.share import Share
 
@@ -83,13 +83,16 @@ class RankStarter:
 
     def start(self, spec: RankSpec) -> Instance:
         """Start a rank and have it join. Raises what it raised."""
+        self._require_memory([spec])
         return self._join(self.launcher.start(spec), spec)
 
     def start_all(self, specs: Sequence[RankSpec]) -> tuple[str, ...]:
         """Start ranks side by side, and have them join in this order; return their names.
 
-        Raises the first error when all others have joined.
+        Raises the first error when all others have joined; `ConfigError` before any is started where this host has
+        less memory than they would have together.
         """
+        self._require_memory(specs)
         started = clock.run_together([partial(self.launcher.start, spec) for spec in specs], "elastic-fleet-start")
         names, errors = [], []
         for spec, client in zip(specs, started, strict=True):
@@ -100,6 +103,12 @@ class RankStarter:
         if errors:
             raise errors[0]
         return tuple(names)
+
+    def _require_memory(self, specs: Sequence[RankSpec]) -> None:
+        """Hold what processes of this host are to have of its memory against it; of a GPU only they can tell."""
+        if self.launcher.name == "local":
+            here = {s.name: [p for p in s.places if Place.parse(p).device.type == "cpu"] for s in specs}
+            self._members.require_memory({name: rank_places(places) for name, places in here.items()})
 
     def _join(self, client: RankClient, spec: RankSpec) -> Instance:
         if self._ended:

@@ -17,7 +17,7 @@ from elastic.cluster.control.messages import ModelFacts
 from elastic.cluster.rank.facts import model_facts, stored_facts
 from elastic.cluster.rank.rank import Rank
 from elastic.cluster.rank.skeleton import load_skeleton
-from elastic.cluster.rank.spec import RankSpec
+from elastic.cluster.rank.spec import RankSpec, rank_places
 from elastic.config import Place, require
 from elastic.engines.base import GrammarCompiler
 from elastic.engines.continuous.chunk_profile import fit_cost
@@ -59,7 +59,8 @@ def built(spec: RankSpec, connection: Connection) -> Iterator[Rank]:
         engine = ContinuousEngine(model, **options)
         stack.callback(engine.stop, drain=False)
         cost = _measured_cost(engine, spec, options) if spec.lookahead and spec.share is None else None
-        yield Rank(engine, connection, spec.name, facts, max_requests=options["max_requests"], cost=cost)
+        most, held = options["max_requests"], rank_places(spec.places)
+        yield Rank(engine, connection, spec.name, facts, max_requests=most, cost=cost, places=held)
 
 
 def _load_wrapped(spec: RankSpec, places: list[Place], stack: ExitStack) -> tuple[Any, ModelFacts]:

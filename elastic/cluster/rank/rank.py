@@ -16,6 +16,7 @@ from elastic.cluster.control.messages import (
     Hello,
     ModelFacts,
     News,
+    RankPlace,
     Refused,
     Submit,
 )
@@ -50,10 +51,12 @@ class Rank:
         max_requests: int = 256,
         beat_s: float = BEAT_S,
         cost: ModelCost | None = None,
+        places: tuple[RankPlace, ...] = (),
     ) -> None:
         self.engine, self.name = engine, name
         self._connection = connection
         self._facts, self._max_requests, self._beat_s, self._cost = facts, max_requests, beat_s, cost
+        self._places = places
         self._lock = threading.Lock()  # of the three below
         self._outputs: list[Output] = []
         self._starts: list[int] = []
@@ -155,6 +158,7 @@ class Rank:
             self.engine.load(),
             self._new_forms(),
             self._cost,
+            self._places,
         )
 
     def _listen(self, output: Output) -> None:

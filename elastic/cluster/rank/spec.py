@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.cluster.control.messages import RankPlace
+from elastic.config import Place
+from elastic.controller.sensors.nvml import identify
+from elastic.memory.places import total_bytes
 from elastic.planning.sharding.share import Share
 
 
@@ -34,3 +38,20 @@ class RankSpec:
     """Which ranks these are: those with the same number."""
     lookahead: bool = False
     """Whether it measures what its model's steps cost before it serves, for steps that cost the same in a pipeline."""
+
+
+def rank_places(texts: Sequence[str]) -> tuple[RankPlace, ...]:
+    """Return what a fleet is told of places, to be asked for by the process that has them."""
+    return tuple(_rank_place(text, Place.parse(text)) for text in texts)
+
+
+def _rank_place(text: str, place: Place) -> RankPlace:
+    return RankPlace(text, place.name, _memory(place), place.budget_bytes, total_bytes(place.device))
+
+
+def _memory(place: Place) -> str:
+    """Name the memory that a place is a part of; a GPU has another number in each process."""
+    if place.device.type != "cuda":
+        return place.device.type
+    gpu = identify(place.device.index or 0)
+    return gpu.uuid or gpu.bus_id or str(place.device)

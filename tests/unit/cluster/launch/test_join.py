@@ -12,19 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from elastic.assets import MODEL_DIR
 from elastic.cli.main import main
 from elastic.cluster.control.handshake import connect, make_key_file, read_key
 from elastic.cluster.control.messages import Refused
+from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.launch.base import RankSpec
 from elastic.cluster.launch.join import JoinLauncher
 from elastic.cluster.rank.build import built
 from elastic.cluster.rank.client import RankClient
+from elastic.engines.base import Request
 from elastic.errors import ConfigError, StateError
 from support.architectures import build
 from support.processes import wait_for_end, wait_until
 from support.serving.fleet_side import FleetSide
+from support.serving.generations import Collector, continuation
 
 ANY = RankSpec("any", None)
 
@@ -170,3 +175,26 @@ def test_a_process_joins_serves_and_ends_with_its_fleet(launcher: JoinLauncher, 
         rank.end()
         wait_for_end(process.pid)
         assert process.wait() == 0
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_starts_make_a_fleet_and_end_with_it(launcher: JoinLauncher, key_file: Path) -> None:
+    where = f"127.0.0.1:{launcher.address[1]}"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    options: list[Any] = ["--join", where, "--key-file", key_file, "--place", "cpu=16MiB"]
+    command = [sys.executable, "-m", "elastic.cli.main", "rank", str(MODEL_DIR), *map(str, options)]
+    with subprocess.Popen([*torchrun, *command]) as process:
+        heard, requests = Collector(), [Request((5, 6, 7), 8, ignore_eos=True) for _ in range(4)]
+        with Fleet(MODEL_DIR, ranks=2, launch=launcher) as fleet:
+            ranks = fleet.status().ranks
+            for request in requests:
+                fleet.submit(request, heard)
+            assert {fleet.instance_of(request.id) for request in requests} == {"r0", "r1"}
+            heard.wait([request.id for request in requests])
+        assert process.wait(60) == 0
+    for rank in ranks:
+        assert (rank.launcher, rank.places) == ("join", ("cpu=16MiB",))
+        wait_for_end(rank.pid)
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    expected = continuation(model, (5, 6, 7), 8)
+    assert [heard.tokens[request.id] for request in requests] == [expected] * 4

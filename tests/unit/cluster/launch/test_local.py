@@ -27,6 +27,7 @@ from elastic.cluster.launch import local as module
 from elastic.cluster.launch.base import RankSpec
 from elastic.cluster.launch.local import LocalLauncher
 from elastic.cluster.rank import process
+from elastic.cluster.rank.spec import rank_places
 from elastic.errors import ConfigError, ElasticError, StateError
 from support.child_process import end_of_fork
 from support.processes import children, open_files, wait_for_end, wait_until
@@ -72,6 +73,7 @@ def test_ranks_serve_as_the_model_does_and_end_when_asked(start: Callable[..., F
         assert rank.answer("one", prompt=PROMPT, tokens=12) == expected
         assert rank.client.hello.pid != os.getpid()
     assert ranks[0].client.hello.model == ranks[1].client.hello.model
+    assert ranks[1].client.hello.places == rank_places(["cpu=32MiB"])
     status = Path(f"/proc/{ranks[1].client.hello.pid}/status").read_text()
     assert f"Cpus_allowed_list:\t{min(os.sched_getaffinity(0))}\n" in status
     for rank in ranks:
