@@ -31,14 +31,11 @@ class Wires:
         self._clock, self._links = clock, links
         self._flows: dict[_Flow, None] = {}
         self._at = 0.0
-        self.bulk_bytes = 0.0
-        self.hidden_bytes = 0.0
 
     def copy(
         self, ends: tuple[str, ...], nbytes: float, done: Callable[[], object], *, coordinated: bool = True
     ) -> None:
         """Have bytes go between ranks; `done` is called when they are there."""
-        self.bulk_bytes += nbytes
         self._advance()
         self._flows[_Flow(ends, nbytes, done, coordinated)] = None
         self._share_out()
@@ -46,7 +43,6 @@ class Wires:
     def hidden_s(self, ends: tuple[str, ...], nbytes: float, times: int = 1) -> float:
         """Return the seconds of a step's hidden states on their way, so many times; bulk has to wait for them."""
         nbytes *= times
-        self.hidden_bytes += nbytes
         self._advance()
         passing = [flow for flow in self._flows if not set(ends).isdisjoint(flow.ends)]
         for flow in passing:
