@@ -35,6 +35,12 @@ class Installation:
         self._parts = parts
         self._on_model = on_model
         self._memory = memory
+        self._forsaken: weakref.finalize[..., nn.Module] | None = None
+
+    def guard(self, model: nn.Module) -> None:
+        """Have the memory given back when the model goes without `unwrap`."""
+        self._forsaken = weakref.finalize(model, janitor.submit, self.abandon)
+        self._forsaken.atexit = False
 
     def take_off(self) -> None:
         """Leave the model as it was. Raises `StateError` where that cannot be now."""
@@ -48,6 +54,8 @@ class Installation:
                 self._on_model.close()
             finally:  # a layer that finds no ordinary memory keeps its pages, as `retained`, and goes on working
                 self._memory.close()
+        if self._forsaken is not None:  # it would hold what the model's parameters were until the model goes
+            self._forsaken.detach()
 
     def abandon(self) -> None:
         """Give the memory back of a model that is gone without `unwrap`."""
@@ -74,7 +82,7 @@ def install(model: nn.Module, options: WrapOptions) -> None:
         _put_on(model, runtime, parts, options, attention, on_model)
         runtime.start(controlled=options.start_controller)
         installations[model] = Installation(runtime, parts, on_model.pop_all(), memory.pop_all())
-    weakref.finalize(model, janitor.submit, installations[model].abandon).atexit = False
+    installations[model].guard(model)
 
 
 def choose_decode_kernels(options: WrapOptions) -> None:

@@ -260,8 +260,11 @@ class Runtime(LayerVerbs):
         parts = dict.fromkeys(self._weights.layer_indices(layers)) | self._weights.parts_by_layer(shards)
         return _awaited(self._executor.call(partial(self._weights.source, parts)))
 
-    def exchange_with(self, peers: Peers, pace: YieldingPace) -> None:
-        """Have weights be fetched from other ranks, and read by them; `pace` is that of fetches that let steps pass."""
+    def exchange_with(self, peers: Peers | None, pace: YieldingPace | None) -> None:
+        """Have weights be fetched from other ranks, and read by them; `pace` is that of fetches that let steps pass.
+
+        None: from processes of this host alone, as at first.
+        """
         self._weights.peers, self._weights.pace = peers, pace
 
     def keep_no_stages(self) -> None:

@@ -125,6 +125,15 @@ def test_a_model_that_is_dropped_gives_its_memory_back() -> None:
     assert pool.backend.created == 0
 
 
+def test_nothing_is_kept_of_a_wrap_that_was_undone() -> None:
+    """Else weights that the model gets later would stand beside those that it had."""
+    model = elastic.wrap(build("llama-gqa"), places="cpu=64MiB")
+    gone = weakref.ref(model.elastic)
+    elastic.unwrap(model)
+    gc.collect()
+    assert gone() is None
+
+
 def test_the_ledger_sums_to_the_budget_with_the_model_in_it(wrapped: Any) -> None:
     model = build("llama-gqa")
     wrapped(model)

@@ -203,3 +203,4 @@ class PipelinedEngine(RecoveringEngine):
             self.close_stage(home)
         self._home.forward = None
         self._release_forward()
+        self.runtime.exchange_with(None, None)  # who was to be let pass was this engine, and so its model

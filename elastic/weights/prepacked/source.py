@@ -31,7 +31,7 @@ class ResidentSource:
         return F.linear(x, self.value().to(x.dtype), bias)
 
     def value(self) -> torch.Tensor:
-        """Return the matrix in the plain order, in memory of its own."""
+        """Return the matrix, [outputs, inputs], in the plain order, in memory of its own."""
         return self._layout.unpack(self.packed)
 
     copy = stored = value
@@ -62,7 +62,7 @@ class AbsentSource(HostSource):
         return F.linear(x, self.value().to(x.dtype), bias)
 
     def value(self) -> torch.Tensor:
-        """Return the matrix in the plain order, in memory of its own."""
+        """Return the matrix, [outputs, inputs], in the plain order, in memory of its own."""
         return self._layout.unpack(self._bytes())
 
     copy = stored = value

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -128,3 +130,25 @@ def test_a_rank_keeps_what_it_gave_until_it_was_copied_and_no_longer(ranks: Engi
     heard.wait(list(expected))
     assert heard.tokens == expected
     ranks.part("a")
+
+
+class FakePeers:
+    """Other ranks, whom nobody asks."""
+
+    name = "a"
+
+    def open_memory(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError(args)
+
+
+def test_models_whose_layers_were_exchanged_go_when_their_engines_have_ended() -> None:
+    """What copies let pass is an engine, which has its model."""
+    group = EngineGroup("ab")
+    for rank in "ab":
+        group[rank].use_peers(FakePeers())
+    group.join("a", "b")
+    models = [weakref.ref(group.tracked[rank].model) for rank in "ab"]
+    group.close()
+    del group
+    gc.collect()
+    assert [model() for model in models] == [None, None]
