@@ -191,6 +191,7 @@ def test_weights_of_a_lost_rank_come_back_from_one_that_has_them(serve: Callable
     served.fleet._dispatcher.instances["r1"].client.kill("by the test")
     served.heard.wait(list(served.requests))
     served.have_the_plain_models_tokens()
+    wait_until(lambda: not served.fleet.groups(), "the group was not repaired")
     (recovered,) = [event for event in served.fleet.events() if event.kind == "recovered"]
     assert recovered.rank == "r0,r1"
     assert served.models[0].elastic.dropped_shards == ()
