@@ -22,7 +22,7 @@ class RankThread:
     ended: int | None = None
 
     def __init__(self, spec: RankSpec, connection: QueueConnection) -> None:
-        self._spec, self._connection = spec, connection
+        self.name, self._spec, self._connection = spec.name, spec, connection
         self._thread = threading.Thread(target=self._run, name=f"elastic-rank-{spec.name}", daemon=True)
         self._thread.start()
 

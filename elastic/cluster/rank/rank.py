@@ -198,7 +198,7 @@ class Rank:
 
     def _beat(self) -> None:
         while not self.ended.wait(self._beat_s):
-            if not self.engine.serving and not self._ending:
+            if not self.engine.serving and not (self._ending or self.ended.is_set()):
                 logger.error("the engine has ended by itself; this rank ends too")
                 self._connection.close()
                 return

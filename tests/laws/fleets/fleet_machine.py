@@ -56,6 +56,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.expected, self.heard = expected(name), Tokens()
         self.asked: dict[str, tuple[int, Request]] = {}
         self.cancelled: set[str] = set()
+        self.gone: list[str] = []
         self.numbers = itertools.count()
 
     def wrap(self, name: str, model: Any) -> None:
@@ -144,10 +145,14 @@ class FleetMachine(RuleBasedStateMachine):
             if hangs:
                 self.launcher.hang(rank)
             self.fleet.kill(rank)
+            self.gone.append(rank)
 
     @rule()
     def add(self) -> None:
+        """Ranks that are gone hang, or compute, until then; after it they would leave none of the place's pages."""
         if len(self.ranks) < 4:
+            while self.gone:
+                self.launcher.forget(self.gone.pop())
             self.fleet.add()
 
     @rule(data=st.data(), drain=st.booleans())
@@ -159,6 +164,7 @@ class FleetMachine(RuleBasedStateMachine):
             self.resize_to(each, None)  # or what is drained may wait for room without an end
         self.fleet.remove(rank, drain=drain)
         assert rank not in self.ranks
+        self.gone.append(rank)
 
     @rule(data=st.data(), pages=st.integers(0, 300))
     def resize(self, data: Any, pages: int) -> None:

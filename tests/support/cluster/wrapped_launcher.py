@@ -14,7 +14,7 @@ from elastic.cluster.rank.spec import RankSpec
 
 
 class WrappedLauncher(InProcessLauncher):
-    """Gives each rank a model of its own, wrapped as `wrap` does; `close` unwraps them and recounts."""
+    """Gives each rank a model of its own, wrapped as `wrap` does; `close` and `forget` unwrap them and recount."""
 
     def __init__(self, build: Callable[[], Any], wrap: Callable[[Any], object]) -> None:
         super().__init__(start_timeout_s=120)
@@ -41,13 +41,24 @@ class WrappedLauncher(InProcessLauncher):
         for gate in self._gates.values():
             gate.set()
 
+    def forget(self, name: str) -> None:
+        """Have a rank that was lost or removed give its memory back, which it has as long as its model is wrapped."""
+        self._gates[name].set()
+        (rank,) = [rank for rank in self._ranks if rank.name == name]
+        assert rank.wait(120) is not None, "it lives on behind its fleet"
+        self._ranks.remove(rank)
+        self._unwrap(name)
+
     def close(self) -> None:
         self.go_on()
         super().close()
-        for model in self.models.values():
-            rt = model.elastic
-            assert rt.kv.used_bytes == 0
-            rt.restore()
-            rt.check()
-            elastic.unwrap(model)
-        self.models.clear()
+        for name in list(self.models):
+            self._unwrap(name)
+
+    def _unwrap(self, name: str) -> None:
+        model = self.models.pop(name)
+        rt = model.elastic
+        assert rt.kv.used_bytes == 0
+        rt.restore()
+        rt.check()
+        elastic.unwrap(model)

@@ -272,6 +272,30 @@ def test_it_ends_when_its_engine_has_ended_by_itself(serve: Callable[..., Served
     one.ended()
 
 
+def test_an_engine_that_the_rank_ends_has_not_ended_by_itself(
+    serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between the beat's wait and its look at the engine, the rank is stopped."""
+    one = serve(beat_s=0.01)
+    one.next(Beat)
+
+    class Stopped(SteppedEngine):
+        @property
+        def serving(self) -> bool:
+            one.rank.stop()
+            return False
+
+        @serving.setter
+        def serving(self, value: bool) -> None:
+            pass
+
+    one.engine.__class__ = Stopped
+    for beats in [thread for thread in threading.enumerate() if thread.name == "elastic-r0-beat"]:
+        beats.join(60)
+    one.ended()
+    assert not caplog.records
+
+
 def test_it_beats_while_its_engine_hangs(serve: Callable[..., Served]) -> None:
     one = serve(beat_s=0.01)
     one.submit("request")  # and no step
