@@ -107,8 +107,8 @@ class RankStarter:
     def _require_memory(self, specs: Sequence[RankSpec]) -> None:
         """Hold what processes of this host are to have of its memory against it; of a GPU only they can tell."""
         if self.launcher.name == "local":
-            here = {s.name: [p for p in s.places if Place.parse(p).device.type == "cpu"] for s in specs}
-            self._members.require_memory({name: rank_places(places) for name, places in here.items()})
+            on_cpu = {s.name: [p for p in s.places if Place.parse(p).device.type == "cpu"] for s in specs}
+            self._members.require_memory({name: rank_places(places) for name, places in on_cpu.items()})
 
     def _join(self, client: RankClient, spec: RankSpec) -> Instance:
         if self._ended:
