@@ -130,10 +130,11 @@ class GroupRanges:
                     raise IntegrityError(f"layer {layer} shows {shown} pages of {sectors} sectors")
 
     def close(self) -> None:
-        """Give everything back."""
+        """Give everything back: no layer is here then."""
         for layer_range, storage in self._ranges.values():
             storage.drop()
             layer_range.close()
+        self.layers = ()
         self.mapped.clear()
 
     def _range(self, layer: int) -> tuple[VirtualRange, int]:

@@ -218,6 +218,25 @@ def test_a_copy_that_cannot_be_right_is_refused() -> None:
     assert copy_layers(guest, source, ()) == 0
 
 
+def test_a_copy_into_a_memory_that_is_closed_meanwhile_fails_in_words() -> None:
+    """As where a rank ends in the middle of a copy."""
+    home, guest = home_and_guest()
+    asked: list[int] = []
+
+    def wanted() -> bool:
+        asked.append(len(asked))
+        if len(asked) == 2:
+            guest.close()
+        return True
+
+    with pytest.raises(StateError, match="KV cache of layer 2 is not here"):
+        copy_layers(guest, layers_kv(home, 1, 2), (2,), wanted=wanted)
+    assert len(asked) == 2
+    home.close()
+    with pytest.raises(StateError, match="KV cache of layer 2 is not here"):
+        home.groups[0].view(2, torch.uint8)
+
+
 def test_a_cache_shows_the_layers_that_are_here() -> None:
     home, guest = home_and_guest()
     groups = [LayerGroup((0, 2), None), LayerGroup((1,), None)]
