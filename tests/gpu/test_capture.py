@@ -11,6 +11,7 @@ import torch
 from elastic import StateError
 from elastic.kvcache.decode_table import DecodeKernelTable
 from elastic.kvcache.decode_timing import DEFAULT, DecodeShape, processor
+from elastic.memory.background import janitor
 from support.architectures import build, prompt
 
 pytestmark = pytest.mark.cuda
@@ -18,8 +19,13 @@ DEVICE = torch.device("cuda:0")
 
 
 def captured(work: Callable[[], Any]) -> Any:
-    """Capture an addition, and do some work meanwhile; the capture must come to its end."""
+    """Capture an addition, and do some work meanwhile; the capture must come to its end.
+
+    Pages that are made beside it would end it, as docs/limits.md says: those that are on their way are waited for.
+    """
     tensor = torch.zeros(1, device=DEVICE)
+    janitor.finish()
+    janitor.start()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         tensor.add_(1)
         return work()
