@@ -32,12 +32,22 @@ MOST_TOKENS = 2048
 
 @dataclass(frozen=True)
 class SheetMemory:
-    """The memory of a device by its data sheet."""
+    """The memory of a device by its data sheet, in bytes."""
 
-    device: str
     nbytes: int
     taken: int
-    """Bytes that one rank has of it."""
+    """What one rank has of it."""
+
+
+@dataclass(frozen=True)
+class _RankCost:
+    """What a rank's steps cost, and the pages that it has."""
+
+    cost: StepCost
+    pages: PlacePages
+    basis: str = "fitted"
+    cut: StepCost | None = None
+    memory: SheetMemory | None = None
 
 
 def read_rank_model(table: Table, folder: Path) -> tuple[RankModel, str, SheetMemory | None]:
@@ -51,14 +61,13 @@ def read_rank_model(table: Table, folder: Path) -> tuple[RankModel, str, SheetMe
     simulation.done()
     steps = table.table("steps")
     noise, contention = steps.number("noise", 0.0), steps.number("contention", 0.0)
-    cut: StepCost | None = None
-    memory: SheetMemory | None = None
     if "model" in table:
-        cost, cut, pages, basis, memory = _by_sheet(table.table("model"), options, folder)
+        rank = _by_sheet(table.table("model"), options, folder)
     else:
-        cost, pages, basis = _fitted(steps), _memory(table.table("memory"), options), "fitted"
+        rank = _RankCost(_fitted(steps), _memory(table.table("memory"), options))
     steps.done()
-    return RankModel(options, pages, cost, noise, stretch_s=stretch_s, contention=contention, cut=cut), basis, memory
+    model = RankModel(options, rank.pages, rank.cost, noise, stretch_s=stretch_s, contention=contention, cut=rank.cut)
+    return model, rank.basis, rank.memory
 
 
 def read_engine(engine: Table) -> EngineOptions:
@@ -93,13 +102,10 @@ def _memory(memory: Table, options: EngineOptions) -> PlacePages:
     return PlacePages(layers * (layer + blocks), layers * layer, layers, 1, layers, layer)
 
 
-def _by_sheet(
-    table: Table, options: EngineOptions, folder: Path
-) -> tuple[StepCost, StepCost | None, PlacePages, str, SheetMemory]:
-    """Return the seconds of a step, those of them that ranks which share layers divide, pages, basis and memory."""
+def _by_sheet(table: Table, options: EngineOptions, folder: Path) -> _RankCost:
     kind = sheet(table.text("device"), option="model.device")
     size = parse_bytes(table.text("memory", str(kind.memory_bytes)), option="model.memory")
-    memory = SheetMemory(kind.name, kind.memory_bytes, size)
+    memory = SheetMemory(kind.memory_bytes, size)
     kind, basis = read_rates(table, kind)
     configuration = Configuration(table.whole("tp", 1), 1, table.text("weights", FULL), table.text("kv", FULL))
     layout = layout_of(read_config(table if "path" in table else table.table("config"), folder))
@@ -110,7 +116,8 @@ def _by_sheet(
     candidate = estimator.candidate(configuration)
     assert candidate.cost is not None
     pages = rank_pages(estimator, configuration, range(len(layout.decoder.layers)), devices[0])
-    return SheetSteps.of(candidate.cost), _divided(estimator, configuration, candidate.cost), pages, basis, memory
+    cut = _divided(estimator, configuration, candidate.cost)
+    return _RankCost(SheetSteps.of(candidate.cost), pages, basis, cut, memory)
 
 
 def read_rates(table: Table, kind: DeviceKind) -> tuple[DeviceKind, str]:

@@ -13,7 +13,7 @@ from elastic.cluster.control.messages import Beat, Cancel, News, Refused, Submit
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.planning.choice import choose
 from elastic.cluster.fleet.planning.prefix_index import PrefixIndex, block_hashes
-from elastic.cluster.fleet.planning.recent import AnswerLengths, DrainRate
+from elastic.cluster.fleet.planning.request_statistics import AnswerLengths, DrainRate
 from elastic.cluster.fleet.planning.router import Routing
 from elastic.cluster.fleet.records.audit import check_records
 from elastic.cluster.fleet.records.delivery import Delivery

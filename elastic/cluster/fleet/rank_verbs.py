@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,11 +18,11 @@ from elastic.cluster.control.messages import (
 from elastic.types import Action
 
 
-class RankVerbs:
+class RankVerbs(ABC):
     """What is asked of one rank, by its name. Raises what it raises, `ConfigError` for one that is not there."""
 
-    def _ask(self, rank: str, question: Question) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _ask(self, rank: str, question: Question) -> Any: ...
 
     def look(self, rank: str) -> RuntimeView:
         """Return the status, events and request statistics of a rank's runtime."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -40,7 +42,7 @@ from elastic.cluster.control.status import Wire
 from elastic.cluster.peers.hub import PeerHub
 from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.errors import ElasticError, StateError
-from elastic.types import Fetch, Restore, WeightsSource
+from elastic.types import Action, Fetch, Restore, WeightsSource
 
 ACCEPT_S = 30.0
 """How long a stage waits for its home to connect."""
@@ -107,7 +109,7 @@ class Stages:
                 return engine.allot(home, sectors)
             case Recover(lost, memories, weights):
                 self._attached.clear()
-                return engine.recover(lost, partial(self._restore, list(weights)), memories)
+                return engine.recover(lost, partial(self._restore, weights), memories)
         return self._exchange(question)
 
     def _exchange(self, question: StageQuestion) -> Any:
@@ -159,27 +161,21 @@ class Stages:
         engine.attach_stage(rank, hub.connect_log(rank, engine.rank))
         self._attached.add(rank)
 
-    def _restore(self, elsewhere: list[tuple[tuple[int, ...], WeightsSource]], shards: tuple[int, ...]) -> None:
-        """Have the weights of shards here again, from ranks that have them or the checkpoint; return when they are.
+    def _restore(self, elsewhere: Sequence[tuple[tuple[int, ...], WeightsSource]], shards: tuple[int, ...]) -> None:
+        """Have the weights of shards here again, from ranks that have them or the checkpoint; return when they are."""
+        until_s = time.monotonic() + RESTORE_S
+        for there, source in elsewhere:
+            with suppress(ElasticError):  # the checkpoint may have them
+                self._bring(partial(Fetch, (), source, False), set(shards) & set(there), until_s)
+        self._bring(lambda missing: Restore(shards=missing), set(shards), until_s)
 
-        What cannot be taken as `elsewhere` says is left out of it.
-        """
-        runtime, until_s = self._engine.runtime, time.monotonic() + RESTORE_S
-        while missing := tuple(sorted(set(shards).intersection(runtime.dropped_shards))):
+    def _bring(self, action: Callable[[tuple[int, ...]], Action], shards: set[int], until_s: float) -> None:
+        """Do an action for those of the shards that are dropped, until none is."""
+        runtime = self._engine.runtime
+        while missing := tuple(sorted(shards.intersection(runtime.dropped_shards))):
             if time.monotonic() > until_s:
                 raise StateError(f"the weights of shards {list(missing)} find no room after another rank was lost")
-            theirs = tuple(shard for shard in missing if elsewhere and shard in elsewhere[0][0])
-            if elsewhere and not theirs:
-                elsewhere.pop(0)
-                continue
-            action = Fetch((), elsewhere[0][1], False, theirs) if theirs else Restore(shards=missing)
-            try:
-                (change,) = runtime.apply([action], why="another rank was lost")
-            except ElasticError:
-                if not theirs:
-                    raise
-                elsewhere.pop(0)
-                continue
+            (change,) = runtime.apply([action(missing)], why="another rank was lost")
             time.sleep(POLL_S if change.deferred else 0)
 
 

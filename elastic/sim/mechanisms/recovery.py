@@ -32,8 +32,8 @@ def come_home(rank: RecoverableRank, lost: str, memories: Collection[str], elsew
     """Compute all layers at home again; return the tokens that are computed anew.
 
     `memories` are of those that have gone, where they can still be read; weights of shards that are `elsewhere` come
-    from other ranks, the others from the checkpoint. Other instances' keys and values leave at
-    once: these come home, too.
+    from other ranks, the others from the checkpoint. Other instances' keys and values leave at once: these come home,
+    too.
     """
     done: Future[int] = Future()
     rank.lose(lost)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from elastic import ConfigError, StateError
 from elastic.assets import MODEL_DIR
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Request
+from elastic.types import WeightsSource
 from support import architectures
 from support.cluster.shared_launcher import SharedLauncher
 from support.processes import wait_until
@@ -36,13 +38,13 @@ TOKENS = 60
 class Served:
     """Two or three ranks over models of one architecture; it counts what each layer's attention computes."""
 
-    def __init__(self, name: str, ranks: int, budget: int) -> None:
+    def __init__(self, name: str, ranks: int, budget: int, checkpoint: Path | None = None) -> None:
         self.plain = architectures.build(name)
         self.models = [architectures.build(name) for _ in range(ranks)]
         self.computed: Counter[int] = Counter()
         self._lock = threading.Lock()
         for number, model in enumerate(self.models):
-            elastic.wrap(model, places=small(budget, f"cpu#{number}"))
+            elastic.wrap(model, places=small(budget, f"cpu#{number}"), checkpoint=checkpoint)
             for layer, module in enumerate(model.model.layers):
                 module.self_attn.register_forward_pre_hook(partial(self._count, layer), with_kwargs=True)
         self.fleet = Fleet.of(*self.models, engine=ENGINE, beat_timeout_s=60)
@@ -88,11 +90,11 @@ class Served:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
-    """serve(architecture, ranks, budget): started; stopped and unwrapped in the end."""
+    """serve(architecture, ranks, budget, checkpoint): started; stopped and unwrapped in the end."""
     made: list[Served] = []
 
-    def start(name: str, ranks: int = 2, budget: int = 4 << 20) -> Served:
-        served = Served(name, ranks, budget)
+    def start(name: str, ranks: int = 2, budget: int = 4 << 20, checkpoint: Path | None = None) -> Served:
+        served = Served(name, ranks, budget, checkpoint)
         made.append(served)
         served.fleet.start()
         served.computed.clear()  # of what engines try at first
@@ -199,6 +201,36 @@ def test_weights_of_a_lost_rank_come_back_from_one_that_has_them(serve: Callable
     served.fleet.check()
     lost, other = served.models[1].elastic, served.models[2].elastic
     lost.fetch(lost.dropped, other.weights_source(lost.dropped))  # so that it can be unwrapped
+
+
+def no_layers(source: WeightsSource) -> WeightsSource:
+    return replace(source, layers=())
+
+
+def other_pages(source: WeightsSource) -> WeightsSource:
+    return replace(source, layers=tuple(replace(each, pages=each.pages[::-1]) for each in source.layers))
+
+
+@pytest.mark.parametrize("spoil", [no_layers, other_pages])
+def test_weights_that_a_rank_does_not_give_come_from_the_checkpoint(
+    serve: Callable[..., Served], spoil: Callable[[WeightsSource], WeightsSource], tmp_path: Path, monkeypatch: Any
+) -> None:
+    architectures.build("llama-gqa").save_pretrained(tmp_path)
+    served = serve("llama-gqa", ranks=3, checkpoint=tmp_path)
+    other = served.models[2].elastic
+    told = other.weights_source
+    monkeypatch.setattr(other, "weights_source", lambda **which: spoil(told(**which)))
+    served.submit([5, 40, 90, 33, 64, 20])
+    served.begin(5)
+    served.fleet.drop(layers=served.halves())
+    served.fleet._dispatcher.instances["r1"].client.kill("by the test")
+    served.heard.wait(list(served.requests))
+    served.have_the_plain_models_tokens()
+    wait_until(lambda: not served.fleet.groups(), "the group was not repaired")
+    assert served.models[0].elastic.dropped_shards == ()
+    assert {rank.name for rank in served.fleet.status().ranks if rank.serves} == {"r0", "r2"}
+    lost = served.models[1].elastic
+    lost.restore(lost.dropped)  # so that it can be unwrapped
 
 
 def test_layers_of_one_instance_go_to_another_rank_and_come_back(serve: Callable[..., Served]) -> None:

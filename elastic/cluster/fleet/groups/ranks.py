@@ -85,16 +85,17 @@ class Ranks:
         return answers
 
     def answers(self, questions: Iterable[tuple[str, Question]], *, within_s: float = ANSWER_S) -> list[Any]:
-        """Ask as `ask_each`; return what each answered, or raised.
+        """Ask as `ask_each`; return what each answered within so many seconds of now, or raised.
 
         Raises `RankLost` for one that is not there, and has asked nobody then.
         """
         there = [(self.instance(rank), question) for rank, question in questions]
         asked = [(instance, instance.client.ask(question)) for instance, question in there]
         answers: list[Any] = []
+        until_s = clock.now() + within_s
         for instance, answer in asked:
             try:
-                answers.append(result(instance, answer, within_s))
+                answers.append(result(instance, answer, max(0.0, until_s - clock.now())))
             except ElasticError as error:
                 answers.append(error)
         return answers
@@ -215,7 +216,7 @@ def result(instance: Instance, answer: Future[Any], within_s: float = ANSWER_S) 
     try:
         return answer.result(within_s)
     except TimeoutError as error:
-        raise RankLost(f"rank {instance.name!r} did not answer in {within_s:.0f} s", rank=instance.name) from error
+        raise RankLost(f"rank {instance.name!r} did not answer in time", rank=instance.name) from error
     except StateError as error:
         if instance.client.lost:
             raise RankLost(str(error), rank=instance.name) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -18,7 +18,7 @@ from elastic.types import WeightsSource
 
 logger = logging.getLogger(__name__)
 SOURCE_S = 1.0
-"""How long a rank may take to say where its weights are: a repair waits for none that is busy, or hangs."""
+"""How long ranks may take to say what weights they have, and then where: a repair waits for none that hangs."""
 Sources = tuple[tuple[tuple[int, ...], WeightsSource], ...]
 """Shards, and where a rank has their weights."""
 
@@ -53,34 +53,36 @@ def find_weights(ranks: Ranks, group: Group, left: Sequence[str]) -> dict[str, S
 
     Rather in the group, whose ranks know each other; those of no group are asked for what nobody in it has.
     """
-    shape = group.shape
-    every = {name: frozenset(range(shape.paths[name].numbers)) for name in left}
-    missing = {name: every[name] - shape.weights[name] for name in left}
-    have = {name: shape.weights[name] for name in left}
+    paths, have = group.shape.paths, {name: group.shape.weights[name] for name in left}
+    missing = {name: frozenset(range(paths[name].numbers)) - have[name] for name in left}
     if frozenset().union(*missing.values()) - frozenset().union(*have.values()):
         outside = [instance.name for instance in ranks.serving() if instance.name not in group.members]
-        rooms = _answered(ranks, {name: MeasureRoom(name) for name in outside})
-        have |= {name: frozenset(room.resident) for name, room in rooms.items()}
-    return {name: _sources(ranks, lacks, have) for name, lacks in missing.items()}
+        rooms = _answers(ranks, [(name, MeasureRoom(name)) for name in outside])
+        have |= {name: frozenset(room.resident) for name, room in zip(outside, rooms, strict=True) if room is not None}
+    wanted = [(name, *theirs) for name, lacks in missing.items() for theirs in _shared_out(lacks, have)]
+    told = _answers(ranks, [(other, WeightsOf(shards)) for _, other, shards in wanted])
+    sources: dict[str, list[tuple[tuple[int, ...], WeightsSource]]] = {name: [] for name in left}
+    for (name, _, shards), source in zip(wanted, told, strict=True):
+        if source is not None:
+            sources[name].append((shards, source))
+    return {name: tuple(each) for name, each in sources.items()}
 
 
-def _sources(ranks: Ranks, missing: frozenset[int], have: dict[str, frozenset[int]]) -> Sources:
-    """Have ranks say where shards lie in their memory, each those that none before it has."""
-    asked: dict[str, tuple[int, ...]] = {}
+def _shared_out(missing: frozenset[int], have: Mapping[str, frozenset[int]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield which rank is asked for which shards: each for those that none before it has."""
     for name, shards in have.items():
         if theirs := missing & shards:
-            asked[name] = tuple(sorted(theirs))
+            yield name, tuple(sorted(theirs))
             missing -= theirs
-    told = _answered(ranks, {name: WeightsOf(shards) for name, shards in asked.items()})
-    return tuple((asked[name], source) for name, source in told.items())
 
 
-def _answered(ranks: Ranks, questions: Mapping[str, Question]) -> dict[str, Any]:
-    """Ask ranks at the same time; return what those answer that do so soon, and with no error."""
-    with suppress(RankLost):  # one has gone: nobody was asked
-        answers = ranks.answers(questions.items(), within_s=SOURCE_S)
-        return {name: each for name, each in zip(questions, answers, strict=True) if not isinstance(each, ElasticError)}
-    return {}
+def _answers(ranks: Ranks, questions: Sequence[tuple[str, Question]]) -> list[Any]:
+    """Ask ranks at the same time; return what each answered soon, None for an error or none."""
+    try:
+        answers = ranks.answers(questions, within_s=SOURCE_S)
+    except RankLost:  # one has gone: nobody was asked
+        return [None] * len(questions)
+    return [None if isinstance(answer, ElasticError) else answer for answer in answers]
 
 
 def _answer(instance: Instance, answer: Future[Any]) -> int:

@@ -150,6 +150,24 @@ def test_faults_of_a_group_lose_no_request(fleets: Fleets, kind: str, at_s: floa
     assert "r1" not in made.fleet.dispatcher.instances
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_weights_of_a_lost_rank_come_from_one_that_has_them_sooner_than_from_files(fleets: Fleets, ranks: int) -> None:
+    """With two ranks nobody has them: half of a model, which takes 20 s by the files."""
+    from_files_s = 20.0
+    links = Links(bytes_s=1e8, checkpoint_bytes_s=LAYERS // 2 * WEIGHTS * 4096 / from_files_s)
+    made = fleets(None, ranks, watch=True, layered=model(links=links))
+    halves = {"r0": range(LAYERS // 2, LAYERS), "r1": range(LAYERS // 2)}
+    made.come(burst(4))
+    clock = made.fleet.clock
+    clock.at(0.6, lambda: made.fleet.call(lambda verbs: verbs.drop(layers=halves)))
+    clock.at(3.0, lambda: made.fleet.kill("r1"))
+    made.run()
+    made.check_ends()
+    assert made.kinds().count("recovered") == 1
+    took_s = max(told.outputs[-1].at_s for told in made.told) - 3.0
+    assert took_s >= from_files_s if ranks == 2 else took_s < 0.1 * from_files_s
+
+
 def test_a_lost_rank_is_replaced_and_its_requests_keep_what_they_had(fleets: Fleets) -> None:
     made = fleets(None, 2, watch=True, moves=True, replaces=True, start_s=1.0)
     made.come(burst(8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.cluster.fleet.planning.recent import AnswerLengths, DrainRate
+from elastic.cluster.fleet.planning.request_statistics import AnswerLengths, DrainRate
 
 
 def test_nothing_is_known_before_an_answer_has_ended() -> None:
