@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.engines.base import Request
 from support import architectures
 from support.lossless_variant import HALF, exact
+from support.processes import wait_until
 from support.serving.generations import Collector, prompts, same_unless_close, serve
 from support.serving.tracked_engine import TrackedEngine
 from support.static_quant import pack_static
@@ -36,20 +38,27 @@ def build(device: str = "cpu") -> Any:
 
 @contextmanager
 def fleet_of(
-    ranks: int, devices: Sequence[int], wrap: dict[str, Any] | None = None, **engine: Any
+    ranks: int,
+    devices: Sequence[int],
+    wrap: dict[str, Any] | None = None,
+    checkpoints: Mapping[int, Path] | None = None,
+    **engine: Any,
 ) -> Iterator[tuple[Fleet, list[Any]]]:
-    """Ranks on these devices in turn, started; stopped behind it, with all weights as they were."""
+    """Ranks on these devices in turn, some with checkpoints, started; stopped behind it, all weights as they were."""
     on = [torch.device("cuda", devices[number % len(devices)]) for number in range(ranks)]
     models = [build(str(device)) for device in on]
     before = [bits(model) for model in models]
     for number, (model, device) in enumerate(zip(models, on, strict=True)):
-        elastic.wrap(model, places=[elastic.Place(f"{device}#{number}", device, 256 << 20)], **(wrap or {}))
+        files = (checkpoints or {}).get(number)
+        place = elastic.Place(f"{device}#{number}", device, 256 << 20)
+        elastic.wrap(model, places=[place], checkpoint=files, **(wrap or {}))
     fleet = Fleet.of(*models, engine={"block_tokens": 4096, "max_batch_tokens": 64, **engine}, beat_timeout_s=60)
     fleet.start()
     try:
         yield fleet, models
         fleet.check()
-        assert fleet.status().totals.recomputed_tokens == 0
+        totals = fleet.status().totals
+        assert totals.recomputed_tokens == 0 or totals.ranks_lost
     finally:
         fleet.stop(drain=False)
         for model in models:
@@ -74,6 +83,20 @@ def end(heard: Collector, model: Any = None, tokens: int = TOKENS, close: float 
     for name, prompt in zip(NAMES, PROMPTS, strict=True):
         assert len(heard.tokens[name]) == tokens, heard.ends[name]
         assert same_unless_close(model, prompt, heard.tokens[name], close)
+
+
+@ON_ONE_AND_TWO
+def test_weights_of_a_lost_rank_come_back_from_one_that_has_them(devices: tuple[int, ...], tmp_path: Path) -> None:
+    """The only checkpoint is that of the lost one, whose model is to have its layers in the end, too."""
+    build().save_pretrained(tmp_path)
+    with fleet_of(3, devices, checkpoints={1: tmp_path}) as (fleet, models):
+        heard = begin(fleet)
+        assert fleet.drop(layers={"r0": (1, 2), "r1": (0,)}).status == "applied"
+        fleet._dispatcher.instances["r1"].client.kill("by the test")
+        end(heard)
+        wait_until(lambda: not fleet.groups(), "the group was not repaired")
+        assert models[0].elastic.dropped == ()
+        models[1].elastic.restore()
 
 
 @ON_ONE_AND_TWO

@@ -60,6 +60,9 @@ def find_weights(ranks: Ranks, group: Group, left: Sequence[str]) -> dict[str, S
         rooms = _answers(ranks, [(name, MeasureRoom(name)) for name in outside])
         have |= {name: frozenset(room.resident) for name, room in zip(outside, rooms, strict=True) if room is not None}
     wanted = [(name, *theirs) for name, lacks in missing.items() for theirs in _shared_out(lacks, have)]
+    if strangers := [other for _, other, _ in wanted if other not in left]:
+        with suppress(ElasticError):  # they read files of this host all the same
+            ranks.introduce(dict.fromkeys((*left, *strangers)))
     told = _answers(ranks, [(other, WeightsOf(shards)) for _, other, shards in wanted])
     sources: dict[str, list[tuple[tuple[int, ...], WeightsSource]]] = {name: [] for name in left}
     for (name, _, shards), source in zip(wanted, told, strict=True):
