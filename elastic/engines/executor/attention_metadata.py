@@ -85,7 +85,6 @@ class MetadataBuilder:
         self._dtype = dtype
         self._reads: dict[tuple[bytes, int], PartsIndex] = {}  # of decode groups: rows, blocks -> index
         self._version = -1  # of the table, when these were made
-        self._slots = torch.arange(0)
 
     def build(self, batch: BatchTokens) -> AttentionMetadata:
         """Return the metadata of a batch. Its parts may be made in several threads at a time."""
@@ -108,10 +107,9 @@ class MetadataBuilder:
         longest = int(table.counts[rows].max())
         seen = starts + 1 if table.window is None else np.minimum(starts + 1, table.window)
         slots = longest * table.block_tokens
-        if len(self._slots) < slots:
-            self._slots = torch.arange(2 * slots, device=self._device)
         mask = torch.zeros(len(rows), slots, dtype=self._dtype, device=self._device)
-        mask.masked_fill_(self._slots[:slots] >= self._to_device(seen)[:, None], -torch.inf)
+        unseen = torch.arange(slots, device=self._device) >= self._to_device(seen)[:, None]
+        mask.masked_fill_(unseen, -torch.inf)
         return DecodeGroup(len(rows), at, self._read_index(rows, longest), mask[:, None, None])
 
     def _read_index(self, rows: Ints, blocks: int) -> PartsIndex:

@@ -20,6 +20,7 @@ from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.errors import ConfigError, StateError
 from elastic.kvcache.score_terms import ScoreTerms
 from elastic.kvcache.storage.sector_space import SectorSpace
+from elastic.memory.backends.streams import finish_current_stream
 from elastic.memory.copy_engine import to_device
 from elastic.planning.sharding.heads import heads_of, kv_parts
 
@@ -113,7 +114,9 @@ class PagedCache:
         views = self._parts.get((group, parts))
         if views is None:
             first = torch.tensor(parts, device=self.device) * self._part_blocks(group)
-            views = self._parts[group, parts] = self.layout.parts(first)
+            views = self.layout.parts(first)
+            finish_current_stream(self.device)  # threads of other places may read them before this one is joined
+            self._parts[group, parts] = views
         return views
 
     def choose(self, layer: int, shards: tuple[int, ...] | None, of: int, query_heads: int) -> HeadChoice:
@@ -133,6 +136,7 @@ class PagedCache:
                 raise StateError(f"parts {absent} of the KV of layer {layer} are not here; {cached.parts} are")
             own = list(range(query_heads)) if shards is None else heads_of(shards, of, query_heads)
             choice = self._choice(self.parts(cached.group, numbers), numbers, own, query_heads)
+            finish_current_stream(self.device)
             cached.choices[shards, of, query_heads] = choice
         return choice
 

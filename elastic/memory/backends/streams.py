@@ -50,6 +50,12 @@ def finish_queued_work(device: torch.device) -> None:
             stream.synchronize()
 
 
+def finish_current_stream(device: torch.device) -> None:
+    """Wait until what this thread has queued on a device is over: others may read it on any stream then."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def require_no_capture(refused: str) -> None:
     """Raise `StateError` if this thread captures a CUDA graph, which the driver calls of `refused` would invalidate."""
     if capturing():
