@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from elastic.weights.prepacked.joined import JoinedProduct, find_groups, join
 from elastic.weights.prepacked.onednn import OneDNNLayout, multiply
 from elastic.weights.proxy.host_source import HostSource
 from elastic.weights.proxy.tensor import FORWARD_FUNCTIONS, Function, WeightProxy, on_values, register
@@ -19,28 +20,36 @@ class ResidentSource:
 
     def __init__(self, owner: str, layout: OneDNNLayout, packed: torch.Tensor, on_write: Callable[[], None]) -> None:
         self.packed = packed
+        self.layout = layout
         self._owner = owner
-        self._layout = layout
         self._on_write = on_write
         self._matrix = layout.view(packed)
+        self._joined: tuple[JoinedProduct, int] | None = None
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply x, [..., inputs], with the matrix, and add a bias; returns [..., outputs] in the dtype of x."""
-        if _is_plain(x, self._layout):
+        if not _is_plain(x, self.layout):
+            return F.linear(x, self.value().to(x.dtype), bias)
+        product = None if self._joined is None else self._joined[0].product(x, self._joined[1])
+        if product is None:
             return multiply(x, self._matrix, bias)
-        return F.linear(x, self.value().to(x.dtype), bias)
+        return product if bias is None else product + bias
+
+    def join(self, joined: JoinedProduct | None, number: int) -> None:
+        """Multiply as this one of several from now on; None: alone."""
+        self._joined = None if joined is None else (joined, number)
 
     def value(self) -> torch.Tensor:
         """Return the matrix, [outputs, inputs], in the plain order, in memory of its own."""
-        return self._layout.unpack(self.packed)
+        return self.layout.unpack(self.packed)
 
     copy = stored = value
 
     def write(self, value: torch.Tensor) -> None:
         """Replace the matrix by `value`, of any shape that broadcasts to it."""
-        plain = value.to(self._layout.dtype).expand(self._layout.shape).contiguous()
+        plain = value.to(self.layout.dtype).expand(self.layout.shape).contiguous()
         with torch.no_grad():
-            self.packed.copy_(self._layout.pack(plain))
+            self.packed.copy_(self.layout.pack(plain))
         self._on_write()
 
     def describe(self) -> str:
@@ -73,6 +82,19 @@ class AbsentSource(HostSource):
 
 
 Source = ResidentSource | AbsentSource
+
+
+def join_products(sources: Mapping[str, object]) -> None:
+    """Have matrices of a layer, by parameter, that are given the same inputs be multiplied at once where they can be.
+
+    All of them must come and go together.
+    """
+    for group in find_groups(sources):
+        members = [source for name in group if isinstance(source := sources[name], ResidentSource)]
+        if len(members) == len(group):
+            joined = join(tuple(each.layout for each in members), tuple(each.packed for each in members))
+            for number, member in enumerate(members):
+                member.join(joined, number)
 
 
 def _is_plain(x: torch.Tensor, layout: OneDNNLayout) -> bool:

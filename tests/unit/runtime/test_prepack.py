@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
 from elastic.runtime import options
 from elastic.runtime.options import check_prepack
-from elastic.weights.prepacked.onednn import find_layout
+from elastic.weights.prepacked import joined, source
+from elastic.weights.prepacked.onednn import find_layout, multiply
 from elastic.weights.prepacked.source import ResidentSource
 from elastic.weights.proxy.tensor import WeightProxy
 from support.architectures import build, prompt
@@ -67,6 +68,42 @@ def test_the_tokens_are_the_plain_models(wrapped: Any, caplog: pytest.LogCapture
     torch.testing.assert_close(logits(model), logits(plain))
     for row in model.generate(**prompt(1), **OPTIONS).tolist():
         assert same_unless_close(plain, row[:-12], row[-12:])
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums are not shared out among threads, as they are of some shapes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@torch.no_grad()
+def test_what_has_the_same_inputs_is_multiplied_at_once(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four products a layer, also of one that returned."""
+    torch.manual_seed(0)
+    config = t.LlamaConfig(**{**WIDE, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16})
+    plain = t.LlamaForCausalLM(config).eval()
+    model, computed = wrapped(copy.deepcopy(plain), ROOM, prepack=True), list[int]()
+
+    def count(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        computed.append(matrix.shape[0])
+        return multiply(x, matrix, bias)
+
+    for module in (joined, source):
+        monkeypatch.setattr(module, "multiply", count)
+    layer, rt = [192, 64, 256, 64], model.elastic
+    torch.testing.assert_close(logits(model), logits(plain))
+    if joined._joined_layout((find_layout((64, 64), torch.float32),) * 3, 1) is None:
+        pytest.skip("this CPU orders these matrices, or adds them up, otherwise than one by one")
+    assert computed == layer * 3 + [128]
+    rt.release([0])
+    rt.restore()
+    computed.clear()
+    torch.testing.assert_close(logits(model), logits(plain))
+    assert computed == layer * 3 + [128]
 
 
 def test_half_precision_is_packed_where_the_cpu_can(wrapped: Any) -> None:

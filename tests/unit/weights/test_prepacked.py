@@ -13,7 +13,8 @@ from torch import nn
 from elastic.engines.vllm import assembly
 from elastic.engines.vllm.assembly import ElasticModel
 from elastic.engines.vllm.client.settings import EngineSettings
-from elastic.weights.prepacked import choice
+from elastic.weights.prepacked import choice, joined
+from elastic.weights.prepacked.joined import JoinedProduct, join
 from elastic.weights.prepacked.onednn import OneDNNLayout, find_layout, multiply
 from elastic.weights.prepacked.source import ResidentSource
 from elastic.weights.proxy.tensor import WeightProxy
@@ -241,3 +242,81 @@ def test_of_a_very_large_matrix_a_part_is_timed(monkeypatch: pytest.MonkeyPatch)
     assert choice.prepacked_layout(torch.empty(1024, 128)) == large
     assert [layout.shape for layout in timed] == [(256, 128)]
     choice._faster_layout.cache_clear()
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The outputs of each product that was computed of several matrices."""
+    computed: list[int] = []
+
+    def count(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        computed.append(matrix.shape[0])
+        return multiply(x, matrix, bias)
+
+    monkeypatch.setattr(joined, "multiply", count)
+    return computed
+
+
+OUTPUTS = (256, 64, 64)
+
+
+def joined_product() -> tuple[list[torch.Tensor], JoinedProduct, torch.Tensor]:
+    """Return three matrices, a product with all of them, and the memory that they lie in."""
+    whole = torch.randn(sum(OUTPUTS), 128)
+    memory = layout_of(whole).pack(whole)
+    return list(whole.split(OUTPUTS)), JoinedProduct(layout_of(whole).view(memory), OUTPUTS), memory
+
+
+@pytest.mark.parametrize("rows", [0, 1, 16, 100])
+def test_matrices_with_the_same_inputs_are_multiplied_at_once(rows: int, products: list[int]) -> None:
+    weights, one, memory = joined_product()
+    x = torch.randn(2, rows, 128)
+    for number, weight in enumerate(weights):
+        torch.testing.assert_close(one.product(x, number), F.linear(x, weight), rtol=1e-4, atol=1e-4)
+    assert products == [384]
+    assert one.product(x, 2) is None, "nothing is kept once all have their part"
+    memory.copy_(layout_of(memory).pack(fresh := torch.randn_like(memory)))
+    with torch.inference_mode():
+        inputs = torch.randn(3, 128)
+        torch.testing.assert_close(one.product(inputs, 0), F.linear(inputs, fresh[:256]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one.product(inputs, 2), F.linear(inputs, fresh[320:]), rtol=1e-4, atol=1e-4)
+
+
+def test_a_joined_product_is_of_the_inputs_it_is_given(products: list[int]) -> None:
+    """Not of others that another thread brings meanwhile, nor of what was written since."""
+    weights, one, _memory = joined_product()
+    x, other = torch.randn(2, 3, 128).unbind()
+    steps = ((1, x, False), (0, x, True), (1, other, False), (1, x, True), (0, other, True), (2, x, False))
+    for number, inputs, known in (*steps, (2, other.clone(), False), (2, other, True), (1, other, False)):
+        product = one.product(inputs, number)
+        assert (product is not None) is known
+        if product is not None:
+            torch.testing.assert_close(product, F.linear(inputs, weights[number]), rtol=1e-4, atol=1e-4)
+    one.product(x, 0)
+    x.mul_(2)
+    assert one.product(x, 1) is None
+    assert products == [384] * 3
+
+
+def test_matrices_are_one_where_they_lie_so_and_multiply_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = torch.randn(sum(OUTPUTS), 128)
+    weights = whole.split(OUTPUTS)
+    layouts = tuple(layout_of(weight) for weight in weights)
+    memory = torch.cat([layout.pack(weight).view(-1) for layout, weight in zip(layouts, weights, strict=True)])
+    packed = tuple(part.view(-1, 128) for part in memory.split([weight.numel() for weight in weights]))
+    one = join(layouts, packed)
+    if one is None:
+        pytest.skip("this CPU orders these, or adds them up, otherwise than one by one")
+    x = torch.randn(5, 128)
+    for number, (layout, part) in enumerate(zip(layouts, packed, strict=True)):
+        product = one.product(x, number)
+        assert product is not None
+        assert torch.equal(product, multiply(x, layout.view(part), None))
+    assert join(layouts[1:], packed[:0:-1]) is None, "not one behind the other"
+    narrow = layout_of(torch.empty(256, 64))
+    assert join((*layouts[:2], narrow), packed) is None, "other inputs"
+    other = multiply
+    monkeypatch.setattr(joined, "multiply", lambda x, matrix, bias: other(x, matrix, bias) * (1 + matrix.shape[0]))
+    joined._joined_layout.cache_clear()
+    assert join(layouts, packed) is None, "other bits"
+    joined._joined_layout.cache_clear()
