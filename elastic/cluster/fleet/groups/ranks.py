@@ -148,14 +148,19 @@ class Ranks:
         self.ask_all({rank: MeetPeers(addresses) for rank in names})
 
     def listen(self, ranks: Iterable[str]) -> dict[str, tuple[str, int]]:
-        """Have ranks listen for others, unless they do; return where."""
+        """Have ranks listen for others, unless they do; return where. Raises `RankLost`."""
         names = tuple(ranks)
         with self._lock:
-            new = [rank for rank in names if rank not in self._addresses]
-        addresses = self.ask_all({rank: OpenPeers(rank, self._key, self._bulk) for rank in new})
+            addresses = {rank: self._addresses[rank] for rank in names if rank in self._addresses}
+        addresses |= self.ask_all({r: OpenPeers(r, self._key, self._bulk) for r in names if r not in addresses})
         with self._lock:
             self._addresses |= addresses
-            return {rank: self._addresses[rank] for rank in names}
+        for rank in names:
+            if not self.there(rank):  # it has gone meanwhile
+                with self._lock:
+                    self._addresses.pop(rank, None)
+                raise RankLost(f"rank {rank!r} is not there any more", rank=rank)
+        return addresses
 
     def lose(self, rank: str, others: Iterable[str]) -> None:
         """Tell others that a rank has gone, and wait for none of them."""

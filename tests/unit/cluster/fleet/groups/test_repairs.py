@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from elastic.cluster.control.messages import Apply
 from elastic.cluster.control.stage_questions import MeasureRoom, Recover, WeightsOf
 from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.errors import RankLost, StateError
 from elastic.types import Change, Fetch
 from support.cluster.fake_group import LAYERS, GroupRank
@@ -215,3 +217,27 @@ def test_a_repair_waits_for_no_rank_that_hangs(served: tuple[Fleet, list[GroupRa
     assert weights_told(a) == ()
     assert a.resident == set(range(LAYERS))
     d.check()
+
+
+def test_a_rank_that_goes_while_another_begins_to_listen_is_lost_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever it is, and nobody is told later where it listened."""
+    there = {name: SimpleNamespace(name=name, client=SimpleNamespace(lost=False)) for name in ("r0", "r1")}
+    dispatcher: Any = SimpleNamespace(lock=threading.RLock(), instances=dict(there))
+    ranks, going = Ranks(dispatcher, "sockets"), list[str]()
+
+    def ask_all(questions: dict[str, Any]) -> dict[str, tuple[str, int]]:
+        for rank in going:
+            del dispatcher.instances[rank]
+            ranks.lose(rank, ())
+        return dict.fromkeys(questions, ("127.0.0.1", 1))
+
+    monkeypatch.setattr(ranks, "ask_all", ask_all)
+    assert ranks.listen(["r0"]) == {"r0": ("127.0.0.1", 1)}
+    for name in ("r0", "r1"):  # one that listened already, and the one that is asked to
+        going[:] = [name]
+        with pytest.raises(RankLost, match=name):
+            ranks.listen(["r0", "r1"])
+        going.clear()
+        dispatcher.instances |= there
+        assert name not in ranks._addresses
+        ranks.listen(["r0"])
