@@ -11,9 +11,8 @@ MACHINE = Path(__file__).with_name("generation_machine.py")
 
 def test_the_laws_hold_while_other_threads_generate(device: str) -> None:
     # where memory is larger, fewer actions have to wait, and fewer repeat
-    examples, least, timeout = ("24", "150", 600) if device == "cpu" else ("56", "300", 1200)
-    asked = ("--device", device, "--examples", examples, "--steps", "50", "--least", least)
-    run_machine(MACHINE, *asked, timeout=timeout)
+    examples, least = ("24", "150") if device == "cpu" else ("56", "300")
+    run_machine(MACHINE, "--device", device, "--examples", examples, "--steps", "50", "--least", least, timeout=600)
 
 
 @pytest.mark.long
