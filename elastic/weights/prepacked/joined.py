@@ -19,6 +19,8 @@ SAME_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Modules of one parent, in the order of their calls and of their weights."""
 ROWS = (1, 2, 16, 17, 64, 128)
 """Of the products whose bits are compared."""
+LARGEST_BYTES = 2**26
+"""Of all matrices together: products with more take so long that calls do not matter, and so would the comparison."""
 
 
 class JoinedProduct:
@@ -42,10 +44,10 @@ class JoinedProduct:
         if number == 0:
             product = multiply(x, self._matrix, None)
             self._last = (x, version, product)
-        elif inputs is not x or of_version != version or product is None:
-            return None
-        elif number == len(self._bounds) - 1:
+        if number == len(self._bounds) - 1:  # also for other inputs: what is kept is as large as a prompt is long
             self._last = (None, 0, None)
+        if product is None or (number and (inputs is not x or of_version != version)):
+            return None
         first, stop = self._bounds[number]
         return product[..., first:stop]
 
@@ -82,6 +84,8 @@ def _joined_layout(layouts: tuple[OneDNNLayout, ...], threads: int) -> OneDNNLay
     """
     (first, *others), outputs = layouts, [layout.shape[0] for layout in layouts]
     if any(layout.shape[1] != first.shape[1] or layout.dtype != first.dtype for layout in others):
+        return None
+    if sum(outputs) * first.shape[1] * first.dtype.itemsize > LARGEST_BYTES:
         return None
     layout = find_layout((sum(outputs), first.shape[1]), first.dtype)
     if layout is None:

@@ -30,10 +30,11 @@ class ResidentSource:
         """Multiply x, [..., inputs], with the matrix, and add a bias; returns [..., outputs] in the dtype of x."""
         if not _is_plain(x, self.layout):
             return F.linear(x, self.value().to(x.dtype), bias)
-        product = None if self._joined is None else self._joined[0].product(x, self._joined[1])
-        if product is None:
-            return multiply(x, self._matrix, bias)
-        return product if bias is None else product + bias
+        product = None
+        if self._joined is not None and bias is None:  # one that is added afterwards would be rounded once more
+            joined, number = self._joined
+            product = joined.product(x, number)
+        return multiply(x, self._matrix, bias) if product is None else product
 
     def join(self, joined: JoinedProduct | None, number: int) -> None:
         """Multiply as this one of several from now on; None: alone."""

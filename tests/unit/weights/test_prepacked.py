@@ -215,6 +215,16 @@ def test_layers_that_find_no_room_begin_in_host_memory() -> None:
     assert torch.equal(model(x), Model()(x))
 
 
+def test_a_bias_is_added_as_for_a_matrix_alone() -> None:
+    """In bfloat16 a sum that is rounded before it has its bias has other bits."""
+    weights, one, _memory = joined_product()
+    layout, bias, x = layout_of(weights[0]), torch.randn(256), torch.randn(3, 128)
+    source = ResidentSource("layer", layout, packed := layout.pack(weights[0]), lambda: None)
+    source.join(one, 0)
+    assert torch.equal(source.product(x, bias), multiply(x, layout.view(packed), bias))
+    assert one.product(x, 1) is None, "it was computed alone"
+
+
 def test_other_functions_see_the_plain_matrix() -> None:
     weight, x = torch.randn(256, 128), torch.randn(3, 128)
     layout = layout_of(weight)
@@ -286,8 +296,8 @@ def test_a_joined_product_is_of_the_inputs_it_is_given(products: list[int]) -> N
     """Not of others that another thread brings meanwhile, nor of what was written since."""
     weights, one, _memory = joined_product()
     x, other = torch.randn(2, 3, 128).unbind()
-    steps = ((1, x, False), (0, x, True), (1, other, False), (1, x, True), (0, other, True), (2, x, False))
-    for number, inputs, known in (*steps, (2, other.clone(), False), (2, other, True), (1, other, False)):
+    steps = ((1, x, False), (0, x, True), (1, other, False), (1, x, True), (0, other, True), (1, x, False))
+    for number, inputs, known in (*steps, (1, other.clone(), False), (2, other, True), (1, other, False)):
         product = one.product(inputs, number)
         assert (product is not None) is known
         if product is not None:
@@ -295,7 +305,10 @@ def test_a_joined_product_is_of_the_inputs_it_is_given(products: list[int]) -> N
     one.product(x, 0)
     x.mul_(2)
     assert one.product(x, 1) is None
-    assert products == [384] * 3
+    one.product(other, 0)
+    assert one.product(x, 2) is None
+    assert one.product(other, 1) is None, "nothing is kept behind the last matrix, whatever its inputs"
+    assert products == [384] * 4
 
 
 def test_matrices_are_one_where_they_lie_so_and_multiply_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,6 +328,10 @@ def test_matrices_are_one_where_they_lie_so_and_multiply_alike(monkeypatch: pyte
     assert join(layouts[1:], packed[:0:-1]) is None, "not one behind the other"
     narrow = layout_of(torch.empty(256, 64))
     assert join((*layouts[:2], narrow), packed) is None, "other inputs"
+    monkeypatch.setattr(joined, "LARGEST_BYTES", 384 * 128 * 4 - 1)
+    joined._joined_layout.cache_clear()
+    assert join(layouts, packed) is None, "too large"
+    monkeypatch.undo()
     other = multiply
     monkeypatch.setattr(joined, "multiply", lambda x, matrix, bias: other(x, matrix, bias) * (1 + matrix.shape[0]))
     joined._joined_layout.cache_clear()
