@@ -30,8 +30,9 @@ def complete_deploying(deploy: ArgumentParser, intend: ArgumentParser, undeploy:
     deploy.add_argument("--weights", metavar="NAMES", help="forms that it may have, as full,int8 (the server's)")
     for each in (intend, undeploy):
         each.add_argument("name", metavar="NAME", help="of the deployed model")
-    deploy.add_argument("--replicas", type=int, default=1, metavar="N", help="instances that share its requests (1)")
-    intend.add_argument("--replicas", type=int, metavar="N", help="have so many instances (as many as there are)")
+    many = "instances that share its requests, or 1-4: that follow the load"
+    deploy.add_argument("--replicas", default="1", metavar="N", help=f"{many} (1)")
+    intend.add_argument("--replicas", metavar="N", help=f"{many} (as before)")
     for each in (deploy, intend):
         add_intent(each)
     add_load(deploy)

@@ -40,7 +40,9 @@ def add_deployments(command: ArgumentParser) -> None:
     group.add_argument("--kind", metavar="NAME", help="the data sheet of cuda:N, such as h100")
     group.add_argument("--weights", metavar="NAMES", help="forms that models may have (full, and those in --losses)")
     group.add_argument("--rate", type=float, metavar="X", help="requests a second that the model is to be ready for")
-    group.add_argument("--replicas", type=int, metavar="N", help="instances of the model that share its requests (1)")
+    group.add_argument(
+        "--replicas", metavar="N", help="instances that share its requests, or 1-4: that follow the load (1)"
+    )
     group.add_argument(
         "--place-by", choices=("hybrid", "packing", "least-loaded"), help="which devices are tried first (hybrid)"
     )

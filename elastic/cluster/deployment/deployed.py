@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from elastic.cluster.deployment.choice import Chooser
 from elastic.cluster.deployment.devices import DeviceBook
@@ -19,10 +19,11 @@ from elastic.cluster.deployment.status import DeploymentStatus, Replanned, Stage
 from elastic.cluster.deployment.steps import apart, same, steps_between, whole
 from elastic.cluster.deployment.transition import DeploymentTransition, observed
 from elastic.cluster.fleet.fleet import Fleet
-from elastic.errors import CapacityError, ElasticError
+from elastic.errors import CapacityError, ConfigError, ElasticError
 from elastic.estimation.profiles.store import ProfileStore
 from elastic.planning.deployment.devices import Stage
 from elastic.planning.deployment.placing import Deployment, Refusal
+from elastic.planning.deployment.replicas import ReplicaRange, best_number, most_served
 from elastic.planning.estimate.configuration import FULL, Configuration
 from elastic.planning.estimate.intent import Intent
 from elastic.planning.estimate.performance import Load
@@ -47,7 +48,7 @@ class Deployed:
         settings: Replanning,
         fleet_options: Mapping[str, Any],
         store: ProfileStore,
-        replicas: int = 1,
+        replicas: ReplicaRange = ReplicaRange(),  # noqa: B008  (frozen)
     ) -> None:
         self.name, self.path, self.intent, self.replicas = name, path, intent, replicas
         self.chooser = chooser
@@ -64,7 +65,15 @@ class Deployed:
         self._begin_s: float | None = None  # that ranks took to begin
         self._above_limits = False  # whether ranks had more keys and values than their limits when these were set
         self.meter = LoadMeter(load)
-        chosen = chooser.choose(load, intent, book.states(name, self._kept_bytes), replicas=replicas)
+        states = book.states(name, self._kept_bytes)
+        within = replicas.within(len(states))
+        chosen = best_number(
+            within,
+            load,
+            intent.objective,
+            lambda count, load: chooser.choose(load, intent, states, replicas=count),
+            better=settings.better,
+        )
         if isinstance(chosen, Refusal):
             raise _refused(name, chosen)
         self.plan = chosen
@@ -74,6 +83,7 @@ class Deployed:
         if self._fixed and not alike:
             why = "replicas that begin with their shares need room for the same layers in each stage"
             raise _refused(name, Refusal(((chosen.configuration, why),)))
+        self._check_follows(replicas)
         self.fleet = self._make_fleet(dict(fleet_options))
         self.hysteresis = Hysteresis(settings, time.monotonic())
 
@@ -128,23 +138,30 @@ class Deployed:
         return replace(estimate, why_not=estimate.why_not or lacking)
 
     def best(
-        self, load: Load | None = None, intent: Intent | None = None, replicas: int | None = None
+        self,
+        load: Load | None = None,
+        intent: Intent | None = None,
+        replicas: ReplicaRange | None = None,
+        *,
+        slack: float = 0.0,
     ) -> Deployment | Refusal:
         """Return the best that it could be, if what it has of devices were free. Keys and values keep their form.
 
-        What it is counts as having room, whatever is planned for others.
+        What it is counts as having room, whatever is planned for others. `slack`: see `best_number`.
         """
-        states = self._book.states(self.name, self._kept_bytes)
-        plan, only, count = self.plan, None, self.replicas if replicas is None else replicas
-        if self._fixed and self._by_shares:  # no rank could hold all of it, on the way to anything else
-            only, states = plan.configuration, tuple(state for state in states if state.name in plan.devices)
-        kv = plan.configuration.kv
-        best = self.chooser.choose(load or self.load, intent or self.intent, states, kv, plan.devices, only, count)
-        stays = isinstance(best, Refusal) and len(plan.instances) == count and self.estimate(load, intent).fits
-        return plan if stays else best
+        load, intent, present = load or self.load, intent or self.intent, len(self.plan.instances)
+        within = (replicas or self.replicas).within(len(self._book.devices))
+
+        def of(count: int, load: Load) -> Deployment | Refusal:
+            best = self._best_of(count, load, intent)
+            stays = isinstance(best, Refusal) and present == count and self.estimate(load, intent).fits
+            return self.plan if stays else best
+
+        better = self._settings.better
+        return best_number(within, load, intent.objective, of, present=present, slack=slack, better=better)
 
     def change(
-        self, intent: Intent, load: Load, why: str, *, replicas: int | None = None, dry_run: bool = False
+        self, intent: Intent, load: Load, why: str, *, replicas: ReplicaRange | None = None, dry_run: bool = False
     ) -> Replanned:
         """Have it be as is best for an intent and a load, by actions, while it serves; with `dry_run`, say how.
 
@@ -154,23 +171,19 @@ class Deployed:
         that is stopped on the way is `partial`, and stays so until it is changed again.
         """
         with self._lock:
+            self._check_follows(replicas or self.replicas)
             if self._replaced():
                 self.plan = self._as_begun()
             best = self.best(load, intent, replicas)
             if isinstance(best, Refusal):
                 raise _refused(self.name, best)
-            steps = steps_between(self.plan, best)
-            told = priced(steps, self.chooser, self.plan.configuration, best, self._begin_s)
-            before, after = str(self.plan.configuration), str(best.configuration)
-            if dry_run:
-                seconds = sum(step.seconds for step in told)
-                moved = not same(self.plan, best)
-                return Replanned("planned" if moved else "unchanged", before, after, told, why, seconds, _moved(told))
-            self.intent, self.replicas = intent, self.replicas if replicas is None else replicas
-            if not told:
-                self.hysteresis.changed(time.monotonic(), why)
-                return Replanned("unchanged", before, after, (), why)
-            return self._carry_out(best, told, why)
+            if not dry_run:
+                self.intent, self.replicas = intent, replicas or self.replicas
+                return self._become(best, why)
+            told, moved = self._priced(best), not same(self.plan, best)
+            before, after, seconds = self.plan.configuration, best.configuration, sum(step.seconds for step in told)
+            status: Literal["planned", "unchanged"] = "planned" if moved else "unchanged"
+            return Replanned(status, str(before), str(after), told, why, seconds, _moved(told))
 
     def give_back(self) -> None:
         """Give back what live requests had above the limits of ranks, where they have ended since."""
@@ -186,11 +199,10 @@ class Deployed:
                 wanted, self.plan = self.plan, self._as_begun()
                 steps = steps_between(self.plan, wanted) or (TransitionStep("limit", wanted.devices),)
                 return self._carry_out(wanted, steps, "a rank was lost, and replaced")
-            present, best = self.estimate(), self.best()
+            present, best = self.estimate(), self._best_now()
             moved = isinstance(best, Deployment) and not (present.fits and same(self.plan, best))
-            if not self.hysteresis.look(now_s, present, best, self.intent, moved=moved):
-                return None
-            return self.change(self.intent, self.load, self.hysteresis.reason)
+            wants = self.hysteresis.look(now_s, self.plan, present, best, self.intent, moved=moved)
+            return self._become(best, self.hysteresis.reason) if wants and isinstance(best, Deployment) else None
 
     def status(self) -> DeploymentStatus:
         """Return what it is."""
@@ -208,9 +220,47 @@ class Deployed:
             self.hysteresis.reason,
             self.changes,
             len(self.plan.instances),
+            str(self.replicas),
         )
 
     # -- inside
+
+    def _best_of(self, count: int, load: Load, intent: Intent) -> Deployment | Refusal:
+        """Return the best that it could be with so many instances."""
+        states, only = self._book.states(self.name, self._kept_bytes), None
+        plan = self.plan
+        if self._fixed and self._by_shares:  # no rank could hold all of it, on the way to anything else
+            only, states = plan.configuration, tuple(state for state in states if state.name in plan.devices)
+        return self.chooser.choose(load, intent, states, plan.configuration.kv, plan.devices, only, count)
+
+    def _best_now(self) -> Deployment | Refusal:
+        """Return the best for the load there is; where no number of instances serves it, of more of them."""
+        best = self.best(slack=self._settings.better)
+        if isinstance(best, Deployment) or not self.replicas.follows:
+            return best
+        load, intent, present = self.load, self.intent, len(self.plan.instances)
+        within = self.replicas.within(len(self._book.devices))
+        more = most_served(within, load, lambda count, load: self._best_of(count, load, intent), present)
+        return more or best
+
+    def _become(self, best: Deployment, why: str) -> Replanned:
+        """Become what is best, by actions; where nothing is to be done for that, say so."""
+        told, before = self._priced(best), str(self.plan.configuration)
+        if told:
+            return self._carry_out(best, told, why)
+        self.hysteresis.changed(time.monotonic(), why)
+        return Replanned("unchanged", before, str(best.configuration), (), why)
+
+    def _priced(self, best: Deployment) -> tuple[TransitionStep, ...]:
+        steps = steps_between(self.plan, best)
+        return priced(steps, self.chooser, self.plan.configuration, best, self._begin_s)
+
+    def _check_follows(self, replicas: ReplicaRange) -> None:
+        if replicas.follows and self._fixed:
+            raise ConfigError(
+                f"replicas={str(replicas)!r}: instances of {self.name!r} cannot come and go with the load, where a "
+                "device has no room for a rank with all of its layers; give a number"
+            )
 
     def _whole_fits(self) -> bool:
         """Return whether each device of the plan has room for a rank that begins with all layers in full weights."""

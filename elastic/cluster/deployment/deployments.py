@@ -18,13 +18,14 @@ from elastic.cluster.deployment.harvest import Harvester
 from elastic.cluster.deployment.hysteresis import Replanning
 from elastic.cluster.deployment.status import DeploymentStatus, DeviceStatus, Replanned
 from elastic.cluster.fleet.fleet import Fleet
-from elastic.config import parse_bytes, require
+from elastic.config import parse_bytes
 from elastic.errors import ConfigError, ElasticError, NotFound, StateError
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.profiles.store import ProfileStore
 from elastic.planning.deployment.placing import Deployment, Refusal
 from elastic.planning.deployment.policies import PolicyName, preferred
+from elastic.planning.deployment.replicas import ReplicaRange
 from elastic.planning.estimate.configuration import FULL
 from elastic.planning.estimate.devices import Device
 from elastic.planning.estimate.intent import Intent, Objective
@@ -121,21 +122,21 @@ class Deployments:
         weights: Sequence[str] | None = None,
         kv: Sequence[str] | None = None,
         fleet: Mapping[str, Any] | None = None,
-        replicas: int = 1,
+        replicas: int | str = 1,
     ) -> DeploymentStatus:
         """Serve the model of a directory, in the configuration that is best for an intent; return when it serves.
 
         Its name is that of the directory, unless it is said. `load` are the requests that it is to be ready for (None:
         one at a time, of 512 tokens that get 128); what is measured counts where it is more. `weights` and `kv` are the
         forms that it may have, the others are never chosen; `fleet` has further options of its `Fleet`. So many
-        `replicas` have the configuration, each on devices of its own, and share the requests.
+        `replicas` have the configuration, each on devices of its own, and share the requests; in a
+        range, such as "1-4", their number follows the load.
 
-        Raises `ConfigError` for what is no model, for replicas below 1, for a name that is taken, and what ranks raise;
+        Raises `ConfigError` for what is no model, for other replicas, for a name that is taken, and what ranks raise;
         `CapacityError` with the reasons of each configuration where none fits.
         """
         name = name or Path(path).resolve().name
-        wanted = Intent.of(intent)
-        _check_replicas(replicas)
+        wanted, count = Intent.of(intent), ReplicaRange.of(replicas)
         with self._lock:
             if self._thread is None or self._ended.is_set():
                 raise StateError(
@@ -159,7 +160,7 @@ class Deployments:
                     self._replanning,
                     options,
                     self._store,
-                    replicas,
+                    count,
                 )
                 deployed.start()
             except BaseException:
@@ -174,7 +175,7 @@ class Deployments:
         intent: Intent | Objective | None = None,
         *,
         load: Load | None = None,
-        replicas: int | None = None,
+        replicas: int | str | None = None,
         dry_run: bool = False,
     ) -> Replanned:
         """Want something else of a deployment, or be ready for other requests; return when it is as is best for that.
@@ -184,8 +185,7 @@ class Deployments:
         and about what it takes. Raises `ConfigError` for an unknown name, `CapacityError` where nothing fits; then it
         stays as it is.
         """
-        if replicas is not None:
-            _check_replicas(replicas)
+        count = None if replicas is None else ReplicaRange.of(replicas)
         with self._lock:
             deployed = self._named(name)
             wanted = deployed.intent if intent is None else Intent.of(intent)
@@ -193,7 +193,7 @@ class Deployments:
                 deployed.meter.expect(load)
             expected = load if load is not None else deployed.load
             why = f"the intent is {describe(wanted)}"
-            return deployed.change(wanted, expected, why, replicas=replicas, dry_run=dry_run)
+            return deployed.change(wanted, expected, why, replicas=count, dry_run=dry_run)
 
     def plan(self, name: str) -> Deployment | Refusal:
         """Return what would be best for a deployment as things are now, whether or not it is that."""
@@ -268,10 +268,6 @@ class Deployments:
         if name not in self._deployed:
             raise NotFound(f"there is no deployment {name!r}; there are: {', '.join(self._deployed) or 'none'}")
         return self._deployed[name]
-
-
-def _check_replicas(replicas: int) -> None:
-    require(type(replicas) is int and replicas >= 1, "replicas", replicas, "a whole number, at least 1")
 
 
 def describe(intent: Intent) -> str:

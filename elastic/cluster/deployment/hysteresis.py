@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from elastic.config import require
 from elastic.planning.deployment.placing import Deployment, Refusal
-from elastic.planning.estimate.intent import Intent
+from elastic.planning.deployment.replicas import total
+from elastic.planning.estimate.intent import Intent, Objective
 from elastic.planning.estimate.ranking import Estimate
 
 
@@ -40,9 +41,21 @@ class Hysteresis:
         self.reason = "it was deployed"
         """What was said last."""
 
-    def look(self, now_s: float, present: Estimate, best: Deployment | Refusal, intent: Intent, *, moved: bool) -> bool:
-        """Return whether to change to `best` now. `moved`: whether that differs from what there is."""
-        wish = _wish(present, best, intent, self._settings.better) if moved else ""
+    def look(
+        self,
+        now_s: float,
+        plan: Deployment,
+        present: Estimate,
+        best: Deployment | Refusal,
+        intent: Intent,
+        *,
+        moved: bool,
+    ) -> bool:
+        """Return whether to change from `plan`, with its estimate for the present load, to `best` now.
+
+        `moved`: whether that differs from what there is.
+        """
+        wish = _wish(plan, present, best, intent.objective, self._settings.better) if moved else ""
         if wish != self._wish:
             self._wish, self._since_s = wish, now_s
         waited_s = now_s - self._since_s
@@ -56,13 +69,16 @@ class Hysteresis:
         self._wish, self.reason = "", why
 
 
-def _wish(present: Estimate, best: Deployment | Refusal, intent: Intent, better: float) -> str:
+def _wish(plan: Deployment, present: Estimate, best: Deployment | Refusal, objective: Objective, better: float) -> str:
     """Return why it should change, in a word; "": it should not."""
     if isinstance(best, Refusal):
         return ""
     if not present.fits:
         return _UNFIT
-    mine, other = present.value(intent.objective), best.estimate.value(intent.objective)
+    count, wanted = len(plan.instances), len(best.instances)
+    if wanted != count and len(best.devices) < len(plan.devices):
+        return _FEWER
+    mine, other = total(present, count, objective), total(best.estimate, wanted, objective)
     return _BETTER if other < (1 - better) * mine else ""
 
 
@@ -70,8 +86,14 @@ def _words(wish: str, present: Estimate, best: Deployment | Refusal, waited_s: f
     """Say what was seen."""
     if not wish or isinstance(best, Refusal):
         return f"it stays: {present.why_not}, and nothing else fits" if not present.fits else "nothing is much better"
-    own = f"{present.configuration} cannot stay: {present.why_not}" if wish == _UNFIT else "another one is better"
-    return f"{own}; {best.configuration} could be instead, for {waited_s:.0f} s now"
+    reasons = {
+        _UNFIT: f"{present.configuration} cannot stay: {present.why_not}",
+        _FEWER: "fewer devices serve the load",
+        _BETTER: "another one is better",
+    }
+    count = len(best.instances)
+    other = f"{count} x {best.configuration}" if count > 1 else str(best.configuration)
+    return f"{reasons[wish]}; {other} could be instead, for {waited_s:.0f} s now"
 
 
-_UNFIT, _BETTER = "unfit", "better"
+_UNFIT, _FEWER, _BETTER = "unfit", "fewer", "better"

@@ -30,7 +30,11 @@ class LoadMeter:
 
     @property
     def load(self) -> Load:
-        """The load that was measured, and no less than is expected: nor a lower rate, nor shorter requests."""
+        """The load that was measured, and no less than is expected: nor a lower rate, nor shorter requests.
+
+        Tokens are those of requests that go on, too: these count as they arrive, so that a few that have ended are not
+        taken to have got the tokens of all.
+        """
         if len(self._told) < 2:
             return self._expected
         (since_s, before), (now_s, after) = self._told[0], self._told[-1]
@@ -38,6 +42,6 @@ class LoadMeter:
         if now_s - since_s < LEAST_S or not arrived:
             return self._expected
         prompt = round((after.prompt_tokens - before.prompt_tokens) / arrived)
-        new = round((after.generated_tokens - before.generated_tokens) / ended) if ended else 0
+        new = round((after.generated_tokens - before.generated_tokens) / max(arrived, ended))
         least = self._expected
         return Load(max(least.prompt, prompt), max(least.new, new), max(least.rate, arrived / (now_s - since_s)))

@@ -77,6 +77,8 @@ class DeploymentStatus:
     """How many times its configuration has changed."""
     replicas: int = 1
     """Instances that have the configuration."""
+    replica_range: str = "1"
+    """How many there may be: a number, or such as "1-4", in which it follows the load."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class ServedDeployments(Protocol):
         name: str | None = None,
         load: Load | None = None,
         weights: Sequence[str] | None = None,
-        replicas: int = 1,
+        replicas: int | str = 1,
     ) -> Any:
         """Serve one more model."""
 
@@ -46,7 +46,7 @@ class ServedDeployments(Protocol):
         intent: Intent | None,
         *,
         load: Load | None = None,
-        replicas: int | None = None,
+        replicas: int | str | None = None,
         dry_run: bool = False,
     ) -> Any:
         """Want something else of a deployment."""

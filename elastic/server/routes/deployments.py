@@ -4,8 +4,8 @@
 left out; `POST /elastic/fleet/intend {"name", "intent", "load", "replicas", "dry_run"}`; `POST /elastic/fleet/undeploy
 {"name", "drain"}`.
 An intent is `{"minimize": "latency", "latency_s": 1.5, "cost": 40, "quality_loss": 0.01}`, each part of its own; a load
-`{"prompt": 512, "new": 128, "rate": 2}`. They answer when it is done, with the fields of `DeploymentStatus` and
-`Replanned`; what is deployed is in `GET /elastic/status`.
+`{"prompt": 512, "new": 128, "rate": 2}`; replicas are a number, or text such as `"1-4"`. They answer when it is done,
+with the fields of `DeploymentStatus` and `Replanned`; what is deployed is in `GET /elastic/status`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from elastic.server.routes.status import plain
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Tokens = Annotated[int, Field(ge=1, lt=2**31)]
-Replicas = Annotated[int, Field(ge=1, lt=2**16)]
+Replicas = Annotated[int, Field(ge=1, lt=2**16)] | Annotated[str, Field(pattern=r"^\d{1,5}(-\d{1,5})?$")]
 
 
 class _Body(BaseModel):

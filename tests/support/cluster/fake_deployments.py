@@ -42,10 +42,10 @@ class FakeDeployments:
         name: Any = None,
         load: Any = None,
         weights: Any = None,
-        replicas: int = 1,
+        replicas: int | str = 1,
     ) -> Any:
         self.asked.append(("deploy", path, intent, load, weights))
-        self.replicas: int | None = replicas
+        self.replicas: int | str | None = replicas
         if path == "/large":
             raise CapacityError("it has no place", requested_bytes=1, free_bytes=0, total_bytes=0)
         if weights == ["int2"]:
@@ -60,7 +60,7 @@ class FakeDeployments:
         return self.told[name]
 
     def intend(
-        self, name: str, intent: Any, *, load: Any = None, replicas: int | None = None, dry_run: bool = False
+        self, name: str, intent: Any, *, load: Any = None, replicas: int | str | None = None, dry_run: bool = False
     ) -> Replanned:
         self.replicas = replicas
         if name not in self.told:

@@ -58,10 +58,10 @@ def test_a_model_is_deployed_changed_and_ended(
 
 def test_replicas_are_asked_for_and_leave_the_intent_as_it_is(served: Live, deployments: FakeDeployments) -> None:
     assert main(["fleet", "deploy", served.url, "/models/other", "--replicas", "2"]) == 0
-    assert deployments.replicas == 2
+    assert deployments.replicas == "2"
     assert main(["fleet", "intend", served.url, "other", "--replicas", "3", "--dry-run"]) == 0
-    assert (deployments.replicas, deployments.asked[-1]) == (3, ("intend", "other", None, None, True))
-    assert main(["fleet", "intend", served.url, "other", "--replicas", "3", "--intent", "memory"]) == 0
+    assert (deployments.replicas, deployments.asked[-1]) == ("3", ("intend", "other", None, None, True))
+    assert main(["fleet", "intend", served.url, "other", "--replicas", "1-3", "--intent", "memory"]) == 0
     assert deployments.asked[-1] == ("intend", "other", Intent("memory"), None, False)
 
 

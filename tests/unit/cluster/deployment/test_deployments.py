@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from elastic.engines.base import Request
 from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.estimation.device_list import parse_devices
 from elastic.planning.deployment.placing import Deployment, Refusal, place
+from elastic.planning.deployment.replicas import ReplicaRange
 from elastic.planning.estimate.configuration import Configuration
 from elastic.planning.estimate.intent import Intent
 from elastic.planning.estimate.performance import Load
@@ -167,7 +169,7 @@ def test_replicas_share_the_requests_and_changes_of_the_intent_keep_them(
     heard.wait([request.id for request in sent])
     assert {len(got) for got in tokens(heard, sent)} == {NEW}
     fleet["model"].check()
-    for wrong in (0, True, 1.5):
+    for wrong in (0, True, 1.5, "3-1"):
         with pytest.raises(ConfigError, match="replicas="):
             fleet.intend("model", replicas=wrong)  # type: ignore[arg-type]
 
@@ -334,6 +336,8 @@ def test_a_model_that_no_device_holds_is_deployed_over_several(
         sent = [Request(prompt, 8) for prompt in PROMPTS[:2]]
         assert tokens(serve(fleet["model"], sent), sent) == [continuation(model, prompt, 8) for prompt in PROMPTS[:2]]
         assert fleet.intend("model", "latency").status == "unchanged"
+        with pytest.raises(ConfigError, match="'1-2': instances of 'model' cannot come and go with the load"):
+            fleet.intend("model", replicas="1-2")
         fleet["model"].check()
 
 
@@ -373,6 +377,50 @@ def test_more_load_gets_more_room_without_another_configuration(fleet: Deploymen
     assert deployed.estimate().fits
     heard = serve(fleet["model"], [Request(PROMPTS[2] * 4, 200)])
     assert [len(tokens) for tokens in heard.tokens.values()] == [200]
+
+
+@pytest.mark.slow
+def test_instances_come_and_go_with_the_load(
+    fleet: Deployments, paths: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = fleet.deploy(paths["qwen3"], load=LOAD, weights=("full",), name="model", replicas="1-9")
+    assert (told.replicas, told.replica_range) == (1, "1-9")
+    deployed, heard, sent = fleet._named("model"), Collector(), list[Request]()
+    times = itertools.count(int(time.monotonic()) + 1000, 1000)  # the last change rests
+
+    def instances_at(rate: float) -> int:
+        deployed.meter.expect(replace(LOAD, rate=rate))
+        began_s = next(times)
+        assert deployed.look(began_s) is None, "not for a moment's load"
+        sent.extend(more := requests())
+        for request in more:
+            fleet["model"].submit(request, heard)
+        changed = deployed.look(began_s + 20)
+        assert changed is None or changed.status == "applied", changed
+        return fleet.status()[0].replicas
+
+    served = 1.0  # by one instance of one rank that has all of its device
+    alone = Configuration(kv=deployed.plan.configuration.kv)
+    options = deployed.chooser.options
+    monkeypatch.setattr(
+        deployed.chooser,
+        "options",
+        lambda *args, **how: [each for each in options(*args, **how) if each.configuration == alone],
+    )
+    while isinstance(deployed.best(replace(LOAD, rate=1.1 * served), replicas=ReplicaRange()), Deployment):
+        served *= 1.1
+    assert instances_at(1.5 * served) == 2
+    assert instances_at(0.95 * served) == 2, "one would have nothing to spare"
+    assert instances_at(100 * served) == 3, "as many as devices have room for, though they do not serve it"
+    assert instances_at(100 * served) == 3
+    assert "nothing else fits" in fleet.status()[0].reason
+    assert instances_at(0.95 * served) == 2, "with little to do for each, a third one costs more"
+    assert instances_at(0.5 * served) == 1
+    heard.wait([request.id for request in sent])
+    assert tokens(heard, sent) == expected["qwen3"] * 6
+    fleet["model"].check()
+    assert fleet.intend("model", replicas="2-3").status == "applied"
+    assert len(deployed.ranks) == fleet.status()[0].replicas == 2, "the least that was asked for"
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from elastic.cluster.deployment.hysteresis import Hysteresis, Replanning
 from elastic.cluster.deployment.load_meter import LoadMeter
 from elastic.controller.snapshot import RequestStats
 from elastic.errors import CapacityError, ConfigError
+from elastic.planning.deployment.devices import Stage
 from elastic.planning.deployment.placing import Deployment, Refusal
 from elastic.planning.estimate.configuration import Configuration
 from elastic.planning.estimate.devices import SHEETS, Device
@@ -30,14 +31,14 @@ def estimate(latency_s: float, why_not: str = "") -> Estimate:
 
 
 def best(latency_s: float) -> Deployment:
-    return Deployment(Configuration(2), (), 1, estimate(latency_s), ())
+    return Deployment(Configuration(2), (Stage(range(4), ("cpu#a", "cpu#b"), 1),), 1, estimate(latency_s), ())
 
 
 def looks(seen: list[tuple[float, Estimate, Deployment | Refusal, bool]]) -> list[float]:
     """When it was to change, of looks at these times; each change happens."""
     hysteresis, changes = Hysteresis(SETTINGS, 0.0), []
     for now_s, present, other, moved in seen:
-        if hysteresis.look(now_s, present, other, FAST, moved=moved):
+        if hysteresis.look(now_s, best(1.0), present, other, FAST, moved=moved):
             changes.append(now_s)
             hysteresis.changed(now_s, "test")
     return changes
@@ -59,10 +60,20 @@ def test_load_that_goes_up_and_down_changes_nothing() -> None:
     assert looks([(t, estimate(1.0), best(0.5), t % 8 < 4) for t in range(0, 500, 2)]) == []
 
 
+def test_instances_that_are_not_needed_go_after_a_rest() -> None:
+    hysteresis = Hysteresis(SETTINGS, 0.0)
+    plan = replace(best(1.0), stages=2 * best(1.0).stages)
+    times = range(0, 120, 20)
+    seen = [hysteresis.look(now_s, plan, estimate(1.0), best(1.0), FAST, moved=True) for now_s in times]
+    assert seen == [False, False, False, True, True, True]
+    assert hysteresis.reason == "fewer devices serve the load; TP2 PP1 full could be instead, for 100 s now"
+
+
 def test_where_nothing_fits_it_stays_and_says_so() -> None:
     hysteresis = Hysteresis(SETTINGS, 0.0)
     for now_s in range(100):
-        assert not hysteresis.look(now_s, estimate(1.0, "cpu#a lacks 1 MiB"), Refusal(()), FAST, moved=False)
+        lacking = estimate(1.0, "cpu#a lacks 1 MiB")
+        assert not hysteresis.look(now_s, best(1.0), lacking, Refusal(()), FAST, moved=False)
     assert "cpu#a lacks 1 MiB" in hysteresis.reason
     assert "nothing else fits" in hysteresis.reason
 
@@ -87,6 +98,8 @@ def test_the_load_is_that_of_the_last_minute_and_no_less_than_expected() -> None
     assert meter.load == Load(32, 24, 0.5), "five seconds say nothing of a rate"
     meter.tell(20.0, stats(40, 64, 30, 20))
     assert meter.load == Load(64, 24, 2.0), "answers are shorter than expected, prompts are longer"
+    meter.tell(40.0, replace(stats(80, 64, 31, 20), generated_tokens=4000))
+    assert meter.load == Load(64, 50, 2.0), "one that has ended did not get the tokens of those that go on"
     meter.tell(100.0, stats(41, 64, 41, 20))
     assert meter.load.rate == 0.5
     meter.expect(Load(512, 128, 7.0))
