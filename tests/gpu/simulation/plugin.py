@@ -26,6 +26,8 @@ ONE_SCHEDULE = (
     "unit/quant",
 )
 """Files and folders whose tests queue all that they do on one stream: it is in the same order under each schedule."""
+LONGEST = "tests/laws/"
+"""What takes minutes, and so begins first: two of them side by side would be left at the end."""
 MAY_NEED_A_GPU = re.compile(r"mark\.cuda|\bdevice\b")
 """What stands in each file with tests marked `cuda`: the mark, or the fixture that has it."""
 
@@ -64,6 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for part, reason in NOT_SIMULATED.items():
             if part in item.name:
                 item.add_marker(pytest.mark.skip(reason=f"not simulated: {reason}"))
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))  # one worker's, which gives what follows away
 
 
 @pytest.fixture(autouse=True)
