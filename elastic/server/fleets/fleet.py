@@ -60,10 +60,14 @@ class FleetEngine(Protocol):
     ) -> Any:
         """Have instances compute each other's layers, and ranks drop those that they do not need then."""
 
+    def plan(self, need: int | str) -> Any:
+        """Price what could give so many bytes of KV to requests that wait."""
+
     def restore(
         self,
         rank: str | None = None,
         *,
+        dry_run: bool = False,
         why: str = "",
         exchange: Literal["live", "stall"] = "live",
         coordinated: bool = True,
@@ -84,7 +88,7 @@ class FleetEngine(Protocol):
     ) -> Any:
         """Have so many ranks each share every layer of their instances."""
 
-    def replicate(self, home: str, layers: Sequence[int], rank: str) -> Any:
+    def replicate(self, home: str, layers: Sequence[int], rank: str, *, dry_run: bool = False) -> Any:
         """Have another rank compute layers of an instance, too, for half of its requests."""
 
     def evict(self, home: str, layers: Sequence[int] | None = None) -> Any:

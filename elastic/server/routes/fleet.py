@@ -2,11 +2,13 @@
 
 `POST /elastic/fleet/move {"request", "instance"}`: the request is the id of an answer, such as `chatcmpl-…`.
 `POST /elastic/fleet/add {"places": […]}`, `POST /elastic/fleet/remove {"rank", "drain"}`.
+`POST /elastic/fleet/plan {"need": "24MiB"}`: what could give so many bytes to requests that wait, and its price.
 `POST /elastic/fleet/drop {"need": "24MiB"}` or `{"layers": {"r0": [6, 7], "r1": [0, 1]}}`, with `"dry_run"` its plan;
 `POST /elastic/fleet/restore {"rank"}` (without it: all), `.../merge {"ranks": […]}`, `.../split {"rank"}`;
-`POST /elastic/fleet/reshard {"instances": ["r0", "r1"], "tp": 2}`, with `"dry_run"` its price.
+`POST /elastic/fleet/reshard {"instances": ["r0", "r1"], "tp": 2}`.
 `POST /elastic/fleet/replicate {"home": "r0", "layers": [4, 5], "rank": "r1"}`, `.../evict {"home", "layers"}` (without
 layers: all of the instance's replicas).
+Drops, restores, reshards and replicas have a price with `"dry_run"`, and nothing is done.
 A drop, a restore and a reshard take `"exchange"`, `"coordinated"` and `"layers_per_step"`, too; see `Fleet.drop`.
 """
 
@@ -69,10 +71,20 @@ class _ExchangeBody(_FleetBody):
         return {name: getattr(self, name) for name in ("exchange", "coordinated", "layers_per_step")}
 
 
+Size = Annotated[int, Field(ge=1, lt=2**63)] | Name
+"""Bytes, or text such as 24MiB."""
+
+
+class PlanBody(_FleetBody):
+    """So many bytes of KV that requests lack."""
+
+    need: Size
+
+
 class DropBody(_ExchangeBody):
     """Layers that are to leave: so many bytes of them, or those of each rank."""
 
-    need: Annotated[int, Field(ge=1, lt=2**63)] | Name | None = None
+    need: Size | None = None
     layers: Annotated[dict[Name, Layers], Field(max_length=1000)] | None = None
     dry_run: bool = False
 
@@ -81,6 +93,7 @@ class RestoreGroupBody(_ExchangeBody):
     """A rank of the group whose layers are to return; without it, all groups."""
 
     rank: Name | None = None
+    dry_run: bool = False
 
 
 class ReshardBody(_ExchangeBody):
@@ -97,6 +110,7 @@ class ReplicateGroupBody(_FleetBody):
     home: Name
     layers: Annotated[Layers, Field(min_length=1)]
     rank: Name
+    dry_run: bool = False
 
 
 class EvictGroupBody(_FleetBody):
@@ -139,6 +153,10 @@ def routes(serving: ServerState) -> APIRouter:
             lambda fleet: {"removed": body.rank, "end": plain(fleet.remove(body.rank, drain=body.drain))}
         )
 
+    @router.post("/elastic/fleet/plan")
+    async def plan(body: PlanBody) -> dict[str, Any]:
+        return await _done(lambda fleet: {"offers": plain(fleet.plan(body.need))})
+
     @router.post("/elastic/fleet/drop")
     async def drop(body: DropBody) -> dict[str, Any]:
         return await _done(
@@ -149,7 +167,8 @@ def routes(serving: ServerState) -> APIRouter:
 
     @router.post("/elastic/fleet/restore")
     async def restore(body: RestoreGroupBody) -> dict[str, Any]:
-        return await _done(lambda fleet: {"restored": plain(fleet.restore(body.rank, why=WHY, **body.form))})
+        options = {"dry_run": body.dry_run, "why": WHY, **body.form}
+        return await _done(lambda fleet: {"restored": plain(fleet.restore(body.rank, **options))})
 
     @router.post("/elastic/fleet/reshard")
     async def reshard(body: ReshardBody) -> dict[str, Any]:
@@ -158,7 +177,7 @@ def routes(serving: ServerState) -> APIRouter:
 
     @router.post("/elastic/fleet/replicate")
     async def replicate(body: ReplicateGroupBody) -> dict[str, Any]:
-        return await _done(lambda fleet: {"replicated": plain(fleet.replicate(body.home, body.layers, body.rank))})
+        return await _done(lambda fleet: {"replicated": plain(fleet.replicate(**body.model_dump()))})
 
     @router.post("/elastic/fleet/evict")
     async def evict(body: EvictGroupBody) -> dict[str, Any]:

@@ -226,6 +226,27 @@ def test_layers_leave_and_return(served: Live, capsys: pytest.CaptureFixture[str
     ]
 
 
+def test_what_could_be_done_has_a_price(served: Live, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN + "\n")
+    given = [served.url, "--token-file", str(token)]
+    assert main(["fleet", "plan", *given, "--need", "24MiB"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "drop: frees 4,096 bytes for 0.250 s of serving",
+        "swap: frees 2,048 bytes for 2.000 s of serving, with a loss of quality",
+        "restore: takes 8,192 bytes for 0.500 s of serving",
+    ]
+    assert main(["fleet", "plan", *given, "--need", "1EiB"]) == 0
+    assert "nothing that this fleet can do" in capsys.readouterr().out
+    assert main(["fleet", "restore", *given, "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert "planned: 0 bytes of weights would leave, 4,096 come back, 5 layers change their rank, 2,048" in told
+    assert "price: 0.500 s of serving" in told
+    assert main(["fleet", "replicate", *given, "a", "b", "--layers", "4-5", "--dry-run"]) == 0
+    assert "2 layers change their rank, 2,048 bytes" in capsys.readouterr().out
+    assert served.engine.groups_asked[:2] == [("plan", "24MiB"), ("plan", "1EiB")]
+
+
 def test_ranks_share_every_layer(served: Live, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text(TOKEN + "\n")

@@ -286,6 +286,24 @@ def test_layers_get_replicas_and_lose_them_over_http(client: TestClient, fleet: 
     assert "at 'a' already" in wrong.json()["error"]["message"]
 
 
+def test_what_could_be_done_has_a_price_over_http(client: TestClient, fleet: FakeFleet) -> None:
+    offers = client.post("/elastic/fleet/plan", json={"need": "24MiB"}).json()["offers"]
+    assert [(offer["kind"], offer["relieved_bytes"], offer["lossless"]) for offer in offers] == [
+        ("drop", 4096, True),
+        ("swap", 2048, False),
+        ("restore", -8192, True),
+    ]
+    assert fleet.groups_asked == [("plan", "24MiB")]
+    for path, body, answer in (
+        ("restore", {}, "restored"),
+        ("replicate", {"home": "a", "layers": [4], "rank": "b"}, "replicated"),
+    ):
+        done = client.post(f"/elastic/fleet/{path}", json={**body, "dry_run": True}).json()[answer]
+        assert (done["status"], done["price"]["flips"] > 0) == ("planned", True)
+    for wrong in ({}, {"need": 0}, {"need": 1, "more": 2}):
+        assert client.post("/elastic/fleet/plan", json=wrong).status_code == 400
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [("drop", {"need": 1}), ("restore", {}), ("reshard", {"instances": ["a", "b"], "tp": 2})],
@@ -363,6 +381,7 @@ def test_whoever_has_no_token_changes_nothing(client: TestClient, fleet: FakeFle
         "fleet/move",
         "fleet/add",
         "fleet/remove",
+        "fleet/plan",
         "fleet/drop",
         "fleet/restore",
         "fleet/replicate",
