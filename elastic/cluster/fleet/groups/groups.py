@@ -33,6 +33,7 @@ from elastic.cluster.fleet.groups.results import (
 )
 from elastic.cluster.fleet.groups.transition import Books, Shape
 from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.errors import CapacityError, ConfigError, NotFound, RankLost, StateError
 from elastic.planning.arrangement.drop import DropPlan, GroupPlan, PlannedGroup, drop_plan
@@ -225,19 +226,17 @@ class Groups:
             return group in self._groups and follow(self._ranks, group)
 
     def _plan(self, needed: int, rooms: Mapping[str, Room], whole: bool, most: int | None) -> DropPlan:
-        groups = [PlannedGroup(targets.held(group.shape.paths, group.shape.weights)) for group in self._groups]
-        grouped = {name for group in self._groups for name in group.members}
-        alone = [
-            PlannedGroup(targets.held({name: room.path}, {name: room.resident}))
-            for name, room in rooms.items()
-            if name not in grouped
-        ]
-        layer_bytes = self.layer_bytes()
-        plan = drop_plan([*groups, *alone], layer_bytes, needed, whole=whole, most=most)
+        layer_bytes, grouped = self.layer_bytes(), {name for group in self._groups for name in group.members}
+        shapes = [group.shape for group in self._groups]
+        shapes += [shape_of((name,), rooms) for name in rooms if name not in grouped]
+        fitted = Budgets(rooms, [self._ranks.instance(name) for name in rooms]).fitted
+        groups = [PlannedGroup(tuple(map(fitted, targets.held(each.paths, each.weights)))) for each in shapes]
+        plan = drop_plan(groups, layer_bytes, needed, whole=whole, most=most)
         if plan is None:
-            held = sum(layer_bytes[i] for each in [*groups, *alone] for held in each.members for i in held.layers)
+            held = sum(layer_bytes[i] for each in groups for held in each.members for i in held.layers)
             raise CapacityError(
-                "no drop frees so much: one copy of each layer stays, add ranks, or swap layers to a smaller variant",
+                "no drop frees so much: one copy of each layer stays, in ranks that have room for live requests, too; "
+                "add ranks, or swap layers to a smaller variant",
                 requested_bytes=needed,
                 free_bytes=max(0, held - sum(layer_bytes)),
                 total_bytes=held,

@@ -19,6 +19,7 @@ from elastic.cluster.fleet.groups.group import Group
 from elastic.cluster.fleet.groups.groups import Groups
 from elastic.cluster.fleet.groups.results import Migrated, Replicated, Resharded, Restored, all_restored
 from elastic.cluster.fleet.groups.transition import Shape
+from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.errors import ConfigError, NotFound, StateError
 from elastic.planning.sharding.share import Share
 
@@ -142,6 +143,13 @@ class ReshardingGroups(Groups):
         serving = {instance.name: instance.kv_format for instance in self._ranks.serving()}
         rooms = measure(self._ranks, serving)
         return {name: blocks_by_degree(name, rooms[name], kv, degrees) for name, kv in serving.items()}
+
+    def budgets(self) -> Budgets:
+        """Return what ranks tell of themselves, for who plans drops. Raises `StateError` where none serves."""
+        serving = self._ranks.serving()
+        if not serving:
+            raise StateError("no rank serves: no drop can be planned")
+        return Budgets(measure(self._ranks, [instance.name for instance in serving]), serving)
 
     # -- inside, one verb at a time
 

@@ -8,6 +8,7 @@ from typing import Literal
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.resharding import ReshardingGroups
 from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Migrated, Replicated, Resharded, Restored
+from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.config import parse_bytes
 from elastic.errors import ConfigError, StateError
@@ -191,6 +192,10 @@ class GroupVerbs:
     def layer_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each decoder layer's weights, of which a drop frees some."""
         return self._groups.layer_bytes()
+
+    def budgets(self) -> Budgets:
+        """Return what a plan of drops must fit: the memory of ranks, and the keys and values there, as they say now."""
+        return self._groups.budgets()
 
     @property
     def changing(self) -> bool:
