@@ -52,6 +52,9 @@ class FleetEngine(Protocol):
         need: int | str | None = None,
         *,
         layers: Mapping[str, Sequence[int]] | None = None,
+        whole: bool = False,
+        most: int | None = None,
+        timeout_s: float = 60.0,
         dry_run: bool = False,
         why: str = "",
         exchange: Literal["live", "stall"] = "live",
@@ -67,6 +70,7 @@ class FleetEngine(Protocol):
         self,
         rank: str | None = None,
         *,
+        timeout_s: float = 60.0,
         dry_run: bool = False,
         why: str = "",
         exchange: Literal["live", "stall"] = "live",
@@ -80,6 +84,7 @@ class FleetEngine(Protocol):
         instances: str | Sequence[str],
         *,
         tp: int,
+        timeout_s: float = 60.0,
         dry_run: bool = False,
         why: str = "",
         exchange: Literal["live", "stall"] = "live",
@@ -87,6 +92,20 @@ class FleetEngine(Protocol):
         layers_per_step: int | None = None,
     ) -> Any:
         """Have so many ranks each share every layer of their instances."""
+
+    def migrate(
+        self,
+        home: str,
+        layers: Sequence[int],
+        rank: str,
+        *,
+        timeout_s: float = 60.0,
+        dry_run: bool = False,
+        exchange: Literal["live", "stall"] = "live",
+        coordinated: bool = True,
+        layers_per_step: int | None = None,
+    ) -> Any:
+        """Have another rank compute layers of an instance."""
 
     def replicate(self, home: str, layers: Sequence[int], rank: str, *, dry_run: bool = False) -> Any:
         """Have another rank compute layers of an instance, too, for half of its requests."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic.cluster.control.messages import RuntimeView
 from elastic.cluster.control.status import FleetEvent, FleetStatus, FleetTotals, InstanceStatus, RankStatus, Wire
-from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Replicated, Resharded, Restored
+from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Migrated, Replicated, Resharded, Restored, Status
 from elastic.controller.loop import ControllerHealth
 from elastic.controller.policies.group_costs import GroupPrice
 from elastic.controller.remedies import Offer
@@ -181,6 +181,12 @@ class FakeFleet(FakeEngine):
             price = GroupPrice(0.25, 4096, 2048, 5, 0.0)
             return Resharded("planned", 5, 2048, members=("a", "b"), tp=tp, freed_bytes=4096, price=price)
         return Resharded("applied", flips=5, moved_bytes=2048, members=("a", "b"), tp=tp, freed_bytes=4096)
+
+    def migrate(self, home: str, layers: Sequence[int], rank: str, *, dry_run: bool = False, **form: Any) -> Migrated:
+        self.forms.append(form)
+        self.groups_asked.append(("migrate", (home, layers, rank)))
+        status: Status = "planned" if dry_run else "deferred" if rank == "new" else "applied"
+        return Migrated(status, 2, 2048, home=home, rank=rank, layers=tuple(layers))
 
     def replicate(self, home: str, layers: Sequence[int], rank: str, *, dry_run: bool = False) -> Replicated:
         self.groups_asked.append(("replicate", (home, layers, rank)))

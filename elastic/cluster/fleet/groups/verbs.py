@@ -69,6 +69,8 @@ class GroupVerbs:
         _require_no_listener()
         if sum(given is not None for given in (need, layers, plan)) != 1:
             raise ConfigError("drop: give one of need=, layers= and plan=")
+        if need is None and (whole or most is not None):
+            raise ConfigError("drop: whole= and most= say how so many bytes come free; give need= with them")
         form = ExchangeForm(exchange, coordinated, layers_per_step)
         if layers is not None:
             wanted = {rank: frozenset(each) for rank, each in layers.items()}
