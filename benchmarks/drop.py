@@ -14,7 +14,8 @@ the Llama of 40M parameters of `serving.py`. Targets, fixed before the figures w
   Stall of a request that moves, its longest gap during a drop less its usual one: at most .1 of the whole exchange. P99
   gap of the other's requests during exchanges, over that at rest: at most 1.15; without coordination 1.5 times more.
   Also the form of the paper, where the instance stands still for all of it, and TTFT of requests that come meanwhile:
-  one at each instance, in a drop as at rest. Gaps in which their prompts are computed count for the stall alone
+  one at each instance, in a drop as at rest. Gaps in which their prompts are computed count for the stall alone.
+  Beside the seconds of a drop and of a restore are those that their dry runs predict
 - `restoration`: two waves and a calm, as those of `overload.py`, restoring and not restoring: P50 of TTFT and TPOT in
   the calm .2 better; P99 of TTFT in the second wave beside it
 - `extreme`: twice as many requests as `wait` serves, until one waits for its first token five times as long as usual:
@@ -233,6 +234,9 @@ def exchange(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]
         **{
             name: {
                 "seconds": summary(figure["seconds"]),
+                "predicted_seconds": summary(figure["predicted_s"]),
+                "restore_seconds": summary(figure["restore_s"]),
+                "predicted_restore_seconds": summary(figure["predicted_restore_s"]),
                 "moved_bytes": statistics.median(figure["moved_bytes"]),
                 "stall_ms": summary([1e3 * value for value in figure["stall_s"]]),
                 "stall_of_exchange": ratio(figure["stall_s"], figure["seconds"]),
@@ -256,7 +260,8 @@ def exchanged(engine: elastic.Fleet, form: dict[str, Any], quick: bool) -> dict[
     answers = [load.submit(request) for request in asked]
     while min(len(answer.tokens) for answer in answers) < 4:
         time.sleep(0.005)
-    drops, rests, done, ttft = [], [], [], {"during": [], "rest": []}
+    drops, rests, done, back, ttft = [], [], [], [], {"during": [], "rest": []}
+    dropping, returning = [], []  # seconds that dry runs predict
 
     def newcomers(when: str) -> None:
         for _ in range(2):  # one for each instance, in turn
@@ -268,13 +273,15 @@ def exchanged(engine: elastic.Fleet, form: dict[str, Any], quick: bool) -> dict[
         newcomers("rest")
         time.sleep(rest_s / 2)
         rests.append((begin, time.perf_counter()))
+        dropping.append(engine.drop(layers={first: HALF, second: ()}, dry_run=True, **form).seconds)
         begin = time.perf_counter()
         later = threading.Timer(rest_s / 2, newcomers, ["during"])
         later.start()
         done.append(engine.drop(layers={first: HALF, second: ()}, **form))
         later.join()
         drops.append((begin, time.perf_counter()))
-        engine.restore()
+        returning.append(engine.restore(dry_run=True).seconds)
+        back.append(engine.restore())
     where = [engine.instance_of(request.id) for request in asked]
     for request in asked:
         engine.cancel(request.id)
@@ -287,6 +294,9 @@ def exchanged(engine: elastic.Fleet, form: dict[str, Any], quick: bool) -> dict[
     usual = statistics.median(moved.within(rests))
     return {
         "seconds": statistics.median(one.seconds for one in done),
+        "predicted_s": statistics.median(dropping),
+        "restore_s": statistics.median(one.seconds for one in back),
+        "predicted_restore_s": statistics.median(returning),
         "moved_bytes": statistics.median(one.moved_bytes for one in done),
         "stall_s": max(max(moved.longest(window)) - usual for window in drops),
         "others_p99": percentiles([others.within(drops)], 0.99)[0],

@@ -25,9 +25,11 @@ def add_options(command: ArgumentParser) -> None:
     move = what.add_parser("move", help="have a request go on at another instance")
     add = what.add_parser("add", help="start one more rank")
     remove = what.add_parser("remove", help="end a rank; its requests go on elsewhere")
+    plan = what.add_parser("plan", help="price what could give KV cache to requests that lack it, and do nothing")
     drop = what.add_parser("drop", help="have ranks compute each other's layers, and drop those that they hold twice")
     restore = what.add_parser("restore", help="have dropped layers return")
     reshard = what.add_parser("reshard", help="have ranks share every layer of their instances, or share none any more")
+    migrate = what.add_parser("migrate", help="have a rank compute layers of another one's instance")
     replicate = what.add_parser(
         "replicate", help="have a rank compute layers of an instance too, for half its requests"
     )
@@ -35,7 +37,7 @@ def add_options(command: ArgumentParser) -> None:
     merge = what.add_parser("merge", help="connect ranks, so that they can compute each other's layers")
     split = what.add_parser("split", help="restore a group of ranks, and close its connections")
     deploying = add_deploying(what)
-    acting = (move, add, remove, drop, restore, reshard, replicate, evict, merge, split, *deploying)
+    acting = (move, add, remove, plan, drop, restore, reshard, migrate, replicate, evict, merge, split, *deploying)
     for each in (status, *acting):
         each.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
     for each in acting:
@@ -45,18 +47,24 @@ def add_options(command: ArgumentParser) -> None:
     add.add_argument("--place", action="append", metavar="PLACE", help="its memory (as the first rank's); repeatable")
     remove.add_argument("rank", metavar="RANK", help="its name")
     remove.add_argument("--now", action="store_true", help="do not wait until its requests have gone on elsewhere")
+    plan.add_argument("--need", required=True, metavar="SIZE", help="keys and values that find no room, such as 24MiB")
     _add_drop(drop)
     restore.add_argument("rank", nargs="?", metavar="RANK", help="a rank of the group (all groups)")
     reshard.add_argument("instances", nargs="+", metavar="INSTANCE", help="whoever computes layers with one counts too")
     reshard.add_argument("--tp", type=int, required=True, metavar="N", help="ranks that share each layer; 1: none do")
-    for each in (drop, reshard):
+    for each in (drop, restore, reshard, migrate, replicate):
         each.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
-    for each in (drop, restore, reshard):
+    for each in (drop, restore, reshard, migrate):
         add_exchange(each)
-    for each in (replicate, evict):
+        each.add_argument(
+            "--timeout", type=float, metavar="S", help="for live requests to fit in the caches that will be left (60)"
+        )
+    for each in (migrate, replicate, evict):
         each.add_argument("home", metavar="HOME", help="the rank whose instance it is")
+    migrate.add_argument("rank", metavar="RANK", help="the one that is to compute them; HOME: they come back")
     replicate.add_argument("rank", metavar="RANK", help="the one that is to compute them too")
-    replicate.add_argument("--layers", required=True, metavar="LAYERS", help="such as 4-7,9")
+    for each in (migrate, replicate):
+        each.add_argument("--layers", required=True, metavar="LAYERS", help="such as 4-7,9")
     evict.add_argument("--layers", metavar="LAYERS", help="such as 4-7,9 (all that have a replica)")
     merge.add_argument("ranks", nargs="+", metavar="RANK", help="their names")
     split.add_argument("rank", metavar="RANK", help="a rank of the group")
@@ -64,6 +72,8 @@ def add_options(command: ArgumentParser) -> None:
 
 
 def _add_drop(command: ArgumentParser) -> None:
+    command.add_argument("--whole", action="store_true", help="free whole models, with --need, to measure against")
+    command.add_argument("--most", type=int, metavar="N", help="instances of a group at the most, with --need")
     what = command.add_mutually_exclusive_group(required=True)
     what.add_argument("--need", metavar="SIZE", help="weights that are to leave at least, such as 24MiB")
     what.add_argument(
@@ -132,12 +142,26 @@ def _remove(url: str, token: str, options: Namespace) -> int:
     return 0
 
 
+def _plan(url: str, token: str, options: Namespace) -> int:
+    from elastic.cli.views.status_client import post
+
+    offers = post(url, "/elastic/fleet/plan", {"need": options.need}, token, ACT_S).get("offers") or []
+    for offer in offers:
+        loss = "" if offer.get("lossless", True) else ", with a loss of quality"
+        nbytes = offer.get("relieved_bytes", 0)
+        brings = f"frees {nbytes:,} bytes" if nbytes > 0 else f"takes {-nbytes:,} bytes"
+        print(f"{offer['kind']}: {brings} for {offer.get('seconds', 0.0):.3f} s of serving{loss}")
+    if not offers:
+        print("nothing that this fleet can do gives room for keys and values")
+    return 0
+
+
 def _drop(url: str, token: str, options: Namespace) -> int:
     from elastic.cli.views.layer_grid import ranges
     from elastic.cli.views.status_client import post
 
     wanted = {"layers": _layers_by_rank(options.layers)} if options.layers else {"need": options.need}
-    body = {**wanted, "dry_run": options.dry_run, **exchange_form(options)}
+    body = {**wanted, "whole": options.whole, "most": options.most, "dry_run": options.dry_run, **_form(options)}
     dropped = post(url, "/elastic/fleet/drop", body, token, ACT_S).get("dropped") or {}
     for group in dropped.get("groups") or []:
         for rank, keeps in zip(group["members"], group["keeps"], strict=True):
@@ -152,9 +176,9 @@ def _drop(url: str, token: str, options: Namespace) -> int:
 def _restore(url: str, token: str, options: Namespace) -> int:
     from elastic.cli.views.status_client import post
 
-    body = {"rank": options.rank, **exchange_form(options)}
+    body = {"rank": options.rank, "dry_run": options.dry_run, **_form(options)}
     restored = post(url, "/elastic/fleet/restore", body, token, ACT_S).get("restored") or {}
-    return _returned(restored)
+    return _planned(restored) if options.dry_run else _returned(restored)
 
 
 def _reshard(url: str, token: str, options: Namespace) -> int:
@@ -164,7 +188,7 @@ def _reshard(url: str, token: str, options: Namespace) -> int:
         "instances": options.instances,
         "tp": options.tp,
         "dry_run": options.dry_run,
-        **exchange_form(options),
+        **_form(options),
     }
     done = post(url, "/elastic/fleet/reshard", body, token, ACT_S).get("resharded") or {}
     if options.dry_run:
@@ -177,12 +201,25 @@ def _reshard(url: str, token: str, options: Namespace) -> int:
     return _code(done)
 
 
+def _migrate(url: str, token: str, options: Namespace) -> int:
+    from elastic.cli.views.status_client import post
+
+    body = {**_layers_at(options), **_form(options)}
+    done = post(url, "/elastic/fleet/migrate", body, token, ACT_S).get("migrated") or {}
+    if options.dry_run:
+        return _planned(done)
+    moved = f"{options.rank} computes layers {options.layers} of {options.home}"
+    print(f"{done.get('status')}: {moved}; {_exchanged(done)}")
+    return _code(done)
+
+
 def _replicate(url: str, token: str, options: Namespace) -> int:
     from elastic.cli.views.layer_grid import ranges
     from elastic.cli.views.status_client import post
 
-    body = {"home": options.home, "layers": _layers(options.layers), "rank": options.rank}
-    done = post(url, "/elastic/fleet/replicate", body, token, ACT_S).get("replicated") or {}
+    done = post(url, "/elastic/fleet/replicate", _layers_at(options), token, ACT_S).get("replicated") or {}
+    if options.dry_run:
+        return _planned(done)
     there = ranges(done.get("layers") or ()) or "none"
     print(
         f"{done.get('status')}: layers of {options.home} that {options.rank} computes too: {there}; "
@@ -202,15 +239,28 @@ def _evict(url: str, token: str, options: Namespace) -> int:
     return _code(done)
 
 
+def _layers_at(options: Namespace) -> dict[str, Any]:
+    """Return what was said of layers of an instance that are to be at another rank."""
+    about = {name: getattr(options, name) for name in ("home", "rank", "dry_run")}
+    return {**about, "layers": _layers(options.layers)}
+
+
+def _form(options: Namespace) -> dict[str, Any]:
+    """Return what was said of how layers change their rank, and how long that may take."""
+    return exchange_form(options) | ({} if options.timeout is None else {"timeout_s": options.timeout})
+
+
 def _planned(done: Mapping[str, Any]) -> int:
     """Say what would be done; return the exit code."""
     from elastic.cli.views.layer_grid import ranges
 
     for rank, layers in (done.get("restored") or {}).items():
         print(f"{rank} has layers {ranges(layers)} in a variant; they are restored first")
+    fetched = f"{done['fetched_bytes']:,} come back, " if done.get("fetched_bytes") else ""
     print(
-        f"planned: {done.get('freed_bytes', 0):,} bytes of weights would leave, {done.get('flips', 0)} layers change "
-        f"their rank, {done.get('moved_bytes', 0):,} bytes of keys and values be copied; price: "
+        f"planned: {done.get('freed_bytes', 0):,} bytes of weights would leave, {fetched}{done.get('flips', 0)} layers "
+        f"change their rank, {done.get('moved_bytes', 0):,} bytes of keys and values be copied, in "
+        f"{done.get('seconds', 0.0):.3f} s; price: "
         f"{(done.get('price') or {}).get('seconds', 0.0):.3f} s of serving, and longer steps afterwards"
     )
     return _code(done)
@@ -283,9 +333,11 @@ _ACTS = {
     "move": _move,
     "add": _add,
     "remove": _remove,
+    "plan": _plan,
     "drop": _drop,
     "restore": _restore,
     "reshard": _reshard,
+    "migrate": _migrate,
     "replicate": _replicate,
     "evict": _evict,
     "merge": _merge,

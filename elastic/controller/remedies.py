@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["move", "drop", "reshard", "swap", "add"]
-"""Requests move, layers are dropped, shared by several ranks, become smaller, an instance is added."""
+Kind = Literal["move", "drop", "reshard", "swap", "add", "restore"]
+"""Requests move, layers are dropped, shared by several ranks, become smaller, an instance is added; layers return."""
 EQUAL = 0.05
 """Prices that differ by no more than this share are equal: they are predictions."""
 
@@ -20,7 +20,7 @@ class Offer:
     seconds: float
     """Of serving that it costs; below zero: it is faster afterwards."""
     relieved_bytes: int
-    """KV that requests which wait could have."""
+    """KV that requests which wait could have; below zero: that is given up."""
     lossless: bool = True
     """Whether answers stay the same."""
     largest_bytes: int | None = None

@@ -52,6 +52,9 @@ class FleetEngine(Protocol):
         need: int | str | None = None,
         *,
         layers: Mapping[str, Sequence[int]] | None = None,
+        whole: bool = False,
+        most: int | None = None,
+        timeout_s: float = 60.0,
         dry_run: bool = False,
         why: str = "",
         exchange: Literal["live", "stall"] = "live",
@@ -60,10 +63,15 @@ class FleetEngine(Protocol):
     ) -> Any:
         """Have instances compute each other's layers, and ranks drop those that they do not need then."""
 
+    def plan(self, need: int | str) -> Any:
+        """Price what could give so many bytes of KV to requests that wait."""
+
     def restore(
         self,
         rank: str | None = None,
         *,
+        timeout_s: float = 60.0,
+        dry_run: bool = False,
         why: str = "",
         exchange: Literal["live", "stall"] = "live",
         coordinated: bool = True,
@@ -76,6 +84,7 @@ class FleetEngine(Protocol):
         instances: str | Sequence[str],
         *,
         tp: int,
+        timeout_s: float = 60.0,
         dry_run: bool = False,
         why: str = "",
         exchange: Literal["live", "stall"] = "live",
@@ -84,7 +93,21 @@ class FleetEngine(Protocol):
     ) -> Any:
         """Have so many ranks each share every layer of their instances."""
 
-    def replicate(self, home: str, layers: Sequence[int], rank: str) -> Any:
+    def migrate(
+        self,
+        home: str,
+        layers: Sequence[int],
+        rank: str,
+        *,
+        timeout_s: float = 60.0,
+        dry_run: bool = False,
+        exchange: Literal["live", "stall"] = "live",
+        coordinated: bool = True,
+        layers_per_step: int | None = None,
+    ) -> Any:
+        """Have another rank compute layers of an instance."""
+
+    def replicate(self, home: str, layers: Sequence[int], rank: str, *, dry_run: bool = False) -> Any:
         """Have another rank compute layers of an instance, too, for half of its requests."""
 
     def evict(self, home: str, layers: Sequence[int] | None = None) -> Any:

@@ -21,7 +21,9 @@ from transformers import AutoModelForCausalLM
 import elastic
 from elastic import ConfigError, StateError
 from elastic.assets import MODEL_DIR
+from elastic.cluster.control.stage_questions import PauseSteps, ResumeSteps
 from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.fleet.groups.results import Dropped
 from elastic.engines.base import Request
 from elastic.types import WeightsSource
 from support import architectures
@@ -132,6 +134,31 @@ def test_layers_are_dropped_and_come_back_under_running_requests(serve: Callable
     served.finish()
     assert [place_bytes(model, "layer") for model in served.models] == weights
     assert fleet.status().totals.recomputed_tokens == 0
+
+
+def test_a_dry_run_says_the_bytes_that_go_and_moves_none(serve: Callable[..., Served]) -> None:
+    served = serve("qwen3")
+    fleet, ranks = served.fleet, served.fleet._groups._ranks
+    served.submit([40, 40], tokens=20)  # all that they will need is there from their first step on
+    served.begin(1)
+    ranks.ask_all(dict.fromkeys(["r0", "r1"], PauseSteps()))
+    for verb in (partial(fleet.drop, layers=served.halves()), fleet.restore):
+        weights = sum(place_bytes(model, "layer") for model in served.models)
+        before = [(model.elastic.dropped, place_bytes(model, "")) for model in served.models], fleet.groups()
+        planned = verb(dry_run=True)
+        offers = {offer.kind for offer in fleet.plan("4KiB")}
+        assert offers >= ({"restore"} if fleet.groups() else {"drop", "add"})
+        assert ([(model.elastic.dropped, place_bytes(model, "")) for model in served.models], fleet.groups()) == before
+        done = verb()
+        assert (planned.status, done.status) == ("planned", "applied")
+        assert (done.flips, done.moved_bytes) == (planned.flips, planned.moved_bytes)
+        assert done.moved_bytes > 0
+        freed_bytes = planned.freed_bytes if isinstance(planned, Dropped) else 0
+        came = sum(place_bytes(model, "layer") for model in served.models) - weights
+        assert came == planned.fetched_bytes - freed_bytes == -planned.price.relieved_bytes
+        assert done.fetched_bytes <= planned.fetched_bytes < done.fetched_bytes + served.layers * PAGE + 1
+    ranks.ask_all(dict.fromkeys(["r0", "r1"], ResumeSteps()))
+    served.finish()
 
 
 def place_bytes(model: Any, owner: str) -> int:

@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from elastic import CapacityError, StateError
 from elastic.cluster.control import stage_questions as ask
-from elastic.cluster.control.messages import Apply, ModelFacts
+from elastic.cluster.control.messages import Apply, Look, ModelFacts, RuntimeView
 from elastic.engines.core.kv_state import KVFormat, KVSource, LayersKV
 from elastic.engines.core.load import EngineLoad
 from elastic.engines.pipeline.path import LayerPath
@@ -181,6 +182,9 @@ class GroupRank(FakeRank):
     def _need(self, pages: int) -> None:
         if pages > 0 and self.free() < pages:
             raise CapacityError("no room", requested_bytes=pages, free_bytes=self.free(), total_bytes=self.budget)
+
+    def on_look(self, _: Look) -> RuntimeView:
+        return RuntimeView(SimpleNamespace(places=(), residencies={}), None)
 
     def on_open_peers(self, _: ask.OpenPeers) -> Any:
         return "127.0.0.1", 1

@@ -9,9 +9,10 @@ from typing import Any
 
 from elastic.cluster.control.messages import RuntimeView
 from elastic.cluster.control.status import FleetEvent, FleetStatus, FleetTotals, InstanceStatus, RankStatus, Wire
-from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Replicated, Resharded, Restored
+from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Migrated, Replicated, Resharded, Restored, Status
 from elastic.controller.loop import ControllerHealth
 from elastic.controller.policies.group_costs import GroupPrice
+from elastic.controller.remedies import Offer
 from elastic.controller.snapshot import RequestStats
 from elastic.engines.core.load import EngineLoad
 from elastic.engines.pipeline.path import LayerPath
@@ -146,9 +147,18 @@ class FakeFleet(FakeEngine):
             return Dropped("planned", 5, 2048, groups=(plan,), freed_bytes=4096, price=price)
         return Dropped("applied", flips=5, moved_bytes=2048, stalled_ms=0.75, groups=(plan,), freed_bytes=4096)
 
-    def restore(self, rank: str | None = None, *, why: str = "", **form: Any) -> Restored:
+    def plan(self, need: int | str) -> tuple[Offer, ...]:
+        self.groups_asked.append(("plan", need))
+        if need == "1EiB":
+            return ()
+        return (Offer("drop", 0.25, 4096), Offer("swap", 2.0, 2048, lossless=False), Offer("restore", 0.5, -8192))
+
+    def restore(self, rank: str | None = None, *, dry_run: bool = False, why: str = "", **form: Any) -> Restored:
         self.forms.append(form)
         self.groups_asked.append(("restore", (rank, why)))
+        if dry_run:
+            price = GroupPrice(0.5, -4096, 6144, 5, 0.0)
+            return Restored("planned", 5, 2048, 4096, seconds=0.01, price=price, members=("a", "b"))
         if rank == "b":
             return Restored("deferred", members=("a", "b"), why="live requests need the memory")
         return Restored("applied", flips=5, moved_bytes=2048, fetched_bytes=4096, members=("a", "b"))
@@ -172,8 +182,16 @@ class FakeFleet(FakeEngine):
             return Resharded("planned", 5, 2048, members=("a", "b"), tp=tp, freed_bytes=4096, price=price)
         return Resharded("applied", flips=5, moved_bytes=2048, members=("a", "b"), tp=tp, freed_bytes=4096)
 
-    def replicate(self, home: str, layers: Sequence[int], rank: str) -> Replicated:
+    def migrate(self, home: str, layers: Sequence[int], rank: str, *, dry_run: bool = False, **form: Any) -> Migrated:
+        self.forms.append(form)
+        self.groups_asked.append(("migrate", (home, layers, rank)))
+        status: Status = "planned" if dry_run else "deferred" if rank == "new" else "applied"
+        return Migrated(status, 2, 2048, home=home, rank=rank, layers=tuple(layers))
+
+    def replicate(self, home: str, layers: Sequence[int], rank: str, *, dry_run: bool = False) -> Replicated:
         self.groups_asked.append(("replicate", (home, layers, rank)))
+        if dry_run:
+            return Replicated("planned", 2, 2048, price=GroupPrice(0.125, 0, 2048, 2, 0.0), home=home, rank=rank)
         if home == rank:
             raise ConfigError(f"layers {layers} of {home!r} are at {rank!r} already")
         if rank == "new":

@@ -176,7 +176,13 @@ def test_how_layers_change_their_rank_is_said(served: Live, capsys: pytest.Captu
     assert main(["fleet", "drop", served.url, "--need", "1", *given]) == 0
     assert main(["fleet", "restore", served.url, *given]) == 0
     assert main(["fleet", "reshard", served.url, "a", "b", "--tp", "2", *given]) == 0
-    assert served.engine.forms == [{"exchange": "stall", "coordinated": False, "layers_per_step": 2}] * 3
+    assert main(["fleet", "migrate", served.url, "a", "b", "--layers", "4", *given]) == 0
+    form = {"exchange": "stall", "coordinated": False, "layers_per_step": 2}
+    assert served.engine.forms == [form] * 4
+    given += ["--timeout", "2.5"]
+    assert main(["fleet", "drop", served.url, "--need", "1", "--whole", "--most", "3", *given]) == 0
+    assert main(["fleet", "restore", served.url, *given]) == 0
+    assert served.engine.forms[4:] == [form | {"timeout_s": 2.5, "whole": True, "most": 3}, form | {"timeout_s": 2.5}]
 
 
 def test_a_fleet_is_looked_at_and_changed(served: Live, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -226,6 +232,27 @@ def test_layers_leave_and_return(served: Live, capsys: pytest.CaptureFixture[str
     ]
 
 
+def test_what_could_be_done_has_a_price(served: Live, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN + "\n")
+    given = [served.url, "--token-file", str(token)]
+    assert main(["fleet", "plan", *given, "--need", "24MiB"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "drop: frees 4,096 bytes for 0.250 s of serving",
+        "swap: frees 2,048 bytes for 2.000 s of serving, with a loss of quality",
+        "restore: takes 8,192 bytes for 0.500 s of serving",
+    ]
+    assert main(["fleet", "plan", *given, "--need", "1EiB"]) == 0
+    assert "nothing that this fleet can do" in capsys.readouterr().out
+    assert main(["fleet", "restore", *given, "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert "planned: 0 bytes of weights would leave, 4,096 come back, 5 layers change their rank, 2,048" in told
+    assert "price: 0.500 s of serving" in told
+    assert main(["fleet", "replicate", *given, "a", "b", "--layers", "4-5", "--dry-run"]) == 0
+    assert "2 layers change their rank, 2,048 bytes" in capsys.readouterr().out
+    assert served.engine.groups_asked[:2] == [("plan", "24MiB"), ("plan", "1EiB")]
+
+
 def test_ranks_share_every_layer(served: Live, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text(TOKEN + "\n")
@@ -241,6 +268,21 @@ def test_ranks_share_every_layer(served: Live, capsys: pytest.CaptureFixture[str
         ("reshard", (["a", "b"], 2, 4, False, "by HTTP")),
         ("reshard", (["a", "b"], 1, None, True, "by HTTP")),
     ]
+
+
+def test_layers_go_to_another_rank(served: Live, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN + "\n")
+    given = [served.url, "--token-file", str(token)]
+    assert main(["fleet", "migrate", *given, "a", "b", "--layers", "4-5,9"]) == 0
+    assert "applied: b computes layers 4-5,9 of a; 2 layers changed their rank" in capsys.readouterr().out
+    assert main(["fleet", "migrate", *given, "a", "b", "--layers", "4", "--dry-run"]) == 0
+    assert "2 layers change their rank, 2,048 bytes" in capsys.readouterr().out
+    assert main(["fleet", "migrate", *given, "a", "new", "--layers", "4"]) == 1
+    assert "deferred" in capsys.readouterr().out
+    assert served.engine.groups_asked[0] == ("migrate", ("a", [4, 5, 9], "b"))
+    assert main(["fleet", "migrate", *given, "a", "b", "--layers", "4-"]) == 2
+    assert "--layers '4-': write layers" in capsys.readouterr().err
 
 
 def test_layers_get_replicas_and_lose_them(served: Live, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

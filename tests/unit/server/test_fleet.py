@@ -275,6 +275,20 @@ def test_layers_leave_and_return_over_http(client: TestClient, fleet: FakeFleet)
     ]
 
 
+def test_layers_go_to_another_rank_over_http(client: TestClient, fleet: FakeFleet) -> None:
+    body = {"home": "a", "layers": [4, 5], "rank": "b"}
+    done = client.post("/elastic/fleet/migrate", json=body).json()["migrated"]
+    assert (done["status"], done["layers"], done["rank"]) == ("applied", [4, 5], "b")
+    done = client.post("/elastic/fleet/migrate", json={**body, "dry_run": True}).json()["migrated"]
+    assert done["status"] == "planned"
+    assert fleet.groups_asked == [("migrate", ("a", [4, 5], "b"))] * 2
+
+
+def test_a_drop_is_of_whole_models_and_few_instances_where_that_is_said(client: TestClient, fleet: FakeFleet) -> None:
+    assert client.post("/elastic/fleet/drop", json={"need": 1, "whole": True, "most": 2}).status_code == 200
+    assert fleet.forms == [{"exchange": "live", "coordinated": True, "layers_per_step": None, "whole": True, "most": 2}]
+
+
 def test_layers_get_replicas_and_lose_them_over_http(client: TestClient, fleet: FakeFleet) -> None:
     done = client.post("/elastic/fleet/replicate", json={"home": "a", "layers": [4, 5], "rank": "b"}).json()
     assert (done["replicated"]["status"], done["replicated"]["layers"]) == ("applied", [4, 5])
@@ -286,18 +300,47 @@ def test_layers_get_replicas_and_lose_them_over_http(client: TestClient, fleet: 
     assert "at 'a' already" in wrong.json()["error"]["message"]
 
 
+def test_what_could_be_done_has_a_price_over_http(client: TestClient, fleet: FakeFleet) -> None:
+    offers = client.post("/elastic/fleet/plan", json={"need": "24MiB"}).json()["offers"]
+    assert [(offer["kind"], offer["relieved_bytes"], offer["lossless"]) for offer in offers] == [
+        ("drop", 4096, True),
+        ("swap", 2048, False),
+        ("restore", -8192, True),
+    ]
+    assert fleet.groups_asked == [("plan", "24MiB")]
+    for path, body, answer in (
+        ("restore", {}, "restored"),
+        ("replicate", {"home": "a", "layers": [4], "rank": "b"}, "replicated"),
+    ):
+        done = client.post(f"/elastic/fleet/{path}", json={**body, "dry_run": True}).json()[answer]
+        assert (done["status"], done["price"]["flips"] > 0) == ("planned", True)
+    for wrong in ({}, {"need": 0}, {"need": 1, "more": 2}):
+        assert client.post("/elastic/fleet/plan", json=wrong).status_code == 400
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("drop", {"need": 1}), ("restore", {}), ("reshard", {"instances": ["a", "b"], "tp": 2})],
+    [
+        ("drop", {"need": 1}),
+        ("restore", {}),
+        ("reshard", {"instances": ["a", "b"], "tp": 2}),
+        ("migrate", {"home": "a", "layers": [4], "rank": "b"}),
+    ],
 )
 def test_how_layers_change_their_rank_is_said_over_http(
     client: TestClient, fleet: FakeFleet, path: str, body: dict[str, Any]
 ) -> None:
-    given = {"exchange": "stall", "coordinated": False, "layers_per_step": 2}
+    given = {"exchange": "stall", "coordinated": False, "layers_per_step": 2, "timeout_s": 2.5}
     assert client.post(f"/elastic/fleet/{path}", json=body).status_code == 200
     assert client.post(f"/elastic/fleet/{path}", json=body | given).status_code == 200
     assert fleet.forms == [{"exchange": "live", "coordinated": True, "layers_per_step": None}, given]
-    for wrong in ({"exchange": "later"}, {"coordinated": 1}, {"layers_per_step": 0}):
+    for wrong in (
+        {"exchange": "later"},
+        {"coordinated": 1},
+        {"layers_per_step": 0},
+        {"timeout_s": 0},
+        {"timeout_s": 601},
+    ):
         assert client.post(f"/elastic/fleet/{path}", json=body | wrong).status_code == 400
     assert len(fleet.forms) == 2
 
@@ -310,6 +353,9 @@ def test_how_layers_change_their_rank_is_said_over_http(
         ("drop", {"layers": {"a": [-1]}}, 400),
         ("drop", {"layers": {"a": "6-11"}}, 400),
         ("drop", {"need": 1, "more": 2}, 400),
+        ("drop", {"need": 1, "most": 1}, 400),
+        ("migrate", {"home": "a", "rank": "b"}, 400),
+        ("migrate", {"home": "a", "rank": "b", "layers": []}, 400),
         ("reshard", {"instances": ["a", "b"], "tp": 3}, 400),
         ("reshard", {"instances": [], "tp": 2}, 400),
         ("reshard", {"instances": ["a"], "tp": 0}, 400),
@@ -363,8 +409,10 @@ def test_whoever_has_no_token_changes_nothing(client: TestClient, fleet: FakeFle
         "fleet/move",
         "fleet/add",
         "fleet/remove",
+        "fleet/plan",
         "fleet/drop",
         "fleet/restore",
+        "fleet/migrate",
         "fleet/replicate",
         "fleet/evict",
         "fleet/merge",

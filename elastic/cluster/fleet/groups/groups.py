@@ -20,24 +20,23 @@ from elastic.cluster.fleet.groups.caps.staging import Staging
 from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights, measure, part
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Group, RankClaims
-from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, restored_first, slowdown
+from elastic.cluster.fleet.groups.price import DryRuns, shape_of
 from elastic.cluster.fleet.groups.ranks import Ranks, require_like
 from elastic.cluster.fleet.groups.recovery import recover
 from elastic.cluster.fleet.groups.results import (
     Dropped,
     Exchanged,
     GroupStatus,
-    Migrated,
     Restored,
     all_dropped,
     all_restored,
 )
-from elastic.cluster.fleet.groups.transition import Books, Shape, flips_between
+from elastic.cluster.fleet.groups.transition import Books, Shape
 from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.errors import CapacityError, ConfigError, NotFound, RankLost, StateError
 from elastic.planning.arrangement.drop import DropPlan, GroupPlan, PlannedGroup, drop_plan
-from elastic.planning.pipeline.chunk_cost import Chunk, ModelCost
 
 
 class Groups:
@@ -49,7 +48,7 @@ class Groups:
     def __init__(self, dispatcher: Dispatcher, log: EventLog, bulk: Bulk = "sockets") -> None:
         self._dispatcher, self._log = dispatcher, log
         self._ranks = Ranks(dispatcher, bulk)
-        self._staging = Staging(self._ranks)
+        self._staging, self._dry_runs = Staging(self._ranks), DryRuns(self._ranks, log)
         self._verbs, self._claims = clock.make_lock(), RankClaims()
         self._lock = clock.make_lock()  # while the groups and the repairs are changed
         self._groups: tuple[Group, ...] = ()
@@ -97,32 +96,48 @@ class Groups:
         """Do a plan, or one that frees so many bytes; see `Fleet.drop`."""
         with self._verbs:
             rooms = measure(self._ranks, [instance.name for instance in self._ranks.serving()])
-            planned = self._of_ranks(plan if isinstance(plan, DropPlan) else self._plan(plan, rooms, whole, most))
+            goal = self._of_ranks(plan if isinstance(plan, DropPlan) else self._plan(plan, rooms, whole, most))
             if dry_run:
-                return self._dry_run(planned, rooms, form.layers_per_step)
+                wanted = [(each.members, partial(targets.planned_shape, plan=each)) for each in goal.groups]
+                would, _ = self._dry_runs.of(wanted, form.layers_per_step)
+                return Dropped(**vars(would), groups=goal.groups, freed_bytes=goal.freed_bytes)
             done = []
-            for each in planned.groups:
-                shape_of = partial(targets.planned_shape, plan=each)
-                done.append(self._drop_group(each, each.members, shape_of, timeout_s, why, form))
+            for each in goal.groups:
+                target_of = partial(targets.planned_shape, plan=each)
+                done.append(self._drop_group(each, each.members, target_of, timeout_s, why, form))
                 if done[-1].status != "applied":
                     break
-            return all_dropped(done, planned.groups)
+            return all_dropped(done, goal.groups)
 
     def drop_layers(
-        self, layers: Mapping[str, Collection[int]], timeout_s: float, why: str, form: ExchangeForm = LIVE
+        self,
+        layers: Mapping[str, Collection[int]],
+        timeout_s: float,
+        why: str,
+        *,
+        dry_run: bool = False,
+        form: ExchangeForm = LIVE,
     ) -> Dropped:
         """Have ranks drop these layers; they are one group then."""
         with self._verbs:
-            shape_of = partial(targets.dropped_by_hand, layers=layers)
-            return self._drop_group(None, tuple(layers), shape_of, timeout_s, why, form)
+            target_of = partial(targets.dropped_by_hand, layers=layers)
+            if dry_run:
+                would, leaving = self._dry_runs.of(
+                    [(self._together(tuple(layers))[1], target_of)], form.layers_per_step
+                )
+                return Dropped(**vars(would), freed_bytes=leaving)
+            return self._drop_group(None, tuple(layers), target_of, timeout_s, why, form)
 
-    def restore(self, rank: str | None, timeout_s: float, why: str, form: ExchangeForm = LIVE) -> Restored:
+    def restore(
+        self, rank: str | None, timeout_s: float, why: str, *, dry_run: bool = False, form: ExchangeForm = LIVE
+    ) -> Restored:
         """Undo what was dropped and migrated, in the group of a rank or in all; they part then."""
         with self._verbs:
-            groups = self._groups if rank is None else tuple(g for g in [self.group_of(rank)] if g is not None)
+            groups = self._groups_of(rank)
             if rank is not None and not groups:
-                self._ranks.instance(rank)  # it is there
-                return Restored("applied", members=(rank,))
+                return Restored("planned" if dry_run else "applied", members=(rank,))
+            if dry_run:
+                return self._plan_restore(groups, targets.apart, form)
             return all_restored([self._restore(group, timeout_s, why, form) for group in groups])
 
     def merge(self, names: Sequence[str]) -> GroupStatus:
@@ -133,17 +148,6 @@ class Groups:
             compare_weights(self._ranks, group)
             self._event("merged", group)
             return group.status()
-
-    def migrate(
-        self, home: str, layers: Iterable[int], rank: str, timeout_s: float, form: ExchangeForm = LIVE
-    ) -> Migrated:
-        """Have a rank compute layers of an instance."""
-        chosen = tuple(sorted(set(layers)))
-        with self._verbs, self._acting((home, rank)), self._group_for((home, rank)) as group:
-            target = targets.migrated(group.shape, home, chosen, rank)
-            done = self._exchange(Exchange(self._ranks, group, target, timeout_s, form), "drop failed")
-            self._changed("migrated", group, done, f"layers of {home} to {rank}")
-            return Migrated(**vars(done), home=home, rank=rank, layers=chosen)
 
     def follow_needs(self) -> int:
         """Have each group's memory go where requests need it; return in how many it did. None, while a verb runs."""
@@ -222,19 +226,17 @@ class Groups:
             return group in self._groups and follow(self._ranks, group)
 
     def _plan(self, needed: int, rooms: Mapping[str, Room], whole: bool, most: int | None) -> DropPlan:
-        groups = [PlannedGroup(targets.held(group.shape.paths, group.shape.weights)) for group in self._groups]
-        grouped = {name for group in self._groups for name in group.members}
-        alone = [
-            PlannedGroup(targets.held({name: room.path}, {name: room.resident}))
-            for name, room in rooms.items()
-            if name not in grouped
-        ]
-        layer_bytes = self.layer_bytes()
-        plan = drop_plan([*groups, *alone], layer_bytes, needed, whole=whole, most=most)
+        layer_bytes, grouped = self.layer_bytes(), {name for group in self._groups for name in group.members}
+        shapes = [group.shape for group in self._groups]
+        shapes += [shape_of((name,), rooms) for name in rooms if name not in grouped]
+        fitted = Budgets(rooms, [self._ranks.instance(name) for name in rooms]).fitted
+        groups = [PlannedGroup(tuple(map(fitted, targets.held(each.paths, each.weights)))) for each in shapes]
+        plan = drop_plan(groups, layer_bytes, needed, whole=whole, most=most)
         if plan is None:
-            held = sum(layer_bytes[i] for each in [*groups, *alone] for held in each.members for i in held.layers)
+            held = sum(layer_bytes[i] for each in groups for held in each.members for i in held.layers)
             raise CapacityError(
-                "no drop frees so much: one copy of each layer stays, add ranks, or swap layers to a smaller variant",
+                "no drop frees so much: one copy of each layer stays, in ranks that have room for live requests, too; "
+                "add ranks, or swap layers to a smaller variant",
                 requested_bytes=needed,
                 free_bytes=max(0, held - sum(layer_bytes)),
                 total_bytes=held,
@@ -246,22 +248,18 @@ class Groups:
         units = [unit for group in self._groups for unit in targets.sharing(group.shape.paths)]
         return replace(plan, groups=tuple(targets.of_ranks(each, units) for each in plan.groups))
 
-    def _dry_run(self, plan: DropPlan, rooms: Mapping[str, Room], layers_per_step: int | None) -> Dropped:
-        changes = [(now := self._shape_of(e.members, rooms), targets.planned_shape(now, e)) for e in plan.groups]
-        model, running = self._running()
-        slower = slowdown(changes, model, running) if model is not None else 0.0
-        cost = predict(changes, rooms, learned_cost(self._log.events()), slower, layers_per_step)
-        flips, moved_bytes = sum(len(flips_between(*change)) for change in changes), kv_bytes(changes, rooms)
-        first = restored_first({name: rooms[name] for each in plan.groups for name in each.members})
-        freed = plan.freed_bytes
-        return Dropped("planned", flips, moved_bytes, restored=first, groups=plan.groups, freed_bytes=freed, price=cost)
+    def _plan_restore(
+        self, groups: Sequence[Group], target_of: Callable[[Shape], Shape], form: ExchangeForm
+    ) -> Restored:
+        would, _ = self._dry_runs.of([(group.members, target_of) for group in groups], form.layers_per_step)
+        return Restored(**vars(would), members=tuple(name for group in groups for name in group.members))
 
-    def _running(self) -> tuple[ModelCost | None, dict[str, list[Chunk]]]:
-        """Return what steps of the model cost, if a rank has measured it, and what each instance's next step has."""
-        with self._dispatcher.lock:
-            there = self._dispatcher.instances
-            cost = next((instance.hello.cost for instance in there.values() if instance.hello.cost is not None), None)
-            return cost, {name: instance.decoding() for name, instance in there.items()}
+    def _groups_of(self, rank: str | None) -> tuple[Group, ...]:
+        """Return the group of a rank, if it is in one; None: all groups. Raises `RankLost` for a rank that has gone."""
+        groups = tuple(group for group in self._groups if rank is None or rank in group.members)
+        if rank is not None and not groups:
+            self._ranks.instance(rank)  # it is there
+        return groups
 
     def _drop_group(
         self,
@@ -323,15 +321,10 @@ class Groups:
 
     def _merged(self, names: Sequence[str]) -> Group:
         """Return one group of instances, and of those that they are in groups with."""
-        serving = self._ranks.present()
-        if unknown := [name for name in names if name not in serving]:
-            raise NotFound(f"there is no rank {unknown[0]!r} that serves; there are: {', '.join(serving) or 'none'}")
-        old = [group for group in self._groups if not set(names).isdisjoint(group.members)]
-        members = tuple(dict.fromkeys([*(name for group in old for name in group.members), *names]))
-        if len(members) < 2:
-            raise ConfigError(f"{', '.join(members) or 'no rank'} makes no group; name two ranks at least")
+        old, members = self._together(names)
         if len(old) == 1 and old[0].members == members:
             return old[0]
+        serving = self._ranks.present()
         if gone := [name for name in members if name not in serving]:
             raise StateError(
                 f"rank {gone[0]!r}, with which {', '.join(names)} would be one group, was lost or is being removed; "
@@ -339,7 +332,7 @@ class Groups:
             )
         require_like([serving[name] for name in members])
         rooms = measure(self._ranks, members)
-        shape = self._shape_of(members, rooms)
+        shape = shape_of(members, rooms)
         books = Books(rooms, serving[members[0]].kv_format, shape)
         caps = {**self._staging.caps, **{name: cap for group in old for name, cap in group.caps.items()}}
         group = Group(
@@ -356,8 +349,16 @@ class Groups:
         self._mark(group)
         return group
 
-    def _shape_of(self, members: Sequence[str], rooms: Mapping[str, Room]) -> Shape:
-        return Shape({name: rooms[name].path for name in members}, {name: rooms[name].resident for name in members})
+    def _together(self, names: Sequence[str]) -> tuple[list[Group], tuple[str, ...]]:
+        """Return the groups that instances are in, and the members of one group of all of these."""
+        serving = self._ranks.present()
+        if unknown := [name for name in names if name not in serving]:
+            raise NotFound(f"there is no rank {unknown[0]!r} that serves; there are: {', '.join(serving) or 'none'}")
+        old = [group for group in self._groups if not set(names).isdisjoint(group.members)]
+        members = tuple(dict.fromkeys([*(name for group in old for name in group.members), *names]))
+        if len(members) < 2:
+            raise ConfigError(f"{', '.join(members) or 'no rank'} makes no group; name two ranks at least")
+        return old, members
 
     def _replace(self, old: Sequence[Group], new: Sequence[Group] = ()) -> None:
         with self._lock:

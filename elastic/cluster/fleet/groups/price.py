@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
-from elastic.cluster.control.stage_questions import Room
+from elastic.cluster.control.stage_questions import MeasureRoom, Room
 from elastic.cluster.control.status import EventKind, FleetEvent
+from elastic.cluster.fleet.groups.ranks import Ranks
+from elastic.cluster.fleet.groups.results import Exchanged
 from elastic.cluster.fleet.groups.transition import LayerFlip, Shape, flips_between
+from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.controller.policies.action_costs import WEIGHT, ActionCost, ActionCosts
 from elastic.controller.policies.arbiter import CostWeights
 from elastic.controller.policies.group_costs import GroupPrice, priced
@@ -21,6 +25,59 @@ HOP_S = 3e-4
 """Seconds for the hidden states of a step to go from one rank to the next: about that between processes of a host."""
 Change = tuple[Shape, Shape]
 """A group as it is, and as it is to be."""
+Wanted = tuple[Sequence[str], Callable[[Shape], Shape]]
+"""Ranks that are one group, and what of its shape is to be made."""
+
+
+class DryRuns:
+    """What changes of groups would come to, and their prices; nothing is done."""
+
+    def __init__(self, ranks: Ranks, log: EventLog) -> None:
+        self._ranks, self._log = ranks, log
+
+    def of(self, wanted: Sequence[Wanted], layers_per_step: int | None) -> tuple[Exchanged, int]:
+        """Return what would come of these changes, and the bytes of weights that would leave.
+
+        Weights are counted as they are. Keys and values are those that live requests have now, and are promised.
+        """
+        names = {name: MeasureRoom(name) for members, _ in wanted for name in members}
+        rooms: Mapping[str, Room] = self._ranks.ask_all(names)
+        changes = [_change(shape_of(members, rooms), target_of) for members, target_of in wanted]
+        cost = learned_cost(self._log.events())
+        price = predict(changes, rooms, cost, self._slower(changes), layers_per_step)
+        ranks = {rank: rooms[rank] for _, target in changes if not target.apart for rank in target.members}
+        done = Exchanged(
+            "planned",
+            sum(len(flips_between(*change)) for change in changes),
+            kv_bytes(changes, rooms),
+            sum(weight_bytes(rooms, target, now) for now, target in changes),
+            seconds=cost.byte_s * price.wire_bytes + cost.pause_s * price.flips,
+            restored=restored_first(ranks),
+            price=price,
+        )
+        return done, sum(weight_bytes(rooms, now, target) for now, target in changes)
+
+    def _slower(self, changes: Sequence[Change]) -> float:
+        """Return the share by which steps are longer afterwards; 0.0 where no rank has measured what steps cost."""
+        dispatcher = self._ranks.dispatcher
+        with dispatcher.lock:
+            there = dispatcher.instances
+            model = next((instance.hello.cost for instance in there.values() if instance.hello.cost is not None), None)
+            running = {name: instance.decoding() for name, instance in there.items()}
+        return slowdown(changes, model, running) if model is not None else 0.0
+
+
+def shape_of(members: Sequence[str], rooms: Mapping[str, Room]) -> Shape:
+    """Return the shape of a group, as its ranks say."""
+    return Shape({name: rooms[name].path for name in members}, {name: rooms[name].resident for name in members})
+
+
+def _change(now: Shape, target_of: Callable[[Shape], Shape]) -> Change:
+    """Return a change; requests go by as many copies of the layers as there are to be before it, all alike yet."""
+    target = target_of(now)
+    pairs = {home: (path, target.paths[home].copies) for home, path in now.paths.items()}
+    paths = {home: path.with_copies(n) if n > path.copies else path for home, (path, n) in pairs.items()}
+    return replace(now, paths=paths), target
 
 
 def predict(
@@ -63,14 +120,17 @@ def _pauses(flips: Sequence[LayerFlip], shards: int, layers_per_step: int | None
 
 
 def kv_bytes(changes: Sequence[Change], rooms: Mapping[str, Room]) -> int:
-    """Return the keys and values that live requests have, and are promised, in shards that change their rank."""
+    """Return the keys and values that live requests have, and are promised, in shards that change their rank.
+
+    Of several copies of the layers each has those of an equal share of the requests.
+    """
     nbytes = 0
     for now, target in changes:
         for flip in flips_between(now, target):
             room = rooms[flip.home]
             there = room.parts_of(now.paths[flip.home].shards_of(flip.target))
             pages = sum(room.sector_pages[part] for part in set(room.parts_of(flip.shards)).difference(there))
-            nbytes += room.committed_sectors * pages * room.page_bytes
+            nbytes += room.committed_sectors * pages * room.page_bytes // now.paths[flip.home].copies
     return nbytes
 
 

@@ -6,7 +6,8 @@ section 3).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.control.status import EventKind
@@ -16,9 +17,9 @@ from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, close_stages, 
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Group
 from elastic.cluster.fleet.groups.groups import Groups
-from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, restored_first, slowdown, weight_bytes
-from elastic.cluster.fleet.groups.results import Replicated, Resharded, Restored, all_restored
-from elastic.cluster.fleet.groups.transition import Shape, flips_between
+from elastic.cluster.fleet.groups.results import Migrated, Replicated, Resharded, Restored, all_restored
+from elastic.cluster.fleet.groups.transition import Shape
+from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.errors import ConfigError, NotFound, StateError
 from elastic.planning.sharding.share import Share
 
@@ -29,7 +30,7 @@ Units = tuple[tuple[str, ...], ...]
 
 
 class ReshardingGroups(Groups):
-    """Groups that can also be of ranks which share each layer, or have replicas of some; see `Groups`."""
+    """Groups that can also be of ranks which share each layer, or have some or replicas of some; see `Groups`."""
 
     def reshard(
         self,
@@ -48,7 +49,10 @@ class ReshardingGroups(Groups):
             _require_shards(rooms, tp)
             units = _units(members, tp)
             if dry_run:
-                return self._planned(units, rooms, form.layers_per_step)
+                would, leaving = self._dry_runs.of(
+                    [(members, partial(targets.sharded, units=units))], form.layers_per_step
+                )
+                return Resharded(**vars(would), members=members, tp=tp, freed_bytes=leaving)
             if len(members) == 1:
                 return Resharded("applied", members=members)
             return self._reshard(units, timeout_s, why, form)
@@ -63,25 +67,58 @@ class ReshardingGroups(Groups):
             if done.status != "applied":
                 raise StateError(f"{', '.join(shares)} do not compute together ({done.status}): {done.why}")
 
-    def restore_sharing(self, rank: str | None, timeout_s: float, why: str, form: ExchangeForm = LIVE) -> Restored:
+    def restore_sharing(
+        self, rank: str | None, timeout_s: float, why: str, *, dry_run: bool = False, form: ExchangeForm = LIVE
+    ) -> Restored:
         """Undo what was dropped; ranks that share layers have all of them again among themselves, the others part."""
         with self._verbs:
-            groups = [group for group in self._groups if rank is None or rank in group.members]
+            groups = self._groups_of(rank)
             if rank is not None and not groups:
-                self._ranks.instance(rank)  # it is there
-                return Restored("applied", members=(rank,))
+                return Restored("planned" if dry_run else "applied", members=(rank,))
+            if dry_run:
+                return self._plan_restore(groups, targets.undropped, form)
             return all_restored([self._restore_sharing(group, timeout_s, why, form) for group in groups])
 
-    def replicate(self, home: str, layers: Collection[int], rank: str, timeout_s: float) -> Replicated:
+    def migrate(
+        self,
+        home: str,
+        layers: Iterable[int],
+        rank: str,
+        timeout_s: float,
+        *,
+        dry_run: bool = False,
+        form: ExchangeForm = LIVE,
+    ) -> Migrated:
+        """Have a rank compute layers of an instance."""
+        chosen = tuple(sorted(set(layers)))
+        target_of = partial(targets.migrated, home=home, layers=chosen, rank=rank)
+        with self._verbs:
+            if dry_run:
+                would, _ = self._dry_runs.of([(self._together((home, rank))[1], target_of)], form.layers_per_step)
+                return Migrated(**vars(would), home=home, rank=rank, layers=chosen)
+            with self._acting((home, rank)), self._group_for((home, rank)) as group:
+                exchange = Exchange(self._ranks, group, target_of(group.shape), timeout_s, form)
+                done = self._exchange(exchange, "drop failed")
+                self._changed("migrated", group, done, f"layers of {home} to {rank}")
+                return Migrated(**vars(done), home=home, rank=rank, layers=chosen)
+
+    def replicate(
+        self, home: str, layers: Collection[int], rank: str, timeout_s: float, *, dry_run: bool = False
+    ) -> Replicated:
         """Have a rank compute layers of an instance for half of its requests; see `Fleet.replicate`."""
         chosen = tuple(sorted(set(layers)))
-        with self._verbs, self._acting((home, rank)), self._group_for((home, rank)) as group:
-            target = targets.replicated(group.shape, home, chosen, rank)
-            done = self._exchange(Exchange(self._ranks, group, target, timeout_s), "replication failed")
-            there = tuple(layer for layer in _replicas(group.shape, home) if layer in chosen)
-            kind: EventKind = "replicated" if done.status == "applied" else "replication failed"
-            self._changed(kind, group, done, f"layers of {home} at {rank}")
-            return Replicated(**vars(done), home=home, rank=rank, layers=there)
+        target_of = partial(targets.replicated, home=home, layers=chosen, rank=rank)
+        with self._verbs:
+            if dry_run:
+                would, _ = self._dry_runs.of([(self._together((home, rank))[1], target_of)], None)
+                return Replicated(**vars(would), home=home, rank=rank, layers=chosen)
+            with self._acting((home, rank)), self._group_for((home, rank)) as group:
+                exchange = Exchange(self._ranks, group, target_of(group.shape), timeout_s)
+                done = self._exchange(exchange, "replication failed")
+                there = tuple(layer for layer in _replicas(group.shape, home) if layer in chosen)
+                kind: EventKind = "replicated" if done.status == "applied" else "replication failed"
+                self._changed(kind, group, done, f"layers of {home} at {rank}")
+                return Replicated(**vars(done), home=home, rank=rank, layers=there)
 
     def evict(self, home: str, layers: Collection[int] | None, timeout_s: float) -> Replicated:
         """Have layers of an instance have no replica; see `Fleet.evict`."""
@@ -107,6 +144,13 @@ class ReshardingGroups(Groups):
         rooms = measure(self._ranks, serving)
         return {name: blocks_by_degree(name, rooms[name], kv, degrees) for name, kv in serving.items()}
 
+    def budgets(self) -> Budgets:
+        """Return what ranks tell of themselves, for who plans drops. Raises `StateError` where none serves."""
+        serving = self._ranks.serving()
+        if not serving:
+            raise StateError("no rank serves: no drop can be planned")
+        return Budgets(measure(self._ranks, [instance.name for instance in serving]), serving)
+
     # -- inside, one verb at a time
 
     def _with_partners(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -130,7 +174,7 @@ class ReshardingGroups(Groups):
         with self._acting(group.members):
             if group not in self._groups:  # it was repaired: all of them are by themselves
                 return Restored("applied", members=group.members)
-            target = targets.sharded(group.shape, targets.sharing(group.shape.paths))
+            target = targets.undropped(group.shape)
             done = self._exchange(Exchange(self._ranks, group, target, timeout_s, form), "restore failed")
             self._changed("restored" if done.status == "applied" else "restore failed", group, done, why)
             self._divide(group)
@@ -166,24 +210,6 @@ class ReshardingGroups(Groups):
         self._ranks.set_caps({name: group.staged.get(name) for name in alone})
         if alone:
             self._log.add("parted", rank=",".join(alone))
-
-    def _planned(self, units: Units, rooms: Mapping[str, Room], layers_per_step: int | None) -> Resharded:
-        members = tuple(rooms)
-        now = self._shape_of(members, rooms)
-        changes = [(now, targets.sharded(now, units))]
-        model, running = self._running()
-        slower = slowdown(changes, model, running) if model is not None else 0.0
-        price = predict(changes, rooms, learned_cost(self._log.events()), slower, layers_per_step)
-        return Resharded(
-            "planned",
-            len(flips_between(*changes[0])),
-            kv_bytes(changes, rooms),
-            members=members,
-            tp=len(units[0]),
-            freed_bytes=weight_bytes(rooms, *changes[0]),
-            price=price,
-            restored={} if changes[0][1].apart else restored_first(rooms),
-        )
 
 
 def _replicas(shape: Shape, home: str) -> tuple[int, ...]:

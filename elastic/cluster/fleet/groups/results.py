@@ -24,18 +24,21 @@ class Exchanged:
     flips: int = 0
     """Layers of instances, or parts of layers, that another rank computes now."""
     moved_bytes: int = 0
-    """Keys and values that were copied."""
+    """Keys and values that were copied. Planned: all that live requests have, and are promised, in what moves."""
     fetched_bytes: int = 0
-    """Weights that came back, from other ranks or the checkpoint."""
+    """Weights that came back, from other ranks or the checkpoint. Planned: that would come, in whole pages."""
     stalled_ms: float = 0.0
     """The longest that an instance stood still for one flip."""
     seconds: float = 0.0
+    """What it took. Planned: copies and pauses, as its price has them."""
     why: str = ""
     """What stopped it."""
     timeline: tuple[tuple[str, float], ...] = ()
     """What of it was done when: in seconds from its beginning."""
     restored: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
     """Rank -> layers that were in a variant, and were restored first: only full weights leave, or are shared."""
+    price: GroupPrice | None = None
+    """Planned: what it would cost, in the arbiter's seconds of serving; with longer steps, where ranks know them."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,6 @@ class Dropped(Exchanged):
     """As they were planned."""
     freed_bytes: int = 0
     """Weights that have left: they are room for keys and values. Planned: that would leave."""
-    price: GroupPrice | None = None
-    """Planned: what it would cost, in the arbiter's seconds of serving; with longer steps, where ranks know them."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,6 @@ class Resharded(Exchanged):
     """How many of them share every layer."""
     freed_bytes: int = 0
     """Weights that have left: they are room for keys and values. Planned: that would leave."""
-    price: GroupPrice | None = None
-    """Planned: what it would cost, in the arbiter's seconds of serving."""
 
 
 @dataclass(frozen=True)

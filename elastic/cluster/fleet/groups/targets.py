@@ -137,6 +137,11 @@ def apart(now: Shape) -> Shape:
     return parallel(now, 1)
 
 
+def undropped(now: Shape) -> Shape:
+    """Return the shape in which nothing is dropped; ranks that share layers go on to."""
+    return sharded(now, sharing(now.paths))
+
+
 def migrated(now: Shape, home: str, layers: Sequence[int], rank: str) -> Shape:
     """Return the shape in which a rank computes these layers of an instance. Who has weights keeps them."""
     _require_layers(now, home, layers)

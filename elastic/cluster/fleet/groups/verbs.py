@@ -8,6 +8,7 @@ from typing import Literal
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.resharding import ReshardingGroups
 from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Migrated, Replicated, Resharded, Restored
+from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.config import parse_bytes
 from elastic.errors import ConfigError, StateError
@@ -68,12 +69,12 @@ class GroupVerbs:
         _require_no_listener()
         if sum(given is not None for given in (need, layers, plan)) != 1:
             raise ConfigError("drop: give one of need=, layers= and plan=")
+        if need is None and (whole or most is not None):
+            raise ConfigError("drop: whole= and most= say how so many bytes come free; give need= with them")
         form = ExchangeForm(exchange, coordinated, layers_per_step)
         if layers is not None:
-            if dry_run:
-                raise ConfigError("drop: dry_run= goes with need= or plan=")
             wanted = {rank: frozenset(each) for rank, each in layers.items()}
-            return self._groups.drop_layers(wanted, timeout_s, why, form)
+            return self._groups.drop_layers(wanted, timeout_s, why, dry_run=dry_run, form=form)
         goal = plan if plan is not None else parse_bytes(need or 0, option="need")
         return self._groups.drop(goal, timeout_s, why, whole=whole, most=most, dry_run=dry_run, form=form)
 
@@ -82,6 +83,7 @@ class GroupVerbs:
         rank: str | None = None,
         *,
         timeout_s: float = TIMEOUT_S,
+        dry_run: bool = False,
         why: str = "by hand",
         exchange: Literal["live", "stall"] = "live",
         coordinated: bool = True,
@@ -92,11 +94,13 @@ class GroupVerbs:
 
         With `sharing`, ranks that share layers go on to: only what was dropped besides comes back to them. Live
         requests must fit in the caches that will be left, else it is `deferred`. Weights come from ranks that have
-        them, or from the checkpoint; keys and values come back layer by layer. (KunServe, section 4.4)
+        them, or from the checkpoint; keys and values come back layer by layer. With `dry_run` nothing is done.
+        (KunServe, section 4.4)
         """
         _require_no_listener()
         restore = self._groups.restore_sharing if sharing else self._groups.restore
-        return restore(rank, timeout_s, why, ExchangeForm(exchange, coordinated, layers_per_step))
+        form = ExchangeForm(exchange, coordinated, layers_per_step)
+        return restore(rank, timeout_s, why, dry_run=dry_run, form=form)
 
     def merge(self, *ranks: str) -> GroupStatus:
         """Have instances be one group, with nothing dropped: their ranks know each other then."""
@@ -114,29 +118,35 @@ class GroupVerbs:
         rank: str,
         *,
         timeout_s: float = TIMEOUT_S,
+        dry_run: bool = False,
         exchange: Literal["live", "stall"] = "live",
         coordinated: bool = True,
         layers_per_step: int | None = None,
     ) -> Migrated:
         """Have another rank compute layers of an instance, from now on; no weights are dropped.
 
-        Its keys and values are there then, and count against that rank's memory. (CoCoServe, section 3.3)
+        Its keys and values are there then, and count against that rank's memory. With `dry_run` nothing is done.
+        (CoCoServe, section 3.3)
         """
         _require_no_listener()
-        return self._groups.migrate(home, layers, rank, timeout_s, ExchangeForm(exchange, coordinated, layers_per_step))
+        form = ExchangeForm(exchange, coordinated, layers_per_step)
+        return self._groups.migrate(home, layers, rank, timeout_s, dry_run=dry_run, form=form)
 
-    def replicate(self, home: str, layers: Iterable[int], rank: str, *, timeout_s: float = TIMEOUT_S) -> Replicated:
+    def replicate(
+        self, home: str, layers: Iterable[int], rank: str, *, timeout_s: float = TIMEOUT_S, dry_run: bool = False
+    ) -> Replicated:
         """Have another rank compute layers of an instance, too, for half of its requests; no weights are dropped.
 
         Each half has a batch in flight, and its keys and values of these layers where they are computed. Requests go on
         meanwhile: those of the other rank's half are copied, none is computed again. Whatever has all layers computed
-        by one rank each again, as `restore` does, evicts replicas. (CoCoServe, section 3)
+        by one rank each again, as `restore` does, evicts replicas. With `dry_run` nothing is done. (CoCoServe, section
+        3)
 
         Raises `ConfigError` for layers that have a replica, or are that rank's; `CapacityError` if it has no memory for
         their keys and values, `RankLost`.
         """
         _require_no_listener()
-        return self._groups.replicate(home, tuple(layers), rank, timeout_s)
+        return self._groups.replicate(home, tuple(layers), rank, timeout_s, dry_run=dry_run)
 
     def evict(self, home: str, layers: Iterable[int] | None = None, *, timeout_s: float = TIMEOUT_S) -> Replicated:
         """Have layers of an instance (None: all) be computed by one rank for all of its requests again.
@@ -184,6 +194,10 @@ class GroupVerbs:
     def layer_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each decoder layer's weights, of which a drop frees some."""
         return self._groups.layer_bytes()
+
+    def budgets(self) -> Budgets:
+        """Return what a plan of drops must fit: the memory of ranks, and the keys and values there, as they say now."""
+        return self._groups.budgets()
 
     @property
     def changing(self) -> bool:

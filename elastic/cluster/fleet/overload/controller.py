@@ -17,6 +17,7 @@ from elastic.cluster.fleet.overload.offers import START_S, add_offer, drop_offer
 from elastic.cluster.fleet.overload.readings import FleetReadings
 from elastic.cluster.fleet.overload.shares import SharePlan, Shares, ShareVerbs
 from elastic.cluster.fleet.overload.swaps import SwapPlan, Swaps, SwapVerbs
+from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.config import Overload
 from elastic.controller.fleet_snapshot import FleetSnapshot
@@ -42,6 +43,7 @@ class OverloadVerbs(SwapVerbs, ShareVerbs, Protocol):
     @property
     def changing(self) -> bool: ...
     def layer_bytes(self) -> tuple[int, ...]: ...
+    def budgets(self) -> Budgets: ...
     def get_ready(self) -> None: ...
     def keep_staging(self) -> None: ...
     def drop(
@@ -132,9 +134,12 @@ class OverloadController:
 
     def tick(self) -> OverloadPlan | None:
         """Look once, and act; return what was decided. None: no rank serves. Raises what the fleet's verbs raise."""
-        snapshot = self._readings.read(self._verbs.groups(), self._verbs.layer_bytes(), busy=self._verbs.changing)
+        changing = self._verbs.changing
+        snapshot = self._readings.read(self._verbs.groups(), self._verbs.layer_bytes(), busy=changing)
         if snapshot is None:
             return None
+        if _waits(snapshot) and not changing:  # else nothing is dropped, and ranks answer late
+            snapshot = self._verbs.budgets().of_all(snapshot)
         if self._swaps.settling(snapshot.at_s) or self._shares.settling(snapshot.at_s):
             snapshot = _busy(snapshot)
         plan = self._policy.decide(snapshot, self._state)
@@ -146,7 +151,7 @@ class OverloadController:
             plan = replace(plan, reason=f"{plan.reason}; {choice.words}", scale_out=0 if enough else plan.scale_out)
         self._state = plan.state
         self.reason = f"{plan.reason}; {plan.figures}"
-        waits = snapshot.queued_bytes > 0 or any(group.waiting_bytes for group in snapshot.groups)
+        waits = _waits(snapshot)
         self._tell_shortage(plan, waits)
         if choice is not None and choice.offer.kind != "drop" and not (choice.offer.kind == "add" and plan.scale_out):
             self._leave_to(choice, snapshot.at_s)
@@ -256,6 +261,10 @@ class OverloadController:
             logger.info("added %s: %s", ", ".join(names), self.reason)
         except ElasticError as error:
             logger.warning("no instance could be added: %s", error)
+
+
+def _waits(snapshot: FleetSnapshot) -> bool:
+    return snapshot.queued_bytes > 0 or any(group.waiting_bytes for group in snapshot.groups)
 
 
 def _drop_plan(plan: OverloadPlan) -> DropPlan:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.price import learned_cost
-from elastic.cluster.fleet.groups.results import Dropped, GroupStatus
+from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Resharded, Restored
 from elastic.cluster.fleet.groups.verbs import GroupVerbs
 from elastic.cluster.fleet.overload.controller import MOVED
 from elastic.cluster.fleet.overload.offers import START_S, add_offer, drop_offer, move_offer
@@ -30,17 +31,21 @@ class Priced(SwapVerbs, Protocol):
     def groups(self) -> tuple[GroupStatus, ...]: ...
     def layer_bytes(self) -> tuple[int, ...]: ...
     def drop(self, need: int | str | None = ..., *, dry_run: bool = ...) -> Dropped: ...
+    def restore(self, *, dry_run: bool = ...) -> Restored: ...
+    def reshard(self, instances: str | Sequence[str], *, tp: int, dry_run: bool = ...) -> Resharded: ...
 
 
 class PricedVerbs(GroupVerbs):
     """The verbs of a fleet, and the prices of what its policy of drops chooses among."""
 
-    def offers(self: Priced, need: int | str) -> tuple[Offer, ...]:
+    def plan(self: Priced, need: int | str) -> tuple[Offer, ...]:
         """Price what could give `need` bytes of KV (or such as "24MiB") to requests of the instance with least free.
 
-        That requests move, layers are dropped, or swapped where ranks have variants, or one more instance comes: each
-        with its seconds of serving and the bytes that it frees, as `policy="drop"` compares them; nothing is done. What
-        is not possible now is left out. Raises `StateError` while no rank serves.
+        That requests move, layers are dropped, shared by two ranks or four, or swapped where ranks have variants, or
+        one more instance comes: each with its seconds of serving and the bytes that it frees, as `policy="drop"`
+        compares them; nothing is done. Where layers were dropped, that they return is priced, too: it takes bytes. What
+        is not possible now is left out. What one action would come to, say `drop`, `restore`, `migrate`, `replicate`
+        and `reshard` with `dry_run`. Raises `StateError` while no rank serves.
         """
         needed, settings = parse_bytes(need, option="need"), Overload()
         now = FleetReadings(self._dispatcher, moves=False).read(self.groups(), self.layer_bytes())
@@ -50,10 +55,16 @@ class PricedVerbs(GroupVerbs):
         offers = [move_offer(short, settings.kv_high, learned_cost(self._log.events(), MOVED))]
         with suppress(CapacityError, ConfigError):  # no drop frees so much, or ranks cannot reach each other
             offers.append(drop_offer(self.drop(needed, dry_run=True)))
+        offers += _reshards(self, short, needed)
         if (swap := Swaps(self, settings).plan(short)) is not None:
             offers.append(swap.offer)
         offers.append(add_offer(short, START_S))
-        return tuple(offer for offer in offers if offer.relieved_bytes > 0)
+        offers = [offer for offer in offers if offer.relieved_bytes > 0]
+        back = self.restore(dry_run=True)
+        assert back.price is not None
+        if back.fetched_bytes:
+            offers.append(Offer("restore", back.price.seconds, back.price.relieved_bytes))
+        return tuple(offers)
 
 
 def _short_of(snapshot: FleetSnapshot, needed: int) -> FleetSnapshot:
@@ -61,3 +72,19 @@ def _short_of(snapshot: FleetSnapshot, needed: int) -> FleetSnapshot:
     least = min(snapshot.groups, key=lambda group: (len(group.members), group.free_bytes))
     short = replace(least, waiting_bytes=least.free_bytes + needed)
     return replace(snapshot, groups=tuple(short if group is least else group for group in snapshot.groups))
+
+
+def _reshards(fleet: Priced, snapshot: FleetSnapshot, needed: int) -> Iterator[Offer]:
+    """Yield the offer that the fullest instance shares its layers with the emptiest ones: of two if that suffices."""
+    alone = [group for group in snapshot.groups if len(group.members) == 1]
+    ranks = [group.names[0] for group in sorted(alone, key=lambda group: (-group.waiting_bytes, -group.free_bytes))]
+    offer = None
+    with suppress(CapacityError, ConfigError):  # layers are not cut so, or ranks cannot reach each other
+        for tp in (count for count in (2, 4) if count <= len(ranks)):
+            planned = fleet.reshard(ranks[:tp], tp=tp, dry_run=True)
+            assert planned.price is not None
+            offer = Offer("reshard", planned.price.seconds, planned.freed_bytes)
+            if offer.relieved_bytes >= needed:
+                break
+    if offer is not None:
+        yield offer

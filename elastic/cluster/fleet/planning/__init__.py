@@ -1,1 +1,1 @@
-"""Pure decisions of a fleet: where a request goes, what should move, and which prompt begins where."""
+"""Pure decisions of a fleet: where a request goes, what should move, which prompt begins where, what fits."""

@@ -119,6 +119,14 @@ def test_a_need_in_bytes_drops_as_few_layers_as_suffice(fleets: Any) -> None:
     assert_alone(fleet, ranks)
 
 
+def test_how_bytes_come_free_is_said_with_the_bytes(fleets: Any) -> None:
+    fleet, ranks = fleets(2)
+    for options in ({"whole": True}, {"most": 2}):
+        with pytest.raises(ConfigError, match="give need= with them"):
+            fleet.drop(layers={"r0": [0]}, **options)
+    assert_alone(fleet, ranks)
+
+
 def test_two_groups_merge_into_one_of_four_when_more_is_needed(fleets: Any) -> None:
     fleet, ranks = fleets(4)
     fleet.drop(12 * LAYER_BYTES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from elastic.controller.policies.action_costs import PRIORS, WEIGHT
 from elastic.controller.policies.arbiter import CostWeights
 from elastic.engines.base import Request
 from elastic.engines.pipeline.path import LayerPath
+from elastic.errors import ElasticError
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost, ModelCost
 from elastic.types import MigrateKV
 from support.cluster.fake_group import ALONE, LAYERS, SECTOR, GroupRank
@@ -69,6 +70,92 @@ def test_a_larger_drop_costs_more_and_a_second_one_what_it_adds(fleet: Fleet) ->
     more = fleet.drop(2 * PAGES * 4096, dry_run=True).price
     assert more is not None
     assert (more.relieved_bytes, more.flips) == (2 * PAGES * 4096, 2)
+
+
+def state(fleet: Fleet) -> Any:
+    """All that a dry run must not change."""
+    ranks = [instance.client for instance in fleet._dispatcher.instances.values()]
+    books = [(set(rank.resident), rank.path, dict(rank.guests), set(rank.stages), rank.cap) for rank in ranks]
+    return books, fleet.groups(), fleet.status().totals, [event.kind for event in fleet.events()]
+
+
+VERBS: dict[str, Callable[..., Any]] = {
+    "drop": lambda fleet, **dry: fleet.drop(layers={"r0": range(3, LAYERS), "r1": [0]}, **dry),
+    "migrate": lambda fleet, **dry: fleet.migrate("r0", [1, 2], "r1", **dry),
+    "replicate": lambda fleet, **dry: fleet.replicate("r0", range(2), "r1", **dry),
+    "restore": lambda fleet, **dry: fleet.restore(**dry),
+    "restore a rank's": lambda fleet, **dry: fleet.restore("r1", sharing=True, **dry),
+}
+
+
+@pytest.mark.parametrize("verbs", [["drop", "restore"], ["drop", "migrate", "restore a rank's"], ["replicate"]])
+def test_what_a_dry_run_says_is_what_is_done_and_it_changes_nothing(fleet: Fleet, verbs: list[str]) -> None:
+    for instance in fleet._dispatcher.instances.values():
+        rank: Any = instance.client
+        rank.committed = 2
+    for verb in verbs:
+        before = state(fleet)
+        planned = VERBS[verb](fleet, dry_run=True)
+        assert state(fleet) == before
+        assert (planned.status, planned.price.flips > 0, planned.price.seconds > 0) == ("planned", True, True)
+        assert planned.seconds == pytest.approx(
+            PRIOR.byte_s * planned.price.wire_bytes + learned_cost(fleet.events()).pause_s * planned.price.flips
+        )
+        done = VERBS[verb](fleet)
+        assert done.status == "applied"
+        assert (done.flips, done.fetched_bytes) == (planned.flips, planned.fetched_bytes)
+        assert getattr(done, "freed_bytes", 0) == getattr(planned, "freed_bytes", 0)
+        assert planned.price.relieved_bytes == getattr(planned, "freed_bytes", 0) - planned.fetched_bytes
+
+
+def test_replicas_take_the_keys_and_values_of_half_of_the_requests(fleet: Fleet) -> None:
+    planned = fleet.replicate("r0", range(4), "r1", dry_run=True)
+    assert planned.moved_bytes == 4 * ALONE * SECTOR * 4096 // 2
+    assert (planned.flips, planned.layers) == (4, (0, 1, 2, 3))
+    whole = fleet.migrate("r0", range(4), "r1", dry_run=True)
+    assert (whole.moved_bytes, whole.flips, whole.fetched_bytes) == (2 * planned.moved_bytes, 4, 0)
+
+
+def test_a_dry_run_is_refused_as_the_verb_is(fleet: Fleet) -> None:
+    for wrong in (
+        lambda: fleet.drop(layers={"r0": range(LAYERS), "r1": [0]}, dry_run=True),
+        lambda: fleet.migrate("r0", [LAYERS], "r1", dry_run=True),
+        lambda: fleet.replicate("r0", [0], "r0", dry_run=True),
+        lambda: fleet.restore("r9", dry_run=True),
+    ):
+        with pytest.raises(ElasticError):
+            wrong()
+    nothing = fleet.restore(dry_run=True)
+    assert (nothing.status, nothing.flips, nothing.price.seconds if nothing.price else None) == ("planned", 0, 0.0)
+
+
+def test_a_plan_prices_each_mechanism_and_that_layers_return(fleet: Fleet) -> None:
+    def of(need: int) -> dict[str, Any]:
+        before = state(fleet)
+        offers = {offer.kind: offer for offer in fleet.plan(need)}
+        assert state(fleet) == before
+        return offers
+
+    layer = PAGES * 4096
+    assert list(of(layer)) == ["move", "drop", "add"], "no rank has variants, and layers are not cut"
+    assert fleet.drop(2 * layer).status == "applied"
+    offers = of(layer)
+    planned = fleet.restore(dry_run=True)
+    assert planned.price is not None
+    assert offers["restore"].relieved_bytes == planned.price.relieved_bytes == -planned.fetched_bytes == -2 * layer
+    assert offers["restore"].seconds == planned.price.seconds
+
+
+def test_a_plan_prices_that_ranks_share_their_layers() -> None:
+    world: dict[str, GroupRank] = {}
+    launcher: Any = FakeLauncher(lambda spec: GroupRank(spec.name, world, 4, 4))
+    with Fleet("no model", ranks=4, launch=launcher, beat_timeout_s=1e6, hang_timeout_s=1e6, replace=False) as fleet:
+        two, four = (fleet.reshard([f"r{i}" for i in range(tp)], tp=tp, dry_run=True) for tp in (2, 4))
+        for need, planned in ((1, two), (two.freed_bytes + 1, four), (1 << 40, four)):
+            (offer,) = [offer for offer in fleet.plan(need) if offer.kind == "reshard"]
+            assert planned.price is not None
+            assert (offer.relieved_bytes, offer.seconds) == (planned.freed_bytes, planned.price.seconds)
+        assert fleet.groups() == ()
 
 
 def test_pauses_are_learned_from_what_was_done() -> None:

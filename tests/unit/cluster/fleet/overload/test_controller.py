@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from elastic.cluster.control.messages import RuntimeView
+from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Resharded, Restored
 from elastic.cluster.fleet.overload import shares
 from elastic.cluster.fleet.overload.controller import OverloadController
+from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.config import Overload
 from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading, MemberReading
@@ -25,6 +27,7 @@ from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.planning.arrangement.drop import DropPlan
 from elastic.planning.arrangement.stages import Held
+from elastic.planning.sharding.shard_pages import ShardPages
 from elastic.types import PlaceStatus, PlanStep, Residency, Swap
 from support.cluster.fake_rank import FakeLauncher, FakeRank
 from support.processes import wait_until
@@ -39,8 +42,8 @@ class Verbs:
 
     changing = False
 
-    def __init__(self, launcher: FakeLauncher) -> None:
-        self.launcher = launcher
+    def __init__(self, launcher: FakeLauncher, fleet: Fleet) -> None:
+        self.launcher, self.fleet = launcher, fleet
         self.group: GroupStatus | None = None
         self.asked: list[tuple[str, str]] = []
         self.forms: list[dict[str, Any]] = []
@@ -49,6 +52,8 @@ class Verbs:
         self.reshard_fault: Exception | None = None
         self.variants: tuple[str, ...] = ()
         self.swap_pages = 1
+        self.rooms: dict[str, Room] = {}
+        self.budgets_asked = 0
         self.swapped: dict[str, set[int]] = {"r0": set(), "r1": set()}
         self.entered, self.may_go = threading.Event(), threading.Event()
         self.may_go.set()
@@ -61,6 +66,10 @@ class Verbs:
 
     def keep_staging(self) -> None:
         pass
+
+    def budgets(self) -> Budgets:
+        self.budgets_asked += 1
+        return Budgets(self.rooms, [self.fleet._dispatcher.instances[name] for name in ("r0", "r1")])
 
     def layer_bytes(self) -> tuple[int, ...]:
         return WEIGHTS
@@ -141,7 +150,7 @@ class World:
         self.launcher = FakeLauncher(lambda spec: FakeRank(spec.name, blocks=10))
         self.fleet = Fleet("no model", ranks=2, launch=self.launcher, replace=False, beat_timeout_s=1e6)  # type: ignore[arg-type]
         self.fleet.start()
-        self.verbs, self.log = Verbs(self.launcher), EventLog()
+        self.verbs, self.log = Verbs(self.launcher, self.fleet), EventLog()
         self.controller = OverloadController(self.fleet._dispatcher, self.verbs, self.log, settings, **options)
         self.heard = Collector()
 
@@ -154,6 +163,12 @@ class World:
         plan = self.controller.tick()
         assert plan is not None
         return plan
+
+
+def room(name: str, pages: int, committed: int) -> Room:
+    """Of a rank with two layers of two pages each, and sectors of a page in each layer."""
+    weights = (ShardPages((), ((range(2),),)),) * len(WEIGHTS)
+    return Room(LayerPath.alone(name, 2), pages, 4096, (1, 1), 99, committed, weights, frozenset(range(2)))
 
 
 @pytest.fixture
@@ -282,6 +297,26 @@ def test_it_stops_when_what_it_does_is_done(world: Callable[..., World]) -> None
     stopping.join(30)
     assert w.verbs.group is not None
     assert len(w.verbs.asked) == 1
+
+
+def test_a_drop_is_planned_by_what_ranks_have_room_for(world: Any) -> None:
+    w = world()
+    w.tick()
+    assert not w.verbs.budgets_asked, "nothing waits"
+    w.verbs.rooms = {"r0": room("r0", 2, 1), "r1": room("r1", 2, 1)}
+    w.burst(6)
+    w.verbs.changing = True
+    w.tick()
+    assert not w.verbs.budgets_asked, "ranks would answer when they have changed"
+    w.verbs.changing = False
+    assert w.tick().drops, "both have as much: it is no limit"
+    assert w.verbs.budgets_asked == 1
+    other = world()
+    other.verbs.rooms = {"r0": room("r0", 2, 1), "r1": room("r1", 20, 9)}  # r0 has six pages; a layer needs twelve
+    other.burst(6)
+    for _ in range(3):
+        assert not other.tick().drops
+    assert "no drop frees enough" in other.controller.reason
 
 
 class Seen:

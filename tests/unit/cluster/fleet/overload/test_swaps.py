@@ -99,7 +99,7 @@ def test_what_can_be_swapped_at_no_rank_is_no_offer(fleet: Fleet) -> None:
 @pytest.mark.slow
 def test_each_remedy_has_a_price_before_there_is_an_overload(fleet: Fleet) -> None:
     (layer, *_), before = fleet.layer_bytes(), fleet.status()
-    offers = {offer.kind: offer for offer in fleet.offers(layer // 2)}
+    offers = {offer.kind: offer for offer in fleet.plan(layer // 2)}
     assert list(offers) == ["move", "drop", "swap", "add"]
     assert {kind for kind, offer in offers.items() if not offer.lossless} == {"swap"}
     assert offers["swap"].relieved_bytes == layer // 2
@@ -110,5 +110,5 @@ def test_each_remedy_has_a_price_before_there_is_an_overload(fleet: Fleet) -> No
     assert 0 < offers["move"].seconds < offers["add"].seconds
     after = fleet.status()
     assert (after.totals, [rank.dropped for rank in after.ranks]) == (before.totals, [(), ()]), "nothing was done"
-    kinds = [offer.kind for offer in fleet.offers("1GiB")]
+    kinds = [offer.kind for offer in fleet.plan("1GiB")]
     assert "drop" not in kinds, "no drop frees so much"

@@ -1,0 +1,86 @@
+"""What ranks tell of themselves that a plan of drops must fit: their memory, what is in it, and how fast they are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from elastic.cluster.control.stage_questions import Room
+from elastic.cluster.fleet.groups.targets import sharing
+from elastic.cluster.fleet.instance import Instance
+from elastic.controller.fleet_snapshot import FleetSnapshot
+from elastic.engines.core.kv_state import KVFormat
+from elastic.planning.arrangement.stages import Held
+from elastic.planning.pipeline.chunk_cost import Chunk
+from elastic.planning.sharding.numbers import by_layer
+
+USUAL = Chunk("", 0, 256)
+"""By what this takes them in a layer ranks are compared."""
+
+
+class Budgets:
+    """Of ranks, and of those that share layers together.
+
+    Where all ranks have as much memory it is no limit of a plan: layers then leave as much room everywhere as they take
+    elsewhere, and caps follow. Where some have more, each must have room for its stage, with the keys and values of
+    live requests, those that they are promised included.
+    """
+
+    def __init__(self, rooms: Mapping[str, Room], instances: Sequence[Instance]) -> None:
+        """The instances are those of the rooms' ranks, at least one."""
+        self._bytes = {rank: _memory_bytes(room) for rank, room in rooms.items()}
+        self._limited = len(set(self._bytes.values())) > 1
+        paths = {rank: room.path for rank, room in rooms.items() if rooms.keys() >= {*room.path.ranks}}
+        self._units = {unit[0]: unit for unit in sharing(paths)}
+        self._kv = _kv_bytes(rooms, instances[0].kv_format)
+        costs = {instance.name: instance.hello.cost for instance in instances}
+        seconds = {rank: cost.layer(USUAL) for rank, cost in costs.items() if cost is not None}
+        self._seconds = seconds if seconds.keys() >= rooms.keys() else {}
+
+    def fitted(self, held: Held) -> Held:
+        """Return a rank, or those that share layers in the name of the first, as plans of drops are to see it."""
+        unit = self._units.get(held.name)
+        if unit is None:  # it came since, or has lost a rank that computes layers of it
+            return held
+        kv_bytes = tuple(map(sum, zip(*(self._kv[rank] for rank in unit), strict=True)))
+        room_bytes = sum(self._bytes[rank] for rank in unit) if self._limited else None
+        return replace(held, room_bytes=room_bytes, kv_bytes=kv_bytes, slowness=self._slowness(unit))
+
+    def of_all(self, snapshot: FleetSnapshot) -> FleetSnapshot:
+        """Return a snapshot of which all members are fitted."""
+        groups = []
+        for group in snapshot.groups:
+            members = (replace(member, held=self.fitted(member.held)) for member in group.members)
+            groups.append(replace(group, members=tuple(members)))
+        return replace(snapshot, groups=tuple(groups))
+
+    def _slowness(self, unit: Collection[str]) -> float:
+        """Return how many times as long as the fastest they take, to a tenth: it was measured once."""
+        if not self._seconds:
+            return 1.0
+        return round(max(self._seconds[rank] for rank in unit) / min(self._seconds.values()), 1)
+
+
+def _memory_bytes(room: Room) -> int:
+    """Return what a rank has for decoder layers, in full weights, and keys and values."""
+    every = range(room.path.shards)
+    grown = sum(room.weight_pages[layer].pages(every) - pages for layer, pages in room.in_variant.items())
+    return (room.pages + room.weights_of(room.resident) - grown) * room.page_bytes
+
+
+def _kv_bytes(rooms: Mapping[str, Room], kv: KVFormat) -> dict[str, list[int]]:
+    """Return the keys and values that each rank has of each layer, of all instances.
+
+    Sectors are of one group of layers each. Of which is not told: together they are those of the largest group.
+    """
+    there = {rank: [0] * room.path.layers for rank, room in rooms.items()}
+    for room in rooms.values():
+        pages = [sum(room.sector_pages[part] for part in parts) for parts, _ in kv.groups]
+        sectors = room.committed_sectors * max(pages) / sum(pages)
+        for rank in there.keys() & {*room.path.ranks}:
+            numbers = {shard % room.path.numbers for shard in room.path.shards_of(rank)}
+            for layer, parts in by_layer(numbers, room.path.shards).items():
+                shards = (layer * room.path.shards + part for part in parts)
+                needed = sum(room.sector_pages[part] for part in room.parts_of(shards))
+                there[rank][layer] += int(sectors * needed) * room.page_bytes
+    return there
