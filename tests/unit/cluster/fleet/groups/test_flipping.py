@@ -42,7 +42,7 @@ class Watched:
         self.fleet = Fleet("no model", ranks=3, launch=launcher, **options)
         self.fleet.start()
         self.fleet._policies.stop()
-        self.ranks, self.seen = list(world.values()), dict[type, list[dict[str, str]]]()
+        self.ranks, self.seen = [world[name] for name in sorted(world)], dict[type, list[dict[str, str]]]()
         for rank in self.ranks:
             rank.fails = self.note
 

@@ -48,7 +48,7 @@ def make(ranks: int) -> tuple[Fleet, list[GroupRank]]:
     fleet = Fleet("no model", ranks=ranks, launch=launcher, **options)
     fleet.start()
     fleet._policies.stop()  # caps follow what is needed when a test says so
-    return fleet, list(world.values())
+    return fleet, [world[name] for name in sorted(world)]
 
 
 @pytest.fixture

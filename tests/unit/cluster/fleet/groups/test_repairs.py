@@ -34,7 +34,7 @@ def served() -> Iterator[tuple[Fleet, list[GroupRank]]]:
     )
     fleet.start()
     fleet._policies.stop()
-    yield fleet, list(world.values())
+    yield fleet, [world[name] for name in sorted(world)]
     fleet.stop(drain=False)
 
 

@@ -38,7 +38,7 @@ def fleets() -> Iterator[Callable[..., Made]]:
         made.append(Fleet("no model", ranks=ranks, launch=launcher, **options))
         made[-1].start()
         made[-1]._policies.stop()
-        return made[-1], list(world.values())
+        return made[-1], [world[name] for name in sorted(world)]
 
     yield fleet
     for each in made:

@@ -35,7 +35,7 @@ def fleet(ranks: list[GroupRank]) -> Iterator[Fleet]:
     made = Fleet("no model", ranks=4, launch=launcher, beat_timeout_s=1e6, hang_timeout_s=1e6, replace=False)
     made.start()
     made._policies.stop()
-    ranks.extend(world.values())
+    ranks.extend(world[name] for name in sorted(world))
     assert made.reshard(NAMES, tp=2).status == "applied"
     for rank in ranks:
         rank.committed = 2

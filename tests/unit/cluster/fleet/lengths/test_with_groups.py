@@ -90,7 +90,7 @@ class World:
         self.fleet = Fleet("no model", ranks=ranks, launch=launcher, replace=False, beat_timeout_s=1e6)
         self.fleet.start()
         self.fleet._policies.stop()
-        self.ranks, self.heard = list(world.values()), Collector()
+        self.ranks, self.heard = [world[name] for name in sorted(world)], Collector()
         self.controller = LengthController(self.fleet._dispatcher, self.fleet, AT_ONCE)
         self.fleet._dispatcher.on_waiting = lambda: None  # as if it had started
         self.controller._measure()
