@@ -69,7 +69,8 @@ class HomeExecutor:
         self._runner, self._memory, self._turn = runner, memory, turn
         self._ways: Ways = ()
         self._copies = CopyAnswers((), 0.0, flips=True)  # ahead of the last flip
-        self._cohorts = 1
+        self.cohorts = 1
+        """How many steps may be in flight."""
         self._threads = StepThreads()
         self._aborted = False
 
@@ -86,13 +87,13 @@ class HomeExecutor:
         done: Future[StepResult] = Future()
         try:
             self._note_changes(step.removed)
-            begun = self._runner.begin(step, eager=self._cohorts > 1)
+            begun = self._runner.begin(step, eager=self.cohorts > 1)
             self._send(step)
         except Exception as error:  # the sequences of the step end with it, as with an error of the model
             done.set_exception(error)
             return done
         work = partial(self._compute, plan, step.number, begun)
-        if self._cohorts > 1:
+        if self.cohorts > 1:
             return self._threads.submit(work)
         try:
             done.set_result(work())
@@ -115,7 +116,7 @@ class HomeExecutor:
 
     def set_cohorts(self, count: int) -> None:
         """Have as many steps be in flight. None is."""
-        self._cohorts = count
+        self.cohorts = count
         self._threads.resize(count if count > 1 and self._ways else 0)
 
     # -- other ranks
@@ -265,7 +266,7 @@ class HomeExecutor:
 
     def _go_by(self, path: LayerPath, ways: Ways) -> None:
         self.path, self._ways = path, ways
-        self.set_cohorts(self._cohorts)
+        self.set_cohorts(self.cohorts)
 
     def _note_changes(self, removed: Iterable[str]) -> None:
         """Note for every rank what it is to be told."""

@@ -11,6 +11,7 @@ from elastic.cluster.control import stage_questions as ask
 from elastic.cluster.control.messages import Apply, Check, Drain, Look
 from elastic.engines.continuous.layer_exchange import Flipped
 from elastic.engines.core.kv_state import LayersKV
+from elastic.engines.pipeline.batches import BatchCount
 from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.written_blocks import Blocks, DirtyBlockTracker
 from elastic.errors import RankLost, StateError
@@ -59,7 +60,9 @@ class SimulatedRank:
             instance.clock, world.model, world.wires, world.turns, local.answers, local.noise, world.factor, self.path
         )
         self._flipping: Future[Any] | None = None
+        self._batches = BatchCount()
         world.ranks[instance.name] = self
+        instance.batches = self.batches
         instance.answer = self.answer
 
     @property
@@ -119,6 +122,12 @@ class SimulatedRank:
         for rank in ranks:
             if rank in self.world.ranks and rank != self.name:
                 self.world.ranks[rank].instance.wake()
+
+    def batches(self) -> int:
+        """Return how many steps of its instance may be in flight, so that the stages are busy."""
+        guests, ranks = self.books.guests, self.world.ranks
+        others = {home: ranks[home].instance.scheduler.steps for home, guest in guests.items() if guest.shards}
+        return self._batches.of(self.path, self.instance.scheduler.steps, others)
 
     def follow(self) -> Future[None]:
         """Have steps be computed beside those of others, where there are some; by itself else. Done between two."""
