@@ -193,6 +193,11 @@ class PipelinedEngine(RecoveringEngine):
         """What this rank did with its time: for how long it computed, and waited for other ranks."""
         return self._turn.times
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step while this rank computes all layers, in the mean of the last; 0.0: there was none."""
+        return self._home.step_s
+
     # -- inside, on any thread
 
     def _open_pipeline(self, groups: tuple[LayerGroup, ...], cohorts: int | None) -> Callable[[], None]:

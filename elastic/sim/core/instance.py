@@ -251,7 +251,7 @@ class SimulatedInstance:
         stretch, self._stretch, self._stretch_end = self._stretch, None, None
         assert stretch is not None
         self._in_flight -= 1
-        self.local.end_stretch(self.clock.now - stretch.begin_s)
+        self.local.end_stretch(self.clock.now - stretch.begin_s, stretch.steps)
         if self.lost:
             return
         tokens = (TOKEN,) * stretch.steps

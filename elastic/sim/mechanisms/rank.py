@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -85,7 +86,7 @@ class SimulatedRank:
                 return self.lose(rank)
             case ask.MeasureRoom():
                 self.weights.retry()
-                return self.books.room()
+                return replace(self.books.room(), step_s=self.instance.local.step_s)
             case ask.SetCap(sectors):
                 return self._between(partial(self._set_cap, sectors))
             case ask.CapReached():

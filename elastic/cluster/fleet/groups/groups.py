@@ -248,8 +248,7 @@ class Groups:
 
     def _dry_run(self, plan: DropPlan, rooms: Mapping[str, Room], layers_per_step: int | None) -> Dropped:
         changes = [(now := self._shape_of(e.members, rooms), targets.planned_shape(now, e)) for e in plan.groups]
-        model, running = self._running()
-        slower = slowdown(changes, model, running) if model is not None else 0.0
+        slower = slowdown(changes, rooms, *self._running())
         cost = predict(changes, rooms, learned_cost(self._log.events()), slower, layers_per_step)
         flips, moved_bytes = sum(len(flips_between(*change)) for change in changes), kv_bytes(changes, rooms)
         first = restored_first({name: rooms[name] for each in plan.groups for name in each.members})

@@ -14,7 +14,7 @@ from elastic.controller.policies.group_costs import GroupPrice, priced
 from elastic.controller.sensors.sliding_window import moving_average
 from elastic.engines.pipeline.path import LayerPath
 from elastic.planning.pipeline.chunk_cost import Chunk, ModelCost
-from elastic.planning.pipeline.step_time import shared_round_s
+from elastic.planning.pipeline.step_time import StepSeconds, shared_round_s
 from elastic.types import MigrateKV
 
 HOP_S = 3e-4
@@ -74,23 +74,49 @@ def kv_bytes(changes: Sequence[Change], rooms: Mapping[str, Room]) -> int:
     return nbytes
 
 
-def slowdown(changes: Sequence[Change], model: ModelCost, running: Mapping[str, Sequence[Chunk]]) -> float:
+def slowdown(
+    changes: Sequence[Change],
+    rooms: Mapping[str, Room],
+    model: ModelCost | None,
+    running: Mapping[str, Sequence[Chunk]],
+) -> float:
     """Return the share by which the steps of the slowest group are longer afterwards; 0.0 where nothing runs.
 
-    `running`: of each instance, what its next step has.
+    `running`: of each instance, what its next step has. Each has one step in flight, and a hop takes `HOP_S`, wherever
+    ranks are. `model` is what a rank has measured of it. Where none has, a step takes as long as ranks saw it, see
+    `seen_steps`, and none is said to become shorter: what ranks that share layers all have to compute is not known.
     """
-    before_s = max((_round_s(now, model, running) for now, _ in changes), default=0.0)
-    after_s = max((_round_s(target, model, running) for _, target in changes), default=0.0)
-    return after_s / before_s - 1 if before_s > 0 else 0.0
+    steps = seen_steps(rooms, running) if model is None else _measured_steps(model, running)
+    before_s = max((_round_s(now, steps) for now, _ in changes), default=0.0)
+    after_s = max((_round_s(target, steps) for _, target in changes), default=0.0)
+    slower = after_s / before_s - 1 if before_s > 0 else 0.0
+    return slower if model is not None else max(0.0, slower)
 
 
-def _round_s(shape: Shape, model: ModelCost, running: Mapping[str, Sequence[Chunk]]) -> float:
+def seen_steps(rooms: Mapping[str, Room], running: Mapping[str, Sequence[Chunk]]) -> dict[str, StepSeconds]:
+    """Return what steps take of instances that have work, as their ranks saw the last that each computed by itself.
+
+    They may have had more requests, or prompts; what is around the layers counts as theirs. Of an instance whose rank
+    has computed none nothing is known.
+    """
+    return {
+        home: StepSeconds(room.step_s / room.path.layers)
+        for home, room in rooms.items()
+        if room.step_s and running.get(home)
+    }
+
+
+def _measured_steps(model: ModelCost, running: Mapping[str, Sequence[Chunk]]) -> dict[str, StepSeconds]:
+    batches = ((home, chunks) for home, chunks in running.items() if chunks)
+    return {home: StepSeconds(model.layer.batch(chunks), model.rest.batch(chunks)) for home, chunks in batches}
+
+
+def _round_s(shape: Shape, steps: Mapping[str, StepSeconds]) -> float:
     copies = {home: path.copies * shape.shards for home, path in shape.paths.items()}
     layers_at = {r: {home: len(at) / copies[home] for home, at in shape.shards_at(r).items()} for r in shape.members}
     hops = {home: max(_hops(path.of_copy(copy)) for copy in range(path.copies)) for home, path in shape.paths.items()}
     depth = {home: _depth(path) for home, path in shape.paths.items()}
-    chunks = {home: running.get(home, ()) for home in shape.paths}
-    return shared_round_s(model, layers_at, chunks, hops, HOP_S, depth)
+    return shared_round_s(steps, layers_at, hops, HOP_S, depth)
 
 
 def _depth(path: LayerPath) -> float:

@@ -171,8 +171,7 @@ class ReshardingGroups(Groups):
         members = tuple(rooms)
         now = self._shape_of(members, rooms)
         changes = [(now, targets.sharded(now, units))]
-        model, running = self._running()
-        slower = slowdown(changes, model, running) if model is not None else 0.0
+        slower = slowdown(changes, rooms, *self._running())
         price = predict(changes, rooms, learned_cost(self._log.events()), slower, layers_per_step)
         return Resharded(
             "planned",

@@ -108,6 +108,17 @@ def test_layers_are_swapped_where_longer_steps_would_cost_more(fleets: Fleets) -
     assert not any(rank.books.packed for rank in made.fleet.world.ranks.values())
 
 
+def test_layers_are_swapped_where_the_steps_so_far_say_that_longer_ones_would_cost_more(fleets: Fleets) -> None:
+    quick = model(packed=True, cost=ChunkCost(0.0, 0.0, 0.0, 1e-3, 1e-3))
+    made = fleets(Overload(dwell_s=2.0), 2, layered=quick)
+    made.come(burst(9, answer=256))
+    made.run(more_s=20.0)
+    made.check_ends()
+    made.check_computed()
+    assert made.kinds() == ["swapped", "swapped back"]
+    assert "no instance has KV for them" in made.fleet.log.events()[0].why, "a drop would have been enough"
+
+
 def test_requests_move_with_what_they_have(fleets: Fleets) -> None:
     made = fleets("balance", 2, routing="round_robin")
     made.come([(0.1 + 0.05 * n, 64, 150 if n % 2 else 8) for n in range(8)])
