@@ -106,6 +106,8 @@ class Room:
     """Shards whose weights are there."""
     in_variant: Mapping[int, int] = field(default_factory=dict, hash=False)
     """Layers that are not in their full weights -> the pages that they have; of these `pages` knows nothing."""
+    step_s: float = 0.0
+    """Seconds of a step of its engine while it computes all layers, in the mean of the last; 0.0: there was none."""
 
     def weights_of(self, shards: Iterable[int]) -> int:
         """Count the pages of weights when these shards are there, and no others."""

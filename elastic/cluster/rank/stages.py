@@ -196,4 +196,5 @@ def _measure_room(engine: ContinuousEngine) -> Room:
             for layer in runtime.weights.layers
             if not layer.absent and layer.precision is not layer.full
         },
+        step_s=engine.step_s,
     )

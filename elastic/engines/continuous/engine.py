@@ -51,9 +51,10 @@ class ContinuousEngine(PipelinedEngine):
     tokens of one forward pass: a longer prompt is computed in parts. `block_tokens` is the size of a block (None: see
     `usual_block_tokens`), `block_layout` the order in it (a name of `LAYOUTS`); `kv_cache_dtype="int8"` keeps keys and
     values in 8 bits ("auto": in the model's dtype); `share_prefixes` has requests share the blocks of a common
-    beginning; `cohorts` is how many batches may be in flight; `step_budget` says how many tokens each step may have, by
-    what they cost (None: `max_batch_tokens`); `grammars` serves structured output. Raises `StateError`
-    for a model that is not wrapped, `ConfigError` for one that it cannot serve.
+    beginning; `cohorts` is how many batches may be in flight (None: one, or where other ranks compute layers as many as
+    keep these busy); `step_budget` says how many tokens each step may have, by what they cost (None:
+    `max_batch_tokens`); `grammars` serves structured output. Raises `StateError` for a model that is not wrapped,
+    `ConfigError` for one that it cannot serve.
     """
 
     def __init__(
@@ -67,14 +68,15 @@ class ContinuousEngine(PipelinedEngine):
         block_layout: str = "head_centric",
         kv_cache_dtype: str = "auto",
         share_prefixes: bool = True,
-        cohorts: int = 1,
+        cohorts: int | None = None,
         step_budget: StepBudget | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        counts = {"max_requests": max_requests, "max_batch_tokens": max_batch_tokens, "cohorts": cohorts}
+        counts = {"max_requests": max_requests, "max_batch_tokens": max_batch_tokens}
         for name, count in counts.items():
             require(count >= 1, name, count, "at least 1")
         require(block_tokens is None or block_tokens >= 1, "block_tokens", block_tokens, "at least 1, or None")
+        require(cohorts is None or cohorts >= 1, "cohorts", cohorts, "at least 1, or None")
         require(max_queue is None or max_queue >= 1, "max_queue", max_queue, "at least 1, or None")
         require(block_layout in LAYOUTS, "block_layout", block_layout, f"one of {', '.join(sorted(LAYOUTS))}")
         require(kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", kv_cache_dtype, " or ".join(KV_CACHE_DTYPES))
@@ -108,11 +110,12 @@ class ContinuousEngine(PipelinedEngine):
             stack.callback(model.register_forward_pre_hook(self._variants).remove)
             self._requests = ActiveRequests(self.counters, lambda: self._variants.current)
             scheduler = RestartingScheduler(
-                self._blocks, max_requests=max_requests, max_batch_tokens=max_batch_tokens, cohorts=cohorts
+                self._blocks, max_requests=max_requests, max_batch_tokens=max_batch_tokens, cohorts=cohorts or 1
             )
             scheduler.weights = self._variants.weights
             scheduler.budget = step_budget or scheduler.budget
-            self._loop = StepLoop(scheduler, self._home, self._requests, cohorts)
+            self._loop = StepLoop(scheduler, self._home, self._requests, cohorts or 1)
+            self._loop.before_steps = self._fill_stages
             kv.pool.listeners.append(self._loop.wake)
             stack.callback(kv.pool.listeners.remove, self._loop.wake)
             self._stack = stack.pop_all()

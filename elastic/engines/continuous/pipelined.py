@@ -15,6 +15,7 @@ from elastic.engines.core.load import EngineLoad
 from elastic.engines.core.step_budget import CostBudget, PathBudget
 from elastic.engines.executor.kv_exchange import KVExchange
 from elastic.engines.executor.layer_groups import LayerGroup
+from elastic.engines.pipeline.batches import BatchCount
 from elastic.engines.pipeline.home import HomeExecutor
 from elastic.engines.pipeline.items import LogConnection
 from elastic.engines.pipeline.path import LayerPath
@@ -45,10 +46,10 @@ class PipelinedEngine(RecoveringEngine):
         lost = self._loop.lost
         return None if lost is None else lost.rank
 
-    def set_cohorts(self, cohorts: int) -> None:
-        """Have as many batches in flight; those that live are shared out anew."""
-        if cohorts < 1:
-            raise ConfigError(f"cohorts={cohorts} must be at least 1")
+    def set_cohorts(self, cohorts: int | None) -> None:
+        """Have as many batches in flight, None: as many as the stages need; requests that live are shared out anew."""
+        if cohorts is not None and cohorts < 1:
+            raise ConfigError(f"cohorts={cohorts} must be at least 1, or None")
 
         def share_out() -> None:
             self._settle()
@@ -57,8 +58,7 @@ class PipelinedEngine(RecoveringEngine):
                     f"cohorts={cohorts}: the layers have {self.path.copies} copies; have them be one first"
                 )
             self._cohorts = cohorts
-            self._loop.set_cohorts(cohorts)
-            self._home.set_cohorts(cohorts)
+            self._use_cohorts(cohorts or self._home.cohorts)
 
         self._between_steps(share_out)
 
@@ -162,6 +162,22 @@ class PipelinedEngine(RecoveringEngine):
 
     # -- inside, on the loop's thread
 
+    def _fill_stages(self) -> None:
+        """Have as many batches in flight as the stages of the path need, unless somebody has said how many."""
+        path = self.path
+        if self._cohorts is not None or path.copies > 1:
+            return
+        others = {home: stage.steps for home, stage in list(self._stages.items()) if self.rank in stage.path.ranks}
+        count = self._batches.of(path, self._loop.scheduler.steps, others)
+        if count != self._home.cohorts and self._loop.lost is None:
+            self._loop.settle_all()
+            self._use_cohorts(count)
+
+    def _use_cohorts(self, count: int) -> None:
+        """Have so many batches in flight; none is."""
+        self._loop.set_cohorts(count)
+        self._home.set_cohorts(count)
+
     def _note_lost(self, rank: str) -> None:
         """Note that the log of a rank has ended; from any thread."""
 
@@ -177,17 +193,22 @@ class PipelinedEngine(RecoveringEngine):
         """What this rank did with its time: for how long it computed, and waited for other ranks."""
         return self._turn.times
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step while this rank computes all layers, in the mean of the last; 0.0: there was none."""
+        return self._home.step_s
+
     # -- inside, on any thread
 
-    def _open_pipeline(self, groups: tuple[LayerGroup, ...], cohorts: int) -> Callable[[], None]:
+    def _open_pipeline(self, groups: tuple[LayerGroup, ...], cohorts: int | None) -> Callable[[], None]:
         """Begin as an engine that computes all of its layers alone, and no others; return what ends it."""
         self._turn, self._pipeline_lock, self._layer_groups = Turn(), threading.RLock(), groups
-        self._stages, self._forward, self._cohorts = {}, None, cohorts
+        self._stages, self._forward, self._cohorts, self._batches = {}, None, cohorts, BatchCount()
         self._written = self._flipping = None
         self._kv_exchange = KVExchange(self.kv_format, YieldingPace(self._turn.wait_idle, lambda: self._turn.stage_s))
         path = LayerPath.alone("", sum(len(group.layers) for group in groups), self.runtime.shards)
         self._home = HomeExecutor(self._runner, self._memory, self._turn, path)
-        self._home.set_cohorts(cohorts)
+        self._home.set_cohorts(cohorts or 1)
         return self._end_pipeline
 
     def _is_own_thread(self) -> bool:

@@ -31,7 +31,7 @@ class RecoveringEngine(LayerExchange):
     """What a rank asks of its engine when another one is lost. Thread-safe; not for listeners."""
 
     runtime: Runtime
-    _cohorts: int  # while the layers have one copy
+    _cohorts: int | None  # while the layers have one copy; None: as many as their stages need
 
     def recover(self, lost: str, restore: Restore, memories: Mapping[str, KVSource] | None = None) -> int:
         """Compute all layers here again, since a rank of the path was lost; return the tokens that are computed anew.
@@ -72,7 +72,7 @@ class RecoveringEngine(LayerExchange):
 
     def _share_out(self, copies: int) -> None:
         """Have live sequences be shared out among copies of the layers, as many batches each; no step is in flight."""
-        cohorts = copies * -(-self._cohorts // copies)
+        cohorts = copies * -(-(self._cohorts or 1) // copies)
         self._loop.set_copies(copies, cohorts)
         self._home.set_cohorts(cohorts)
 

@@ -33,6 +33,8 @@ class StepLoop:
         """While there is no journal: told after each step, and when sequences ended otherwise, if somebody listens."""
         self.on_room: Callable[[], object] | None = None
         """With a journal: told when blocks came free behind what was told of their sequences, and no step follows."""
+        self.before_steps: Callable[[], object] | None = None
+        """Called ahead of steps, if somebody has to see to something then: it may `settle_all`."""
         self._to_tell = False
         self._executor = executor
         self._listener = listener
@@ -89,6 +91,8 @@ class StepLoop:
 
     def advance(self) -> bool:
         """Begin what steps can be, and finish the oldest; return whether there was one."""
+        if self.before_steps is not None:
+            self.before_steps()
         while self.lost is None and not self.paused and len(self._in_flight) < self._cohorts:
             step = self.scheduler.schedule()
             if self.scheduler.stalled:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import starmap
 
+from elastic.controller.sensors.sliding_window import moving_average
 from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.core.step import Step, StepResult
 from elastic.engines.executor.model_runner import BegunStep, ModelRunner
@@ -19,7 +21,7 @@ from elastic.engines.pipeline.path import LayerPath, ShardMove, StagePlan
 from elastic.engines.pipeline.stage_link import CopyAnswers, StageLink, all_answers
 from elastic.engines.pipeline.step_threads import StepThreads
 from elastic.engines.pipeline.transport import StepFailure, Transport
-from elastic.engines.pipeline.turn import Turn
+from elastic.engines.pipeline.turn import WEIGHT, Turn
 from elastic.engines.pipeline.written_blocks import Blocks
 from elastic.errors import ElasticError, RankLost, StateError
 from elastic.kvcache.storage.paged import BlockMemory
@@ -69,7 +71,10 @@ class HomeExecutor:
         self._runner, self._memory, self._turn = runner, memory, turn
         self._ways: Ways = ()
         self._copies = CopyAnswers((), 0.0, flips=True)  # ahead of the last flip
-        self._cohorts = 1
+        self.cohorts = 1
+        """How many steps may be in flight."""
+        self.step_s = 0.0
+        """Seconds of a step that this rank computed by itself, in the mean of the last; 0.0: there was none."""
         self._threads = StepThreads()
         self._aborted = False
 
@@ -81,18 +86,22 @@ class HomeExecutor:
             if self.links:
                 self._note_changes(step.removed)
             with self._turn:
-                return self._runner.execute(step)
+                began_s = time.perf_counter()
+                computed = self._runner.execute(step)
+                seconds = time.perf_counter() - began_s
+            self.step_s = moving_average(self.step_s or seconds, seconds, WEIGHT)
+            return computed
         plan, _ = self._ways[step.cohort % self.path.copies]
         done: Future[StepResult] = Future()
         try:
             self._note_changes(step.removed)
-            begun = self._runner.begin(step, eager=self._cohorts > 1)
+            begun = self._runner.begin(step, eager=self.cohorts > 1)
             self._send(step)
         except Exception as error:  # the sequences of the step end with it, as with an error of the model
             done.set_exception(error)
             return done
         work = partial(self._compute, plan, step.number, begun)
-        if self._cohorts > 1:
+        if self.cohorts > 1:
             return self._threads.submit(work)
         try:
             done.set_result(work())
@@ -115,7 +124,7 @@ class HomeExecutor:
 
     def set_cohorts(self, count: int) -> None:
         """Have as many steps be in flight. None is."""
-        self._cohorts = count
+        self.cohorts = count
         self._threads.resize(count if count > 1 and self._ways else 0)
 
     # -- other ranks
@@ -265,7 +274,7 @@ class HomeExecutor:
 
     def _go_by(self, path: LayerPath, ways: Ways) -> None:
         self.path, self._ways = path, ways
-        self.set_cohorts(self._cohorts)
+        self.set_cohorts(self.cohorts)
 
     def _note_changes(self, removed: Iterable[str]) -> None:
         """Note for every rank what it is to be told."""

@@ -125,6 +125,15 @@ class LayerPath:
             first = last
         return tuple(runs)
 
+    @property
+    def stages(self) -> int:
+        """How many stages can compute different steps at a time: runs that share no rank with those before them."""
+        stages: list[tuple[str, ...]] = []
+        for ranks, _ in self.runs():
+            if not any(set(ranks).intersection(stage) for stage in stages):
+                stages.append(ranks)
+        return len(stages)
+
     def shards_of(self, rank: str) -> tuple[int, ...]:
         """Return the numbers of the shards that a rank computes, of all copies; with one shard and copy: its layers."""
         return tuple(shard for shard, other in enumerate(self.ranks) if other == rank)

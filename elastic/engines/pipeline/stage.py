@@ -65,6 +65,8 @@ class GuestStage:
         self._handled = 0
         self._sectors_as_of = 0  # the last item that changed sectors, counted from 1
         self._progress = threading.Condition()  # of `_handled` and `ended`
+        self.steps = 0
+        """Of the home that came here so far."""
         self.ended = False
         """True when it computes nothing more."""
         self._tables = threading.Lock()  # held while sectors and shards come and go, and while blocks are cleared
@@ -179,6 +181,7 @@ class GuestStage:
 
     def _step(self, item: StepItem) -> None:
         """Compute a step. An error of the model is the step's alone; whoever waits for it is told."""
+        self.steps += 1
         plan = self._plans[item.copy] if item.epoch == self.path.epoch else None
         if plan is None:
             raise StateError(

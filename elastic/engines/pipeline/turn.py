@@ -13,7 +13,8 @@ from types import TracebackType
 from elastic.engines.pipeline.busy_window import BusyWindow
 from elastic.errors import StateError
 
-_WEIGHT = 0.05  # of the last time in the mean
+WEIGHT = 0.05
+"""Of the last time in a mean of times."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Turn:
         with self._lock:
             self._count(now_s)
             self._awaiting += awaiting
-            self.stage_s += (now_s - self._began_s - self.stage_s) * (_WEIGHT if self.stage_s else 1.0)
+            self.stage_s += (now_s - self._began_s - self.stage_s) * (WEIGHT if self.stage_s else 1.0)
             if self._waiting:
                 self._holder, handed = self._waiting.popleft()
                 self._began_s = now_s

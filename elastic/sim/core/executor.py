@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 
+from elastic.controller.sensors.sliding_window import moving_average
 from elastic.engines.base import SampledToken
 from elastic.engines.core.step import SequenceState, Step, StepResult
+from elastic.engines.pipeline.turn import WEIGHT
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.clock import VirtualClock
 from elastic.sim.core.host import Computer, SharedHost
@@ -68,6 +70,8 @@ class LocalExecutor:
         """Seconds of all steps so far, by itself."""
         self.owed_s = 0.0
         """Seconds that the next step takes besides."""
+        self.step_s = 0.0
+        """Seconds of a step in the mean of the last; 0.0: there was none."""
         self._clock = clock
 
     def execute(self, step: Step) -> Future[StepResult]:
@@ -75,7 +79,7 @@ class LocalExecutor:
         self.answers.note(step.added, step.removed)
         future: Future[StepResult] = Future()
         seconds, self.owed_s = self.seconds(step) + self.owed_s, 0.0
-        self.busy_s += seconds
+        self._note(seconds)
         self.host.compute(seconds, lambda: future.set_result(self.answers.result(step)))
         return future
 
@@ -99,10 +103,15 @@ class LocalExecutor:
         more_s = (self.cost.batch(last) * factor - first_s) / (steps - 1) if steps > 1 else 0.0
         return Stretch(self._clock.now, steps, first_s, more_s)
 
-    def end_stretch(self, seconds: float) -> None:
-        """End a stretch, which took so long."""
-        self.busy_s += seconds
+    def end_stretch(self, seconds: float, steps: int) -> None:
+        """End a stretch of so many steps, which took so long."""
+        self._note(seconds, steps)
 
     def remove(self, sequences: tuple[str, ...]) -> None:
         """Forget sequences."""
         self.answers.note((), sequences)
+
+    def _note(self, seconds: float, steps: int = 1) -> None:
+        self.busy_s += seconds
+        each_s = seconds / steps
+        self.step_s = moving_average(self.step_s or each_s, each_s, 1 - (1 - WEIGHT) ** steps)

@@ -88,8 +88,8 @@ class SimulatedInstance:
         """Computes its steps; another one while other ranks compute layers of it."""
         self.local = executor
         """The one by which it computes all layers itself."""
-        self.cohorts = 1
-        """Steps that may be in flight at the same time."""
+        self.batches: Callable[[], int] = lambda: 1
+        """Says how many steps may be in flight at the same time, ahead of each."""
         self.paused = False
         """Whether no step is begun, since somebody wishes so; `wake` it afterwards."""
         self.whole = True
@@ -101,7 +101,7 @@ class SimulatedInstance:
         self.hello = Hello(name, 1, "here", FACTS, kv, options.max_requests, None, self.load())
         self.on_question: Callable[[Any], Any] = self._refuse
         """What answers questions, such as of a group."""
-        self._in_flight = 0
+        self._in_flight, self._cohorts = 0, 1
         self._between: list[Callable[[], object]] = []  # what is to be done between two steps
         self._stretch_s, self._message_s = stretch_s, message_s
         self._stretch: Stretch | None = None
@@ -148,11 +148,12 @@ class SimulatedInstance:
         if not self._in_flight:
             while self._between:
                 self._between.pop(0)()
-        if self._between:
+            self._share_out(self.batches())
+        if self._between or self._cohorts != self.batches():
             return
         if not self.lost and not self.paused and not self._in_flight and self._begin_stretch():
             return
-        while not self.lost and not self.paused and self._in_flight < self.cohorts:
+        while not self.lost and not self.paused and self._in_flight < self._cohorts:
             step = self.scheduler.schedule()
             self.stalls += self.scheduler.stalled
             if step is None:
@@ -189,6 +190,12 @@ class SimulatedInstance:
             self.beat()
 
     # -- inside
+
+    def _share_out(self, cohorts: int) -> None:
+        """Have as many steps be in flight from now on; none is."""
+        if cohorts != self._cohorts and not self.lost:
+            self._cohorts = cohorts
+            self.scheduler.set_cohorts(cohorts)
 
     def _open_memory(self, **answers: Any) -> SimulatedMemory:
         pages = self.pages
@@ -244,7 +251,7 @@ class SimulatedInstance:
         stretch, self._stretch, self._stretch_end = self._stretch, None, None
         assert stretch is not None
         self._in_flight -= 1
-        self.local.end_stretch(self.clock.now - stretch.begin_s)
+        self.local.end_stretch(self.clock.now - stretch.begin_s, stretch.steps)
         if self.lost:
             return
         tokens = (TOKEN,) * stretch.steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from elastic.cluster.control import stage_questions as ask
 from elastic.cluster.control.messages import Apply, Check, Drain, Look
 from elastic.engines.continuous.layer_exchange import Flipped
 from elastic.engines.core.kv_state import LayersKV
+from elastic.engines.pipeline.batches import BatchCount
 from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.written_blocks import Blocks, DirtyBlockTracker
 from elastic.errors import RankLost, StateError
@@ -59,7 +61,9 @@ class SimulatedRank:
             instance.clock, world.model, world.wires, world.turns, local.answers, local.noise, world.factor, self.path
         )
         self._flipping: Future[Any] | None = None
+        self._batches = BatchCount()
         world.ranks[instance.name] = self
+        instance.batches = self.batches
         instance.answer = self.answer
 
     @property
@@ -82,7 +86,7 @@ class SimulatedRank:
                 return self.lose(rank)
             case ask.MeasureRoom():
                 self.weights.retry()
-                return self.books.room()
+                return replace(self.books.room(), step_s=self.instance.local.step_s)
             case ask.SetCap(sectors):
                 return self._between(partial(self._set_cap, sectors))
             case ask.CapReached():
@@ -119,6 +123,12 @@ class SimulatedRank:
         for rank in ranks:
             if rank in self.world.ranks and rank != self.name:
                 self.world.ranks[rank].instance.wake()
+
+    def batches(self) -> int:
+        """Return how many steps of its instance may be in flight, so that the stages are busy."""
+        guests, ranks = self.books.guests, self.world.ranks
+        others = {home: ranks[home].instance.scheduler.steps for home, guest in guests.items() if guest.shards}
+        return self._batches.of(self.path, self.instance.scheduler.steps, others)
 
     def follow(self) -> Future[None]:
         """Have steps be computed beside those of others, where there are some; by itself else. Done between two."""

@@ -57,9 +57,9 @@ class StagedExecutor(LocalExecutor):
         self._stages[0].hold(self.on_wanted)
         return super().stretch(decoding, steps)
 
-    def end_stretch(self, seconds: float) -> None:
+    def end_stretch(self, seconds: float, steps: int) -> None:
         """End a stretch, and let others compute."""
-        super().end_stretch(seconds)
+        super().end_stretch(seconds, steps)
         self.stage_busy_s[0] += seconds
         self._stages[0].give_back()
 

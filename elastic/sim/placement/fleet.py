@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from elastic.estimation.options import ModelOption
 from elastic.planning.deployment.devices import Stage
@@ -85,8 +86,7 @@ class PlacedFleet(SimulatedFleet):
         made = SimulatedInstance(self.clock, name, self.model.engine, placed.pages, executor, self.model.stretch_s)
         assert isinstance(executor, StagedExecutor)
         executor.on_wanted = made.wake
-        made.cohorts = len(placed.stages)
-        made.scheduler.set_cohorts(made.cohorts)
+        made.batches = partial(len, placed.stages)
         return made
 
 

@@ -95,6 +95,7 @@ class GroupRank(FakeRank):
         self.cap: int | None = None
         self.committed = ALONE
         self.stuck = False
+        self.step_s = 0.0
         self.guests: dict[str, Guest] = {}
         self.stages: set[str] = set()
         self.home_coming: set[int] = set()
@@ -192,7 +193,8 @@ class GroupRank(FakeRank):
     def on_measure_room(self, _: ask.MeasureRoom) -> ask.Room:
         kv = self.budget - self.weights()
         pages, weights = (SECTOR,) * LAYERS * self.kv_shards, (pages_of(self.path.shards),) * LAYERS
-        return ask.Room(self.path, kv, 4096, pages, 1000, self.committed, weights, frozenset(self.resident))
+        resident = frozenset(self.resident)
+        return ask.Room(self.path, kv, 4096, pages, 1000, self.committed, weights, resident, step_s=self.step_s)
 
     def on_set_cap(self, question: ask.SetCap) -> EngineLoad:
         self.cap = question.sectors

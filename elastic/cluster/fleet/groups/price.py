@@ -18,7 +18,7 @@ from elastic.controller.policies.group_costs import GroupPrice, priced
 from elastic.controller.sensors.sliding_window import moving_average
 from elastic.engines.pipeline.path import LayerPath
 from elastic.planning.pipeline.chunk_cost import Chunk, ModelCost
-from elastic.planning.pipeline.step_time import shared_round_s
+from elastic.planning.pipeline.step_time import StepSeconds, shared_round_s
 from elastic.types import MigrateKV
 
 HOP_S = 3e-4
@@ -44,7 +44,7 @@ class DryRuns:
         rooms: Mapping[str, Room] = self._ranks.ask_all(names)
         changes = [_change(shape_of(members, rooms), target_of) for members, target_of in wanted]
         cost = learned_cost(self._log.events())
-        price = predict(changes, rooms, cost, self._slower(changes), layers_per_step)
+        price = predict(changes, rooms, cost, self._slower(changes, rooms), layers_per_step)
         ranks = {rank: rooms[rank] for _, target in changes if not target.apart for rank in target.members}
         done = Exchanged(
             "planned",
@@ -57,14 +57,14 @@ class DryRuns:
         )
         return done, sum(weight_bytes(rooms, now, target) for now, target in changes)
 
-    def _slower(self, changes: Sequence[Change]) -> float:
-        """Return the share by which steps are longer afterwards; 0.0 where no rank has measured what steps cost."""
+    def _slower(self, changes: Sequence[Change], rooms: Mapping[str, Room]) -> float:
+        """Return the share by which steps are longer afterwards, with what instances' next steps have."""
         dispatcher = self._ranks.dispatcher
         with dispatcher.lock:
             there = dispatcher.instances
             model = next((instance.hello.cost for instance in there.values() if instance.hello.cost is not None), None)
             running = {name: instance.decoding() for name, instance in there.items()}
-        return slowdown(changes, model, running) if model is not None else 0.0
+        return slowdown(changes, rooms, model, running)
 
 
 def shape_of(members: Sequence[str], rooms: Mapping[str, Room]) -> Shape:
@@ -134,23 +134,49 @@ def kv_bytes(changes: Sequence[Change], rooms: Mapping[str, Room]) -> int:
     return nbytes
 
 
-def slowdown(changes: Sequence[Change], model: ModelCost, running: Mapping[str, Sequence[Chunk]]) -> float:
+def slowdown(
+    changes: Sequence[Change],
+    rooms: Mapping[str, Room],
+    model: ModelCost | None,
+    running: Mapping[str, Sequence[Chunk]],
+) -> float:
     """Return the share by which the steps of the slowest group are longer afterwards; 0.0 where nothing runs.
 
-    `running`: of each instance, what its next step has.
+    `running`: of each instance, what its next step has. Each has one step in flight, and a hop takes `HOP_S`, wherever
+    ranks are. `model` is what a rank has measured of it. Where none has, a step takes as long as ranks saw it, see
+    `seen_steps`, and none is said to become shorter: what ranks that share layers all have to compute is not known.
     """
-    before_s = max((_round_s(now, model, running) for now, _ in changes), default=0.0)
-    after_s = max((_round_s(target, model, running) for _, target in changes), default=0.0)
-    return after_s / before_s - 1 if before_s > 0 else 0.0
+    steps = seen_steps(rooms, running) if model is None else _measured_steps(model, running)
+    before_s = max((_round_s(now, steps) for now, _ in changes), default=0.0)
+    after_s = max((_round_s(target, steps) for _, target in changes), default=0.0)
+    slower = after_s / before_s - 1 if before_s > 0 else 0.0
+    return slower if model is not None else max(0.0, slower)
 
 
-def _round_s(shape: Shape, model: ModelCost, running: Mapping[str, Sequence[Chunk]]) -> float:
+def seen_steps(rooms: Mapping[str, Room], running: Mapping[str, Sequence[Chunk]]) -> dict[str, StepSeconds]:
+    """Return what steps take of instances that have work, as their ranks saw the last that each computed by itself.
+
+    They may have had more requests, or prompts; what is around the layers counts as theirs. Of an instance whose rank
+    has computed none nothing is known.
+    """
+    return {
+        home: StepSeconds(room.step_s / room.path.layers)
+        for home, room in rooms.items()
+        if room.step_s and running.get(home)
+    }
+
+
+def _measured_steps(model: ModelCost, running: Mapping[str, Sequence[Chunk]]) -> dict[str, StepSeconds]:
+    batches = ((home, chunks) for home, chunks in running.items() if chunks)
+    return {home: StepSeconds(model.layer.batch(chunks), model.rest.batch(chunks)) for home, chunks in batches}
+
+
+def _round_s(shape: Shape, steps: Mapping[str, StepSeconds]) -> float:
     copies = {home: path.copies * shape.shards for home, path in shape.paths.items()}
     layers_at = {r: {home: len(at) / copies[home] for home, at in shape.shards_at(r).items()} for r in shape.members}
     hops = {home: max(_hops(path.of_copy(copy)) for copy in range(path.copies)) for home, path in shape.paths.items()}
     depth = {home: _depth(path) for home, path in shape.paths.items()}
-    chunks = {home: running.get(home, ()) for home in shape.paths}
-    return shared_round_s(model, layers_at, chunks, hops, HOP_S, depth)
+    return shared_round_s(steps, layers_at, hops, HOP_S, depth)
 
 
 def _depth(path: LayerPath) -> float:

@@ -588,3 +588,21 @@ def test_the_model_is_as_it_was_when_nothing_is_shared_any_more(group: Callable[
     assert [set(layer.__dict__) for rank in "ab" for layer in decoder_layers(ranks.tracked[rank].model)] == before
     assert ranks["a"]._forward is None
     assert ranks["b"]._forward is None
+
+
+def test_the_seconds_of_a_step_are_those_of_steps_that_a_rank_computes_by_itself(
+    group: Callable[..., EngineGroup],
+) -> None:
+    ranks, heard = group("ab"), Collector()
+    assert ranks["a"].step_s == 0.0
+    for request in requests(8, "alone"):
+        ranks["a"].submit(request, heard)
+    heard.wait([f"alone{number}" for number in range(4)])
+    alone_s = ranks["a"].step_s
+    assert alone_s > 0
+    ranks.join("a", "b")
+    ranks.move("a", (1, 2), "b")
+    for request in requests(8):
+        ranks["a"].submit(request, heard)
+    heard.wait([f"r{number}" for number in range(4)])
+    assert (ranks["a"].step_s, ranks["b"].step_s) == (alone_s, 0.0)

@@ -135,3 +135,15 @@ def test_shards_go_to_several_ranks_in_one_epoch() -> None:
 def test_a_layer_has_all_of_its_shards() -> None:
     with pytest.raises(ConfigError, match="not those of whole layers of shards=2"):
         LayerPath("a", ("a", "b", "a"), shards=2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shards", "stages"),
+    [("aaaa", 1, 1), ("aabb", 1, 2), ("abab", 1, 2), ("abca", 1, 3), ("bbbb", 1, 1), ("abab", 2, 1), ("abcd", 2, 2)],
+)
+def test_stages_are_runs_of_layers_that_no_rank_has_two_of(ranks: str, shards: int, stages: int) -> None:
+    assert LayerPath("a", tuple(ranks), shards=shards).stages == stages
+
+
+def test_a_layer_that_is_shared_with_the_stage_before_is_no_stage() -> None:
+    assert LayerPath("a", ("a", "a", "a", "b", "c", "c"), shards=2).stages == 2

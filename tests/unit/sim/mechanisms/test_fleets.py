@@ -108,6 +108,17 @@ def test_layers_are_swapped_where_longer_steps_would_cost_more(fleets: Fleets) -
     assert not any(rank.books.packed for rank in made.fleet.world.ranks.values())
 
 
+def test_layers_are_swapped_where_the_steps_so_far_say_that_longer_ones_would_cost_more(fleets: Fleets) -> None:
+    quick = model(packed=True, cost=ChunkCost(0.0, 0.0, 0.0, 1e-3, 1e-3))
+    made = fleets(Overload(dwell_s=2.0), 2, layered=quick)
+    made.come(burst(9, answer=256))
+    made.run(more_s=20.0)
+    made.check_ends()
+    made.check_computed()
+    assert made.kinds() == ["swapped", "swapped back"]
+    assert "no instance has KV for them" in made.fleet.log.events()[0].why, "a drop would have been enough"
+
+
 def test_requests_move_with_what_they_have(fleets: Fleets) -> None:
     made = fleets("balance", 2, routing="round_robin")
     made.come([(0.1 + 0.05 * n, 64, 150 if n % 2 else 8) for n in range(8)])
@@ -202,3 +213,25 @@ def test_the_same_seed_is_the_same_run(fleets: Fleets, noise: float) -> None:
         runs.append((events, [[output.at_s for output in told.outputs] for told in made.told]))
     assert runs[0] == runs[1]
     assert (runs[0] == runs[2]) is (noise == 0.0)
+
+
+def seconds_of_one_with_work(made: Play) -> float:
+    """Have layers be dropped, and one of two instances have all of the work; return when it was over."""
+    made.come([(0.5 + 0.01 * n, 40, 2 if n % 2 else 100) for n in range(12)])
+    made.fleet.clock.at(0.1, lambda: made.fleet.call(lambda verbs: verbs.drop(LAYERS * WEIGHTS * 4096)))
+    made.run()
+    made.fleet.call(lambda verbs: verbs.restore())
+    made.fleet.run(made.fleet.clock.now + 10.0)
+    made.check_ends()
+    made.check_computed()
+    assert made.kinds() == ["dropped", "parted", "restored"]
+    return max(told.outputs[-1].at_s for told in made.told) - 0.5
+
+
+def test_stages_that_one_instance_has_for_itself_are_busy_with_two_batches(fleets: Fleets) -> None:
+    slow = model(cost=ChunkCost(2e-7, 1e-7, 1e-4, 2e-2, 5e-3))  # most of a step is that of its requests
+    single, filled = (fleets(None, 2, layered=slow, routing="round_robin") for _ in range(2))
+    for rank in single.fleet.world.ranks.values():
+        rank.instance.batches = lambda: 1
+    assert seconds_of_one_with_work(filled) < 0.7 * seconds_of_one_with_work(single)
+    assert [rank.instance.batches() for rank in filled.fleet.world.ranks.values()] == [1, 1]

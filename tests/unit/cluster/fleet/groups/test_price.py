@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.control.status import FleetEvent
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.price import HOP_S, learned_cost, slowdown
@@ -183,20 +184,48 @@ PIPELINE = shape(("a", "b"), ("a", "b"))
 
 def test_a_full_pipeline_computes_as_much_and_an_uneven_one_waits_for_its_busiest_rank() -> None:
     ten = [Chunk("", 0, 1)] * 100
-    even = slowdown([(ALONE_EACH, PIPELINE)], MODEL, {"a": ten, "b": ten})
+    even = slowdown([(ALONE_EACH, PIPELINE)], {}, MODEL, {"a": ten, "b": ten})
     assert even == pytest.approx(2 * HOP_S / (100 * 2.5e-3))
-    uneven = slowdown([(ALONE_EACH, shape(("a", "a"), ("a", "b")))], MODEL, {"a": ten, "b": ten})
+    uneven = slowdown([(ALONE_EACH, shape(("a", "a"), ("a", "b")))], {}, MODEL, {"a": ten, "b": ten})
     assert uneven == pytest.approx(3.5 / 2.5 - 1)  # three layers of two, and what is around two
 
 
 def test_steps_are_no_longer_where_nothing_runs() -> None:
-    assert slowdown([(ALONE_EACH, PIPELINE)], MODEL, {}) == 0.0
+    assert slowdown([(ALONE_EACH, PIPELINE)], {}, MODEL, {}) == 0.0
 
 
-def test_the_price_of_a_drop_has_the_longer_steps_when_ranks_know_them(fleet: Fleet) -> None:
+def seen(**step_s: float) -> dict[str, Room]:
+    """Ranks alone, by the seconds that steps took there."""
+    return {n: Room(LayerPath(n, (n, n)), 0, 4096, (), 0, 0, (), frozenset(), step_s=s) for n, s in step_s.items()}
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_without_a_measured_cost_steps_are_longer_by_the_hops_of_the_last_ones(idle: bool) -> None:
+    running = {"a": [Chunk("", 0, 1)] * 3, "b": [] if idle else [Chunk("", 0, 1)]}
+    assert slowdown([(ALONE_EACH, PIPELINE)], seen(a=0.02, b=0.02), None, running) == pytest.approx(2 * HOP_S / 0.02)
+
+
+def test_the_last_steps_say_that_an_uneven_pipeline_waits_for_its_busiest_rank() -> None:
+    one = {"a": [Chunk("", 0, 1)], "b": [Chunk("", 0, 1)]}
+    uneven = [(ALONE_EACH, shape(("a", "a"), ("a", "b")))]
+    assert slowdown(uneven, seen(a=0.02, b=0.02), None, one) == pytest.approx(0.5)
+    assert slowdown(uneven, seen(a=0.02, b=0.0), None, one) == 0.0
+    assert slowdown(uneven, seen(a=0.0, b=0.0), None, one) == 0.0
+
+
+def test_the_last_steps_say_of_no_change_that_steps_become_shorter() -> None:
+    one = {"a": [Chunk("", 0, 1)], "b": []}
+    assert slowdown([(PIPELINE, ALONE_EACH)], seen(a=0.02, b=0.02), None, one) == 0.0
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_the_price_of_a_drop_has_the_longer_steps(fleet: Fleet, measured: bool) -> None:
     without = fleet.drop(3 * PAGES * 4096, dry_run=True).price
     instance = fleet._dispatcher.instances["r0"]
-    instance.client.hello = replace(instance.hello, cost=replace(MODEL, layers=LAYERS))
+    if measured:
+        instance.client.hello = replace(instance.hello, cost=replace(MODEL, layers=LAYERS))
+    else:
+        instance.client.step_s = 0.02
     record = new_record(Request((1, 2), 9), Collector(), time.perf_counter())
     record.answers[0].tokens.append(5)
     instance.records = {record.request.id: record}

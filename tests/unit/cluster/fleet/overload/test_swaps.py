@@ -18,7 +18,7 @@ from elastic.planning.arrangement.stages import Held
 from support import architectures
 from support.lossless_variant import HALF, exact
 from support.processes import wait_until
-from support.serving.generations import continuation, prompts, serve
+from support.serving.generations import Collector, continuation, prompts, serve
 from support.wrapped_model import assert_same_bits, bits, small
 
 AT_ONCE = Overload(recovery_ticks=2, dwell_s=0.0)
@@ -108,7 +108,22 @@ def test_each_remedy_has_a_price_before_there_is_an_overload(fleet: Fleet) -> No
     assert planned.price is not None
     assert (offers["drop"].seconds, offers["drop"].relieved_bytes) == (planned.price.seconds, planned.freed_bytes)
     assert 0 < offers["move"].seconds < offers["add"].seconds
+    assert planned.price.slower == 0.0, "nothing runs"
     after = fleet.status()
     assert (after.totals, [rank.dropped for rank in after.ranks]) == (before.totals, [(), ()]), "nothing was done"
     kinds = [offer.kind for offer in fleet.plan("1GiB")]
     assert "drop" not in kinds, "no drop frees so much"
+
+
+@pytest.mark.slow
+def test_a_drop_is_dearer_while_requests_run_whose_steps_would_be_longer(fleet: Fleet) -> None:
+    heard = Collector()
+    request = Request(prompts([20], architectures.VOCAB)[0], 400)
+    fleet.submit(request, heard)
+    heard.wait_for_tokens(request.id, 8)
+    price = fleet.drop(sum(fleet.layer_bytes()), dry_run=True).price
+    fleet.cancel(request.id)
+    heard.wait([request.id])
+    assert price is not None
+    assert price.slower > 0
+    assert price.seconds > CostWeights().horizon_s * price.slower
