@@ -21,7 +21,7 @@ from elastic.estimation.work import activation_bytes, copied_share, read_bytes
 from elastic.planning.estimate.configuration import FULL, Configuration, configurations
 from elastic.planning.estimate.devices import Device, DeviceKind
 from elastic.planning.estimate.intent import Intent, Objective
-from elastic.planning.estimate.performance import InstanceCost, Load
+from elastic.planning.estimate.performance import USUAL_LOAD, InstanceCost, Load
 from elastic.planning.estimate.ranking import Candidate, Estimate, RankBytes, rank
 from elastic.planning.estimate.roofline import BatchCost
 from elastic.planning.measured_cost import LinearLatency
@@ -69,7 +69,7 @@ def estimate(
     estimator = Estimator(
         layout,
         available,
-        load or Load(512, 128),
+        load or USUAL_LOAD,
         step_tokens,
         block_tokens,
         prefetch_buffers,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from elastic.cli.inputs.intent_options import add_intent, add_load, intent_of
+from elastic.cli.inputs.intent_options import add_intent, add_load, intent_of, said_load
 from elastic.cli.views.panels import mib
 from elastic.cli.views.status_client import post
 from elastic.planning.estimate.intent import Intent
@@ -36,6 +36,7 @@ def complete_deploying(deploy: ArgumentParser, intend: ArgumentParser, undeploy:
     for each in (deploy, intend):
         add_intent(each)
     add_load(deploy)
+    add_load(intend, as_before=True)
     intend.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
     undeploy.add_argument("--now", action="store_true", help="do not wait until its requests have ended")
 
@@ -45,7 +46,7 @@ def _deploy(url: str, token: str, options: Namespace) -> int:
         "path": options.path,
         "name": options.name,
         "intent": _intent(options),
-        "load": {"prompt": options.prompt, "new": options.new_tokens, "rate": options.rate},
+        "load": said_load(options) or None,
         "weights": options.weights.split(",") if options.weights else None,
         "replicas": options.replicas,
     }
@@ -58,9 +59,13 @@ def _deploy(url: str, token: str, options: Namespace) -> int:
 
 
 def _intend(url: str, token: str, options: Namespace) -> int:
-    kept = options.replicas is not None and intent_of(options) == Intent()  # none was said: it stays
-    intent = None if kept else _intent(options)
-    body = {"name": options.name, "intent": intent, "replicas": options.replicas, "dry_run": options.dry_run}
+    body = {
+        "name": options.name,
+        "intent": None if intent_of(options) == Intent() else _intent(options),  # none was said: it stays
+        "load": said_load(options) or None,
+        "replicas": options.replicas,
+        "dry_run": options.dry_run,
+    }
     told = post(url, "/elastic/fleet/intend", body, token, DEPLOY_S).get("intended") or {}
     for step in told.get("steps") or []:
         to = f" to {step['weights']}" if step.get("weights") else ""

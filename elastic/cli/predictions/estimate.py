@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic.cli.inputs.checks import require_at_least
-from elastic.cli.inputs.intent_options import intent_of, losses_of, names_of
+from elastic.cli.inputs.intent_options import intent_of, load_of, losses_of, names_of
 from elastic.errors import ConfigError
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import WEIGHTS
@@ -26,7 +26,7 @@ _REASONS = 12
 def estimate(options: Namespace) -> int:
     """Print the configurations that fit, the ranks of the best one, and why others do not. Exit code 2: none fits."""
     require_at_least(1, options.top, "--top")
-    load = Load(options.prompt, options.new_tokens, options.rate)
+    load = load_of(options)
     weights = names_of(options.weights, "--weights") if options.weights is not None else WEIGHTS
     estimates = estimate_all(
         options.model,

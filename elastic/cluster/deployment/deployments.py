@@ -29,7 +29,7 @@ from elastic.planning.deployment.replicas import ReplicaRange
 from elastic.planning.estimate.configuration import FULL
 from elastic.planning.estimate.devices import Device
 from elastic.planning.estimate.intent import Intent, Objective
-from elastic.planning.estimate.performance import Load
+from elastic.planning.estimate.performance import USUAL_LOAD, Load
 
 logger = logging.getLogger(__name__)
 _open: weakref.WeakSet[Deployments] = weakref.WeakSet()
@@ -148,7 +148,7 @@ class Deployments:
             options = {**self._fleet_options, **(fleet or {})}
             forms = weights or self._weights, kv or self._kv
             chooser = Chooser(path, devices, *forms, self._policy, self._losses, options.get("engine"))
-            expected = load or chooser.bounded(Load(512, 128))
+            expected = load or chooser.bounded(USUAL_LOAD)
             try:
                 deployed = Deployed(
                     name,
@@ -189,11 +189,15 @@ class Deployments:
         with self._lock:
             deployed = self._named(name)
             wanted = deployed.intent if intent is None else Intent.of(intent)
+            before, expected = deployed.meter.expected, load if load is not None else deployed.load
             if load is not None and not dry_run:
-                deployed.meter.expect(load)
-            expected = load if load is not None else deployed.load
-            why = f"the intent is {describe(wanted)}"
-            return deployed.change(wanted, expected, why, replicas=count, dry_run=dry_run)
+                deployed.meter.expected = load
+            try:
+                why = f"the intent is {describe(wanted)}"
+                return deployed.change(wanted, expected, why, replicas=count, dry_run=dry_run)
+            except ElasticError:
+                deployed.meter.expected = before
+                raise
 
     def plan(self, name: str) -> Deployment | Refusal:
         """Return what would be best for a deployment as things are now, whether or not it is that."""
@@ -220,6 +224,10 @@ class Deployments:
     def status(self) -> tuple[DeploymentStatus, ...]:
         """Return what is deployed."""
         return tuple(deployed.status() for deployed in list(self._deployed.values()))
+
+    def expected(self, name: str) -> Load:
+        """Return the requests that a deployment is to be ready for. Raises `ConfigError` for an unknown name."""
+        return self._named(name).meter.expected
 
     def devices(self) -> tuple[DeviceStatus, ...]:
         """Return the devices, with what is free there and how busy they are."""

@@ -15,12 +15,9 @@ class LoadMeter:
     """The load of the last minute, from counts since the start. One thread's at a time."""
 
     def __init__(self, expected: Load) -> None:
-        self._expected = expected
+        self.expected = expected
+        """What is to be ready for, at the least."""
         self._told: deque[tuple[float, RequestStats]] = deque()
-
-    def expect(self, load: Load) -> None:
-        """Have another load be what is to be ready for."""
-        self._expected = load
 
     def tell(self, now_s: float, stats: RequestStats) -> None:
         """Note the counts of this moment."""
@@ -36,12 +33,12 @@ class LoadMeter:
         taken to have got the tokens of all.
         """
         if len(self._told) < 2:
-            return self._expected
+            return self.expected
         (since_s, before), (now_s, after) = self._told[0], self._told[-1]
         arrived, ended = after.arrived - before.arrived, after.completed - before.completed
         if now_s - since_s < LEAST_S or not arrived:
-            return self._expected
+            return self.expected
         prompt = round((after.prompt_tokens - before.prompt_tokens) / arrived)
         new = round((after.generated_tokens - before.generated_tokens) / max(arrived, ended))
-        least = self._expected
+        least = self.expected
         return Load(max(least.prompt, prompt), max(least.new, new), max(least.rate, arrived / (now_s - since_s)))

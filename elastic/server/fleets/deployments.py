@@ -28,6 +28,9 @@ class ServedDeployments(Protocol):
     def devices(self) -> tuple[DeviceStatus, ...]:
         """Return the devices that deployments share."""
 
+    def expected(self, name: str) -> Load:
+        """Return the requests that a deployment is to be ready for."""
+
     def deploy(
         self,
         path: str,

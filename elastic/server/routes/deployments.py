@@ -4,13 +4,15 @@
 left out; `POST /elastic/fleet/intend {"name", "intent", "load", "replicas", "dry_run"}`; `POST /elastic/fleet/undeploy
 {"name", "drain"}`.
 An intent is `{"minimize": "latency", "latency_s": 1.5, "cost": 40, "quality_loss": 0.01}`, each part of its own; a load
-`{"prompt": 512, "new": 128, "rate": 2}`; replicas are a number, or text such as `"1-4"`. They answer when it is done,
-with the fields of `DeploymentStatus` and `Replanned`; what is deployed is in `GET /elastic/status`.
+`{"prompt": 512, "new": 128, "rate": 2}`, of which `intend` leaves as it was what is left out; replicas are a number, or
+text such as `"1-4"`. They answer when it is done, with the fields of `DeploymentStatus` and `Replanned`; what is
+deployed is in `GET /elastic/status`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -18,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from elastic.errors import StateError
 from elastic.planning.estimate.intent import Intent, Objective
-from elastic.planning.estimate.performance import Load
+from elastic.planning.estimate.performance import USUAL_LOAD, Load
 from elastic.server.fleets.deployments import ServedDeployments
 from elastic.server.generation.bodies import JSONRoute
 from elastic.server.protocol.errors import APIError
@@ -53,14 +55,13 @@ class IntentBody(_Body):
 class LoadBody(_Body):
     """The requests to be ready for."""
 
-    prompt: Tokens = 512
-    new: Tokens = 128
-    rate: Annotated[float, Field(ge=0, lt=1e9)] = 0.0
+    prompt: Tokens | None = None
+    new: Tokens | None = None
+    rate: Annotated[float, Field(ge=0, lt=1e9)] | None = None
 
-    @property
-    def load(self) -> Load:
-        """The load."""
-        return Load(self.prompt, self.new, self.rate)
+    def over(self, usual: Load) -> Load:
+        """Return the load, which is as usual in what it leaves out."""
+        return replace(usual, **self.model_dump(exclude_none=True))
 
 
 class DeployBody(_Body):
@@ -98,7 +99,7 @@ def routes(models: Catalogue) -> APIRouter:
     @router.post("/elastic/fleet/deploy")
     async def deploy(body: DeployBody) -> dict[str, Any]:
         def work(deployments: ServedDeployments) -> dict[str, Any]:
-            load = body.load.load if body.load is not None else None
+            load = body.load.over(USUAL_LOAD) if body.load is not None else None
             told = deployments.deploy(
                 body.path,
                 body.intent.intent,
@@ -115,7 +116,7 @@ def routes(models: Catalogue) -> APIRouter:
     async def intend(body: IntendBody) -> dict[str, Any]:
         def work(deployments: ServedDeployments) -> dict[str, Any]:
             intent = body.intent.intent if body.intent is not None else None
-            load = body.load.load if body.load is not None else None
+            load = body.load.over(deployments.expected(body.name)) if body.load is not None else None
             told = deployments.intend(body.name, intent, load=load, replicas=body.replicas, dry_run=body.dry_run)
             return {"intended": plain(told)}
 

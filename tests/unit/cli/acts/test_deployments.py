@@ -65,6 +65,17 @@ def test_replicas_are_asked_for_and_leave_the_intent_as_it_is(served: Live, depl
     assert deployments.asked[-1] == ("intend", "other", Intent("memory"), None, False)
 
 
+def test_what_is_not_said_of_the_intent_and_of_the_load_stays(served: Live, deployments: FakeDeployments) -> None:
+    load = ["--rate", "2", "--prompt", "64", "--new-tokens", "32"]
+    assert main(["fleet", "deploy", served.url, "/models/other", "--intent", "latency", *load]) == 0
+    assert main(["fleet", "intend", served.url, "other", "--dry-run"]) == 0
+    assert deployments.asked[-1] == ("intend", "other", None, None, True)
+    assert main(["fleet", "intend", served.url, "other", "--rate", "5"]) == 0
+    assert deployments.asked[-1] == ("intend", "other", None, Load(64, 32, 5), False)
+    assert main(["fleet", "intend", served.url, "other", "--intent", "cost", "--prompt", "9"]) == 0
+    assert deployments.asked[-1] == ("intend", "other", Intent("cost"), Load(9, 32, 2), False)
+
+
 def test_what_the_server_refuses_is_told(served: Live, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fleet", "deploy", served.url, "/large"]) == 2
     assert "it has no place" in capsys.readouterr().err

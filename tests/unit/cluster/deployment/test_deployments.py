@@ -268,7 +268,9 @@ def test_what_does_not_fit_says_why(fleet: Deployments, paths: Any, tmp_path: Pa
     before = fleet.status()
     with pytest.raises(CapacityError, match="above the 1e-09 s of the intent"):
         fleet.intend("model", Intent(latency_s=1e-9))
-    assert fleet.status()[0].intent == before[0].intent
+    with pytest.raises(CapacityError, match=r"serves .* requests/s at most"):
+        fleet.intend("model", load=replace(LOAD, rate=1e6))
+    assert (fleet.status()[0].intent, fleet.expected("model")) == (before[0].intent, LOAD)
     assert all(device.free_bytes > 0 for device in fleet.devices())
     with pytest.raises(ConfigError, match="no deployment 'other'; there are: model"):
         fleet.intend("other", "cost")
@@ -370,7 +372,7 @@ def test_more_load_gets_more_room_without_another_configuration(fleet: Deploymen
     fleet.deploy(paths["qwen3"], load=LOAD, weights=("full",), name="model")
     deployed = fleet._named("model")
     before = sum(device.free_bytes for device in fleet.devices())
-    deployed.meter.expect(replace(LOAD, prompt=300, new=200))
+    deployed.meter.expected = replace(LOAD, prompt=300, new=200)
     looks = (deployed.look(time.monotonic() + seconds) for seconds in (0, 20))
     assert [changed and changed.status for changed in looks] == [None, "unchanged"]
     assert sum(device.free_bytes for device in fleet.devices()) < before
@@ -389,7 +391,7 @@ def test_instances_come_and_go_with_the_load(
     times = itertools.count(int(time.monotonic()) + 1000, 1000)  # the last change rests
 
     def instances_at(rate: float) -> int:
-        deployed.meter.expect(replace(LOAD, rate=rate))
+        deployed.meter.expected = replace(LOAD, rate=rate)
         began_s = next(times)
         assert deployed.look(began_s) is None, "not for a moment's load"
         sent.extend(more := requests())

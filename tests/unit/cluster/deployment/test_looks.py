@@ -102,7 +102,7 @@ def test_the_load_is_that_of_the_last_minute_and_no_less_than_expected() -> None
     assert meter.load == Load(64, 50, 2.0), "one that has ended did not get the tokens of those that go on"
     meter.tell(100.0, stats(41, 64, 41, 20))
     assert meter.load.rate == 0.5
-    meter.expect(Load(512, 128, 7.0))
+    meter.expected = Load(512, 128, 7.0)
     assert meter.load == Load(512, 128, 7.0)
 
 
