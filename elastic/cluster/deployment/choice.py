@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from elastic.errors import CapacityError
 from elastic.estimation.estimate import Estimator
 from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.options import ModelOption, options
@@ -209,3 +210,14 @@ def settled(chosen: FleetOption, placed: Deployment, states: Sequence[DeviceStat
     slowest = max(estimates, key=lambda each: each.latency_s)
     every = tuple(stage for stages in instances for stage in stages)
     return replace(placed, stages=every, requests=requests, estimate=slowest)
+
+
+def no_place(name: str, refusal: Refusal) -> CapacityError:
+    """Return the error that says why a model has no place."""
+    reasons = "; ".join(f"{configuration}: {why}" for configuration, why in refusal.reasons[:4])
+    return CapacityError(
+        f"{name!r} has no place: {refusal}. ({reasons}) Give it devices, an intent with other bounds, or less load",
+        requested_bytes=0,
+        free_bytes=0,
+        total_bytes=0,
+    )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from elastic.cluster.deployment.choice import Chooser
+from elastic.cluster.deployment.choice import Chooser, no_place
 from elastic.cluster.deployment.devices import DeviceBook
 from elastic.cluster.deployment.hysteresis import Hysteresis, Replanning
 from elastic.cluster.deployment.load_meter import LoadMeter
@@ -19,7 +19,7 @@ from elastic.cluster.deployment.status import DeploymentStatus, Replanned, Stage
 from elastic.cluster.deployment.steps import apart, same, steps_between, whole
 from elastic.cluster.deployment.transition import DeploymentTransition, observed
 from elastic.cluster.fleet.fleet import Fleet
-from elastic.errors import CapacityError, ConfigError, ElasticError
+from elastic.errors import ConfigError, ElasticError
 from elastic.estimation.profiles.store import ProfileStore
 from elastic.planning.deployment.devices import Stage
 from elastic.planning.deployment.placing import Deployment, Refusal
@@ -75,14 +75,14 @@ class Deployed:
             better=settings.better,
         )
         if isinstance(chosen, Refusal):
-            raise _refused(name, chosen)
+            raise no_place(name, chosen)
         self.plan = chosen
         self._fixed = not self._whole_fits()
         alike = len({tuple(stage.layers for stage in stages) for stages in chosen.instances}) == 1
         self._by_shares = chosen.configuration.ranks > 1 and alike and (self._fixed or set(self.forms) == {FULL})
         if self._fixed and not alike:
             why = "replicas that begin with their shares need room for the same layers in each stage"
-            raise _refused(name, Refusal(((chosen.configuration, why),)))
+            raise no_place(name, Refusal(((chosen.configuration, why),)))
         self._check_follows(replicas)
         self.fleet = self._make_fleet(dict(fleet_options))
         self.hysteresis = Hysteresis(settings, time.monotonic())
@@ -134,8 +134,7 @@ class Deployed:
     def estimate(self, load: Load | None = None, intent: Intent | None = None) -> Estimate:
         """Return what is expected of it as it is."""
         estimate = self.chooser.now(load or self.load, intent or self.intent, self.plan)
-        lacking = self._lacking()
-        return replace(estimate, why_not=estimate.why_not or lacking)
+        return replace(estimate, why_not=estimate.why_not or self._book.lacking(self.name))
 
     def best(
         self,
@@ -176,7 +175,7 @@ class Deployed:
                 self.plan = self._as_begun()
             best = self.best(load, intent, replicas)
             if isinstance(best, Refusal):
-                raise _refused(self.name, best)
+                raise no_place(self.name, best)
             if not dry_run:
                 self.intent, self.replicas = intent, replicas or self.replicas
                 return self._become(best, why)
@@ -272,7 +271,7 @@ class Deployed:
         engine = {"kv_cache_dtype": "auto" if chosen.kv == FULL else chosen.kv}
         variants = () if self._by_shares else tuple(form for form in self.forms if form != FULL)
         stages = tuple(len(stage.layers) for stage in self.plan.instances[0])
-        self._reserve_all(self.plan.devices)
+        self._book.reserve_all(self.name, self.plan.devices)
         return Fleet(
             self.path,
             ranks=[[self._place(device)] for device in self.plan.devices],
@@ -319,15 +318,10 @@ class Deployed:
         self._places[device] = f"{base}#{own}={self._book.free(self.name)[device]}"
         return self._places[device]
 
-    def _reserve_all(self, devices: Sequence[str]) -> None:
-        """Have all that is free on some devices, as ranks that begin or change need more than they keep."""
-        free = self._book.free(self.name)
-        self._book.reserve(self.name, {**self._book.reserved(self.name), **{name: free[name] for name in devices}})
-
     def _carry_out(self, best: Deployment, steps: Sequence[TransitionStep], why: str) -> Replanned:
         began_s, before = time.monotonic(), self.plan
         try:
-            self._reserve_all([*self.plan.devices, *best.devices])
+            self._book.reserve_all(self.name, [*self.plan.devices, *best.devices])
             for step in steps:
                 self._do(step, best)
         except ElasticError as error:
@@ -392,23 +386,6 @@ class Deployed:
             stages = tuple(Stage(every, (device,), 0) for device in self._ranks)
             self.plan = replace(before, configuration=seen, stages=stages)
 
-    def _lacking(self) -> str:
-        """Say on which device others, or nobody, left too little for it; "" where that is not so."""
-        free = self._book.free(self.name)
-        reserved = self._book.reserved(self.name)
-        short = next((name for name, nbytes in reserved.items() if nbytes > free.get(name, 0)), None)
-        return f"{short} has {free.get(short, 0):,} bytes for it, of {reserved[short]:,}" if short is not None else ""
-
 
 def _moved(steps: Sequence[TransitionStep]) -> int:
     return sum(step.moved_bytes for step in steps)
-
-
-def _refused(name: str, refusal: Refusal) -> CapacityError:
-    reasons = "; ".join(f"{configuration}: {why}" for configuration, why in refusal.reasons[:4])
-    return CapacityError(
-        f"{name!r} has no place: {refusal}. ({reasons}) Give it devices, an intent with other bounds, or less load",
-        requested_bytes=0,
-        free_bytes=0,
-        total_bytes=0,
-    )
