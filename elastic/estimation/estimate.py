@@ -201,17 +201,17 @@ class Estimator:
         fixed = self.pages.fixed * page
         own = self.pages.layers(layers, configuration.weights, configuration.tp) * page
         staging = self.pages.staging(configuration.weights, self.prefetch_buffers) * page
-        batch = self.batch_bytes(configuration.weights, running)
+        batch = self.batch_bytes(configuration.form, running)
         left = device.memory_bytes - fixed - own - staging - batch
         copied = int(self.copied_share(configuration, layers) * left) if left > 0 else 0
         return RankBytes(device.name, device.memory_bytes, fixed, own, staging, batch, copied)
 
-    def batch_bytes(self, weights: str, running: int) -> int:
+    def batch_bytes(self, form: str, running: int) -> int:
         """Return what a batch takes with so many requests, but for what decode steps copy: a bound, or as measured."""
         bound = activation_bytes(self.layout, self.step_tokens, running, self.load.tokens)
-        if self.profile is None or weights not in self.profile.activations:
+        if self.profile is None or form not in self.profile.activations:
             return bound
-        return int(self.profile.activations[weights] * bound) + self.profile.scratch_bytes.get(weights, 0)
+        return int(self.profile.activations[form] * bound) + self.profile.scratch_bytes.get(form, 0)
 
     def request_bytes(self, room: KVBlockCapacity, configuration: Configuration, layers: range) -> int:
         """Return the keys and values of one request at a rank of a stage, with what decode steps copy of it."""
@@ -227,7 +227,7 @@ class Estimator:
         tp, weights = configuration.tp, configuration.weights
         try:
             layers = {k.name: self.costs.layer(k, weights, kv, tp) for k in self.layout.kinds}
-            rest = self.costs.rest(weights)
+            rest = self.costs.rest(weights, kv)
         except ConfigError:
             if self.profile is None:
                 raise

@@ -16,6 +16,7 @@ from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import WEIGHTS
 from elastic.estimation.estimate import estimate as estimate_all
 from elastic.estimation.profile import CostProfile, measure_fingerprints
+from elastic.planning.estimate.configuration import forms_of
 from elastic.planning.estimate.performance import Load
 from elastic.planning.estimate.ranking import Estimate
 
@@ -28,15 +29,16 @@ def estimate(options: Namespace) -> int:
     require_at_least(1, options.top, "--top")
     load = load_of(options)
     weights = names_of(options.weights, "--weights") if options.weights is not None else WEIGHTS
+    kv = names_of(options.kv, "--kv")
     estimates = estimate_all(
         options.model,
         options.devices,
         load=load,
         weights=weights,
-        kv=names_of(options.kv, "--kv"),
+        kv=kv,
         intent=intent_of(options),
         kind=options.kind,
-        profile=_profile(options, weights, load) if options.profile else None,
+        profile=_profile(options, forms_of(weights, kv), load) if options.profile else None,
         planned=options.planned,
         losses=losses_of(options),
     )
@@ -53,15 +55,15 @@ def estimate(options: Namespace) -> int:
     return 0 if fitting else 2
 
 
-def _profile(options: Namespace, weights: Sequence[str], load: Load) -> CostProfile:
-    """Measure fingerprints on the first of the devices, which is of this machine."""
+def _profile(options: Namespace, forms: Sequence[str], load: Load) -> CostProfile:
+    """Measure fingerprints in some forms on the first of the devices, which is of this machine."""
     first = parse_devices(options.devices, options.kind)[0]
     device = first.name.partition("#")[0]
     if first.kind.name == device and first.kind.type != "cpu":
         raise ConfigError(
             f"--profile measures on this machine: name its devices, such as cuda:0, not {first.kind.name}"
         )
-    return measure_fingerprints(options.model, weights, device=device, context=load.tokens)
+    return measure_fingerprints(options.model, forms, device=device, context=load.tokens)
 
 
 def _configurations(estimates: Sequence[Estimate], intent: str) -> Table:

@@ -24,7 +24,7 @@ from elastic.estimation.profiles.store import ProfileStore
 from elastic.planning.deployment.devices import Stage
 from elastic.planning.deployment.placing import Deployment, Refusal
 from elastic.planning.deployment.replicas import ReplicaRange, best_number, most_served
-from elastic.planning.estimate.configuration import FULL, Configuration
+from elastic.planning.estimate.configuration import FULL, Configuration, forms_of
 from elastic.planning.estimate.intent import Intent
 from elastic.planning.estimate.performance import Load
 from elastic.planning.estimate.ranking import Estimate
@@ -53,7 +53,7 @@ class Deployed:
         self.name, self.path, self.intent, self.replicas = name, path, intent, replicas
         self.chooser = chooser
         profile = store.load(path, chooser.devices[0].kind.type)
-        if profile is not None and set(chooser.weights) <= profile.around.keys():
+        if profile is not None and set(self.forms) <= profile.around.keys():
             chooser.profile = profile
         self.changes = 0
         self._book, self._settings = book, settings
@@ -79,7 +79,7 @@ class Deployed:
         self.plan = chosen
         self._fixed = not self._whole_fits()
         alike = len({tuple(stage.layers for stage in stages) for stages in chosen.instances}) == 1
-        self._by_shares = chosen.configuration.ranks > 1 and alike and (self._fixed or set(self.forms) == {FULL})
+        self._by_shares = chosen.configuration.ranks > 1 and alike and (self._fixed or set(chooser.weights) == {FULL})
         if self._fixed and not alike:
             why = "replicas that begin with their shares need room for the same layers in each stage"
             raise no_place(name, Refusal(((chosen.configuration, why),)))
@@ -89,8 +89,8 @@ class Deployed:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The forms of weights that it may have."""
-        return self.chooser.weights
+        """The forms of weights, keys and values that it may have."""
+        return forms_of(self.chooser.weights, self.chooser.kv)
 
     @property
     def load(self) -> Load:
@@ -269,7 +269,7 @@ class Deployed:
     def _make_fleet(self, options: dict[str, Any]) -> Fleet:
         chosen = self.plan.configuration
         engine = {"kv_cache_dtype": "auto" if chosen.kv == FULL else chosen.kv}
-        variants = () if self._by_shares else tuple(form for form in self.forms if form != FULL)
+        variants = () if self._by_shares else tuple(form for form in self.chooser.weights if form != FULL)
         stages = tuple(len(stage.layers) for stage in self.plan.instances[0])
         self._book.reserve_all(self.name, self.plan.devices)
         return Fleet(

@@ -44,8 +44,8 @@ class Measured(Protocol):
 Starter = Callable[[str, Sequence[str], str], Measuring]
 
 
-def _start(model: str, weights: Sequence[str], device: str) -> Measuring:
-    return ProfilingProcess(model, weights, device, context=CONTEXT, share=SHARE)
+def _start(model: str, forms: Sequence[str], device: str) -> Measuring:
+    return ProfilingProcess(model, forms, device, context=CONTEXT, share=SHARE)
 
 
 class Harvester:

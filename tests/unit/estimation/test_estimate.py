@@ -169,6 +169,10 @@ def test_measured_costs_count_for_the_devices_that_they_were_measured_on() -> No
     assert full.ttft_s == pytest.approx(13 * (100 * (1e-8 * 101 + 1e-5) + 1e-4))
     assert full.latency_s == pytest.approx(full.ttft_s + 49 * full.tpot_s)
     assert "measure it" in int8.why_not
+    forms = ("full", "int8")
+    same, eight = estimate(MODEL_DIR, "cpu=40MiB", load=load, weights=("full",), kv=forms, profile=profile)
+    assert (same.latency_s, same.why_not, str(eight.configuration)) == (full.latency_s, "", "TP1 PP1 full KV int8")
+    assert "measure it" in eight.why_not, "nobody measured keys and values in 8 bits"
     bound = full.ranks[0].activations
     profile = replace(profile, activations={"full": 0.5}, scratch_bytes={"full": 1000})
     measured, _ = estimate(MODEL_DIR, "cpu=40MiB", load=load, weights=("full", "int8"), profile=profile)

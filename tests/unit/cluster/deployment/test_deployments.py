@@ -16,14 +16,19 @@ import elastic
 from elastic.cluster.deployment.choice import Chooser, FleetOption, settled
 from elastic.cluster.deployment.deployed import Deployed
 from elastic.cluster.deployment.deployments import Deployments
+from elastic.cluster.deployment.devices import DeviceBook
 from elastic.engines.base import Request
 from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.estimation.device_list import parse_devices
+from elastic.estimation.model_layout import layout_of
+from elastic.estimation.profile import CostProfile
+from elastic.estimation.profiles.store import ProfileStore
 from elastic.planning.deployment.placing import Deployment, Refusal, place
 from elastic.planning.deployment.replicas import ReplicaRange
 from elastic.planning.estimate.configuration import Configuration
 from elastic.planning.estimate.intent import Intent
 from elastic.planning.estimate.performance import Load
+from elastic.planning.pipeline.chunk_cost import ChunkCost
 from support import architectures
 from support.lossless_variant import exact
 from support.serving.generations import Collector, continuation, prompts, serve
@@ -284,6 +289,21 @@ def test_what_is_there_has_room_where_nothing_else_has(
     assert fleet.intend("model", "latency").status == "unchanged"
     with pytest.raises(CapacityError, match="'model' has no place"):
         fleet.intend("model", Intent(latency_s=1e-9))
+
+
+@pytest.mark.parametrize("kv", ["full", "int8"])
+def test_what_was_measured_counts_for_the_keys_and_values_that_it_was_measured_with(
+    kv: str, paths: Any, tmp_path: Path
+) -> None:
+    path, cost, store = paths["qwen3"], ChunkCost(0, 0, 1e-5, 1e-4, 0), ProfileStore(tmp_path, beside=False)
+    store.save(path, CostProfile("cpu", {(kind.name, "full"): cost for kind in layout_of(path).kinds}, {"full": cost}))
+    devices = parse_devices(DEVICES)
+    chooser = Chooser(path, devices, ("full",), (kv,), engine=ENGINE)
+    deployed = Deployed(
+        "model", path, chooser, DeviceBook(devices), Intent(), LOAD, elastic.Replanning(), {"engine": ENGINE}, store
+    )
+    assert deployed.estimate().basis == ("measured" if kv == "full" else "assumed")
+    assert deployed.estimate().fits
 
 
 def test_deployments_that_were_not_started_or_have_ended_deploy_nothing(paths: Any) -> None:
