@@ -126,16 +126,16 @@ class Chooser:
     def options(self, load: Load, intent: Intent, kv: str | None = None, *, begins: bool = False) -> list[FleetOption]:
         """Return all configurations, the best for the intent first; `kv`: only those with this form.
 
-        With `begins` no rank is there yet: each can begin with what it is to have.
+        With `begins` no rank is there yet: each can begin with what it is to have, in full weights.
         """
-        estimator, begin = self.estimator(load), 0 if begins else self.begin_bytes(load)
+        estimator, begin = self.estimator(load), self.begin_bytes(load)
         candidates = options(estimator, intent, self.weights, self.kv if kv is None else (kv,))
         return [
             FleetOption(
                 each.estimator,
                 each.intent,
-                replace(each.estimate, why_not=each.estimate.why_not or unreachable(each.configuration)),
-                begin_bytes=begin,
+                each.estimate,
+                begin_bytes=0 if begins and each.configuration.weights == FULL else begin,
                 shards=self.shards,
             )
             for each in candidates
@@ -181,13 +181,6 @@ class Chooser:
     ) -> RankBytes:
         """Return what a rank has of so many bytes for each purpose."""
         return estimator.rank(Device("", self.devices[0].kind, nbytes), layers, configuration, running)
-
-
-def unreachable(configuration: Configuration) -> str:
-    """Say why a fleet cannot have a configuration by its actions; "": it can."""
-    if configuration.ranks > 1 and configuration.weights != FULL:
-        return "layers in a variant stay at a rank of their own in this version"
-    return ""
 
 
 def settled(chosen: FleetOption, placed: Deployment, states: Sequence[DeviceState]) -> Deployment:

@@ -325,7 +325,7 @@ class Deployed:
             for step in steps:
                 self._do(step, best)
         except ElasticError as error:
-            self._stay(before)
+            self._stay(before, best)
             self.hysteresis.changed(time.monotonic(), f"stopped on the way to {best.configuration}: {error}")
             seconds = time.monotonic() - began_s
             return Replanned(
@@ -376,8 +376,8 @@ class Deployed:
         self._above_limits = kept != limits
         self._book.reserve(self.name, {device: min(free[device], others[device] + kept[device]) for device in kept})
 
-    def _stay(self, before: Deployment) -> None:
-        """Have the plan say what there is, where a change was stopped on the way."""
+    def _stay(self, before: Deployment, best: Deployment) -> None:
+        """Have the plan say what there is, where a change was stopped on the way to the best."""
         seen = self.observed()
         if seen == before.configuration and set(self._ranks) == set(before.devices):
             return
@@ -385,6 +385,11 @@ class Deployed:
             every = range(before.stages[-1].layers.stop)
             stages = tuple(Stage(every, (device,), 0) for device in self._ranks)
             self.plan = replace(before, configuration=seen, stages=stages)
+            return
+        for plan in (before, best):
+            degrees = plan.configuration.tp, plan.configuration.pp
+            if (seen.tp, seen.pp) == degrees and set(self._ranks) == set(plan.devices):
+                self.plan = replace(plan, configuration=seen)
 
 
 def _moved(steps: Sequence[TransitionStep]) -> int:

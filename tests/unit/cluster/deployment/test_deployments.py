@@ -232,6 +232,39 @@ def test_a_group_reserves_what_it_needs_and_gives_back_the_rest(paths: Any, monk
 
 
 @pytest.mark.slow
+def test_stages_are_in_a_variant_and_take_full_weights_back(
+    fleet: Deployments, paths: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.deploy(paths["qwen3"], Intent(quality_loss=0.0), load=LOAD, name="model")
+    deployed, heard, sent = fleet._named("model"), Collector(), list[Request]()
+    for configuration, devices in (
+        (Configuration(1, 2, "int8"), "ab"),
+        (Configuration(1, 1, "int8"), "b"),
+        (Configuration(1, 2, "int8"), "bc"),
+        (Configuration(1, 2), "bc"),
+    ):
+        more = requests(1)
+        sent += more
+        for request in more:
+            fleet["model"].submit(request, heard)
+        wanted = to(deployed, configuration, devices)
+        monkeypatch.setattr(Chooser, "choose", lambda *_, wanted=wanted: wanted)
+        told = fleet.intend("model", dry_run=True)
+        done = fleet.intend("model")
+        assert (done.status, done.moved_bytes) == ("applied", told.moved_bytes)
+        assert deployed.observed() == configuration
+        for stage in deployed.plan.stages:
+            homes = fleet["model"].look(deployed.ranks[stage.devices[0]]).status.residencies.values()
+            form = "float32" if configuration.weights == "full" else configuration.weights
+            assert [home.variant for (home,) in homes if home.place != "dropped"] == [form] * len(stage.layers)
+    heard.wait([request.id for request in sent])
+    assert {len(got) for got in tokens(heard, sent)} == {NEW}
+    sent = requests(2)
+    assert tokens(serve(fleet["model"], sent), sent) == expected["qwen3"] * 2
+    fleet["model"].check()
+
+
+@pytest.mark.slow
 def test_a_change_that_is_stopped_on_the_way_loses_no_request(
     fleet: Deployments, paths: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -443,6 +476,30 @@ def test_instances_come_and_go_with_the_load(
     fleet["model"].check()
     assert fleet.intend("model", replicas="2-3").status == "applied"
     assert len(deployed.ranks) == fleet.status()[0].replicas == 2, "the least that was asked for"
+
+
+@pytest.mark.slow
+def test_a_rank_that_takes_the_place_of_a_lost_stage_gets_its_layers_in_the_variant(
+    fleet: Deployments, paths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, wanted = Chooser.options, Configuration(1, 2, "int8")
+    monkeypatch.setattr(
+        Chooser,
+        "options",
+        lambda *args, **how: [each for each in options(*args, **how) if each.configuration == wanted],
+    )
+    fleet.deploy(paths["qwen3"], load=LOAD, name="model")
+    deployed = fleet._named("model")
+    assert deployed.observed() == wanted
+    fleet["model"].kill("r1")
+    wait_until(lambda: [r.name for r in fleet["model"].status().ranks if r.state == "serving"] == ["r0", "r2"], fleet)
+    told = deployed.look(time.monotonic())
+    assert told is not None
+    assert (told.status, told.why) == ("applied", "a rank was lost, and replaced")
+    assert (deployed.observed(), set(deployed.ranks.values())) == (wanted, {"r0", "r2"})
+    sent = requests()
+    assert {len(got) for got in tokens(serve(fleet["model"], sent), sent)} == {NEW}
+    fleet["model"].check()
 
 
 @pytest.mark.slow
