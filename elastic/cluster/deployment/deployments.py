@@ -251,7 +251,7 @@ class Deployments:
         while not self._ended.wait(self._replanning.tick_s):
             now_s = time.monotonic()
             deployed = list(self._deployed.values())
-            self._book.busy.tell(now_s, _busy_s(deployed))
+            self._book.busy.tell(now_s, *_busy(deployed))
             with self._lock:
                 if self._harvester is not None:
                     self._harvester.tick(now_s, list(self._deployed.values()))
@@ -285,16 +285,19 @@ def describe(intent: Intent) -> str:
     return ", ".join([f"the least {intent.objective}", *kept])
 
 
-def _busy_s(deployed: Sequence[Deployed]) -> dict[tuple[str, str, str], float]:
-    """Return for how long each rank has computed, by its device, model and name."""
-    told = {}
+def _busy(deployed: Sequence[Deployed]) -> tuple[dict[tuple[str, str, str], float], dict[str, float]]:
+    """Return for how long each rank has computed, by its device, model and name; and how busy devices are, by NVML."""
+    told, utilization = {}, dict[str, float]()
     for each in deployed:
         for device, rank in each.ranks.items():
             try:
-                told[device, each.name, rank] = each.fleet.look(rank).times.busy_s
+                view = each.fleet.look(rank)
             except ElasticError:  # it has just gone
                 continue
-    return told
+            told[device, each.name, rank] = view.times.busy_s
+            if view.utilization is not None:
+                utilization[device] = max(view.utilization, utilization.get(device, 0.0))
+    return told, utilization
 
 
 def _stop_all() -> None:

@@ -90,7 +90,7 @@ class DeviceStatus:
     free_bytes: int
     """That no deployment has reserved."""
     load: float
-    """The share of the last two minutes in which ranks computed there."""
+    """The share of the last two minutes in which ranks computed there, or anybody where that is known and more."""
     models: tuple[str, ...]
     guest: str = ""
     """Of which model fingerprints are measured there now."""
