@@ -24,6 +24,11 @@ def add_estimate(command: ArgumentParser) -> None:
         "--profile", action="store_true", help="measure fingerprints of the model here; else rates of data sheets"
     )
     command.add_argument("--planned", action="store_true", help="also what this version cannot run")
+    command.add_argument(
+        "--characterize",
+        action="store_true",
+        help="show what stages, shared layers and each form do by themselves, and how far apart all configurations are",
+    )
     command.add_argument("--top", type=int, default=10, metavar="N", help="configurations to show (10)")
 
 

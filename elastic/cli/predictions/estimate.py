@@ -16,6 +16,7 @@ from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import WEIGHTS
 from elastic.estimation.estimate import estimate as estimate_all
 from elastic.estimation.profile import CostProfile, measure_fingerprints
+from elastic.planning.estimate.characterization import FIGURES, alone, ranges, ratios
 from elastic.planning.estimate.configuration import forms_of
 from elastic.planning.estimate.performance import Load
 from elastic.planning.estimate.ranking import Estimate
@@ -25,7 +26,10 @@ _REASONS = 12
 
 
 def estimate(options: Namespace) -> int:
-    """Print the configurations that fit, the ranks of the best one, and why others do not. Exit code 2: none fits."""
+    """Print the configurations that fit, the ranks of the best one, and why others do not. Exit code 2: none fits.
+
+    To characterize a model is to print what each choice alone does instead.
+    """
     require_at_least(1, options.top, "--top")
     load = load_of(options)
     weights = names_of(options.weights, "--weights") if options.weights is not None else WEIGHTS
@@ -44,7 +48,9 @@ def estimate(options: Namespace) -> int:
     )
     fitting = [each for each in estimates if each.fits]
     console = Console()
-    if fitting:
+    if fitting and options.characterize:
+        console.print(_characterization(fitting))
+    elif fitting:
         wanted = intent_of(options).objective.replace("_", " ")
         console.print(_configurations(fitting[: options.top], wanted))
         console.print(_ranks(fitting[0]))
@@ -84,6 +90,21 @@ def _configurations(estimates: Sequence[Estimate], intent: str) -> Table:
             f"{each.cost:.2g}",
             f"{3600 * each.gpu_hours:.2g}",
         )
+    return table
+
+
+def _characterization(estimates: Sequence[Estimate]) -> Table:
+    """Tabulate what each choice alone does, and how far apart all configurations are."""
+    base, others = alone(estimates)
+    table = Table(title=f"multiples of {base.configuration}", show_footer=True)
+    names = [str(each.configuration) for each in others]
+    columns = [[f"{ratios(each, base)[name]:.2f}" for each in others] for name in FIGURES]
+    spread = ranges(estimates)
+    table.add_column("by one choice", footer="largest over smallest of all", no_wrap=True)
+    for name in FIGURES:
+        table.add_column(name, footer=f"{spread[name]:.1f}", justify="right")
+    for row in zip(names, *columns, strict=True):
+        table.add_row(*row)
     return table
 
 

@@ -227,6 +227,19 @@ def test_the_command_prints_what_fits_and_why_the_others_do_not(
     assert "name its devices, such as cuda:0, not h100" in capsys.readouterr().err
 
 
+def test_the_command_shows_what_each_choice_does_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["estimate", str(MODEL_DIR), "--devices", "cpu#a=64MiB,cpu#b=64MiB", "--characterize"]
+    assert main([*command, "--weights", "full,int4", "--kv", "full,int8", "--prompt", "64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "multiples of TP1 PP1 full" in lines[0]
+    rows = [line.strip("│ ").split("│") for line in lines if line.startswith("│")]
+    names = ["TP1 PP2 full", "TP2 PP1 full", "TP1 PP1 int4", "TP1 PP1 full KV int8", "largest over smallest of all"]
+    assert [name.strip() for name, *_ in rows] == names
+    assert float(rows[2][4]) < 1 < float(rows[-1][4]), "fewer bits take less memory"
+    assert main([*command, "--weights", "int4"]) == 2
+    assert "nothing fits in full weights" in capsys.readouterr().err
+
+
 def test_the_command_measures_fingerprints_of_a_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     architectures.build("qwen2-sliding").save_pretrained(tmp_path)
     command = ["estimate", str(tmp_path), "--devices", "cpu#a=32MiB", "--weights", "full"]
