@@ -76,10 +76,11 @@ class Chooser:
         weights: Sequence[str],
         kv: Sequence[str],
         policy: PolicyName = "hybrid",
+        theta: float = THETA,
         losses: Mapping[str, float] | None = None,
         engine: Mapping[str, Any] | None = None,
     ) -> None:
-        self.devices, self.weights, self.kv, self.policy = devices, tuple(weights), tuple(kv), policy
+        self.devices, self.weights, self.kv, self.order = devices, tuple(weights), tuple(kv), (policy, theta)
         self.losses = losses or {}
         self._step_tokens = (engine or {}).get("max_batch_tokens", STEP_TOKENS)
         self._block_tokens = (engine or {}).get("block_tokens")
@@ -158,11 +159,11 @@ class Chooser:
         """
         candidates = self.options(load.shared(replicas), intent, kv, begins=not stays or only is not None)
         candidates = [each for each in candidates if only in (None, each.configuration)]
-        placed = place(candidates, states, self.policy, THETA, replicas)
+        placed = place(candidates, states, *self.order, replicas)
         if isinstance(placed, Refusal):
             return placed
         chosen = next(each for each in candidates if each.configuration == placed.configuration)
-        again = place([chosen], [state for state in states if state.name in stays], self.policy, THETA, replicas)
+        again = place([chosen], [state for state in states if state.name in stays], *self.order, replicas)
         return settled(chosen, again if isinstance(again, Deployment) else placed, states)
 
     def now(self, load: Load, intent: Intent, present: Deployment) -> Estimate:

@@ -24,7 +24,7 @@ from elastic.estimation.device_list import parse_devices
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.profiles.store import ProfileStore
 from elastic.planning.deployment.placing import Deployment, Refusal
-from elastic.planning.deployment.policies import PolicyName, preferred
+from elastic.planning.deployment.policies import THETA, PolicyName, preferred
 from elastic.planning.deployment.replicas import ReplicaRange
 from elastic.planning.estimate.configuration import FULL
 from elastic.planning.estimate.devices import Device
@@ -40,12 +40,13 @@ class Deployments:
 
     `devices` are places with what all models together may have there ("cuda:0=80GiB", of the data sheet `kind`;
     "cpu#a=1GiB"), separated by commas in text; all are of one kind. `policy` places models: "hybrid", "packing" or
-    "least-loaded". `weights` and `kv` are the forms that models may get unless `deploy` says others; `losses` say by
-    how much a form raises the mean loss of a token, for intents that bound it. Without `weights` these are full ones
-    and those of which `losses` tells: quality is lost to no intent unasked. `launch` is that of each fleet, `fleet`
-    has further options of `Fleet`. `replanning` says when deployments change by themselves; None: only when told. With
-    `harvest` models are measured on devices that have little to do; what is found is kept in `store` (beside the
-    checkpoint unless it says otherwise), and estimates are made of it. Nothing runs before `start`, or `with`.
+    "least-loaded"; devices with a load below `theta` are packed by "hybrid". `weights` and `kv` are the forms that
+    models may get unless `deploy` says others; `losses` say by how much a form raises the mean loss of a token, for
+    intents that bound it. Without `weights` these are full ones and those of which `losses` tells: quality is lost to
+    no intent unasked. `launch` is that of each fleet, `fleet` has further options of `Fleet`. `replanning` says when
+    deployments change by themselves; None: only when told. With `harvest` models are measured on devices that have
+    little to do; what is found is kept in `store` (beside the checkpoint unless it says otherwise), and estimates are
+    made of it. Nothing runs before `start`, or `with`.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Deployments:
         *,
         kind: str | None = None,
         policy: PolicyName = "hybrid",
+        theta: float = THETA,
         weights: Sequence[str] | None = None,
         kv: Sequence[str] = (FULL,),
         losses: Mapping[str, float] | None = None,
@@ -67,8 +69,8 @@ class Deployments:
         kinds = {device.kind.name for device in available}
         if len(kinds) > 1:
             raise ConfigError(f"devices of kinds {', '.join(sorted(kinds))}: deployments are for devices of one kind")
-        preferred((), policy)
-        self._book, self._policy, self._losses = DeviceBook(available), policy, losses
+        preferred((), policy, theta)
+        self._book, self._order, self._losses = DeviceBook(available), (policy, theta), losses
         self._weights, self._kv = tuple(weights or dict.fromkeys((FULL, *(losses or ())))), tuple(kv)
         self._fleet_options = {"launch": launch, **(fleet or {})}
         self._replanning, self._store = replanning or Replanning(), store or ProfileStore()
@@ -147,7 +149,7 @@ class Deployments:
             devices = [*self._book.devices.values()]
             options = {**self._fleet_options, **(fleet or {})}
             forms = weights or self._weights, kv or self._kv
-            chooser = Chooser(path, devices, *forms, self._policy, self._losses, options.get("engine"))
+            chooser = Chooser(path, devices, *forms, *self._order, self._losses, options.get("engine"))
             expected = load or chooser.bounded(USUAL_LOAD)
             try:
                 deployed = Deployed(

@@ -54,5 +54,8 @@ class ServedDeployments(Protocol):
     ) -> Any:
         """Want something else of a deployment."""
 
+    def resize(self, device: str, memory: int | str) -> None:
+        """Have more or less of a device from now on."""
+
     def remove(self, name: str, *, drain: bool = True) -> None:
         """End a deployment."""

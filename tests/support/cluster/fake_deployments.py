@@ -74,6 +74,11 @@ class FakeDeployments:
     def expected(self, name: str) -> Load:
         return self.told[name].load
 
+    def resize(self, device: str, memory: int | str) -> None:
+        if device != "cpu#a":
+            raise ConfigError(f"there is no device {device!r}; there are: cpu#a")
+        self.asked.append(("resize", device, memory))
+
     def remove(self, name: str, *, drain: bool = True) -> None:
         self.engines.pop(name).stop()
         del self.told[name]

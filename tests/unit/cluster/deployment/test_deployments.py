@@ -73,6 +73,15 @@ def tokens(heard: Collector, sent: list[Request]) -> list[list[int]]:
     return [heard.tokens[request.id] for request in sent]
 
 
+@pytest.mark.parametrize(("theta", "devices"), [(0.9, {"cpu#a"}), (0.0, {"cpu#a", "cpu#b"})])
+def test_theta_says_up_to_which_load_devices_are_packed(theta: float, devices: set[str], paths: Any) -> None:
+    """Two models: both on one device, or each on its own."""
+    with Deployments(DEVICES, weights=("full",), theta=theta, **OPTIONS) as fleet:
+        for name in ("one", "two"):
+            fleet.deploy(paths["qwen3"], "memory", load=LOAD, name=name)
+        assert {device for each in fleet.status() for stage in each.stages for device in stage.devices} == devices
+
+
 def test_each_model_answers_as_it_does_by_itself(fleet: Deployments, paths: Any, expected: Any) -> None:
     for name, path in paths.items():
         fleet.deploy(path, "memory", load=LOAD, weights=("full",), name=name.partition("-")[0])
