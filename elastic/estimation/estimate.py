@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from elastic.errors import ConfigError
 from elastic.estimation.costs import Costs, MeasuredCosts, SheetCosts
 from elastic.estimation.device_list import parse_devices
-from elastic.estimation.kv_room import KVBlockCapacity, KVShape, kv_shape_of
+from elastic.estimation.kv_room import KVBlockCapacity, KVShape
 from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.weight_pages import WeightPages, kernel_target, variant_config
@@ -107,6 +108,7 @@ class Estimator:
         self.devices = sorted(self.devices, key=lambda device: -device.memory_bytes)
         kind = self.devices[0].kind
         self.pages = WeightPages(self.layout, kind.page_bytes, kernel_target(kind.type, kind.instructions))
+        self.room = cache(self._room)
         self.costs: Costs = _costs(self.pages, kind, self.profile)
 
     def space(self, weights: Sequence[str], kv: Sequence[str]) -> Iterator[Configuration]:
@@ -167,14 +169,14 @@ class Estimator:
 
     def kv_shape(self, configuration: Configuration) -> KVShape:
         """Return the keys and values of one token in one layer. Raises `ConfigError` for an unknown form."""
-        return kv_shape_of(self.layout.config, self.layout.dtype.itemsize, configuration.kv)
+        return self.layout.kv_shape(configuration.kv)
 
     def quality_loss(self, configuration: Configuration) -> float | None:
         """Return by how much the mean loss of a token rises; None where it was not said of a form."""
         losses = [self.losses.get(name) for name in configuration.compressed]
         return math.fsum(loss for loss in losses if loss is not None) if None not in losses else None
 
-    def room(self, kv: KVShape, tp: int, layers: range) -> KVBlockCapacity:
+    def _room(self, kv: KVShape, tp: int, layers: range) -> KVBlockCapacity:
         """Return the blocks of a stage at one of its ranks."""
         return KVBlockCapacity(self.layout.config, kv.at_rank(tp), self.block_tokens, self.pages.page_bytes, layers)
 

@@ -16,7 +16,7 @@ from elastic.engines.continuous.chunk_profile import Mix, Pace, profile_chunks
 from elastic.errors import ConfigError
 from elastic.estimation.activations import measured_share
 from elastic.estimation.fingerprint import fingerprint, take_layers
-from elastic.estimation.kv_room import KVBlockCapacity, kv_shape_of
+from elastic.estimation.kv_room import KVBlockCapacity
 from elastic.estimation.model_layout import LayerKind, ModelLayout, layout_of
 from elastic.estimation.weight_pages import WeightPages, kernel_target
 from elastic.estimation.work import window_of
@@ -122,7 +122,7 @@ def fingerprint_bytes(layout: ModelLayout, kind: LayerKind, form: str, tokens: i
     chosen = fingerprint_layers(kind, device)
     weights, kv_form = parts_of(form)
     copies = 1 if weights == FULL else 2  # of a layer that is swapped both forms are there for a moment
-    kv = kv_shape_of(layout.config, layout.dtype.itemsize, kv_form).token_bytes * len(chosen) * _SEQUENCES * tokens
+    kv = layout.kv_shape(kv_form).token_bytes * len(chosen) * _SEQUENCES * tokens
     return sum(layout.fixed.values()) + copies * len(chosen) * kind.full.nbytes + kv
 
 
@@ -187,7 +187,6 @@ def _budget(model: Any, weights: str, kv: str, device: torch.device, tokens: int
     page_bytes = CPU_PAGE_BYTES if device.type == "cpu" else CUDA_PAGE_BYTES
     pages = WeightPages(layout, page_bytes, kernel_target(device.type, ""))
     every = range(len(layout.decoder.layers))
-    shape = kv_shape_of(layout.config, layout.dtype.itemsize, kv)
-    room = KVBlockCapacity(layout.config, shape, None, page_bytes, every)
+    room = KVBlockCapacity(layout.config, layout.kv_shape(kv), None, page_bytes, every)
     held = pages.fixed + pages.layers(every, FULL, 1) + pages.staging(weights, 1)
     return (held + room.pages(_SEQUENCES, tokens)) * page_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from elastic.planning.estimate.ranking import Estimate, RankBytes
 HEADROOM = 2
 """So many times the requests that run at a time on the average there is room for, where devices have it."""
 STEP_TOKENS = 512
+LOADS_KEPT = 32
+"""Of so many loads a chooser keeps what it estimated."""
 MOST_SHARDS = 4
 """In so many parts layers are cut, at the most."""
 
@@ -84,10 +86,20 @@ class Chooser:
         self.losses = losses or {}
         self._step_tokens = (engine or {}).get("max_batch_tokens", STEP_TOKENS)
         self._block_tokens = (engine or {}).get("block_tokens")
-        self.profile: CostProfile | None = None
-        """What was measured of it; None: seconds of data sheets."""
+        self._profile: CostProfile | None = None
+        self._options = lru_cache(LOADS_KEPT)(self._estimated)
         self._dtype = torch.float32 if devices[0].kind.type == "cpu" else None
         self._path = path
+
+    @property
+    def profile(self) -> CostProfile | None:
+        """What was measured of it; None: seconds of data sheets."""
+        return self._profile
+
+    @profile.setter
+    def profile(self, profile: CostProfile | None) -> None:
+        self._profile = profile
+        self._options.cache_clear()
 
     @cached_property
     def layout(self) -> ModelLayout:
@@ -124,14 +136,20 @@ class Chooser:
         layers = range(len(self.layout.decoder.layers))
         return self.rank_bytes(self.estimator(load), Configuration(), layers, 0, 1).used
 
-    def options(self, load: Load, intent: Intent, kv: str | None = None, *, begins: bool = False) -> list[FleetOption]:
+    def options(
+        self, load: Load, intent: Intent, kv: str | None = None, *, begins: bool = False
+    ) -> Sequence[FleetOption]:
         """Return all configurations, the best for the intent first; `kv`: only those with this form.
 
-        With `begins` no rank is there yet: each can begin with what it is to have, in full weights.
+        With `begins` no rank is there yet: each can begin with what it is to have, in full weights. Those of the last
+        loads are kept: they are asked for every second.
         """
+        return self._options(load, intent, kv, begins)
+
+    def _estimated(self, load: Load, intent: Intent, kv: str | None, begins: bool) -> tuple[FleetOption, ...]:
         estimator, begin = self.estimator(load), self.begin_bytes(load)
         candidates = options(estimator, intent, self.weights, self.kv if kv is None else (kv,))
-        return [
+        return tuple(
             FleetOption(
                 each.estimator,
                 each.intent,
@@ -140,7 +158,7 @@ class Chooser:
                 shards=self.shards,
             )
             for each in candidates
-        ]
+        )
 
     def choose(
         self,

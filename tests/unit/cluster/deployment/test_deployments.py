@@ -20,6 +20,7 @@ from elastic.cluster.deployment.devices import DeviceBook
 from elastic.engines.base import Request
 from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.estimation.device_list import parse_devices
+from elastic.estimation.estimate import Estimator
 from elastic.estimation.model_layout import layout_of
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.profiles.store import ProfileStore
@@ -427,6 +428,34 @@ def wait_until(condition: Callable[[], bool], fleet: Deployments, patience_s: fl
     while not condition():
         assert time.monotonic() < until_s, fleet.status()
         time.sleep(0.05)
+
+
+def test_a_look_at_what_has_not_changed_estimates_nothing_anew(
+    fleet: Deployments, paths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.deploy(paths["qwen3"], load=LOAD, name="model", replicas="1-2")
+    deployed, asked = fleet._named("model"), list[Configuration]()
+    cost, began_s = Estimator.instance_cost, time.monotonic()
+
+    def counted(self: Estimator, configuration: Configuration, *args: Any) -> Any:
+        asked.append(configuration)
+        return cost(self, configuration, *args)
+
+    monkeypatch.setattr(Estimator, "instance_cost", counted)
+    deployed.look(began_s)
+    first = len(asked)
+    looks = [deployed.look(began_s + seconds) for seconds in range(1, 4)]
+    assert looks == [None] * 3
+    assert 0 < first == len(asked)
+    deployed.meter.expected = replace(LOAD, rate=1.3)
+    deployed.look(began_s + 4)
+    second = len(asked)
+    assert second > first, "another load"
+    kinds = deployed.chooser.layout.kinds
+    costs = {(kind.name, form): ChunkCost(0, 0, 1e-5, 1e-4, 0) for kind in kinds for form in deployed.forms}
+    deployed.chooser.profile = CostProfile("cpu", costs, {form: ChunkCost(0, 0, 0, 0, 1e-5) for form in deployed.forms})
+    assert deployed.estimate().basis == "measured"
+    assert len(asked) > second, "other seconds"
 
 
 @pytest.mark.slow

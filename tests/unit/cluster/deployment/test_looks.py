@@ -15,7 +15,7 @@ from elastic.cluster.deployment.busy import BusyShares
 from elastic.cluster.deployment.deployments import _busy
 from elastic.cluster.deployment.devices import DeviceBook
 from elastic.cluster.deployment.hysteresis import Hysteresis, Replanning
-from elastic.cluster.deployment.load_meter import LoadMeter
+from elastic.cluster.deployment.load_meter import LoadMeter, _upward
 from elastic.controller.snapshot import RequestStats
 from elastic.engines.pipeline.turn import StageTimes
 from elastic.errors import CapacityError, ConfigError, StateError
@@ -109,6 +109,30 @@ def test_the_load_is_that_of_the_last_minute_and_no_less_than_expected() -> None
     assert meter.load.rate == 0.5
     meter.expected = Load(512, 128, 7.0)
     assert meter.load == Load(512, 128, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("arrived", "prompt", "load"),
+    [
+        (101, 512, Load(512, 24, 1.7)),
+        (102, 513, Load(520, 24, 1.7)),
+        (60, 1290, Load(1300, 24, 1.0)),
+        (2, 9, Load(512, 24, 0.5)),
+    ],
+)
+def test_what_is_more_than_expected_is_rounded_upward_to_two_digits(arrived: int, prompt: int, load: Load) -> None:
+    meter = LoadMeter(Load(512, 24, 0.5))
+    meter.tell(0.0, stats(0, 0, 0, 0))
+    meter.tell(60.0, stats(arrived, prompt, arrived, 20))
+    assert meter.load == load
+
+
+@settings(max_examples=50)
+@given(st.floats(1e-3, 1e5))
+def test_a_measured_rate_rises_by_a_tenth_at_the_most(rate: float) -> None:
+    rounded = _upward(rate, 0.0)
+    assert rate * (1 - 1e-6) <= rounded <= 1.1 * rate * (1 + 1e-6)
+    assert _upward(rounded, 0.0) == rounded
 
 
 @settings(max_examples=30)
