@@ -24,7 +24,7 @@ from elastic.cli.inputs.fleet_options import (
     make_launcher,
     read_configs,
 )
-from elastic.cli.inputs.intent_options import intent_of
+from elastic.cli.inputs.intent_options import intent_of, load_of, said_load
 from elastic.config import SLO, Place, parse_bytes
 from elastic.engines.base import Engine, GrammarCompiler
 from elastic.errors import ConfigError
@@ -224,14 +224,12 @@ def fleet_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) ->
 
 def deployed(options: Namespace, name: str, stack: ExitStack) -> ServedModel:
     """Deploy the model by its intent, where others can be deployed beside it; `stack` ends all."""
-    from elastic.planning.estimate.performance import Load
-
     path = os.path.abspath(str(options.model))  # the same wherever ranks run
     deployments = make_deployments(options)
     own = answering(path, options)
     stack.callback(deployments.stop, drain=False)
     deployments.start()
-    load = None if options.rate is None else Load(512, 128, options.rate)
+    load = load_of(options) if said_load(options) else None
     replicas = 1 if options.replicas is None else options.replicas
     status = deployments.deploy(path, intent_of(options), name=name, load=load, replicas=replicas)
     devices = dict.fromkeys(device for stage in status.stages for device in stage.devices)

@@ -11,6 +11,7 @@ from elastic.estimation.model_layout import LayerKind
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.weight_pages import WeightPages
 from elastic.estimation.work import layer_work, rest_work
+from elastic.planning.estimate.configuration import form_of
 from elastic.planning.estimate.devices import LINK_LATENCY_S, DeviceKind
 from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.estimate.roofline import BatchCost, Roofline, sharded_cost
@@ -27,7 +28,7 @@ class Costs(Protocol):
     def layer(self, kind: LayerKind, weights: str, kv: KVShape, tp: int) -> BatchCost:
         """Return the cost of a layer in a variant at one of `tp` ranks. Raises `ConfigError` where it is not known."""
 
-    def rest(self, weights: str) -> BatchCost:
+    def rest(self, weights: str, kv: KVShape) -> BatchCost:
         """Return the cost of what is around the layers."""
 
     def link(self) -> LinearLatency:
@@ -54,7 +55,7 @@ class SheetCosts:
             self._layers[key] = Roofline(work, self.device.flops_s, self.device.bytes_s)
         return self._layers[key]
 
-    def rest(self, weights: str) -> BatchCost:
+    def rest(self, weights: str, kv: KVShape) -> BatchCost:
         """Return the cost of the head; weights are full there."""
         return Roofline((rest_work(self.pages.layout),), self.device.flops_s, self.device.bytes_s)
 
@@ -79,15 +80,16 @@ class MeasuredCosts:
 
     def layer(self, kind: LayerKind, weights: str, kv: KVShape, tp: int) -> BatchCost:
         """Return the cost of a layer in a variant at one of `tp` ranks, which share it by their part of its weights."""
-        cost = self.profile.layers.get((kind.name, weights))
+        form = form_of(weights, kv.form)
+        cost = self.profile.layers.get((kind.name, form))
         if cost is None:
-            raise ConfigError(f"{kind.name} in {weights} was not measured; profile it too")
+            raise ConfigError(f"{kind.name} in {form} was not measured; profile it too")
         share = self.pages.cut_share(kind, tp)
         return cost.shared(share, tp, kv.parts(tp)) if isinstance(cost, LayerCost) else sharded_cost(cost, share, tp)
 
-    def rest(self, weights: str) -> BatchCost:
+    def rest(self, weights: str, kv: KVShape) -> BatchCost:
         """Return the cost of what is around the layers."""
-        return self.profile.around[weights]
+        return self.profile.around[form_of(weights, kv.form)]
 
     def link(self) -> LinearLatency:
         """Return the seconds for so many bytes."""

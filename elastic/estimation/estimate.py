@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from elastic.errors import ConfigError
 from elastic.estimation.costs import Costs, MeasuredCosts, SheetCosts
 from elastic.estimation.device_list import parse_devices
-from elastic.estimation.kv_room import KVBlockCapacity, KVShape, kv_shape_of
+from elastic.estimation.kv_room import KVBlockCapacity, KVShape
 from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.weight_pages import WeightPages, kernel_target, variant_config
@@ -21,7 +22,7 @@ from elastic.estimation.work import activation_bytes, copied_share, read_bytes
 from elastic.planning.estimate.configuration import FULL, Configuration, configurations
 from elastic.planning.estimate.devices import Device, DeviceKind
 from elastic.planning.estimate.intent import Intent, Objective
-from elastic.planning.estimate.performance import InstanceCost, Load
+from elastic.planning.estimate.performance import USUAL_LOAD, InstanceCost, Load
 from elastic.planning.estimate.ranking import Candidate, Estimate, RankBytes, rank
 from elastic.planning.estimate.roofline import BatchCost
 from elastic.planning.measured_cost import LinearLatency
@@ -69,7 +70,7 @@ def estimate(
     estimator = Estimator(
         layout,
         available,
-        load or Load(512, 128),
+        load or USUAL_LOAD,
         step_tokens,
         block_tokens,
         prefetch_buffers,
@@ -107,6 +108,7 @@ class Estimator:
         self.devices = sorted(self.devices, key=lambda device: -device.memory_bytes)
         kind = self.devices[0].kind
         self.pages = WeightPages(self.layout, kind.page_bytes, kernel_target(kind.type, kind.instructions))
+        self.room = cache(self._room)
         self.costs: Costs = _costs(self.pages, kind, self.profile)
 
     def space(self, weights: Sequence[str], kv: Sequence[str]) -> Iterator[Configuration]:
@@ -167,14 +169,14 @@ class Estimator:
 
     def kv_shape(self, configuration: Configuration) -> KVShape:
         """Return the keys and values of one token in one layer. Raises `ConfigError` for an unknown form."""
-        return kv_shape_of(self.layout.config, self.layout.dtype.itemsize, configuration.kv)
+        return self.layout.kv_shape(configuration.kv)
 
     def quality_loss(self, configuration: Configuration) -> float | None:
         """Return by how much the mean loss of a token rises; None where it was not said of a form."""
         losses = [self.losses.get(name) for name in configuration.compressed]
         return math.fsum(loss for loss in losses if loss is not None) if None not in losses else None
 
-    def room(self, kv: KVShape, tp: int, layers: range) -> KVBlockCapacity:
+    def _room(self, kv: KVShape, tp: int, layers: range) -> KVBlockCapacity:
         """Return the blocks of a stage at one of its ranks."""
         return KVBlockCapacity(self.layout.config, kv.at_rank(tp), self.block_tokens, self.pages.page_bytes, layers)
 
@@ -201,17 +203,17 @@ class Estimator:
         fixed = self.pages.fixed * page
         own = self.pages.layers(layers, configuration.weights, configuration.tp) * page
         staging = self.pages.staging(configuration.weights, self.prefetch_buffers) * page
-        batch = self.batch_bytes(configuration.weights, running)
+        batch = self.batch_bytes(configuration.form, running)
         left = device.memory_bytes - fixed - own - staging - batch
         copied = int(self.copied_share(configuration, layers) * left) if left > 0 else 0
         return RankBytes(device.name, device.memory_bytes, fixed, own, staging, batch, copied)
 
-    def batch_bytes(self, weights: str, running: int) -> int:
+    def batch_bytes(self, form: str, running: int) -> int:
         """Return what a batch takes with so many requests, but for what decode steps copy: a bound, or as measured."""
         bound = activation_bytes(self.layout, self.step_tokens, running, self.load.tokens)
-        if self.profile is None or weights not in self.profile.activations:
+        if self.profile is None or form not in self.profile.activations:
             return bound
-        return int(self.profile.activations[weights] * bound) + self.profile.scratch_bytes.get(weights, 0)
+        return int(self.profile.activations[form] * bound) + self.profile.scratch_bytes.get(form, 0)
 
     def request_bytes(self, room: KVBlockCapacity, configuration: Configuration, layers: range) -> int:
         """Return the keys and values of one request at a rank of a stage, with what decode steps copy of it."""
@@ -227,7 +229,7 @@ class Estimator:
         tp, weights = configuration.tp, configuration.weights
         try:
             layers = {k.name: self.costs.layer(k, weights, kv, tp) for k in self.layout.kinds}
-            rest = self.costs.rest(weights)
+            rest = self.costs.rest(weights, kv)
         except ConfigError:
             if self.profile is None:
                 raise

@@ -25,6 +25,11 @@ class KVShape:
     """For the keys, or the values, of one head."""
 
     @property
+    def form(self) -> str:
+        """Its form, by name."""
+        return INT8 if self.scale_bytes else FULL
+
+    @property
     def value_bytes(self) -> int:
         """Bytes of one token without scales."""
         return 2 * self.heads * self.dim * self.itemsize
@@ -41,7 +46,7 @@ class KVShape:
     @property
     def block_tokens(self) -> int:
         """Tokens of a block where nobody has chosen them."""
-        return usual_block_tokens(INT8 if self.scale_bytes else FULL, self.dim)
+        return usual_block_tokens(self.form, self.dim)
 
     def parts(self, tp: int) -> int:
         """Return into how many parts the heads are divided among `tp` ranks; of fewer parts, ranks share one."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from elastic.errors import ConfigError
+from elastic.estimation.kv_room import KVShape, kv_shape_of
+from elastic.kvcache.attention_heads import AttentionHeads, attention_heads
 from elastic.memory.weight_layout import LayerLayout
 from elastic.model_files import read_config, reading
 from elastic.quant.variants.eligible import LayerParameters, head_sizes
@@ -72,6 +74,16 @@ class ModelLayout:
     def dtype(self) -> torch.dtype:
         """The dtype of its first parameter."""
         return next(self.model.parameters()).dtype  # type: ignore[no-any-return]
+
+    @cached_property
+    def heads(self) -> tuple[AttentionHeads, ...]:
+        """The heads of each layer."""
+        return attention_heads(self.config)
+
+    @cached_property
+    def kv_shape(self) -> Callable[[str], KVShape]:
+        """Gives the keys and values of one token in one layer by their form, as `kv_shape_of`."""
+        return cache(lambda form: kv_shape_of(self.config, self.dtype.itemsize, form))
 
     @cached_property
     def kind_of(self) -> tuple[LayerKind, ...]:

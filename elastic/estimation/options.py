@@ -24,6 +24,8 @@ class ModelOption:
     estimate: Estimate
     """With even stages on devices that have nothing else."""
     _needs: dict[tuple[range, int], int] = field(default_factory=dict, repr=False, compare=False)
+    _judged: dict[tuple[tuple[Stage, ...], int], Estimate] = field(default_factory=dict, repr=False, compare=False)
+    _costs: dict[tuple[range, ...], InstanceCost] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def configuration(self) -> Configuration:
@@ -44,11 +46,14 @@ class ModelOption:
 
     def judge(self, stages: Sequence[Stage], requests: int) -> Estimate:
         """Return what is expected of stages with room for so many requests."""
-        kind = self.estimator.devices[0].kind
-        devices = [Device(name, kind, stage.nbytes) for stage in stages for name in stage.devices]
-        cut = [stage.layers for stage in stages]
-        candidate = self.estimator.candidate_on(self.configuration, cut, devices, requests)
-        return judge(candidate, self.estimator.load, self.intent)
+        key = tuple(stages), requests
+        if key not in self._judged:
+            kind = self.estimator.devices[0].kind
+            devices = [Device(name, kind, stage.nbytes) for stage in stages for name in stage.devices]
+            cut = [stage.layers for stage in stages]
+            candidate = self.estimator.candidate_on(self.configuration, cut, devices, requests)
+            self._judged[key] = judge(candidate, self.estimator.load, self.intent)
+        return self._judged[key]
 
     def busy(self, stages: Sequence[Stage], requests: int) -> tuple[float, ...]:
         """Return for each stage the share of time that it would compute."""
@@ -56,11 +61,14 @@ class ModelOption:
 
     def cost(self, stages: Sequence[Stage]) -> InstanceCost:
         """Return the seconds of batches in such stages. Raises `ConfigError` where they are not known."""
-        kv = self.estimator.kv_shape(self.configuration)
-        cost = self.estimator.instance_cost(self.configuration, [stage.layers for stage in stages], kv)
-        if cost is None:
-            raise ConfigError(f"the seconds of {self.configuration} are not known; measure them")
-        return cost
+        cut = tuple(stage.layers for stage in stages)
+        if cut not in self._costs:
+            kv = self.estimator.kv_shape(self.configuration)
+            cost = self.estimator.instance_cost(self.configuration, cut, kv)
+            if cost is None:
+                raise ConfigError(f"the seconds of {self.configuration} are not known; measure them")
+            self._costs[cut] = cost
+        return self._costs[cut]
 
 
 def options(

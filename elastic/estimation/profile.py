@@ -16,11 +16,11 @@ from elastic.engines.continuous.chunk_profile import Mix, Pace, profile_chunks
 from elastic.errors import ConfigError
 from elastic.estimation.activations import measured_share
 from elastic.estimation.fingerprint import fingerprint, take_layers
-from elastic.estimation.kv_room import KVBlockCapacity, kv_shape_of
+from elastic.estimation.kv_room import KVBlockCapacity
 from elastic.estimation.model_layout import LayerKind, ModelLayout, layout_of
 from elastic.estimation.weight_pages import WeightPages, kernel_target
 from elastic.estimation.work import window_of
-from elastic.planning.estimate.configuration import FULL
+from elastic.planning.estimate.configuration import FULL, parts_of
 from elastic.planning.estimate.devices import CPU_PAGE_BYTES, CUDA_PAGE_BYTES
 from elastic.planning.estimate.layer_cost import LayerCost, r_squared
 from elastic.planning.measured_cost import LinearLatency
@@ -37,29 +37,32 @@ _SEQUENCES = 9
 
 @dataclass(frozen=True)
 class CostProfile:
-    """Costs that were fitted to measurements, of one kind of device."""
+    """Costs that were fitted to measurements, of one kind of device.
+
+    They are by forms of weights, such as `int4`; `int4 KV int8` with keys and values in 8 bits, which is another one.
+    """
 
     device: str
     """Its type: "cpu" or "cuda"."""
     layers: Mapping[tuple[str, str], LayerCost | ChunkCost]
-    """(kind of layer, weights) -> the cost of one layer."""
+    """(kind of layer, form) -> the cost of one layer."""
     around: Mapping[str, LayerCost | ChunkCost]
-    """Weights -> the cost of what is around the layers."""
+    """Form -> the cost of what is around the layers."""
     link: LinearLatency | None = None
     """Seconds for so many bytes from one rank to another; None: as the data sheet has it."""
     activations: Mapping[str, float] = field(default_factory=dict)
-    """Weights -> the share of the bound on a batch's bytes that batches were seen to take."""
+    """Form -> the share of the bound on a batch's bytes that batches were seen to take."""
     scratch_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Weights -> what kernels keep from batch to batch."""
+    """Form -> what kernels keep from batch to batch."""
     r_squared: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """(kind of layer, weights) -> the share of the variance of what was measured that its cost explains."""
+    """(kind of layer, form) -> the share of the variance of what was measured that its cost explains."""
     contention: float = 0.0
     """By how much more slowly a rank reads for each other one that reads from the same memory meanwhile."""
 
 
 def measure_fingerprints(
     model: Any,
-    weights: Sequence[str] = (FULL,),
+    forms: Sequence[str] = (FULL,),
     *,
     device: str | torch.device = "cpu",
     context: int = 512,
@@ -69,6 +72,7 @@ def measure_fingerprints(
 ) -> CostProfile:
     """Measure a fingerprint of each kind of layer, in the model's weights and in variants: `most_s` seconds for each.
 
+    `forms` are those of `CostProfile`: `full`, names of variants, and such as `int4 KV int8`.
     `model` is a directory, of whose layers only those of fingerprints are read, or a loaded model, which stays as it
     is. Costs are fitted to batches of up to `step_tokens` new tokens and contexts of up to `context`. `pace` is called
     behind each batch, and may wait or raise. Raises `ConfigError` for a model that the engine cannot serve.
@@ -83,7 +87,7 @@ def measure_fingerprints(
     kept: dict[str, int] = {}
     for kind in layout.kinds:
         chosen = fingerprint_layers(kind, target.type)
-        for name in weights:
+        for name in forms:
             small = (
                 take_layers(model, chosen) if not isinstance(model, str | Path) else fingerprint(model, chosen, dtype)
             )
@@ -91,7 +95,7 @@ def measure_fingerprints(
                 mixes = telling_mixes(engine, context, step_tokens, most_s, pace)
                 measured = profile_chunks(engine, mixes, ROUNDS, most_s=most_s, pace=pace)
                 block = engine.kv_format.block_tokens
-                share = measured_share(engine, layout, largest(mixes), FULL)
+                share = measured_share(engine, layout, largest(mixes), parts_of(name)[1])
             cost = LayerCost.fit(measured.layer, window_of(layout.config, kind), block)
             layers[kind.name, name], explained[kind.name, name] = cost, r_squared(cost, measured.layer)
             around.setdefault(name, LayerCost.fit(measured.rest, attention=False))
@@ -113,12 +117,13 @@ def cached_bytes(device: str) -> int:
     return CACHED_BYTES
 
 
-def fingerprint_bytes(layout: ModelLayout, kind: LayerKind, weights: str, tokens: int, device: str = "cpu") -> int:
-    """Return about what the fingerprint of a kind takes while requests of so many tokens are measured, in a variant."""
+def fingerprint_bytes(layout: ModelLayout, kind: LayerKind, form: str, tokens: int, device: str = "cpu") -> int:
+    """Return about what the fingerprint of a kind takes while requests of so many tokens are measured, in a form."""
     chosen = fingerprint_layers(kind, device)
-    forms = 1 if weights == FULL else 2  # of a layer that is swapped both forms are there for a moment
-    kv = kv_shape_of(layout.config, layout.dtype.itemsize).token_bytes * len(chosen) * _SEQUENCES * tokens
-    return sum(layout.fixed.values()) + forms * len(chosen) * kind.full.nbytes + kv
+    weights, kv_form = parts_of(form)
+    copies = 1 if weights == FULL else 2  # of a layer that is swapped both forms are there for a moment
+    kv = layout.kv_shape(kv_form).token_bytes * len(chosen) * _SEQUENCES * tokens
+    return sum(layout.fixed.values()) + copies * len(chosen) * kind.full.nbytes + kv
 
 
 def telling_mixes(
@@ -152,16 +157,22 @@ def _size(mix: Mix) -> tuple[int, int]:
 
 @contextmanager
 def engine_for(
-    model: Any, weights: str, device: torch.device, tokens: int, step_tokens: int
+    model: Any, form: str, device: torch.device, tokens: int, step_tokens: int
 ) -> Iterator[ContinuousEngine]:
-    """Serve a model in a variant, on a place that has room for some requests of so many tokens."""
-    nbytes = _budget(model, weights, device, tokens)
+    """Serve a model in a form, on a place that has room for some requests of so many tokens."""
+    weights, kv = parts_of(form)
+    nbytes = _budget(model, weights, kv, device, tokens)
     place = Place(f"{device}#fingerprint", device, nbytes)
     wrap(model, places=[place], variants=() if weights == FULL else (weights,), controller=False)
     try:
         if weights != FULL:
             model.elastic.swap(range(model.config.get_text_config(decoder=True).num_hidden_layers), weights)
-        engine = ContinuousEngine(model, max_batch_tokens=step_tokens, share_prefixes=False)
+        engine = ContinuousEngine(
+            model,
+            max_batch_tokens=step_tokens,
+            share_prefixes=False,
+            kv_cache_dtype="auto" if kv == FULL else kv,
+        )
         try:
             yield engine
         finally:
@@ -170,12 +181,12 @@ def engine_for(
         unwrap(model)
 
 
-def _budget(model: Any, weights: str, device: torch.device, tokens: int) -> int:
+def _budget(model: Any, weights: str, kv: str, device: torch.device, tokens: int) -> int:
     """Return the bytes that a model needs with so many tokens of some requests."""
     layout = layout_of(model)
     page_bytes = CPU_PAGE_BYTES if device.type == "cpu" else CUDA_PAGE_BYTES
     pages = WeightPages(layout, page_bytes, kernel_target(device.type, ""))
     every = range(len(layout.decoder.layers))
-    room = KVBlockCapacity(layout.config, kv_shape_of(layout.config, layout.dtype.itemsize), 32, page_bytes, every)
+    room = KVBlockCapacity(layout.config, layout.kv_shape(kv), None, page_bytes, every)
     held = pages.fixed + pages.layers(every, FULL, 1) + pages.staging(weights, 1)
     return (held + room.pages(_SEQUENCES, tokens)) * page_bytes

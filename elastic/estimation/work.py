@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from elastic.engines.executor.layer_groups import layer_groups
-from elastic.estimation.kv_room import KVShape, kv_shape_of
+from elastic.estimation.kv_room import KVShape
 from elastic.estimation.model_layout import LayerKind, ModelLayout
 from elastic.estimation.weight_pages import WeightPages, variant_config
-from elastic.kvcache.attention_heads import attention_heads
 from elastic.memory.weight_layout import LayerLayout
 from elastic.planning.estimate.configuration import FULL
 from elastic.planning.estimate.roofline import Work
@@ -50,7 +49,7 @@ def layer_work(pages: WeightPages, kind: LayerKind, weights: str, kv: KVShape, t
         Work(read["cut"], 2 * met["cut"]),
         Work(read["experts"], 2 * chosen * met["experts"], least_met=chosen),
         Work(
-            pair_flops=4.0 * attention_heads(config)[kind.layers[0]].queries * kv.dim,
+            pair_flops=4.0 * pages.layout.heads[kind.layers[0]].queries * kv.dim,
             kv_bytes=float(kv.token_bytes),
             window=window_of(config, kind),
         ),
@@ -81,8 +80,8 @@ def activation_bytes(layout: ModelLayout, step_tokens: int, running: int, contex
     """
     config: Any = layout.config
     itemsize, hidden = layout.dtype.itemsize, config.hidden_size
-    heads = max(each.queries for each in attention_heads(config))
-    kv = kv_shape_of(config, itemsize)
+    heads = max(each.queries for each in layout.heads)
+    kv = layout.kv_shape(FULL)
     seen = context * 4 * kv.heads * kv.dim * itemsize  # of a prompt behind a prefix: as read, and with the new ones
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     sinks = any(name.rpartition(".")[2] == "sinks" for kind in layout.kinds for name in kind.slots)
@@ -108,8 +107,7 @@ def copied_share(layers: int, read_bytes: int = 1) -> float:
 
 def copied_bytes(layout: ModelLayout, seen: int, form: str) -> int:
     """Bound what decode steps copy of one layer, whose requests have so many tokens in all."""
-    itemsize = layout.dtype.itemsize
-    return 2 * read_bytes(form, itemsize) * seen * kv_shape_of(layout.config, itemsize, form).token_bytes
+    return 2 * read_bytes(form, layout.dtype.itemsize) * seen * layout.kv_shape(form).token_bytes
 
 
 def read_bytes(form: str, itemsize: int) -> int:

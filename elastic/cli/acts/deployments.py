@@ -1,11 +1,11 @@
-"""`elastic fleet deploy`, `intend` and `undeploy`: models beside a server's own, and what is wanted of them."""
+"""`elastic fleet deploy`, `intend`, `resize` and `undeploy`: models beside a server's own, and what they may have."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from elastic.cli.inputs.intent_options import add_intent, add_load, intent_of
+from elastic.cli.inputs.intent_options import add_intent, add_load, intent_of, said_load
 from elastic.cli.views.panels import mib
 from elastic.cli.views.status_client import post
 from elastic.planning.estimate.intent import Intent
@@ -14,16 +14,19 @@ DEPLOY_S = 1800.0
 """How long the server may take: ranks load a model, and pack its variants."""
 
 
-def add_deploying(what: Any) -> tuple[ArgumentParser, ArgumentParser, ArgumentParser]:
+def add_deploying(what: Any) -> tuple[ArgumentParser, ...]:
     """Add the sub-commands, whose options `complete_deploying` adds behind those of all."""
     return (
         what.add_parser("deploy", help="serve one more model, in the configuration that is best for an intent"),
         what.add_parser("intend", help="want something else of a deployed model"),
         what.add_parser("undeploy", help="end a deployed model"),
+        what.add_parser("resize", help="let deployed models have more or less of a device"),
     )
 
 
-def complete_deploying(deploy: ArgumentParser, intend: ArgumentParser, undeploy: ArgumentParser) -> None:
+def complete_deploying(
+    deploy: ArgumentParser, intend: ArgumentParser, undeploy: ArgumentParser, resize: ArgumentParser
+) -> None:
     """Add the options of the sub-commands."""
     deploy.add_argument("path", metavar="PATH", help="the model's directory, as the server finds it")
     deploy.add_argument("--name", metavar="NAME", help="under which requests ask for it (its directory's)")
@@ -36,7 +39,10 @@ def complete_deploying(deploy: ArgumentParser, intend: ArgumentParser, undeploy:
     for each in (deploy, intend):
         add_intent(each)
     add_load(deploy)
+    add_load(intend, as_before=True)
     intend.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    resize.add_argument("device", metavar="DEVICE", help="by its name, such as cuda:0")
+    resize.add_argument("memory", metavar="SIZE", help="what all models together may have there, such as 40GiB")
     undeploy.add_argument("--now", action="store_true", help="do not wait until its requests have ended")
 
 
@@ -45,7 +51,7 @@ def _deploy(url: str, token: str, options: Namespace) -> int:
         "path": options.path,
         "name": options.name,
         "intent": _intent(options),
-        "load": {"prompt": options.prompt, "new": options.new_tokens, "rate": options.rate},
+        "load": said_load(options) or None,
         "weights": options.weights.split(",") if options.weights else None,
         "replicas": options.replicas,
     }
@@ -58,9 +64,13 @@ def _deploy(url: str, token: str, options: Namespace) -> int:
 
 
 def _intend(url: str, token: str, options: Namespace) -> int:
-    kept = options.replicas is not None and intent_of(options) == Intent()  # none was said: it stays
-    intent = None if kept else _intent(options)
-    body = {"name": options.name, "intent": intent, "replicas": options.replicas, "dry_run": options.dry_run}
+    body = {
+        "name": options.name,
+        "intent": None if intent_of(options) == Intent() else _intent(options),  # none was said: it stays
+        "load": said_load(options) or None,
+        "replicas": options.replicas,
+        "dry_run": options.dry_run,
+    }
     told = post(url, "/elastic/fleet/intend", body, token, DEPLOY_S).get("intended") or {}
     for step in told.get("steps") or []:
         to = f" to {step['weights']}" if step.get("weights") else ""
@@ -80,9 +90,17 @@ def _undeploy(url: str, token: str, options: Namespace) -> int:
     return 0
 
 
+def _resize(url: str, token: str, options: Namespace) -> int:
+    body = {"device": options.device, "memory": options.memory}
+    devices = post(url, "/elastic/fleet/resize", body, token, DEPLOY_S)["devices"]
+    told = next(device for device in devices if device["name"] == options.device)
+    print(f"{options.device} has {mib(told['memory_bytes'])} for models, {mib(told['free_bytes'])} free")
+    return 0
+
+
 def _intent(options: Namespace) -> dict[str, Any]:
     intent = intent_of(options)
     return {name: value for name, value in vars(intent).items() if value is not None}
 
 
-DEPLOYING = {"deploy": _deploy, "intend": _intend, "undeploy": _undeploy}
+DEPLOYING = {"deploy": _deploy, "intend": _intend, "undeploy": _undeploy, "resize": _resize}

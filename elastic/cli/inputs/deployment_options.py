@@ -5,8 +5,9 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
-from elastic.cli.inputs.intent_options import add_intent, add_losses, intent_of, losses_of
+from elastic.cli.inputs.intent_options import add_intent, add_load, add_losses, intent_of, load_of, losses_of
 from elastic.errors import ConfigError
+from elastic.planning.deployment.policies import THETA
 
 if TYPE_CHECKING:
     from elastic.cluster.deployment.deployments import Deployments
@@ -20,7 +21,10 @@ _ALONE = (
     "kind",
     "place_by",
     "weights",
+    "theta",
     "rate",
+    "prompt",
+    "new_tokens",
     "replicas",
     "harvest",
 )
@@ -39,14 +43,15 @@ def add_deployments(command: ArgumentParser) -> None:
     )
     group.add_argument("--kind", metavar="NAME", help="the data sheet of cuda:N, such as h100")
     group.add_argument("--weights", metavar="NAMES", help="forms that models may have (full, and those in --losses)")
-    group.add_argument("--rate", type=float, metavar="X", help="requests a second that the model is to be ready for")
     group.add_argument(
         "--replicas", metavar="N", help="instances that share its requests, or 1-4: that follow the load (1)"
     )
     group.add_argument(
         "--place-by", choices=("hybrid", "packing", "least-loaded"), help="which devices are tried first (hybrid)"
     )
+    group.add_argument("--theta", type=float, metavar="X", help=f"load from which on hybrid spreads ({THETA})")
     group.add_argument("--harvest", action="store_true", help="measure models on devices that have little to do")
+    add_load(group)
     add_intent(command)
     add_losses(command)
 
@@ -64,6 +69,7 @@ def check_deployments(options: Namespace) -> None:
             f"--{given.replace('_', '-')} does not go with --devices: an intent chooses the configuration"
         )
     intent_of(options)
+    load_of(options)
     losses_of(options)
 
 
@@ -76,6 +82,7 @@ def make_deployments(options: Namespace) -> Deployments:
         options.devices,
         kind=options.kind,
         policy=options.place_by or "hybrid",
+        theta=THETA if options.theta is None else options.theta,
         weights=options.weights.split(",") if options.weights else None,
         kv=(kv,),
         losses=losses_of(options),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 from elastic.errors import ConfigError
 from elastic.planning.deployment.policies import POLICIES, THETA
 from elastic.planning.estimate.intent import Intent, Objective
+from elastic.planning.estimate.performance import USUAL_LOAD, Load
 
 OBJECTIVES = ("latency", "cost", "memory", "gpu-hours")
 
@@ -22,6 +24,11 @@ def add_estimate(command: ArgumentParser) -> None:
         "--profile", action="store_true", help="measure fingerprints of the model here; else rates of data sheets"
     )
     command.add_argument("--planned", action="store_true", help="also what this version cannot run")
+    command.add_argument(
+        "--characterize",
+        action="store_true",
+        help="show what stages, shared layers and each form do by themselves, and how far apart all configurations are",
+    )
     command.add_argument("--top", type=int, default=10, metavar="N", help="configurations to show (10)")
 
 
@@ -65,13 +72,23 @@ def add_space(command: ArgumentParser) -> None:
     command.add_argument("--kv", default="full", metavar="NAMES", help="full, int8 (full)")
 
 
-def add_load(command: ArgumentParser) -> None:
-    """Add the requests that there are to be."""
-    command.add_argument(
-        "--rate", type=float, default=0.0, metavar="X", help="requests a second (0: one request at a time)"
-    )
-    command.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens of each prompt (512)")
-    command.add_argument("--new-tokens", type=int, default=128, metavar="N", help="generated for each (128)")
+def add_load(command: Any, *, as_before: bool = False) -> None:
+    """Add the requests that there are to be, which are `as_before` where they are not said, or usual ones."""
+    rate, prompt, new = 3 * ("as before",) if as_before else ("0: one request at a time", "512", "128")
+    command.add_argument("--rate", type=float, metavar="X", help=f"requests a second ({rate})")
+    command.add_argument("--prompt", type=int, metavar="N", help=f"tokens of each prompt ({prompt})")
+    command.add_argument("--new-tokens", type=int, metavar="N", help=f"generated for each ({new})")
+
+
+def said_load(options: Namespace) -> dict[str, Any]:
+    """Return what was said of the requests, as fields of `Load`."""
+    said = {"prompt": options.prompt, "new": options.new_tokens, "rate": options.rate}
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def load_of(options: Namespace) -> Load:
+    """Return the requests that there are to be. Raises `ConfigError` for what cannot be."""
+    return replace(USUAL_LOAD, **said_load(options))
 
 
 def add_intent(command: ArgumentParser) -> None:

@@ -10,12 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic.cli.inputs.checks import require_at_least
-from elastic.cli.inputs.intent_options import intent_of, losses_of, names_of
+from elastic.cli.inputs.intent_options import intent_of, load_of, losses_of, names_of
 from elastic.errors import ConfigError
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import WEIGHTS
 from elastic.estimation.estimate import estimate as estimate_all
 from elastic.estimation.profile import CostProfile, measure_fingerprints
+from elastic.planning.estimate.characterization import FIGURES, alone, ranges, ratios
+from elastic.planning.estimate.configuration import forms_of
 from elastic.planning.estimate.performance import Load
 from elastic.planning.estimate.ranking import Estimate
 
@@ -24,25 +26,31 @@ _REASONS = 12
 
 
 def estimate(options: Namespace) -> int:
-    """Print the configurations that fit, the ranks of the best one, and why others do not. Exit code 2: none fits."""
+    """Print the configurations that fit, the ranks of the best one, and why others do not. Exit code 2: none fits.
+
+    To characterize a model is to print what each choice alone does instead.
+    """
     require_at_least(1, options.top, "--top")
-    load = Load(options.prompt, options.new_tokens, options.rate)
+    load = load_of(options)
     weights = names_of(options.weights, "--weights") if options.weights is not None else WEIGHTS
+    kv = names_of(options.kv, "--kv")
     estimates = estimate_all(
         options.model,
         options.devices,
         load=load,
         weights=weights,
-        kv=names_of(options.kv, "--kv"),
+        kv=kv,
         intent=intent_of(options),
         kind=options.kind,
-        profile=_profile(options, weights, load) if options.profile else None,
+        profile=_profile(options, forms_of(weights, kv), load) if options.profile else None,
         planned=options.planned,
         losses=losses_of(options),
     )
     fitting = [each for each in estimates if each.fits]
     console = Console()
-    if fitting:
+    if fitting and options.characterize:
+        console.print(_characterization(fitting))
+    elif fitting:
         wanted = intent_of(options).objective.replace("_", " ")
         console.print(_configurations(fitting[: options.top], wanted))
         console.print(_ranks(fitting[0]))
@@ -53,15 +61,15 @@ def estimate(options: Namespace) -> int:
     return 0 if fitting else 2
 
 
-def _profile(options: Namespace, weights: Sequence[str], load: Load) -> CostProfile:
-    """Measure fingerprints on the first of the devices, which is of this machine."""
+def _profile(options: Namespace, forms: Sequence[str], load: Load) -> CostProfile:
+    """Measure fingerprints in some forms on the first of the devices, which is of this machine."""
     first = parse_devices(options.devices, options.kind)[0]
     device = first.name.partition("#")[0]
     if first.kind.name == device and first.kind.type != "cpu":
         raise ConfigError(
             f"--profile measures on this machine: name its devices, such as cuda:0, not {first.kind.name}"
         )
-    return measure_fingerprints(options.model, weights, device=device, context=load.tokens)
+    return measure_fingerprints(options.model, forms, device=device, context=load.tokens)
 
 
 def _configurations(estimates: Sequence[Estimate], intent: str) -> Table:
@@ -82,6 +90,21 @@ def _configurations(estimates: Sequence[Estimate], intent: str) -> Table:
             f"{each.cost:.2g}",
             f"{3600 * each.gpu_hours:.2g}",
         )
+    return table
+
+
+def _characterization(estimates: Sequence[Estimate]) -> Table:
+    """Tabulate what each choice alone does, and how far apart all configurations are."""
+    base, others = alone(estimates)
+    table = Table(title=f"multiples of {base.configuration}", show_footer=True)
+    names = [str(each.configuration) for each in others]
+    columns = [[f"{ratios(each, base)[name]:.2f}" for each in others] for name in FIGURES]
+    spread = ranges(estimates)
+    table.add_column("by one choice", footer="largest over smallest of all", no_wrap=True)
+    for name in FIGURES:
+        table.add_column(name, footer=f"{spread[name]:.1f}", justify="right")
+    for row in zip(names, *columns, strict=True):
+        table.add_row(*row)
     return table
 
 

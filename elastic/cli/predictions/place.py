@@ -13,13 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from elastic.cli.inputs.intent_options import intent_of, losses_of, names_of, numbers_of
+from elastic.cli.inputs.intent_options import intent_of, load_of, losses_of, names_of, numbers_of
 from elastic.cli.predictions.estimate import basis_words
 from elastic.estimation.estimate import WEIGHTS
 from elastic.estimation.placement import ModelSpace, PlacedModels, place_models
 from elastic.planning.deployment.placing import Deployment, Refusal
 from elastic.planning.estimate.devices import shown_bytes
-from elastic.planning.estimate.performance import Load
 
 _REASONS = 3
 """Better configurations whose reasons are shown for each model."""
@@ -28,7 +27,7 @@ _REASONS = 3
 def place(options: Namespace) -> int:
     """Print what goes where, what is left of the devices, and why not otherwise. Exit code 2: a model has no place."""
     space = ModelSpace(
-        Load(options.prompt, options.new_tokens, options.rate),
+        load_of(options),
         intent_of(options),
         names_of(options.weights, "--weights") if options.weights is not None else WEIGHTS,
         names_of(options.kv, "--kv"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from elastic.planning.deployment.devices import WINDOW_S
 
@@ -13,17 +14,30 @@ NOW_S = 3.0
 
 
 class BusyShares:
-    """Shares from seconds that ranks say they have computed, told about every second. Thread-safe."""
+    """Shares from seconds that ranks say they have computed, and from what NVML says. Thread-safe.
+
+    Both are told about every second. NVML sees all programs on a device, and the ranks among them.
+    """
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
         self._told: dict[tuple[str, str], deque[tuple[float, float]]] = {}  # (device, model) -> (when, seconds so far)
         self._known: dict[tuple[str, str, str], float] = {}  # (device, model, rank) -> what it said last
+        self._utilization: dict[str, float] = {}  # device -> of the window, whoever used it
         self._lock = threading.Lock()
 
-    def tell(self, now_s: float, busy_s: Mapping[tuple[str, str, str], float]) -> None:
-        """Note how long each rank has computed since it began, by its device, its model and its name."""
+    def tell(
+        self,
+        now_s: float,
+        busy_s: Mapping[tuple[str, str, str], float],
+        utilization: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Note how long each rank has computed since it began, by its device, its model and its name.
+
+        `utilization`: of devices of which it is known, the share of the window in which anybody used them.
+        """
         with self._lock:
+            self._utilization = dict(utilization)
             gained: dict[tuple[str, str], float] = {}
             for (device, model, rank), seconds in busy_s.items():
                 more = max(0.0, seconds - self._known.get((device, model, rank), 0.0))
@@ -36,14 +50,21 @@ class BusyShares:
                     told.popleft()
 
     def shares(self, without: str = "") -> dict[str, float]:
-        """Return the share of the window in which ranks of each device computed, `without` a model's.
+        """Return the share of the window in which each device was busy, `without` a model's ranks.
 
-        Several may compute at once.
+        Several ranks may compute at once.
         """
-        return self._within(self._window_s, without)
+        ranks, others = self._within(self._window_s, without), self.others()
+        return {device: ranks.get(device, 0.0) + others.get(device, 0.0) for device in ranks | others}
+
+    def others(self) -> dict[str, float]:
+        """Return the share of the window in which other programs than ranks used devices of which that is known."""
+        ranks = self._within(self._window_s, "")
+        with self._lock:
+            return {device: max(0.0, used - ranks.get(device, 0.0)) for device, used in self._utilization.items()}
 
     def recent(self) -> dict[str, float]:
-        """Return the same of the last seconds."""
+        """Return the share of the last seconds in which ranks of each device computed."""
         return self._within(NOW_S, "")
 
     def settled(self, device: str) -> bool:

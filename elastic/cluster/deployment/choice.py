@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from elastic.errors import CapacityError
 from elastic.estimation.estimate import Estimator
 from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.options import ModelOption, options
@@ -28,6 +29,8 @@ from elastic.planning.estimate.ranking import Estimate, RankBytes
 HEADROOM = 2
 """So many times the requests that run at a time on the average there is room for, where devices have it."""
 STEP_TOKENS = 512
+LOADS_KEPT = 32
+"""Of so many loads a chooser keeps what it estimated."""
 MOST_SHARDS = 4
 """In so many parts layers are cut, at the most."""
 
@@ -75,17 +78,28 @@ class Chooser:
         weights: Sequence[str],
         kv: Sequence[str],
         policy: PolicyName = "hybrid",
+        theta: float = THETA,
         losses: Mapping[str, float] | None = None,
         engine: Mapping[str, Any] | None = None,
     ) -> None:
-        self.devices, self.weights, self.kv, self.policy = devices, tuple(weights), tuple(kv), policy
+        self.devices, self.weights, self.kv, self.order = devices, tuple(weights), tuple(kv), (policy, theta)
         self.losses = losses or {}
         self._step_tokens = (engine or {}).get("max_batch_tokens", STEP_TOKENS)
         self._block_tokens = (engine or {}).get("block_tokens")
-        self.profile: CostProfile | None = None
-        """What was measured of it; None: seconds of data sheets."""
+        self._profile: CostProfile | None = None
+        self._options = lru_cache(LOADS_KEPT)(self._estimated)
         self._dtype = torch.float32 if devices[0].kind.type == "cpu" else None
         self._path = path
+
+    @property
+    def profile(self) -> CostProfile | None:
+        """What was measured of it; None: seconds of data sheets."""
+        return self._profile
+
+    @profile.setter
+    def profile(self, profile: CostProfile | None) -> None:
+        self._profile = profile
+        self._options.cache_clear()
 
     @cached_property
     def layout(self) -> ModelLayout:
@@ -122,23 +136,29 @@ class Chooser:
         layers = range(len(self.layout.decoder.layers))
         return self.rank_bytes(self.estimator(load), Configuration(), layers, 0, 1).used
 
-    def options(self, load: Load, intent: Intent, kv: str | None = None, *, begins: bool = False) -> list[FleetOption]:
+    def options(
+        self, load: Load, intent: Intent, kv: str | None = None, *, begins: bool = False
+    ) -> Sequence[FleetOption]:
         """Return all configurations, the best for the intent first; `kv`: only those with this form.
 
-        With `begins` no rank is there yet: each can begin with what it is to have.
+        With `begins` no rank is there yet: each can begin with what it is to have, in full weights. Those of the last
+        loads are kept: they are asked for every second.
         """
-        estimator, begin = self.estimator(load), 0 if begins else self.begin_bytes(load)
+        return self._options(load, intent, kv, begins)
+
+    def _estimated(self, load: Load, intent: Intent, kv: str | None, begins: bool) -> tuple[FleetOption, ...]:
+        estimator, begin = self.estimator(load), self.begin_bytes(load)
         candidates = options(estimator, intent, self.weights, self.kv if kv is None else (kv,))
-        return [
+        return tuple(
             FleetOption(
                 each.estimator,
                 each.intent,
-                replace(each.estimate, why_not=each.estimate.why_not or unreachable(each.configuration)),
-                begin_bytes=begin,
+                each.estimate,
+                begin_bytes=0 if begins and each.configuration.weights == FULL else begin,
                 shards=self.shards,
             )
             for each in candidates
-        ]
+        )
 
     def choose(
         self,
@@ -157,11 +177,11 @@ class Chooser:
         """
         candidates = self.options(load.shared(replicas), intent, kv, begins=not stays or only is not None)
         candidates = [each for each in candidates if only in (None, each.configuration)]
-        placed = place(candidates, states, self.policy, THETA, replicas)
+        placed = place(candidates, states, *self.order, replicas)
         if isinstance(placed, Refusal):
             return placed
         chosen = next(each for each in candidates if each.configuration == placed.configuration)
-        again = place([chosen], [state for state in states if state.name in stays], self.policy, THETA, replicas)
+        again = place([chosen], [state for state in states if state.name in stays], *self.order, replicas)
         return settled(chosen, again if isinstance(again, Deployment) else placed, states)
 
     def now(self, load: Load, intent: Intent, present: Deployment) -> Estimate:
@@ -180,13 +200,6 @@ class Chooser:
     ) -> RankBytes:
         """Return what a rank has of so many bytes for each purpose."""
         return estimator.rank(Device("", self.devices[0].kind, nbytes), layers, configuration, running)
-
-
-def unreachable(configuration: Configuration) -> str:
-    """Say why a fleet cannot have a configuration by its actions; "": it can."""
-    if configuration.ranks > 1 and configuration.weights != FULL:
-        return "layers in a variant stay at a rank of their own in this version"
-    return ""
 
 
 def settled(chosen: FleetOption, placed: Deployment, states: Sequence[DeviceState]) -> Deployment:
@@ -209,3 +222,14 @@ def settled(chosen: FleetOption, placed: Deployment, states: Sequence[DeviceStat
     slowest = max(estimates, key=lambda each: each.latency_s)
     every = tuple(stage for stages in instances for stage in stages)
     return replace(placed, stages=every, requests=requests, estimate=slowest)
+
+
+def no_place(name: str, refusal: Refusal) -> CapacityError:
+    """Return the error that says why a model has no place."""
+    reasons = "; ".join(f"{configuration}: {why}" for configuration, why in refusal.reasons[:4])
+    return CapacityError(
+        f"{name!r} has no place: {refusal}. ({reasons}) Give it devices, an intent with other bounds, or less load",
+        requested_bytes=0,
+        free_bytes=0,
+        total_bytes=0,
+    )

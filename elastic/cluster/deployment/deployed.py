@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from elastic.cluster.deployment.choice import Chooser
+from elastic.cluster.deployment.choice import Chooser, no_place
 from elastic.cluster.deployment.devices import DeviceBook
 from elastic.cluster.deployment.hysteresis import Hysteresis, Replanning
 from elastic.cluster.deployment.load_meter import LoadMeter
@@ -19,12 +19,12 @@ from elastic.cluster.deployment.status import DeploymentStatus, Replanned, Stage
 from elastic.cluster.deployment.steps import apart, same, steps_between, whole
 from elastic.cluster.deployment.transition import DeploymentTransition, observed
 from elastic.cluster.fleet.fleet import Fleet
-from elastic.errors import CapacityError, ConfigError, ElasticError
+from elastic.errors import ConfigError, ElasticError
 from elastic.estimation.profiles.store import ProfileStore
 from elastic.planning.deployment.devices import Stage
 from elastic.planning.deployment.placing import Deployment, Refusal
 from elastic.planning.deployment.replicas import ReplicaRange, best_number, most_served
-from elastic.planning.estimate.configuration import FULL, Configuration
+from elastic.planning.estimate.configuration import FULL, Configuration, forms_of
 from elastic.planning.estimate.intent import Intent
 from elastic.planning.estimate.performance import Load
 from elastic.planning.estimate.ranking import Estimate
@@ -53,7 +53,7 @@ class Deployed:
         self.name, self.path, self.intent, self.replicas = name, path, intent, replicas
         self.chooser = chooser
         profile = store.load(path, chooser.devices[0].kind.type)
-        if profile is not None and set(chooser.weights) <= profile.around.keys():
+        if profile is not None and set(self.forms) <= profile.around.keys():
             chooser.profile = profile
         self.changes = 0
         self._book, self._settings = book, settings
@@ -75,22 +75,22 @@ class Deployed:
             better=settings.better,
         )
         if isinstance(chosen, Refusal):
-            raise _refused(name, chosen)
+            raise no_place(name, chosen)
         self.plan = chosen
         self._fixed = not self._whole_fits()
         alike = len({tuple(stage.layers for stage in stages) for stages in chosen.instances}) == 1
-        self._by_shares = chosen.configuration.ranks > 1 and alike and (self._fixed or set(self.forms) == {FULL})
+        self._by_shares = chosen.configuration.ranks > 1 and alike and (self._fixed or set(chooser.weights) == {FULL})
         if self._fixed and not alike:
             why = "replicas that begin with their shares need room for the same layers in each stage"
-            raise _refused(name, Refusal(((chosen.configuration, why),)))
+            raise no_place(name, Refusal(((chosen.configuration, why),)))
         self._check_follows(replicas)
         self.fleet = self._make_fleet(dict(fleet_options))
         self.hysteresis = Hysteresis(settings, time.monotonic())
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The forms of weights that it may have."""
-        return self.chooser.weights
+        """The forms of weights, keys and values that it may have."""
+        return forms_of(self.chooser.weights, self.chooser.kv)
 
     @property
     def load(self) -> Load:
@@ -134,8 +134,7 @@ class Deployed:
     def estimate(self, load: Load | None = None, intent: Intent | None = None) -> Estimate:
         """Return what is expected of it as it is."""
         estimate = self.chooser.now(load or self.load, intent or self.intent, self.plan)
-        lacking = self._lacking()
-        return replace(estimate, why_not=estimate.why_not or lacking)
+        return replace(estimate, why_not=estimate.why_not or self._book.lacking(self.name))
 
     def best(
         self,
@@ -176,7 +175,7 @@ class Deployed:
                 self.plan = self._as_begun()
             best = self.best(load, intent, replicas)
             if isinstance(best, Refusal):
-                raise _refused(self.name, best)
+                raise no_place(self.name, best)
             if not dry_run:
                 self.intent, self.replicas = intent, replicas or self.replicas
                 return self._become(best, why)
@@ -270,9 +269,9 @@ class Deployed:
     def _make_fleet(self, options: dict[str, Any]) -> Fleet:
         chosen = self.plan.configuration
         engine = {"kv_cache_dtype": "auto" if chosen.kv == FULL else chosen.kv}
-        variants = () if self._by_shares else tuple(form for form in self.forms if form != FULL)
+        variants = () if self._by_shares else tuple(form for form in self.chooser.weights if form != FULL)
         stages = tuple(len(stage.layers) for stage in self.plan.instances[0])
-        self._reserve_all(self.plan.devices)
+        self._book.reserve_all(self.name, self.plan.devices)
         return Fleet(
             self.path,
             ranks=[[self._place(device)] for device in self.plan.devices],
@@ -319,19 +318,14 @@ class Deployed:
         self._places[device] = f"{base}#{own}={self._book.free(self.name)[device]}"
         return self._places[device]
 
-    def _reserve_all(self, devices: Sequence[str]) -> None:
-        """Have all that is free on some devices, as ranks that begin or change need more than they keep."""
-        free = self._book.free(self.name)
-        self._book.reserve(self.name, {**self._book.reserved(self.name), **{name: free[name] for name in devices}})
-
     def _carry_out(self, best: Deployment, steps: Sequence[TransitionStep], why: str) -> Replanned:
         began_s, before = time.monotonic(), self.plan
         try:
-            self._reserve_all([*self.plan.devices, *best.devices])
+            self._book.reserve_all(self.name, [*self.plan.devices, *best.devices])
             for step in steps:
                 self._do(step, best)
         except ElasticError as error:
-            self._stay(before)
+            self._stay(before, best)
             self.hysteresis.changed(time.monotonic(), f"stopped on the way to {best.configuration}: {error}")
             seconds = time.monotonic() - began_s
             return Replanned(
@@ -382,8 +376,8 @@ class Deployed:
         self._above_limits = kept != limits
         self._book.reserve(self.name, {device: min(free[device], others[device] + kept[device]) for device in kept})
 
-    def _stay(self, before: Deployment) -> None:
-        """Have the plan say what there is, where a change was stopped on the way."""
+    def _stay(self, before: Deployment, best: Deployment) -> None:
+        """Have the plan say what there is, where a change was stopped on the way to the best."""
         seen = self.observed()
         if seen == before.configuration and set(self._ranks) == set(before.devices):
             return
@@ -391,24 +385,12 @@ class Deployed:
             every = range(before.stages[-1].layers.stop)
             stages = tuple(Stage(every, (device,), 0) for device in self._ranks)
             self.plan = replace(before, configuration=seen, stages=stages)
-
-    def _lacking(self) -> str:
-        """Say on which device others, or nobody, left too little for it; "" where that is not so."""
-        free = self._book.free(self.name)
-        reserved = self._book.reserved(self.name)
-        short = next((name for name, nbytes in reserved.items() if nbytes > free.get(name, 0)), None)
-        return f"{short} has {free.get(short, 0):,} bytes for it, of {reserved[short]:,}" if short is not None else ""
+            return
+        for plan in (before, best):
+            degrees = plan.configuration.tp, plan.configuration.pp
+            if (seen.tp, seen.pp) == degrees and set(self._ranks) == set(plan.devices):
+                self.plan = replace(plan, configuration=seen)
 
 
 def _moved(steps: Sequence[TransitionStep]) -> int:
     return sum(step.moved_bytes for step in steps)
-
-
-def _refused(name: str, refusal: Refusal) -> CapacityError:
-    reasons = "; ".join(f"{configuration}: {why}" for configuration, why in refusal.reasons[:4])
-    return CapacityError(
-        f"{name!r} has no place: {refusal}. ({reasons}) Give it devices, an intent with other bounds, or less load",
-        requested_bytes=0,
-        free_bytes=0,
-        total_bytes=0,
-    )

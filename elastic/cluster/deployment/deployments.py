@@ -24,12 +24,12 @@ from elastic.estimation.device_list import parse_devices
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.profiles.store import ProfileStore
 from elastic.planning.deployment.placing import Deployment, Refusal
-from elastic.planning.deployment.policies import PolicyName, preferred
+from elastic.planning.deployment.policies import THETA, PolicyName, preferred
 from elastic.planning.deployment.replicas import ReplicaRange
 from elastic.planning.estimate.configuration import FULL
 from elastic.planning.estimate.devices import Device
 from elastic.planning.estimate.intent import Intent, Objective
-from elastic.planning.estimate.performance import Load
+from elastic.planning.estimate.performance import USUAL_LOAD, Load
 
 logger = logging.getLogger(__name__)
 _open: weakref.WeakSet[Deployments] = weakref.WeakSet()
@@ -40,12 +40,13 @@ class Deployments:
 
     `devices` are places with what all models together may have there ("cuda:0=80GiB", of the data sheet `kind`;
     "cpu#a=1GiB"), separated by commas in text; all are of one kind. `policy` places models: "hybrid", "packing" or
-    "least-loaded". `weights` and `kv` are the forms that models may get unless `deploy` says others; `losses` say by
-    how much a form raises the mean loss of a token, for intents that bound it. Without `weights` these are full ones
-    and those of which `losses` tells: quality is lost to no intent unasked. `launch` is that of each fleet, `fleet`
-    has further options of `Fleet`. `replanning` says when deployments change by themselves; None: only when told. With
-    `harvest` models are measured on devices that have little to do; what is found is kept in `store` (beside the
-    checkpoint unless it says otherwise), and estimates are made of it. Nothing runs before `start`, or `with`.
+    "least-loaded"; devices with a load below `theta` are packed by "hybrid". `weights` and `kv` are the forms that
+    models may get unless `deploy` says others; `losses` say by how much a form raises the mean loss of a token, for
+    intents that bound it. Without `weights` these are full ones and those of which `losses` tells: quality is lost to
+    no intent unasked. `launch` is that of each fleet, `fleet` has further options of `Fleet`. `replanning` says when
+    deployments change by themselves; None: only when told. With `harvest` models are measured on devices that have
+    little to do; what is found is kept in `store` (beside the checkpoint unless it says otherwise), and estimates are
+    made of it. Nothing runs before `start`, or `with`.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Deployments:
         *,
         kind: str | None = None,
         policy: PolicyName = "hybrid",
+        theta: float = THETA,
         weights: Sequence[str] | None = None,
         kv: Sequence[str] = (FULL,),
         losses: Mapping[str, float] | None = None,
@@ -67,8 +69,8 @@ class Deployments:
         kinds = {device.kind.name for device in available}
         if len(kinds) > 1:
             raise ConfigError(f"devices of kinds {', '.join(sorted(kinds))}: deployments are for devices of one kind")
-        preferred((), policy)
-        self._book, self._policy, self._losses = DeviceBook(available), policy, losses
+        preferred((), policy, theta)
+        self._book, self._order, self._losses = DeviceBook(available), (policy, theta), losses
         self._weights, self._kv = tuple(weights or dict.fromkeys((FULL, *(losses or ())))), tuple(kv)
         self._fleet_options = {"launch": launch, **(fleet or {})}
         self._replanning, self._store = replanning or Replanning(), store or ProfileStore()
@@ -147,8 +149,8 @@ class Deployments:
             devices = [*self._book.devices.values()]
             options = {**self._fleet_options, **(fleet or {})}
             forms = weights or self._weights, kv or self._kv
-            chooser = Chooser(path, devices, *forms, self._policy, self._losses, options.get("engine"))
-            expected = load or chooser.bounded(Load(512, 128))
+            chooser = Chooser(path, devices, *forms, *self._order, self._losses, options.get("engine"))
+            expected = load or chooser.bounded(USUAL_LOAD)
             try:
                 deployed = Deployed(
                     name,
@@ -189,11 +191,15 @@ class Deployments:
         with self._lock:
             deployed = self._named(name)
             wanted = deployed.intent if intent is None else Intent.of(intent)
+            before, expected = deployed.meter.expected, load if load is not None else deployed.load
             if load is not None and not dry_run:
-                deployed.meter.expect(load)
-            expected = load if load is not None else deployed.load
-            why = f"the intent is {describe(wanted)}"
-            return deployed.change(wanted, expected, why, replicas=count, dry_run=dry_run)
+                deployed.meter.expected = load
+            try:
+                why = f"the intent is {describe(wanted)}"
+                return deployed.change(wanted, expected, why, replicas=count, dry_run=dry_run)
+            except ElasticError:
+                deployed.meter.expected = before
+                raise
 
     def plan(self, name: str) -> Deployment | Refusal:
         """Return what would be best for a deployment as things are now, whether or not it is that."""
@@ -221,6 +227,10 @@ class Deployments:
         """Return what is deployed."""
         return tuple(deployed.status() for deployed in list(self._deployed.values()))
 
+    def expected(self, name: str) -> Load:
+        """Return the requests that a deployment is to be ready for. Raises `ConfigError` for an unknown name."""
+        return self._named(name).meter.expected
+
     def devices(self) -> tuple[DeviceStatus, ...]:
         """Return the devices, with what is free there and how busy they are."""
         free, shares = self._book.free(), self._book.busy.shares()
@@ -243,7 +253,7 @@ class Deployments:
         while not self._ended.wait(self._replanning.tick_s):
             now_s = time.monotonic()
             deployed = list(self._deployed.values())
-            self._book.busy.tell(now_s, _busy_s(deployed))
+            self._book.busy.tell(now_s, *_busy(deployed))
             with self._lock:
                 if self._harvester is not None:
                     self._harvester.tick(now_s, list(self._deployed.values()))
@@ -277,16 +287,19 @@ def describe(intent: Intent) -> str:
     return ", ".join([f"the least {intent.objective}", *kept])
 
 
-def _busy_s(deployed: Sequence[Deployed]) -> dict[tuple[str, str, str], float]:
-    """Return for how long each rank has computed, by its device, model and name."""
-    told = {}
+def _busy(deployed: Sequence[Deployed]) -> tuple[dict[tuple[str, str, str], float], dict[str, float]]:
+    """Return for how long each rank has computed, by its device, model and name; and how busy devices are, by NVML."""
+    told, utilization = {}, dict[str, float]()
     for each in deployed:
         for device, rank in each.ranks.items():
             try:
-                told[device, each.name, rank] = each.fleet.look(rank).times.busy_s
+                view = each.fleet.look(rank)
             except ElasticError:  # it has just gone
                 continue
-    return told
+            told[device, each.name, rank] = view.times.busy_s
+            if view.utilization is not None:
+                utilization[device] = max(view.utilization, utilization.get(device, 0.0))
+    return told, utilization
 
 
 def _stop_all() -> None:

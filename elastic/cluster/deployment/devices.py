@@ -58,6 +58,17 @@ class DeviceBook:
                     )
             self._reserved[who] = {device: wanted for device, wanted in nbytes.items() if wanted}
 
+    def reserve_all(self, who: str, devices: Sequence[str]) -> None:
+        """Have all that is free on some devices, besides what `who` has of others."""
+        free = self.free(who)
+        self.reserve(who, {**self.reserved(who), **{name: free[name] for name in devices}})
+
+    def lacking(self, who: str) -> str:
+        """Say on which device others, or nobody, left less than `who` has reserved; "" where that is not so."""
+        free, reserved = self.free(who), self.reserved(who)
+        short = next((name for name, nbytes in reserved.items() if nbytes > free.get(name, 0)), None)
+        return f"{short} has {free.get(short, 0):,} bytes for it, of {reserved[short]:,}" if short is not None else ""
+
     def reserved(self, who: str) -> dict[str, int]:
         """Return what somebody has of each device."""
         with self._lock:

@@ -44,8 +44,8 @@ class Measured(Protocol):
 Starter = Callable[[str, Sequence[str], str], Measuring]
 
 
-def _start(model: str, weights: Sequence[str], device: str) -> Measuring:
-    return ProfilingProcess(model, weights, device, context=CONTEXT, share=SHARE)
+def _start(model: str, forms: Sequence[str], device: str) -> Measuring:
+    return ProfilingProcess(model, forms, device, context=CONTEXT, share=SHARE)
 
 
 class Harvester:
@@ -143,7 +143,9 @@ class Harvester:
 
     def _watch(self, now_s: float, guest: Measuring, model: Measured, models: Sequence[Measured]) -> None:
         gone = all(model is not each for each in models)
-        if gone or self._book.busy.recent().get(self._device, 0.0) >= SPARE_LOAD:
+        busy = self._book.busy
+        others = max(0.0, busy.others().get(self._device, 0.0) - SHARE)  # the guest is one of them
+        if gone or busy.recent().get(self._device, 0.0) + others >= SPARE_LOAD:
             guest.cancel()
             self.cancelled += not gone
             self._not_before_s = now_s + REST_S

@@ -26,18 +26,18 @@ def priced(
     pages = chooser.estimator(Load(1, 1)).pages
     layers = range(len(chooser.layout.decoder.layers))
 
-    def nbytes(weights: str) -> int:
-        return pages.layers(layers, weights, 1) * pages.page_bytes
+    def nbytes(weights: str, of: range = layers) -> int:
+        return pages.layers(of, weights, 1) * pages.page_bytes
 
     def one(step: TransitionStep) -> TransitionStep:
-        count = len(step.devices)
         match step.kind:
             case "add":
-                return replace(step, moved_bytes=count * nbytes(FULL), seconds=START_S if begin_s is None else begin_s)
+                begun_s = START_S if begin_s is None else begin_s
+                return replace(step, moved_bytes=len(step.devices) * nbytes(FULL), seconds=begun_s)
             case "swap":
-                return _moving(step, count * nbytes(step.weights), Swap)
+                return _moving(step, sum(nbytes(step.weights, kept) for kept in step.layers), Swap)
             case "restore":
-                return _moving(step, count * nbytes(FULL), Restore)
+                return _moving(step, sum(nbytes(FULL, kept) for kept in step.layers), Restore)
             case "part" if now.ranks > 1:
                 return _moving(step, round((now.ranks - 1) * nbytes(FULL)), Restore)
         return step

@@ -10,7 +10,7 @@ from elastic.planning.estimate.performance import Load
 from elastic.planning.estimate.ranking import Estimate
 
 StepKind = Literal["add", "part", "restore", "swap", "remove", "share", "drop", "limit"]
-"""`add`, `remove`: a rank. `part`: ranks compute whole models again. `restore`, `swap`: the form of all layers.
+"""`add`, `remove`: a rank. `part`: ranks compute whole models again. `restore`, `swap`: the form of layers.
 `share`: ranks share every layer. `drop`: each keeps the layers of a stage. `limit`: what the KV cache may have."""
 
 
@@ -22,7 +22,7 @@ class TransitionStep:
     devices: tuple[str, ...]
     """Whose ranks it is about."""
     layers: tuple[range, ...] = ()
-    """`drop`: those that each rank keeps."""
+    """`drop`: those that each rank keeps. `restore`, `swap`: those of each rank."""
     weights: str = ""
     """`swap`: the variant."""
     moved_bytes: int = 0
@@ -90,7 +90,7 @@ class DeviceStatus:
     free_bytes: int
     """That no deployment has reserved."""
     load: float
-    """The share of the last two minutes in which ranks computed there."""
+    """The share of the last two minutes in which ranks computed there, or anybody where that is known and more."""
     models: tuple[str, ...]
     guest: str = ""
     """Of which model fingerprints are measured there now."""

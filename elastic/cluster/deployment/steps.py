@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from elastic.cluster.deployment.status import TransitionStep
+from elastic.cluster.deployment.status import StepKind, TransitionStep
 from elastic.planning.deployment.devices import Stage
 from elastic.planning.deployment.placing import Deployment
-from elastic.planning.estimate.configuration import FULL, Configuration
+from elastic.planning.estimate.configuration import FULL
 
 
 def same(now: Deployment, wanted: Deployment) -> bool:
@@ -19,26 +19,33 @@ def same(now: Deployment, wanted: Deployment) -> bool:
 def steps_between(now: Deployment, wanted: Deployment) -> tuple[TransitionStep, ...]:
     """Return what is to be done, in order. While it is done, all requests are served by the ranks that are there.
 
-    Ranks that are needed come first. Ranks of which the layers are shared, or in stages, compute whole models again
-    before they change their form, and before some of them leave: their requests then have where to go. Instances that
-    stay as they are are not touched.
+    Ranks that are needed come first. Ranks of which the layers are shared, or in stages, compute whole models in full
+    weights again before some of them leave, or share them otherwise: their requests then have where to go. Only full
+    weights are shared or dropped; then each rank swaps what it has. Instances that stay as they are are not touched.
     """
     if same(now, wanted):
         return (TransitionStep("limit", wanted.devices),) if now.stages != wanted.stages else ()
-    before, after = now.devices, wanted.devices
-    coming = tuple(name for name in after if name not in before)
-    going = tuple(name for name in before if name not in after)
-    steps = [TransitionStep("add", coming)] if coming else []
-    parted = [stage for stages in now.instances if _cut(stages) not in _cuts(wanted) for stage in stages]
-    if now.configuration.ranks > 1 and parted:
-        steps.append(TransitionStep("part", tuple(name for stage in parted for name in stage.devices)))
-    steps += _form(now.configuration, wanted.configuration, coming, tuple(n for n in before if n in after))
-    if going:
-        steps.append(TransitionStep("remove", going))
+    there, then = _layers(now), _layers(wanted)
+    form, other = wanted.configuration.weights, now.configuration.weights != wanted.configuration.weights
+    kept = {
+        name for stages in wanted.instances if _cut(stages) in _cuts(now) for each in stages for name in each.devices
+    }
+    parted = [name for name in there if name not in kept] if now.configuration.ranks > 1 else []
+    restored = [name for name in there if name in parted or (name in then and (other or name not in kept))]
+    swapped = _step("swap", [name for name in then if other or name not in kept], then, form)
+    steps = [
+        *_step("add", [name for name in then if name not in there]),
+        *(_step("restore", restored, there) if now.configuration.weights != FULL else ()),
+        *_step("part", parted),
+        *(swapped if form != FULL and wanted.configuration.ranks == 1 else ()),
+        *_step("remove", [name for name in there if name not in then]),
+    ]
     for stages in wanted.instances:
         if _cut(stages) not in _cuts(now):
             steps += grouping(stages)
-    return (*steps, TransitionStep("limit", after))
+    if form != FULL and wanted.configuration.ranks > 1:
+        steps += swapped
+    return (*steps, TransitionStep("limit", wanted.devices))
 
 
 def grouping(stages: Sequence[Stage]) -> list[TransitionStep]:
@@ -62,18 +69,17 @@ def apart(stages: Sequence[Stage]) -> list[Stage]:
     return [Stage(layers, (name,), 0) for stage in stages for name in stage.devices]
 
 
-def _form(
-    now: Configuration, wanted: Configuration, coming: Sequence[str], staying: Sequence[str]
+def _step(
+    kind: StepKind, devices: Sequence[str], layers: Mapping[str, range] | None = None, weights: str = ""
 ) -> list[TransitionStep]:
-    """Return how layers get their form; ranks that come have full weights."""
-    steps = []
-    if now.weights not in (FULL, wanted.weights) and staying:
-        steps.append(TransitionStep("restore", tuple(staying)))
-    if wanted.weights != FULL:
-        changed = (*(staying if now.weights != wanted.weights else ()), *coming)
-        if changed:
-            steps.append(TransitionStep("swap", changed, weights=wanted.weights))
-    return steps
+    """Return a step, if it is about any device. `layers`: those of each device."""
+    own = tuple(layers[name] for name in devices) if layers else ()
+    return [TransitionStep(kind, tuple(devices), own, weights)] if devices else []
+
+
+def _layers(deployment: Deployment) -> dict[str, range]:
+    """Return which layers each device has."""
+    return {name: stage.layers for stage in deployment.stages for name in stage.devices}
 
 
 def _cuts(deployment: Deployment) -> list[tuple[tuple[range, tuple[str, ...]], ...]]:

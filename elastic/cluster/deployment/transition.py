@@ -41,9 +41,8 @@ class DeploymentTransition:
             case "part":
                 self._part(ranks)
             case "restore" | "swap":
-                for rank in ranks:
-                    layers = tuple(range(self._fleet.look(rank).status.layers))
-                    action = Swap(layers, step.weights) if step.kind == "swap" else Restore(layers)
+                for rank, kept in zip(ranks, step.layers, strict=True):
+                    action = Swap(tuple(kept), step.weights) if step.kind == "swap" else Restore(tuple(kept))
                     self._fleet.apply(rank, (action,), why=WHY)
             case "share":
                 _require(self._fleet.reshard(ranks, tp=len(ranks), why=WHY))

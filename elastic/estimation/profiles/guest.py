@@ -35,8 +35,8 @@ _PR_SET_PDEATHSIG = 1
 class ProfilingProcess:
     """A process that measures; `ended` looks whether it has."""
 
-    def __init__(self, model: str | Path, weights: Sequence[str], device: str, *, context: int, share: float) -> None:
-        arguments = [str(model), *weights, "--device", device, "--context", str(context), "--share", str(share)]
+    def __init__(self, model: str | Path, forms: Sequence[str], device: str, *, context: int, share: float) -> None:
+        arguments = [str(model), *forms, "--device", device, "--context", str(context), "--share", str(share)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "elastic.estimation.profiles.guest", *arguments],
             stdin=subprocess.DEVNULL,
@@ -69,17 +69,17 @@ class ProfilingProcess:
         self._process.communicate()
 
 
-def guest_bytes(model: str | Path, weights: Sequence[str], context: int) -> int:
+def guest_bytes(model: str | Path, forms: Sequence[str], context: int) -> int:
     """Return the memory that the largest fingerprint takes in the engine. Raises `ConfigError`."""
     layout = layout_of(model, torch.float32)
     tokens = context + STEP_TOKENS
-    return max(fingerprint_bytes(layout, kind, name, tokens) for kind in layout.kinds for name in weights)
+    return max(fingerprint_bytes(layout, kind, name, tokens) for kind in layout.kinds for name in forms)
 
 
 def _main() -> int:
     parser = argparse.ArgumentParser(description="measure fingerprints beside what is served")
     parser.add_argument("model")
-    parser.add_argument("weights", nargs="*", default=[FULL])
+    parser.add_argument("forms", nargs="*", default=[FULL])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--share", type=float, default=SHARE)
@@ -93,7 +93,7 @@ def _main() -> int:
         answer = to_json(
             measure_fingerprints(
                 options.model,
-                options.weights,
+                options.forms,
                 device=options.device,
                 context=options.context,
                 step_tokens=STEP_TOKENS,

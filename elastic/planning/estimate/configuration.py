@@ -41,9 +41,30 @@ class Configuration:
         forms = (self.weights, self.weights), (self.kv, f"KV {self.kv}")
         return tuple(name for form, name in forms if form != FULL)
 
+    @property
+    def form(self) -> str:
+        """The form of weights, keys and values, on which the seconds of a layer depend."""
+        return form_of(self.weights, self.kv)
+
     def __str__(self) -> str:
         """Return such as `TP2 PP1 int4`; keys and values are named where they have a form of their own."""
-        return f"TP{self.tp} PP{self.pp} {self.weights}" + (f" KV {self.kv}" if self.kv != FULL else "")
+        return f"TP{self.tp} PP{self.pp} {self.form}"
+
+
+def form_of(weights: str, kv: str) -> str:
+    """Return such as `int4`, or `int4 KV int8` where keys and values have a form of their own."""
+    return weights if kv == FULL else f"{weights} KV {kv}"
+
+
+def parts_of(form: str) -> tuple[str, str]:
+    """Return the form of the weights, and that of keys and values."""
+    weights, _, kv = form.partition(" KV ")
+    return weights, kv or FULL
+
+
+def forms_of(weights: Sequence[str], kv: Sequence[str]) -> tuple[str, ...]:
+    """Return each form of weights with each form of keys and values."""
+    return tuple(form_of(*each) for each in itertools.product(weights, kv))
 
 
 def configurations(

@@ -47,6 +47,10 @@ class Load:
         return [Chunk(str(number), self.prompt + self.new // 2, 1) for number in range(requests)]
 
 
+USUAL_LOAD = Load(512, 128)
+"""Where nobody says another one."""
+
+
 @dataclass(frozen=True)
 class InstanceCost:
     """Seconds of the parts of an instance."""

@@ -28,6 +28,9 @@ class ServedDeployments(Protocol):
     def devices(self) -> tuple[DeviceStatus, ...]:
         """Return the devices that deployments share."""
 
+    def expected(self, name: str) -> Load:
+        """Return the requests that a deployment is to be ready for."""
+
     def deploy(
         self,
         path: str,
@@ -50,6 +53,9 @@ class ServedDeployments(Protocol):
         dry_run: bool = False,
     ) -> Any:
         """Want something else of a deployment."""
+
+    def resize(self, device: str, memory: int | str) -> None:
+        """Have more or less of a device from now on."""
 
     def remove(self, name: str, *, drain: bool = True) -> None:
         """End a deployment."""

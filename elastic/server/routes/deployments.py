@@ -2,15 +2,17 @@
 
 `POST /elastic/fleet/deploy {"path", "name", "intent", "load", "weights", "replicas"}`, of which all but the path may be
 left out; `POST /elastic/fleet/intend {"name", "intent", "load", "replicas", "dry_run"}`; `POST /elastic/fleet/undeploy
-{"name", "drain"}`.
+{"name", "drain"}`; `POST /elastic/fleet/resize {"device", "memory"}`, which answers with the fields of `DeviceStatus`.
 An intent is `{"minimize": "latency", "latency_s": 1.5, "cost": 40, "quality_loss": 0.01}`, each part of its own; a load
-`{"prompt": 512, "new": 128, "rate": 2}`; replicas are a number, or text such as `"1-4"`. They answer when it is done,
-with the fields of `DeploymentStatus` and `Replanned`; what is deployed is in `GET /elastic/status`.
+`{"prompt": 512, "new": 128, "rate": 2}`, of which `intend` leaves as it was what is left out; replicas are a number, or
+text such as `"1-4"`. They answer when it is done, with the fields of `DeploymentStatus` and `Replanned`; what is
+deployed is in `GET /elastic/status`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -18,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from elastic.errors import StateError
 from elastic.planning.estimate.intent import Intent, Objective
-from elastic.planning.estimate.performance import Load
+from elastic.planning.estimate.performance import USUAL_LOAD, Load
 from elastic.server.fleets.deployments import ServedDeployments
 from elastic.server.generation.bodies import JSONRoute
 from elastic.server.protocol.errors import APIError
@@ -53,14 +55,13 @@ class IntentBody(_Body):
 class LoadBody(_Body):
     """The requests to be ready for."""
 
-    prompt: Tokens = 512
-    new: Tokens = 128
-    rate: Annotated[float, Field(ge=0, lt=1e9)] = 0.0
+    prompt: Tokens | None = None
+    new: Tokens | None = None
+    rate: Annotated[float, Field(ge=0, lt=1e9)] | None = None
 
-    @property
-    def load(self) -> Load:
-        """The load."""
-        return Load(self.prompt, self.new, self.rate)
+    def over(self, usual: Load) -> Load:
+        """Return the load, which is as usual in what it leaves out."""
+        return replace(usual, **self.model_dump(exclude_none=True))
 
 
 class DeployBody(_Body):
@@ -84,6 +85,13 @@ class IntendBody(_Body):
     dry_run: bool = False
 
 
+class ResizeBody(_Body):
+    """What all deployments together may have of a device from now on: bytes, or such as "40GiB"."""
+
+    device: Name
+    memory: Annotated[int, Field(ge=0, lt=2**63)] | Annotated[str, Field(min_length=1, max_length=40)]
+
+
 class UndeployBody(_Body):
     """A deployment that is to end; with `drain`, when its requests have ended."""
 
@@ -98,7 +106,7 @@ def routes(models: Catalogue) -> APIRouter:
     @router.post("/elastic/fleet/deploy")
     async def deploy(body: DeployBody) -> dict[str, Any]:
         def work(deployments: ServedDeployments) -> dict[str, Any]:
-            load = body.load.load if body.load is not None else None
+            load = body.load.over(USUAL_LOAD) if body.load is not None else None
             told = deployments.deploy(
                 body.path,
                 body.intent.intent,
@@ -109,17 +117,25 @@ def routes(models: Catalogue) -> APIRouter:
             )
             return {"deployed": plain(told)}
 
-        return await _done(work)
+        return await _done(models, work)
 
     @router.post("/elastic/fleet/intend")
     async def intend(body: IntendBody) -> dict[str, Any]:
         def work(deployments: ServedDeployments) -> dict[str, Any]:
             intent = body.intent.intent if body.intent is not None else None
-            load = body.load.load if body.load is not None else None
+            load = body.load.over(deployments.expected(body.name)) if body.load is not None else None
             told = deployments.intend(body.name, intent, load=load, replicas=body.replicas, dry_run=body.dry_run)
             return {"intended": plain(told)}
 
-        return await _done(work)
+        return await _done(models, work)
+
+    @router.post("/elastic/fleet/resize")
+    async def resize(body: ResizeBody) -> dict[str, Any]:
+        def work(deployments: ServedDeployments) -> dict[str, Any]:
+            deployments.resize(body.device, body.memory)
+            return {"devices": [plain(device) for device in deployments.devices()]}
+
+        return await _done(models, work)
 
     @router.post("/elastic/fleet/undeploy")
     async def undeploy(body: UndeployBody) -> dict[str, Any]:
@@ -129,20 +145,21 @@ def routes(models: Catalogue) -> APIRouter:
             deployments.remove(body.name, drain=body.drain)
             return {"undeployed": body.name}
 
-        return await _done(work)
-
-    async def _done(work: Callable[[ServedDeployments], dict[str, Any]]) -> dict[str, Any]:
-        """Act on a thread, and see then what is deployed."""
-        deployments = models.deployments
-        if deployments is None:
-            message = "this server deploys no models; start it with elastic serve MODEL --devices DEVICES"
-            raise APIError(404, message, code="not_found")
-
-        def change() -> dict[str, Any]:
-            answer = work(deployments)
-            models.refresh()
-            return answer
-
-        return await act(change)
+        return await _done(models, work)
 
     return router
+
+
+async def _done(models: Catalogue, work: Callable[[ServedDeployments], dict[str, Any]]) -> dict[str, Any]:
+    """Act on a thread, and see then what is deployed."""
+    deployments = models.deployments
+    if deployments is None:
+        message = "this server deploys no models; start it with elastic serve MODEL --devices DEVICES"
+        raise APIError(404, message, code="not_found")
+
+    def change() -> dict[str, Any]:
+        answer = work(deployments)
+        models.refresh()
+        return answer
+
+    return await act(change)

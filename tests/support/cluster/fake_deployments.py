@@ -67,9 +67,17 @@ class FakeDeployments:
             raise NotFound(f"there is no deployment {name!r}; there are: {', '.join(self.told)}")
         self.asked.append(("intend", name, intent, load, dry_run))
         if not dry_run:
-            self.told[name] = replace(self.told[name], intent=intent)
+            self.told[name] = replace(self.told[name], intent=intent or self.told[name].intent)
         steps = (TransitionStep("swap", ("cpu#a",), weights="int8", moved_bytes=4096, seconds=0.5),)
         return Replanned("planned" if dry_run else "applied", "TP1 PP1 full", "TP1 PP1 int8", steps, "test", 0.5, 4096)
+
+    def expected(self, name: str) -> Load:
+        return self.told[name].load
+
+    def resize(self, device: str, memory: int | str) -> None:
+        if device != "cpu#a":
+            raise ConfigError(f"there is no device {device!r}; there are: cpu#a")
+        self.asked.append(("resize", device, memory))
 
     def remove(self, name: str, *, drain: bool = True) -> None:
         self.engines.pop(name).stop()

@@ -169,6 +169,10 @@ def test_measured_costs_count_for_the_devices_that_they_were_measured_on() -> No
     assert full.ttft_s == pytest.approx(13 * (100 * (1e-8 * 101 + 1e-5) + 1e-4))
     assert full.latency_s == pytest.approx(full.ttft_s + 49 * full.tpot_s)
     assert "measure it" in int8.why_not
+    forms = ("full", "int8")
+    same, eight = estimate(MODEL_DIR, "cpu=40MiB", load=load, weights=("full",), kv=forms, profile=profile)
+    assert (same.latency_s, same.why_not, str(eight.configuration)) == (full.latency_s, "", "TP1 PP1 full KV int8")
+    assert "measure it" in eight.why_not, "nobody measured keys and values in 8 bits"
     bound = full.ranks[0].activations
     profile = replace(profile, activations={"full": 0.5}, scratch_bytes={"full": 1000})
     measured, _ = estimate(MODEL_DIR, "cpu=40MiB", load=load, weights=("full", "int8"), profile=profile)
@@ -221,6 +225,19 @@ def test_the_command_prints_what_fits_and_why_the_others_do_not(
     assert "longer than the 1024 that the model was made for" in capsys.readouterr().err
     assert main(["estimate", str(tmp_path), "--devices", "h100", "--profile"]) == 2
     assert "name its devices, such as cuda:0, not h100" in capsys.readouterr().err
+
+
+def test_the_command_shows_what_each_choice_does_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["estimate", str(MODEL_DIR), "--devices", "cpu#a=64MiB,cpu#b=64MiB", "--characterize"]
+    assert main([*command, "--weights", "full,int4", "--kv", "full,int8", "--prompt", "64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "multiples of TP1 PP1 full" in lines[0]
+    rows = [line.strip("│ ").split("│") for line in lines if line.startswith("│")]
+    names = ["TP1 PP2 full", "TP2 PP1 full", "TP1 PP1 int4", "TP1 PP1 full KV int8", "largest over smallest of all"]
+    assert [name.strip() for name, *_ in rows] == names
+    assert float(rows[2][4]) < 1 < float(rows[-1][4]), "fewer bits take less memory"
+    assert main([*command, "--weights", "int4"]) == 2
+    assert "nothing fits in full weights" in capsys.readouterr().err
 
 
 def test_the_command_measures_fingerprints_of_a_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from elastic.assets import MODEL_DIR
+from elastic.engines.continuous import ContinuousEngine
 from elastic.errors import ConfigError
+from elastic.estimation.estimate import estimate
 from elastic.estimation.fingerprint import fingerprint, paper_fingerprints, take_layers
 from elastic.estimation.model_layout import layout_of
 from elastic.estimation.profile import fingerprint_layers, measure_fingerprints
 from elastic.memory.checkpoint_file import Checkpoint
+from elastic.planning.estimate.performance import Load
 from support import architectures
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
@@ -84,3 +87,24 @@ def test_costs_of_every_kind_and_variant_are_measured_and_models_stay_as_they_ar
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, before)
     assert not hasattr(model, "elastic")
+
+
+def test_keys_and_values_in_8_bits_are_measured_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = architectures.build("llama-gqa")
+    served = list[str]()
+
+    class Heard(ContinuousEngine):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            served.append(self.kv_format.dtype)
+
+    monkeypatch.setattr("elastic.estimation.profile.ContinuousEngine", Heard)
+    forms = "int8", "int8 KV int8"
+    profile = measure_fingerprints(model, forms, context=32, step_tokens=16, most_s=0.01)
+    assert served == ["float32", "int8"]
+    assert profile.around.keys() == profile.activations.keys() == set(forms)
+    assert {form for _, form in profile.layers} == set(forms)
+    options: dict[str, Any] = {"load": Load(16, 16), "kv": ("full", "int8"), "profile": profile}
+    full, eight = estimate(model, "cpu=4MiB", weights=("int8",), **options)
+    assert (full.basis, full.why_not, eight.why_not) == ("measured", "", "")
+    assert full.latency_s != eight.latency_s

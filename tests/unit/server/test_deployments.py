@@ -90,9 +90,18 @@ def test_the_intent_and_the_load_come_as_they_were_sent(client: TestClient, depl
     ]  # fmt: skip
 
 
+def test_a_device_is_resized_in_bytes_or_by_text(client: TestClient, deployments: FakeDeployments) -> None:
+    for memory in (40 << 20, "40MiB"):
+        answer = client.post("/elastic/fleet/resize", json={"device": "cpu#a", "memory": memory})
+        assert answer.json()["devices"][0]["name"] == "cpu#a"
+        assert deployments.asked[-1] == ("resize", "cpu#a", memory)
+
+
 @pytest.mark.parametrize(
     ("verb", "body", "status", "code", "words"),
     [
+        ("resize", {"device": "cpu#b", "memory": 1}, 400, "invalid_value", "no device 'cpu#b'"),
+        ("resize", {"device": "cpu#a", "memory": -1}, 400, "invalid_value", "memory"),
         ("deploy", {"path": "/large"}, 409, "capacity_exceeded", "it has no place"),
         ("deploy", {"path": "/other", "intent": {"latency_s": -1}}, 400, "invalid_value", "latency_s=-1"),
         ("deploy", {"path": "/other", "intent": {"minimize": "speed"}}, 400, "invalid_value", "minimize"),
@@ -128,7 +137,7 @@ def test_metrics_have_each_model_under_its_name(client: TestClient) -> None:
 
 def test_only_holders_of_the_token_deploy(client: TestClient, deployments: FakeDeployments) -> None:
     del client.headers["Authorization"]
-    for verb in ("deploy", "intend", "undeploy"):
+    for verb in ("deploy", "intend", "resize", "undeploy"):
         assert client.post(f"/elastic/fleet/{verb}", json={}).status_code == 401
     with TestClient(app_for(deployments[NAME], token=TOKEN, actions=True)) as single:
         single.headers["Authorization"] = f"Bearer {TOKEN}"

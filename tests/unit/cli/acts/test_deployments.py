@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from elastic.cli import serve
 from elastic.cli.inputs.deployment_options import check_deployments, make_deployments
 from elastic.cli.main import main, parser
 from elastic.errors import ConfigError
+from elastic.planning.deployment.policies import THETA
 from elastic.planning.estimate.intent import Intent
 from elastic.planning.estimate.performance import Load
 from support.cluster.fake_deployments import FakeDeployments
@@ -65,11 +68,32 @@ def test_replicas_are_asked_for_and_leave_the_intent_as_it_is(served: Live, depl
     assert deployments.asked[-1] == ("intend", "other", Intent("memory"), None, False)
 
 
+def test_what_is_not_said_of_the_intent_and_of_the_load_stays(served: Live, deployments: FakeDeployments) -> None:
+    load = ["--rate", "2", "--prompt", "64", "--new-tokens", "32"]
+    assert main(["fleet", "deploy", served.url, "/models/other", "--intent", "latency", *load]) == 0
+    assert main(["fleet", "intend", served.url, "other", "--dry-run"]) == 0
+    assert deployments.asked[-1] == ("intend", "other", None, None, True)
+    assert main(["fleet", "intend", served.url, "other", "--rate", "5"]) == 0
+    assert deployments.asked[-1] == ("intend", "other", None, Load(64, 32, 5), False)
+    assert main(["fleet", "intend", served.url, "other", "--intent", "cost", "--prompt", "9"]) == 0
+    assert deployments.asked[-1] == ("intend", "other", Intent("cost"), Load(9, 32, 2), False)
+
+
 def test_what_the_server_refuses_is_told(served: Live, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fleet", "deploy", served.url, "/large"]) == 2
     assert "it has no place" in capsys.readouterr().err
     assert main(["fleet", "intend", served.url, "third"]) == 2
     assert "no deployment 'third'" in capsys.readouterr().err
+
+
+def test_deployments_are_given_less_of_a_device(
+    served: Live, deployments: FakeDeployments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fleet", "resize", served.url, "cpu#a", "40MiB"]) == 0
+    assert deployments.asked[-1] == ("resize", "cpu#a", "40MiB")
+    assert "cpu#a has 0.00 MiB for models, 0.00 MiB free" in capsys.readouterr().out
+    assert main(["fleet", "resize", served.url, "cpu#b", "1GiB"]) == 2
+    assert "there is no device 'cpu#b'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -78,6 +102,9 @@ def test_what_the_server_refuses_is_told(served: Live, capsys: pytest.CaptureFix
         (["--intent", "cost"], "--intent is for deployments; say on what: --devices DEVICES"),
         (["--harvest"], "--harvest is for deployments"),
         (["--replicas", "2"], "--replicas is for deployments"),
+        (["--theta", "0.5"], "--theta is for deployments"),
+        (["--new-tokens", "5"], "--new-tokens is for deployments"),
+        (["--devices", "cpu#a=1GiB", "--prompt", "0"], "prompts and outputs of 1 token or more"),
         (["--devices", "cpu#a=1GiB", "--ranks", "2"], "--ranks does not go with --devices"),
         (["--devices", "cpu#a=1GiB", "--variants", "int4"], "--variants does not go with --devices"),
         (["--devices", "cpu#a=1GiB", "--prepack"], "--prepack does not go with --devices"),
@@ -94,7 +121,31 @@ def test_serve_makes_deployments_of_its_options() -> None:
     made = make_deployments(parser().parse_args(arguments))
     assert [device.memory_bytes >> 30 for device in made.devices()] == [1, 2]
     assert made._weights == ("full", "2:4")
+    assert made._order == ("hybrid", THETA)
+    made = make_deployments(parser().parse_args([*arguments, "--place-by", "packing", "--theta", "0.4"]))
+    assert made._order == ("packing", 0.4)
+    with pytest.raises(ConfigError, match="theta=-1"):
+        make_deployments(parser().parse_args([*arguments, "--theta", "-1"]))
     assert made._harvester is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "load"),
+    [([], None), (["--rate", "2"], Load(512, 128, 2)), (["--prompt", "64", "--new-tokens", "9"], Load(64, 9))],
+)
+def test_serve_is_ready_for_the_load_that_was_said(
+    arguments: list[str], load: Load | None, deployments: FakeDeployments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployments, "stop", lambda **_: None, raising=False)
+    monkeypatch.setattr(deployments, "start", lambda: None, raising=False)
+    monkeypatch.setattr(serve, "make_deployments", lambda _: deployments)
+    unread = {"tokenizer": None, "max_model_len": None, "sampling_defaults": {}, "grammars": None}
+    monkeypatch.setattr(serve, "answering", lambda *_: unread)
+    command = ["serve", "/models/third", "--devices", "cpu=1GiB", "--intent", "latency"]
+    options = parser().parse_args([*command, *arguments])
+    with ExitStack() as stack:
+        serve.deployed(options, "third", stack)
+    assert deployments.asked[-1] == ("deploy", "/models/third", Intent("latency"), load, None)
 
 
 @pytest.mark.parametrize(("losses", "forms"), [((), ("full",)), (("--losses", "int8=0.001"), ("full", "int8"))])

@@ -16,14 +16,20 @@ import elastic
 from elastic.cluster.deployment.choice import Chooser, FleetOption, settled
 from elastic.cluster.deployment.deployed import Deployed
 from elastic.cluster.deployment.deployments import Deployments
+from elastic.cluster.deployment.devices import DeviceBook
 from elastic.engines.base import Request
 from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.estimation.device_list import parse_devices
+from elastic.estimation.estimate import Estimator
+from elastic.estimation.model_layout import layout_of
+from elastic.estimation.profile import CostProfile
+from elastic.estimation.profiles.store import ProfileStore
 from elastic.planning.deployment.placing import Deployment, Refusal, place
 from elastic.planning.deployment.replicas import ReplicaRange
 from elastic.planning.estimate.configuration import Configuration
 from elastic.planning.estimate.intent import Intent
 from elastic.planning.estimate.performance import Load
+from elastic.planning.pipeline.chunk_cost import ChunkCost
 from support import architectures
 from support.lossless_variant import exact
 from support.serving.generations import Collector, continuation, prompts, serve
@@ -66,6 +72,15 @@ def requests(count: int = 1) -> list[Request]:
 
 def tokens(heard: Collector, sent: list[Request]) -> list[list[int]]:
     return [heard.tokens[request.id] for request in sent]
+
+
+@pytest.mark.parametrize(("theta", "devices"), [(0.9, {"cpu#a"}), (0.0, {"cpu#a", "cpu#b"})])
+def test_theta_says_up_to_which_load_devices_are_packed(theta: float, devices: set[str], paths: Any) -> None:
+    """Two models: both on one device, or each on its own."""
+    with Deployments(DEVICES, weights=("full",), theta=theta, **OPTIONS) as fleet:
+        for name in ("one", "two"):
+            fleet.deploy(paths["qwen3"], "memory", load=LOAD, name=name)
+        assert {device for each in fleet.status() for stage in each.stages for device in stage.devices} == devices
 
 
 def test_each_model_answers_as_it_does_by_itself(fleet: Deployments, paths: Any, expected: Any) -> None:
@@ -227,6 +242,39 @@ def test_a_group_reserves_what_it_needs_and_gives_back_the_rest(paths: Any, monk
 
 
 @pytest.mark.slow
+def test_stages_are_in_a_variant_and_take_full_weights_back(
+    fleet: Deployments, paths: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.deploy(paths["qwen3"], Intent(quality_loss=0.0), load=LOAD, name="model")
+    deployed, heard, sent = fleet._named("model"), Collector(), list[Request]()
+    for configuration, devices in (
+        (Configuration(1, 2, "int8"), "ab"),
+        (Configuration(1, 1, "int8"), "b"),
+        (Configuration(1, 2, "int8"), "bc"),
+        (Configuration(1, 2), "bc"),
+    ):
+        more = requests(1)
+        sent += more
+        for request in more:
+            fleet["model"].submit(request, heard)
+        wanted = to(deployed, configuration, devices)
+        monkeypatch.setattr(Chooser, "choose", lambda *_, wanted=wanted: wanted)
+        told = fleet.intend("model", dry_run=True)
+        done = fleet.intend("model")
+        assert (done.status, done.moved_bytes) == ("applied", told.moved_bytes)
+        assert deployed.observed() == configuration
+        for stage in deployed.plan.stages:
+            homes = fleet["model"].look(deployed.ranks[stage.devices[0]]).status.residencies.values()
+            form = "float32" if configuration.weights == "full" else configuration.weights
+            assert [home.variant for (home,) in homes if home.place != "dropped"] == [form] * len(stage.layers)
+    heard.wait([request.id for request in sent])
+    assert {len(got) for got in tokens(heard, sent)} == {NEW}
+    sent = requests(2)
+    assert tokens(serve(fleet["model"], sent), sent) == expected["qwen3"] * 2
+    fleet["model"].check()
+
+
+@pytest.mark.slow
 def test_a_change_that_is_stopped_on_the_way_loses_no_request(
     fleet: Deployments, paths: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,7 +316,9 @@ def test_what_does_not_fit_says_why(fleet: Deployments, paths: Any, tmp_path: Pa
     before = fleet.status()
     with pytest.raises(CapacityError, match="above the 1e-09 s of the intent"):
         fleet.intend("model", Intent(latency_s=1e-9))
-    assert fleet.status()[0].intent == before[0].intent
+    with pytest.raises(CapacityError, match=r"serves .* requests/s at most"):
+        fleet.intend("model", load=replace(LOAD, rate=1e6))
+    assert (fleet.status()[0].intent, fleet.expected("model")) == (before[0].intent, LOAD)
     assert all(device.free_bytes > 0 for device in fleet.devices())
     with pytest.raises(ConfigError, match="no deployment 'other'; there are: model"):
         fleet.intend("other", "cost")
@@ -282,6 +332,21 @@ def test_what_is_there_has_room_where_nothing_else_has(
     assert fleet.intend("model", "latency").status == "unchanged"
     with pytest.raises(CapacityError, match="'model' has no place"):
         fleet.intend("model", Intent(latency_s=1e-9))
+
+
+@pytest.mark.parametrize("kv", ["full", "int8"])
+def test_what_was_measured_counts_for_the_keys_and_values_that_it_was_measured_with(
+    kv: str, paths: Any, tmp_path: Path
+) -> None:
+    path, cost, store = paths["qwen3"], ChunkCost(0, 0, 1e-5, 1e-4, 0), ProfileStore(tmp_path, beside=False)
+    store.save(path, CostProfile("cpu", {(kind.name, "full"): cost for kind in layout_of(path).kinds}, {"full": cost}))
+    devices = parse_devices(DEVICES)
+    chooser = Chooser(path, devices, ("full",), (kv,), engine=ENGINE)
+    deployed = Deployed(
+        "model", path, chooser, DeviceBook(devices), Intent(), LOAD, elastic.Replanning(), {"engine": ENGINE}, store
+    )
+    assert deployed.estimate().basis == ("measured" if kv == "full" else "assumed")
+    assert deployed.estimate().fits
 
 
 def test_deployments_that_were_not_started_or_have_ended_deploy_nothing(paths: Any) -> None:
@@ -365,12 +430,40 @@ def wait_until(condition: Callable[[], bool], fleet: Deployments, patience_s: fl
         time.sleep(0.05)
 
 
+def test_a_look_at_what_has_not_changed_estimates_nothing_anew(
+    fleet: Deployments, paths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.deploy(paths["qwen3"], load=LOAD, name="model", replicas="1-2")
+    deployed, asked = fleet._named("model"), list[Configuration]()
+    cost, began_s = Estimator.instance_cost, time.monotonic()
+
+    def counted(self: Estimator, configuration: Configuration, *args: Any) -> Any:
+        asked.append(configuration)
+        return cost(self, configuration, *args)
+
+    monkeypatch.setattr(Estimator, "instance_cost", counted)
+    deployed.look(began_s)
+    first = len(asked)
+    looks = [deployed.look(began_s + seconds) for seconds in range(1, 4)]
+    assert looks == [None] * 3
+    assert 0 < first == len(asked)
+    deployed.meter.expected = replace(LOAD, rate=1.3)
+    deployed.look(began_s + 4)
+    second = len(asked)
+    assert second > first, "another load"
+    kinds = deployed.chooser.layout.kinds
+    costs = {(kind.name, form): ChunkCost(0, 0, 1e-5, 1e-4, 0) for kind in kinds for form in deployed.forms}
+    deployed.chooser.profile = CostProfile("cpu", costs, {form: ChunkCost(0, 0, 0, 0, 1e-5) for form in deployed.forms})
+    assert deployed.estimate().basis == "measured"
+    assert len(asked) > second, "other seconds"
+
+
 @pytest.mark.slow
 def test_more_load_gets_more_room_without_another_configuration(fleet: Deployments, paths: Any) -> None:
     fleet.deploy(paths["qwen3"], load=LOAD, weights=("full",), name="model")
     deployed = fleet._named("model")
     before = sum(device.free_bytes for device in fleet.devices())
-    deployed.meter.expect(replace(LOAD, prompt=300, new=200))
+    deployed.meter.expected = replace(LOAD, prompt=300, new=200)
     looks = (deployed.look(time.monotonic() + seconds) for seconds in (0, 20))
     assert [changed and changed.status for changed in looks] == [None, "unchanged"]
     assert sum(device.free_bytes for device in fleet.devices()) < before
@@ -389,7 +482,7 @@ def test_instances_come_and_go_with_the_load(
     times = itertools.count(int(time.monotonic()) + 1000, 1000)  # the last change rests
 
     def instances_at(rate: float) -> int:
-        deployed.meter.expect(replace(LOAD, rate=rate))
+        deployed.meter.expected = replace(LOAD, rate=rate)
         began_s = next(times)
         assert deployed.look(began_s) is None, "not for a moment's load"
         sent.extend(more := requests())
@@ -421,6 +514,30 @@ def test_instances_come_and_go_with_the_load(
     fleet["model"].check()
     assert fleet.intend("model", replicas="2-3").status == "applied"
     assert len(deployed.ranks) == fleet.status()[0].replicas == 2, "the least that was asked for"
+
+
+@pytest.mark.slow
+def test_a_rank_that_takes_the_place_of_a_lost_stage_gets_its_layers_in_the_variant(
+    fleet: Deployments, paths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, wanted = Chooser.options, Configuration(1, 2, "int8")
+    monkeypatch.setattr(
+        Chooser,
+        "options",
+        lambda *args, **how: [each for each in options(*args, **how) if each.configuration == wanted],
+    )
+    fleet.deploy(paths["qwen3"], load=LOAD, name="model")
+    deployed = fleet._named("model")
+    assert deployed.observed() == wanted
+    fleet["model"].kill("r1")
+    wait_until(lambda: [r.name for r in fleet["model"].status().ranks if r.state == "serving"] == ["r0", "r2"], fleet)
+    told = deployed.look(time.monotonic())
+    assert told is not None
+    assert (told.status, told.why) == ("applied", "a rank was lost, and replaced")
+    assert (deployed.observed(), set(deployed.ranks.values())) == (wanted, {"r0", "r2"})
+    sent = requests()
+    assert {len(got) for got in tokens(serve(fleet["model"], sent), sent)} == {NEW}
+    fleet["model"].check()
 
 
 @pytest.mark.slow

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from elastic.cluster.deployment.devices import DeviceBook
-from elastic.cluster.deployment.harvest import REST_S, Harvester
+from elastic.cluster.deployment.harvest import REST_S, SPARE_LOAD, Harvester
 from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.estimation.profile import CostProfile
+from elastic.estimation.profiles.guest import SHARE
 from elastic.estimation.profiles.store import ProfileStore
 from elastic.planning.estimate.devices import Device, of_cpu
 from elastic.planning.pipeline.chunk_cost import ChunkCost
@@ -73,12 +74,16 @@ class World:
         self.guests.append(FakeGuest(*weights, next(iter(self.harvester.at), "")))
         return self.guests[-1]
 
+    others: dict[str, float] = field(default_factory=dict)
+    """What NVML says of devices."""
+
     def run(self, seconds: int, models: Sequence[Model] | None = None, **load: float) -> None:
         for _ in range(seconds):
             self.now_s += 1
             for device in self.busy_s:
                 self.busy_s[device] += load.get(device[-1], 0.0)
-            self.book.busy.tell(self.now_s, {(device, "m", "r"): busy for device, busy in self.busy_s.items()})
+            told = {(device, "m", "r"): busy for device, busy in self.busy_s.items()}
+            self.book.busy.tell(self.now_s, told, self.others)
             self.harvester.tick(self.now_s, [self.model] if models is None else models)
 
 
@@ -148,6 +153,18 @@ def test_a_guest_is_cancelled_when_the_load_rises_and_begins_anew_after_a_rest(w
     assert len(world.guests) == 2
     world.harvester.stop()
     assert world.guests[-1].cancelled
+
+
+def test_what_other_programs_do_on_a_device_counts_but_not_what_the_guest_does(world: World) -> None:
+    world.others = {"cpu#a": 0.35, "cpu#b": 0.1}
+    world.run(10)
+    assert world.harvester.at == {"cpu#b": "model"}
+    world.others["cpu#b"] = 0.1 + SHARE
+    world.run(5)
+    assert not world.guests[0].cancelled
+    world.others["cpu#b"] = SPARE_LOAD + SHARE
+    world.run(1)
+    assert world.guests[0].cancelled
 
 
 def test_the_guest_of_a_model_that_has_gone_is_cancelled(world: World) -> None:

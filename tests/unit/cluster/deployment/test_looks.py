@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic.cluster.control.messages import RuntimeView
 from elastic.cluster.deployment.busy import BusyShares
+from elastic.cluster.deployment.deployments import _busy
 from elastic.cluster.deployment.devices import DeviceBook
 from elastic.cluster.deployment.hysteresis import Hysteresis, Replanning
-from elastic.cluster.deployment.load_meter import LoadMeter
+from elastic.cluster.deployment.load_meter import LoadMeter, _upward
 from elastic.controller.snapshot import RequestStats
-from elastic.errors import CapacityError, ConfigError
+from elastic.engines.pipeline.turn import StageTimes
+from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.planning.deployment.devices import Stage
 from elastic.planning.deployment.placing import Deployment, Refusal
 from elastic.planning.estimate.configuration import Configuration
@@ -102,8 +107,32 @@ def test_the_load_is_that_of_the_last_minute_and_no_less_than_expected() -> None
     assert meter.load == Load(64, 50, 2.0), "one that has ended did not get the tokens of those that go on"
     meter.tell(100.0, stats(41, 64, 41, 20))
     assert meter.load.rate == 0.5
-    meter.expect(Load(512, 128, 7.0))
+    meter.expected = Load(512, 128, 7.0)
     assert meter.load == Load(512, 128, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("arrived", "prompt", "load"),
+    [
+        (101, 512, Load(512, 24, 1.7)),
+        (102, 513, Load(520, 24, 1.7)),
+        (60, 1290, Load(1300, 24, 1.0)),
+        (2, 9, Load(512, 24, 0.5)),
+    ],
+)
+def test_what_is_more_than_expected_is_rounded_upward_to_two_digits(arrived: int, prompt: int, load: Load) -> None:
+    meter = LoadMeter(Load(512, 24, 0.5))
+    meter.tell(0.0, stats(0, 0, 0, 0))
+    meter.tell(60.0, stats(arrived, prompt, arrived, 20))
+    assert meter.load == load
+
+
+@settings(max_examples=50)
+@given(st.floats(1e-3, 1e5))
+def test_a_measured_rate_rises_by_a_tenth_at_the_most(rate: float) -> None:
+    rounded = _upward(rate, 0.0)
+    assert rate * (1 - 1e-6) <= rounded <= 1.1 * rate * (1 + 1e-6)
+    assert _upward(rounded, 0.0) == rounded
 
 
 @settings(max_examples=30)
@@ -129,6 +158,33 @@ def test_a_rank_that_begins_anew_takes_nothing_from_the_others() -> None:
     shares.tell(40.0, {("a", "m", "r1"): 2.0, ("a", "n", "r0"): 9.0})
     assert shares.shares(without="n") == {"a": pytest.approx(7 / 40)}
     assert shares.shares()["a"] == pytest.approx(7 / 40 + 8 / 10)
+
+
+def test_a_device_is_as_busy_as_the_larger_of_what_ranks_and_nvml_say() -> None:
+    devices = book()
+    for now_s in range(11):
+        devices.busy.tell(now_s, {("a", "m", "r0"): 0.2 * now_s, ("b", "m", "r1"): 0.5 * now_s}, {"a": 0.9, "b": 0.4})
+    assert devices.busy.shares() == {"a": pytest.approx(0.9), "b": pytest.approx(0.5)}
+    assert devices.busy.others() == {"a": pytest.approx(0.7), "b": 0.0}
+    assert [state.load for state in devices.states()] == [pytest.approx(0.9), pytest.approx(0.5)]
+    assert [state.load for state in devices.states(without="m")] == [pytest.approx(0.7), 0.0], "its own is not others'"
+    devices.busy.tell(11, {("a", "m", "r0"): 2.2})
+    assert devices.busy.shares()["a"] == pytest.approx(0.2), "nobody tells any more"
+
+
+def test_utilization_comes_to_the_book_with_a_look_at_each_rank() -> None:
+    class Fleet:
+        def look(self, rank: str) -> RuntimeView:
+            if rank == "gone":
+                raise StateError("it has gone")
+            utilization = {"r0": 0.3, "r1": 0.6, "r2": None}[rank]
+            return RuntimeView(None, None, times=StageTimes(busy_s=2.0), utilization=utilization)
+
+    ranks = {"one": {"a": "r0", "b": "r2", "c": "gone"}, "two": {"a": "r1"}}
+    deployed: list[Any] = [SimpleNamespace(name=name, ranks=each, fleet=Fleet()) for name, each in ranks.items()]
+    seconds, utilization = _busy(deployed)
+    assert seconds == {("a", "one", "r0"): 2.0, ("b", "one", "r2"): 2.0, ("a", "two", "r1"): 2.0}
+    assert utilization == {"a": 0.6}
 
 
 def book() -> DeviceBook:

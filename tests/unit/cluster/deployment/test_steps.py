@@ -1,4 +1,4 @@
-"""The steps from any configuration to any other: all ranks that are wanted come, and nothing is shared in a variant."""
+"""The steps from any configuration to any other: what is wanted comes, and only full weights are shared or dropped."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.cluster.deployment.choice import unreachable
 from elastic.cluster.deployment.steps import same, steps_between, whole
+from elastic.estimation.estimate import unserved
 from elastic.planning.deployment.devices import Stage
 from elastic.planning.deployment.placing import Deployment
 from elastic.planning.estimate.configuration import FULL, Configuration
@@ -31,7 +31,7 @@ def deployment(tp: int, pp: int, weights: str, devices: str) -> Deployment:
 @st.composite
 def deployments(draw: st.DrawFn) -> Deployment:
     tp, pp = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (2, 2)]))
-    weights = draw(st.sampled_from([FULL, "int8", "int4"] if tp * pp == 1 else [FULL]))
+    weights = draw(st.sampled_from([FULL, "int8", "int4"] if tp == 1 else [FULL]))
     replicas = draw(st.integers(1, 6 // (tp * pp)))
     devices = "".join(draw(st.permutations("abcdef"))[: replicas * tp * pp])
     return deployment(tp, pp, weights, devices)
@@ -54,22 +54,26 @@ class Ranks:
                 assert not self.weights.keys() & set(step.devices)  # type: ignore[attr-defined]
                 self.weights |= dict.fromkeys(step.devices, FULL)  # type: ignore[attr-defined]
             case "part":
+                assert {self.weights[name] for name in step.devices} == {FULL}  # type: ignore[attr-defined]
                 self.tp = {shared for shared in self.tp if not {*shared} & {*step.devices}}  # type: ignore[attr-defined]
                 for name in step.devices:  # type: ignore[attr-defined]
                     self.stages.pop(name, None)
             case "restore" | "swap":
-                assert not self.grouped(step.devices)  # type: ignore[attr-defined]
-                self.weights |= dict.fromkeys(step.devices, step.weights or FULL)  # type: ignore[attr-defined]
+                for name, layers in zip(step.devices, step.layers, strict=True):  # type: ignore[attr-defined]
+                    assert not any(name in shared for shared in self.tp)
+                    assert layers == self.stages.get(name, range(LAYERS)), "each rank has a form for what it has"
+                    assert FULL in (self.weights[name], step.weights or FULL), "variants are packed of full weights"  # type: ignore[attr-defined]
+                    self.weights[name] = step.weights or FULL  # type: ignore[attr-defined]
             case "remove":
                 assert not self.grouped(step.devices)  # type: ignore[attr-defined]
                 for name in step.devices:  # type: ignore[attr-defined]
                     del self.weights[name]
                 assert self.weights, "requests of the last rank have nowhere to go"
             case "share":
-                assert set(self.weights.values()) == {FULL}
+                assert {self.weights[name] for name in step.devices} == {FULL}  # type: ignore[attr-defined]
                 self.tp.add(step.devices)  # type: ignore[attr-defined]
             case "drop":
-                assert set(self.weights.values()) == {FULL}
+                assert {self.weights[name] for name in step.devices} == {FULL}  # type: ignore[attr-defined]
                 self.stages |= dict(zip(step.devices, step.layers, strict=True))  # type: ignore[attr-defined]
 
     def grouped(self, devices: tuple[str, ...]) -> bool:
@@ -122,18 +126,31 @@ def test_an_instance_that_stays_is_not_touched_when_another_comes_or_goes() -> N
     assert two.instances == (one.stages, two.stages[1:])
 
 
+def test_stages_in_a_variant_swap_what_they_have_and_take_full_weights_back_before_they_part() -> None:
+    full, packed, alone = deployment(1, 2, FULL, "ab"), deployment(1, 2, "int8", "ab"), deployment(1, 1, "int8", "ab")
+    own, every = (range(3), range(3, 6)), (range(6), range(6))
+    for now, wanted, steps in (
+        (full, packed, [("swap", own, "int8")]),
+        (packed, deployment(1, 2, "int4", "ab"), [("restore", own, ""), ("swap", own, "int4")]),
+        (alone, packed, [("restore", every, ""), ("drop", own, ""), ("swap", own, "int8")]),
+        (packed, alone, [("restore", own, ""), ("part", (), ""), ("swap", every, "int8")]),
+    ):
+        told = [(step.kind, step.layers, step.weights) for step in steps_between(now, wanted)]
+        assert told == [*steps, ("limit", (), "")]
+
+
 @pytest.mark.parametrize(
     ("configuration", "words"),
     [
-        (Configuration(2, 2, "int4"), "at a rank of their own"),
+        (Configuration(2, 2, "int4"), "not shared by ranks"),
         (Configuration(2, 2), ""),
-        (Configuration(1, 2, "int8"), "at a rank of their own"),
-        (Configuration(2, 1, "int8"), "at a rank of their own"),
+        (Configuration(1, 2, "int8"), ""),
+        (Configuration(2, 1, "int8"), "not shared by ranks"),
         (Configuration(1, 1, "int8"), ""),
         (Configuration(4, 1), ""),
         (Configuration(1, 3), ""),
     ],
 )
 def test_what_a_fleet_cannot_have_is_said_in_words(configuration: Configuration, words: str) -> None:
-    assert words in unreachable(configuration)
-    assert bool(words) == bool(unreachable(configuration))
+    assert words in unserved(configuration)
+    assert bool(words) == bool(unserved(configuration))

@@ -1,0 +1,56 @@
+"""What each choice does to a model by itself, and how far apart configurations are. (iServe, sections 1 and 3)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from elastic.errors import ConfigError
+from elastic.planning.estimate.configuration import FULL
+from elastic.planning.estimate.ranking import Estimate
+
+FIGURES: Mapping[str, Callable[[Estimate], float]] = {
+    "TTFT": lambda each: each.ttft_s,
+    "TPOT": lambda each: each.tpot_s,
+    "latency": lambda each: each.latency_s,
+    "memory": lambda each: each.memory_bytes,
+    "cost": lambda each: each.cost,
+    "GPU s": lambda each: 3600 * each.gpu_hours,
+}
+_CHOICES = ("pp", "tp", "weights", "kv")
+
+
+def alone(estimates: Sequence[Estimate]) -> tuple[Estimate, tuple[Estimate, ...]]:
+    """Return the plainest configuration that fits, and those that differ from it in one choice, choice by choice.
+
+    The plainest one has full weights, keys and values, on as few ranks as they fit on, in stages where these are
+    several. Raises `ConfigError` where none fits.
+    """
+    fitting = [each for each in estimates if each.fits]
+    full = [each for each in fitting if each.configuration.form == FULL]
+    if not full:
+        raise ConfigError("nothing fits in full weights, to compare others with; give more devices, or larger ones")
+    base = min(full, key=lambda each: (each.configuration.ranks, each.configuration.tp))
+    by_choice = [
+        sorted(
+            (each for each in fitting if _differing(each, base) == [choice]),
+            key=lambda each: each.configuration.ranks,
+        )
+        for choice in _CHOICES
+    ]
+    return base, tuple(each for found in by_choice for each in found)
+
+
+def ratios(estimate: Estimate, base: Estimate) -> dict[str, float]:
+    """Return the figures of a configuration as multiples of another one's."""
+    return {name: figure(estimate) / figure(base) for name, figure in FIGURES.items()}
+
+
+def ranges(estimates: Sequence[Estimate]) -> dict[str, float]:
+    """Return by how much the largest of each figure is above the smallest, of the configurations that fit."""
+    fitting = [each for each in estimates if each.fits]
+    return {name: max(map(figure, fitting)) / min(map(figure, fitting)) for name, figure in FIGURES.items()}
+
+
+def _differing(one: Estimate, other: Estimate) -> list[str]:
+    """Return in which choices two configurations differ."""
+    return [choice for choice in _CHOICES if getattr(one.configuration, choice) != getattr(other.configuration, choice)]
