@@ -1,4 +1,4 @@
-"""The thread that has requests moved so that all instances have room (Llumnix, section 4.4)."""
+"""Requests move so that all instances have room (Llumnix, section 4.4)."""
 
 from __future__ import annotations
 
@@ -13,40 +13,27 @@ from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.errors import ElasticError
 
 logger = logging.getLogger(__name__)
-INTERVAL_S = 0.25
 REST_S = 5.0
 """How long a request stays after a move, or after one that came to nothing."""
 
 
 class Balancer:
-    """Makes one move at a time, from `start` to `stop`."""
+    """Makes one move at a time."""
 
-    def __init__(self, dispatcher: Dispatcher, mover: Mover, interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, dispatcher: Dispatcher, mover: Mover) -> None:
         self._dispatcher, self._mover = dispatcher, mover
-        self._interval_s = interval_s
         self._rests: dict[str, float] = {}  # request -> until when it stays
-        self._stopping = clock.make_event()
-        self._thread = clock.make_thread(self._run, "elastic-fleet-balancer")
 
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Move nothing more; return when the move that is being made is done."""
-        self._stopping.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopping.wait(self._interval_s):
-            move = self.next_move()
-            if move is None:
-                continue
-            try:
-                self._mover.move(move.request, move.target)
-            except ElasticError as error:
-                logger.debug("request %s stays at %s: %s", move.request, move.source, error)
+    def tick(self) -> None:
+        """Have a request move, if that helps."""
+        move = self.next_move()
+        if move is None:
+            return
+        try:
+            self._mover.move(move.request, move.target)
+        except ElasticError as error:
+            logger.debug("request %s stays at %s: %s", move.request, move.source, error)
+        finally:
             self._rests[move.request] = clock.now() + REST_S
 
     def next_move(self) -> Move | None:

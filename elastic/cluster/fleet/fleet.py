@@ -17,6 +17,7 @@ from elastic.cluster.control.status import FleetEvent, FleetStatus
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.ranks import result
 from elastic.cluster.fleet.groups.resharding import ReshardingGroups
+from elastic.cluster.fleet.groups.verbs import TIMEOUT_S
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.joining.launchers import launcher_of
 from elastic.cluster.fleet.joining.units import Units, end_unit
@@ -258,18 +259,27 @@ class Fleet(PricedVerbs, RankVerbs):
 
     def remove(self, name: str, *, drain: bool = True, timeout_s: float | None = None) -> None:
         """End a rank. With `drain` its requests move or end before, for `timeout_s` at the most; then, or else they go
-        on elsewhere from the tokens that were told.
+        on elsewhere from the tokens that were told. Layers that it computes with others are restored first, for
+        `timeout_s` too (None: for 60 s).
 
-        Raises `ConfigError` for one that is not there, `StateError` if requests are left and no other rank is there.
+        Raises `ConfigError` for one that is not there, `StateError` if requests are left and no other rank is there,
+        and with `drain` where it could not be parted from others: it serves on.
         """
-        instance = self._instance(name)
+        instance, status = self._instance(name), ""
         if drain and instance.group:
-            self.restore(name)
+            restored = self.restore(name, timeout_s=TIMEOUT_S if timeout_s is None else timeout_s)
+            status = f" ({restored.status}: {restored.why})" if restored.why else ""
         with self._dispatcher.lock:
-            end_unit(self._dispatcher, instance)
+            if drain and instance.group:
+                raise StateError(
+                    f"rank {name!r} is not removed: it computes layers with others of {', '.join(instance.group)}"
+                    f"{status}; try again when requests have ended, give it more time by timeout_s=, or remove it with "
+                    "drain=False: what it alone has is computed again elsewhere then"
+                )
             others = [i for i in self._dispatcher.instances.values() if i is not instance and i.state == "serving"]
             if instance.records and not others and not drain:
                 raise StateError(f"rank {name!r} is the last one, and has requests; remove it with drain, or add one")
+            end_unit(self._dispatcher, instance)
             instance.state = "draining"
         if drain:
             result(instance, instance.client.ask(Drain()))

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from elastic.cluster.fleet.balancer import Balancer
 from elastic.cluster.fleet.dispatcher import Dispatcher
-from elastic.cluster.fleet.groups.caps.follower import CapFollower, Follows
 from elastic.cluster.fleet.lengths.controller import LengthController, LengthVerbs
 from elastic.cluster.fleet.moves import Mover
 from elastic.cluster.fleet.overload.controller import OverloadController, OverloadVerbs
 from elastic.cluster.fleet.planning.policies import FleetPolicies
 from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.cluster.fleet.ticks import TickThread
+
+TICK_S = 0.25
+"""Between two moves, and between two looks at the caps of groups."""
+
+
+class Follows(Protocol):
+    """What is asked of the groups of a fleet."""
+
+    def follow_needs(self) -> int: ...
 
 
 class FleetVerbs(OverloadVerbs, LengthVerbs, Protocol):
@@ -35,10 +45,13 @@ class PolicyThreads:
         groups: Follows,
         add: Callable[[int], Sequence[str]] | None,
     ) -> None:
-        self._threads: list[Balancer | OverloadController | LengthController | CapFollower] = [CapFollower(groups)]
+        failed = "the caps of a group could not follow"  # a rank was lost, and its group is being repaired
+        caps = TickThread(groups.follow_needs, TICK_S, "elastic-fleet-caps", failed, logging.DEBUG)
+        self._threads: list[TickThread | OverloadController | LengthController] = [caps]
         self._changing: list[OverloadController | LengthController] = []  # who has layers change their rank
         if chosen.balance:
-            self._threads.append(Balancer(dispatcher, mover))
+            balance = Balancer(dispatcher, mover).tick
+            self._threads.append(TickThread(balance, TICK_S, "elastic-fleet-balancer", "no request could be moved"))
         if chosen.overload is not None:
             most_shared = 1 if chosen.lengths is None else chosen.lengths.most_ranks
             self._changing.append(

@@ -12,6 +12,7 @@ from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.rank_starter import RankStarter
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.cluster.fleet.ticks import Attempts
 from elastic.cluster.rank.spec import RankSpec
 from elastic.errors import ElasticError
 
@@ -55,6 +56,7 @@ class Supervisor:
         self._seats: dict[str, _Seat] = {}
         self._coming = 0
         self._threads: list[clock.Thread] = []
+        self._looked_s = 0.0
         self._thread = clock.make_thread(self._run, "elastic-fleet-supervisor")
 
     def start(self) -> None:
@@ -127,14 +129,17 @@ class Supervisor:
         delivery.tell()
 
     def _run(self) -> None:
-        before = clock.now()
+        self._looked_s, attempts = clock.now(), Attempts("ranks could not be watched")
         while not self._stopping.wait(min(TICK_S, self._beat_timeout_s / 4)):
-            now = clock.now()
-            late = now - before > self._beat_timeout_s / 2  # this process stood still itself: ranks get a new chance
-            before = now
-            for instance, why in self._silent(now, late):
-                logger.warning("rank %s is fenced: %s", instance.name, why)
-                instance.client.kill(why)
+            attempts.attempt(self._look)
+
+    def _look(self) -> None:
+        now = clock.now()
+        late = now - self._looked_s > self._beat_timeout_s / 2  # this process stood still itself: a new chance for all
+        self._looked_s = now
+        for instance, why in self._silent(now, late):
+            logger.warning("rank %s is fenced: %s", instance.name, why)
+            instance.client.kill(why)
 
     def _silent(self, now: float, late: bool) -> list[tuple[Instance, str]]:
         silent = []

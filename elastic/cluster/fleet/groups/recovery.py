@@ -28,10 +28,27 @@ def recover(ranks: Ranks, group: Group, lost: str) -> int:
 
     Every sequence of an instance has keys and values in all layers. What the lost rank had of them is copied from its
     memory file if it was killed and has room at home, else the sequence is computed anew from the tokens. Dropped
-    weights come back from ranks that have them, or from the checkpoint. One that cannot is fenced. (KunServe,
-    section 4.4)
+    weights come back from ranks that have them, or from the checkpoint. One that cannot is fenced, and all of them are
+    where the repair itself fails: nobody waits for ranks that nobody repairs. (KunServe, section 4.4)
     """
-    left = [ranks.instance(name) for name in group.members if name != lost and ranks.there(name)]
+    try:
+        return _go_on_alone(ranks, group, lost, _left(ranks, group, lost))
+    except Exception as error:  # whatever it is, requests go on at other ranks
+        members = ", ".join(group.members)
+        logger.exception("the group %s could not be repaired without rank %s; its others are fenced", members, lost)
+        for instance in _left(ranks, group, lost):
+            instance.client.kill(f"the repair of its group failed: {type(error).__name__}: {error}")
+        return 0
+
+
+def _left(ranks: Ranks, group: Group, lost: str) -> list[Instance]:
+    """List the other members that have not gone."""
+    with ranks.dispatcher.lock:
+        there = [ranks.dispatcher.instances.get(name) for name in group.members if name != lost]
+    return [instance for instance in there if instance is not None and not instance.client.lost]
+
+
+def _go_on_alone(ranks: Ranks, group: Group, lost: str, left: Sequence[Instance]) -> int:
     weights = find_weights(ranks, group, [instance.name for instance in left])
     for instance in left:
         with suppress(ElasticError):  # what is wrong shows in the next answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -15,11 +15,12 @@ from elastic.cluster.fleet.instance import request_blocks
 from elastic.cluster.fleet.lengths.readings import Capacity, LengthReadings
 from elastic.cluster.fleet.overload.readings import block_bytes
 from elastic.cluster.fleet.records.delivery import Delivery
+from elastic.cluster.fleet.ticks import Attempts
 from elastic.config import Lengths
 from elastic.controller.policies.lengths.policy import LengthPlan, LengthPolicy, LengthState, ScaleDown, ScaleUp
 from elastic.controller.policies.lengths.snapshot import LengthSnapshot
 from elastic.controller.remedies import Offer, cheapest
-from elastic.errors import ConfigError, ElasticError
+from elastic.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 ACT_S = 30.0
@@ -57,7 +58,8 @@ class LengthController:
         self._changing: tuple[frozenset[str], ...] = ()  # ranks of the changes that are asked for, and not done
         self._changes: clock.Queue = clock.make_queue()
         self._wake, self._stopping = clock.make_event(), clock.make_event()
-        self._faults: dict[str, str] = {}  # thread -> why it could not act last
+        failed = "the policy of lengths could not act"
+        self._decisions, self._reshards = Attempts(failed), Attempts(failed)
         self._threads = [
             clock.make_thread(self._decide, "elastic-fleet-lengths"),
             clock.make_thread(self._change, "elastic-fleet-reshard"),
@@ -137,26 +139,16 @@ class LengthController:
             self._wake.wait(self._settings.tick_s)
             self._wake.clear()
             if not self._stopping.is_set():
-                self._try("lengths", self.tick)
+                self._decisions.attempt(self.tick)
             self._stopping.wait(LEAST_S)
 
     def _change(self) -> None:
         while (asked := self._changes.get()) is not None:
             if not self._stopping.is_set():
-                self._try("reshard", partial(self.change, asked))
+                self._reshards.attempt(partial(self.change, asked))
             with self._lock:
                 self._changing = self._changing[1:]
             self._wake.set()
-
-    def _try(self, thread: str, act: Callable[[], object]) -> None:
-        """Do something; tell once if it could not be done."""
-        try:
-            act()
-            self._faults[thread] = ""
-        except ElasticError as error:  # a rank was lost meanwhile, or there is no room after all
-            if str(error) != self._faults.get(thread):
-                logger.warning("the policy of lengths could not act: %s", error)
-            self._faults[thread] = str(error)
 
     def _measure(self) -> None:
         """Ask ranks what instances of several of them could hold, when others are there than before."""

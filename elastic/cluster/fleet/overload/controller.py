@@ -19,6 +19,7 @@ from elastic.cluster.fleet.overload.shares import SharePlan, Shares, ShareVerbs
 from elastic.cluster.fleet.overload.swaps import SwapPlan, Swaps, SwapVerbs
 from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.cluster.fleet.ticks import TickThread
 from elastic.config import Overload
 from elastic.controller.fleet_snapshot import FleetSnapshot
 from elastic.controller.policies.action_costs import WEIGHT
@@ -105,9 +106,8 @@ class OverloadController:
         self._start_s = START_S  # that an instance took to come
         self._added: Choice | None = None  # why one comes now, if it is instead of a drop
         self._moving_since: float | None = None  # when it was left to moves to end the overload
-        self._fault = ""  # why the last tick could not act
-        self._stopping = clock.make_event()
-        self._thread = clock.make_thread(self._run, "elastic-fleet-overload")
+        failed = "the overload policy could not act"
+        self._thread = TickThread(self._prepare_and_tick, settings.tick_s, "elastic-fleet-overload", failed)
 
     def start(self) -> None:
         """Begin."""
@@ -115,22 +115,14 @@ class OverloadController:
 
     def stop(self) -> None:
         """Do nothing more; return when what is being done is done."""
-        self._stopping.set()
-        for thread in (self._thread, self._adding):
-            if thread is not None and thread.ident is not None:
-                thread.join()
+        self._thread.stop()
+        if self._adding is not None:
+            self._adding.join()
 
-    def _run(self) -> None:
-        while not self._stopping.wait(self._settings.tick_s):
-            try:
-                self._verbs.get_ready()
-                self._verbs.keep_staging()
-                self.tick()
-                self._fault = ""
-            except ElasticError as error:  # a rank was lost meanwhile, or there is no room after all
-                if str(error) != self._fault:
-                    logger.warning("the overload policy could not act: %s", error)
-                self._fault = str(error)
+    def _prepare_and_tick(self) -> None:
+        self._verbs.get_ready()
+        self._verbs.keep_staging()
+        self.tick()
 
     def tick(self) -> OverloadPlan | None:
         """Look once, and act; return what was decided. None: no rank serves. Raises what the fleet's verbs raise."""

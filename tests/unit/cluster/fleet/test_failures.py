@@ -223,6 +223,20 @@ def test_a_silent_rank_is_fenced(world: Any) -> None:
     assert "nothing was heard" in next(event.why for event in w.fleet.events() if event.kind == "lost")
 
 
+def test_ranks_are_watched_behind_a_look_that_had_a_bug(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = world(1)
+    looked, again = [], threading.Event()
+
+    def fails(*_: Any) -> Any:
+        looked.append(1)
+        if len(looked) == 2:
+            again.set()
+        raise KeyError("r0")
+
+    monkeypatch.setattr(w.fleet._supervisor, "_silent", fails)
+    assert again.wait(30)
+
+
 def test_a_rank_is_not_silent_that_has_told_what_nobody_has_read_yet(world: Any) -> None:
     w = world(2)
     w.launcher.ranks["r0"].behind = True

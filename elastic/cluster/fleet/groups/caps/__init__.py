@@ -1,4 +1,4 @@
 """The most sectors that each instance of a group may have: changed under running requests, and as they are needed.
 
-Way in: `change.CapChange`, `follower.CapFollower`.
+Way in: `change.CapChange`, `follow.follow`.
 """

@@ -378,6 +378,27 @@ def test_a_flip_that_fails_leaves_a_group_that_serves_on(fleets: Any, question: 
     assert_alone(fleet, [a, b])
 
 
+@pytest.mark.parametrize("status", ["deferred", "partial"])
+def test_a_rank_that_could_not_be_parted_from_others_is_not_removed(fleets: Any, status: str) -> None:
+    fleet, (a, b) = fleets()
+    fleet.drop(layers={"r0": range(3, 6), "r1": range(3)})
+    for rank in (a, b):
+        rank.fill()
+        rank.stuck = status == "deferred"
+    if status == "partial":
+        b.fails = lambda asked: StateError("the copy failed") if isinstance(asked, FlipLayers) else None
+    with pytest.raises(StateError, match=rf"'r1' is not removed: .* others of r0, r1 \({status}: .*; try again"):
+        fleet.remove("r1", timeout_s=0.05 if status == "deferred" else None)
+    assert [(rank.name, rank.state) for rank in fleet.status().ranks] == [("r0", "serving"), ("r1", "serving")]
+    assert (b.lost, b.ends) == (False, [])
+    for rank in (a, b):
+        rank.check()
+        rank.stuck, rank.fails = False, lambda asked: None
+    fleet.remove("r1")
+    assert_alone(fleet, [a])
+    assert kinds(fleet) == ["dropped", "restore failed", "parted", "restored", "removed"]
+
+
 def test_layers_of_one_instance_are_computed_elsewhere_without_a_drop(fleets: Any) -> None:
     fleet, (a, b) = fleets()
     moved = fleet.migrate("r0", (4, 5), "r1", layers_per_step=1)

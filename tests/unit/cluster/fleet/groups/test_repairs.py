@@ -15,10 +15,12 @@ from elastic.cluster.control.messages import Apply
 from elastic.cluster.control.stage_questions import MeasureRoom, Recover, WeightsOf
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.ranks import Ranks
+from elastic.engines.base import Request
 from elastic.errors import RankLost, StateError
 from elastic.types import Change, Fetch
 from support.cluster.fake_group import LAYERS, GroupRank
 from support.cluster.fake_rank import FakeLauncher
+from support.serving.generations import Collector
 
 FIRST = {"r0": range(3, LAYERS), "r1": range(3)}
 SECOND = {"r2": range(3, LAYERS), "r3": range(3)}
@@ -217,6 +219,34 @@ def test_a_repair_waits_for_no_rank_that_hangs(served: tuple[Fleet, list[GroupRa
     assert weights_told(a) == ()
     assert a.resident == set(range(LAYERS))
     d.check()
+
+
+def test_a_repair_that_has_a_bug_fences_the_group_and_its_requests_go_on_elsewhere(
+    served: tuple[Fleet, list[GroupRank]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet, (a, b, c, d) = served
+    heard, requests = Collector(), [Request((1, 2, 3), 20) for _ in range(4)]
+    for request in requests:
+        fleet.submit(request, heard)
+    for rank in (a, b, c, d):
+        rank.step(2)
+    fleet.drop(layers=FIRST)
+    assert {fleet.instance_of(request.id) for request in requests} == {"r0", "r1", "r2", "r3"}
+
+    def fails(*_: Any) -> Any:
+        raise KeyError("r1")
+
+    monkeypatch.setattr("elastic.cluster.fleet.groups.recovery.find_weights", fails)
+    b.die()
+    until(lambda: a.lost and fleet.groups() == ())
+    for rank in (c, d):
+        rank.step(60)
+    heard.wait([request.id for request in requests])
+    assert {end.finish for end in heard.ends.values()} == {"length"}
+    (told,) = [record for record in caplog.records if record.exc_info is not None]
+    assert told.getMessage() == "the group r0, r1 could not be repaired without rank r1; its others are fenced"
+    assert "KeyError: 'r1'" in next(rank.why for rank in fleet.status().ranks if rank.name == "r0")
+    assert fleet.drop(layers=SECOND).status == "applied"
 
 
 def test_a_rank_that_goes_while_another_begins_to_listen_is_lost_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,9 +273,12 @@ def test_instances_are_added_up_to_the_most_that_may_be(world: Callable[..., Wor
     assert sum(added) == 3
 
 
-def test_its_thread_goes_on_when_a_drop_cannot_be(world: Callable[..., World]) -> None:
+@pytest.mark.parametrize(
+    "fault", [CapacityError("no room", requested_bytes=1, free_bytes=0, total_bytes=0), KeyError("r1")]
+)
+def test_its_thread_goes_on_when_a_drop_cannot_be(world: Callable[..., World], fault: Exception) -> None:
     w = world(replace(AT_ONCE, tick_s=0.01))
-    w.verbs.fault = CapacityError("no room", requested_bytes=1, free_bytes=0, total_bytes=0)
+    w.verbs.fault = fault
     w.burst(3)
     w.controller.start()
     wait_until(lambda: len(w.verbs.asked) >= 2, "it gave up")
