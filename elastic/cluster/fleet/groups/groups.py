@@ -17,7 +17,7 @@ from elastic.cluster.fleet.groups.caps.follow import follow
 from elastic.cluster.fleet.groups.caps.needs import blocks_told
 from elastic.cluster.fleet.groups.caps.reach import note_reach
 from elastic.cluster.fleet.groups.caps.staging import Staging
-from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights, measure, part
+from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, measure, part
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Group, RankClaims
 from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, restored_first, slowdown
@@ -125,15 +125,6 @@ class Groups:
                 return Restored("applied", members=(rank,))
             return all_restored([self._restore(group, timeout_s, why, form) for group in groups])
 
-    def merge(self, names: Sequence[str]) -> GroupStatus:
-        """Have instances be a group; no layer changes its rank yet."""
-        with self._verbs, self._acting(names):
-            group = self._merged(names)
-            self._ranks.introduce(group.members)
-            compare_weights(self._ranks, group)
-            self._event("merged", group)
-            return group.status()
-
     def migrate(
         self, home: str, layers: Iterable[int], rank: str, timeout_s: float, form: ExchangeForm = LIVE
     ) -> Migrated:
@@ -141,8 +132,9 @@ class Groups:
         chosen = tuple(sorted(set(layers)))
         with self._verbs, self._acting((home, rank)), self._group_for((home, rank)) as group:
             target = targets.migrated(group.shape, home, chosen, rank)
-            done = self._exchange(Exchange(self._ranks, group, target, timeout_s, form), "drop failed")
-            self._changed("migrated", group, done, f"layers of {home} to {rank}")
+            done = self._exchange(Exchange(self._ranks, group, target, timeout_s, form), "migration failed")
+            kind: EventKind = "migrated" if done.status == "applied" else "migration failed"
+            self._changed(kind, group, done, f"layers of {home} to {rank}")
             return Migrated(**vars(done), home=home, rank=rank, layers=chosen)
 
     def follow_needs(self) -> int:
