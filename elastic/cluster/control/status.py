@@ -31,6 +31,7 @@ EventKind = Literal[
     "restored",
     "restore failed",
     "migrated",
+    "migration failed",
     "replicated",
     "replication failed",
     "evicted",

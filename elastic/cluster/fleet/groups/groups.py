@@ -17,7 +17,7 @@ from elastic.cluster.fleet.groups.caps.follow import follow
 from elastic.cluster.fleet.groups.caps.needs import blocks_told
 from elastic.cluster.fleet.groups.caps.reach import note_reach
 from elastic.cluster.fleet.groups.caps.staging import Staging
-from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights, measure, part
+from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, measure, part
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Group, RankClaims
 from elastic.cluster.fleet.groups.price import DryRuns, shape_of
@@ -139,15 +139,6 @@ class Groups:
             if dry_run:
                 return self._plan_restore(groups, targets.apart, form)
             return all_restored([self._restore(group, timeout_s, why, form) for group in groups])
-
-    def merge(self, names: Sequence[str]) -> GroupStatus:
-        """Have instances be a group; no layer changes its rank yet."""
-        with self._verbs, self._acting(names):
-            group = self._merged(names)
-            self._ranks.introduce(group.members)
-            compare_weights(self._ranks, group)
-            self._event("merged", group)
-            return group.status()
 
     def follow_needs(self) -> int:
         """Have each group's memory go where requests need it; return in how many it did. None, while a verb runs."""

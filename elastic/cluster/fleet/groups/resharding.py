@@ -7,20 +7,21 @@ section 3).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.groups import targets
 from elastic.cluster.fleet.groups.caps.reach import blocks_by_degree, note_reach
-from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, close_stages, measure
+from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, close_stages, compare_weights, measure
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Group
 from elastic.cluster.fleet.groups.groups import Groups
-from elastic.cluster.fleet.groups.results import Migrated, Replicated, Resharded, Restored, all_restored
+from elastic.cluster.fleet.groups.results import GroupStatus, Migrated, Replicated, Resharded, Restored, all_restored
 from elastic.cluster.fleet.groups.transition import Shape
 from elastic.cluster.fleet.planning.budgets import Budgets
-from elastic.errors import ConfigError, NotFound, StateError
+from elastic.errors import ConfigError, NotFound, RankLost, StateError
 from elastic.planning.sharding.share import Share
 
 FORM_S = 60.0
@@ -30,7 +31,24 @@ Units = tuple[tuple[str, ...], ...]
 
 
 class ReshardingGroups(Groups):
-    """Groups that can also be of ranks which share each layer, or have some or replicas of some; see `Groups`."""
+    """Groups that can also be of ranks which share each layer, have some or replicas of some, or only know each other;
+    see `Groups`."""
+
+    def merge(self, names: Sequence[str]) -> GroupStatus:
+        """Have instances be a group; no layer changes its rank yet. If it comes to nothing, all are as before."""
+        with self._verbs, self._acting(names):
+            before = [group for group in self._groups if not set(names).isdisjoint(group.members)]
+            group = self._merged(names)
+            try:
+                self._ranks.introduce(group.members)
+                compare_weights(self._ranks, group)
+            except BaseException:
+                if group not in before:
+                    with suppress(RankLost):  # who has lost a rank is repaired
+                        self._split_up(group, [each.members for each in before])
+                raise
+            self._event("merged", group)
+            return group.status()
 
     def reshard(
         self,
@@ -98,8 +116,9 @@ class ReshardingGroups(Groups):
                 return Migrated(**vars(would), home=home, rank=rank, layers=chosen)
             with self._acting((home, rank)), self._group_for((home, rank)) as group:
                 exchange = Exchange(self._ranks, group, target_of(group.shape), timeout_s, form)
-                done = self._exchange(exchange, "drop failed")
-                self._changed("migrated", group, done, f"layers of {home} to {rank}")
+                done = self._exchange(exchange, "migration failed")
+                kind: EventKind = "migrated" if done.status == "applied" else "migration failed"
+                self._changed(kind, group, done, f"layers of {home} to {rank}")
                 return Migrated(**vars(done), home=home, rank=rank, layers=chosen)
 
     def replicate(
@@ -200,16 +219,21 @@ class ReshardingGroups(Groups):
         across = [(home, rank) for home, rank in group.stages if unit_of[home] != unit_of[rank]]
         close_stages(self._ranks, across)
         group.stages.difference_update(across)
-        parts = [group.part_of(unit) for unit in units if len(unit) > 1]
-        self._forget(group)
-        self._replace([], parts)
-        for part in parts:
-            self._mark(part)
-            note_reach(self._dispatcher, part.shape, measure(self._ranks, part.members))
+        self._split_up(group, [unit for unit in units if len(unit) > 1])
         alone = [unit[0] for unit in units if len(unit) == 1]
         self._ranks.set_caps({name: group.staged.get(name) for name in alone})
         if alone:
             self._log.add("parted", rank=",".join(alone))
+
+    def _split_up(self, group: Group, units: Sequence[tuple[str, ...]]) -> None:
+        """Have some of a group be groups of their own, and all others by themselves."""
+        parts = [group.part_of(unit) for unit in units]
+        self._forget(group)
+        self._replace([], parts)
+        for part in parts:
+            self._mark(part)
+        for part in parts:
+            note_reach(self._dispatcher, part.shape, measure(self._ranks, part.members))
 
 
 def _replicas(shape: Shape, home: str) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -18,6 +19,7 @@ from elastic.cluster.control.stage_questions import (
     AttachStage,
     FlipLayers,
     LosePeer,
+    MeetPeers,
     OpenPeers,
     OpenStage,
     PrepareLayers,
@@ -415,6 +417,16 @@ def test_layers_of_one_instance_are_computed_elsewhere_without_a_drop(fleets: An
     assert_alone(fleet, [a, b])
 
 
+def test_layers_that_could_not_go_to_another_rank_are_not_told_as_migrated(fleets: Any) -> None:
+    fleet, (_, b) = fleets()
+    b.fails = lambda asked: StateError("no pages") if isinstance(asked, PrepareLayers) else None
+    assert fleet.migrate("r0", (4, 5), "r1").status == "deferred"
+    assert [(e.kind, e.why) for e in fleet.events()][-1] == ("migration failed", "layers of r0 to r1; no pages")
+    b.fails = lambda asked: None
+    assert fleet.migrate("r0", (4, 5), "r1").status == "applied"
+    assert kinds(fleet) == ["migration failed", "migrated"]
+
+
 def test_a_replica_has_weights_and_keys_and_values_at_another_rank_until_it_is_evicted(fleets: Any) -> None:
     fleet, (a, b) = fleets()
     done = fleet.replicate("r0", (4, 5), "r1")
@@ -474,6 +486,37 @@ def test_requests_of_a_group_do_not_move(fleets: Any) -> None:
     for rank in ranks:
         rank.step(60)
     heard.wait([request.id])
+
+
+@pytest.mark.parametrize("question", [MeetPeers, WeightDigests])
+def test_instances_that_could_not_be_merged_are_as_before(fleets: Any, question: type) -> None:
+    fleet, (a, b, c) = fleets(3)
+    heard, request = Collector(), Request((1, 2, 3), 60, Sampling(seed=0))
+    fleet.submit(request, heard)
+    for rank in (a, b, c):
+        rank.step(2)
+    c.fails = lambda asked: StateError("no connection") if isinstance(asked, question) else None
+    with pytest.raises(StateError, match="no connection"):
+        fleet.merge("r0", "r1", "r2")
+    assert_alone(fleet, [a, b, c])
+    here = fleet.instance_of(request.id)
+    assert here is not None
+    with ThreadPoolExecutor(1) as other:
+        moved = other.submit(fleet.move, request.id, "r1" if here == "r0" else "r0")
+        while not moved.done():
+            for rank in (a, b, c) if any(rank.held for rank in (a, b, c)) else ():  # its target is to tell of it
+                rank.step()
+    assert moved.result().source == here
+    fleet.drop(layers={"r0": range(3, 6), "r1": range(3)})
+    before = fleet.groups()
+    with pytest.raises(StateError, match="no connection"):
+        fleet.merge("r1", "r2")
+    assert fleet.groups() == before
+    assert {each.name: each.ranks for each in fleet.status().instances}["r2"] == ("r2",)
+    c.fails = lambda asked: None
+    assert fleet.merge("r1", "r2").members == ("r0", "r1", "r2")
+    assert fleet.restore().status == "applied"
+    assert_alone(fleet, [a, b, c])
 
 
 def until(true: Callable[[], bool]) -> None:
