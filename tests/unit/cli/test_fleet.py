@@ -77,6 +77,14 @@ def options(*arguments: str) -> Any:
         ([*DROP, "--overload", "partial=1"], "'1' is neither on nor off"),
         ([*DROP, "--overload", "kv_high=2"], "kv_high=2.0 cannot be"),
         ([*DROP, "--layers-per-step", "0"], "layers_per_step=0 cannot be"),
+        ([*LENGTHS, "--layers-per-step", "0"], "layers_per_step=0 cannot be"),
+        ([*LENGTHS, "--lengths", "layers_per_step=2"], "--lengths 'layers_per_step=2': write NAME=VALUE"),
+        ([*LENGTHS, "--exchange", "stall"], "--exchange is for instances that drop layers"),
+        (
+            ["--ranks", "2", "--layers-per-step", "2"],
+            "--layers-per-step is for instances that drop layers when KV runs out: --policy drop, or "
+            "instances that share their layers when requests need it: --policy lengths",
+        ),
         ([*LENGTHS, "--lengths", "most_ranks=4", "--tp", "1..2"], "--lengths 'most_ranks=4': write NAME=VALUE"),
         (["--key-file", "k"], "--key-file is for a fleet"),
         (["--ranks", "0"], "--ranks 0 must be at least 1"),
@@ -134,6 +142,11 @@ def test_the_policy_of_lengths_has_each_rank_cut_its_layers() -> None:
     assert chosen("--tp", "1..2", "--shards", "8") == (Lengths(most_ranks=2), [8] * 4)
     numbers = ("--lengths", "patience_s=3", "--lengths", "step=4")
     assert chosen(*numbers) == (Lengths(patience_s=3.0, step=4), [4] * 4)
+    assert chosen("--layers-per-step", "2") == (Lengths(layers_per_step=2), [4] * 4)
+    assert chosen("--layers-per-step", "2", "--tp", "1..2", "--policy", "drop,lengths") == (
+        Lengths(most_ranks=2, layers_per_step=2),
+        [4] * 4,
+    )
     assert chosen("--tp", "1..4", *numbers) == (Lengths(patience_s=3.0, step=4, most_ranks=4), [4] * 4)
     assert serve.wrap_options(options("--shards", "2"))["shards"] == 2
     assert "shards" not in serve.wrap_options(options())
