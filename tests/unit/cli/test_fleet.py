@@ -196,6 +196,8 @@ def test_how_layers_change_their_rank_is_said(served: Live, capsys: pytest.Captu
     assert main(["fleet", "drop", served.url, "--need", "1", "--whole", "--most", "3", *given]) == 0
     assert main(["fleet", "restore", served.url, *given]) == 0
     assert served.engine.forms[4:] == [form | {"timeout_s": 2.5, "whole": True, "most": 3}, form | {"timeout_s": 2.5}]
+    assert main(["fleet", "restore", served.url, "a", "--sharing", *given]) == 0
+    assert served.engine.forms[6:] == [form | {"timeout_s": 2.5, "sharing": True}]
 
 
 def test_a_fleet_is_looked_at_and_changed(served: Live, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -264,6 +266,24 @@ def test_what_could_be_done_has_a_price(served: Live, capsys: pytest.CaptureFixt
     assert main(["fleet", "replicate", *given, "a", "b", "--layers", "4-5", "--dry-run"]) == 0
     assert "2 layers change their rank, 2,048 bytes" in capsys.readouterr().out
     assert served.engine.groups_asked[:2] == [("plan", "24MiB"), ("plan", "1EiB")]
+
+
+def test_the_longest_request_of_each_degree_is_told(
+    served: Live, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["fleet", "capacity", served.url]) == 2
+    assert "elastic fleet capacity needs a token" in capsys.readouterr().err
+    monkeypatch.setenv("ELASTIC_TOKEN", TOKEN)
+    assert main(["fleet", "capacity", served.url]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "a: blocks of the longest request: 1,000 at tp=1, 2,000 at tp=2",
+        "b: blocks of the longest request: 9 at tp=1",
+    ]
+    assert main(["fleet", "capacity", served.url, "--degrees", "2", "8"]) == 0
+    assert "b: blocks of the longest request: none, since layers are not cut so" in capsys.readouterr().out
+    assert served.engine.groups_asked == [("capacity", (1, 2, 4)), ("capacity", (2, 8))]
+    assert main(["fleet", "capacity", served.url, "--degrees", "0"]) == 2
+    assert "answers 400" in capsys.readouterr().err
 
 
 def test_ranks_share_every_layer(served: Live, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
