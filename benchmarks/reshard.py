@@ -2,12 +2,13 @@
 
     python benchmarks/reshard.py [--only NAME …] [--rounds 5] [--keep FILE]
 
-On two pinned cores; ranks serve the Llama of 40M parameters of `serving.py` in 246 MiB each, its layers cut in four.
-All rows together are meant to take ten minutes on cores that do nothing else. Targets were fixed before figures were
-taken; rows:
+On two cores, with the Llama of 40M parameters of `serving.py`, its layers cut in four: ranks in 246 MiB, each a process
+pinned to one of the cores, except for `kv` (no model, and nothing of the library) and `weights` and `pages` (two models
+in this process, pinned to no core). All rows together are meant to take ten minutes on cores that do nothing else.
+Targets were fixed before figures were taken; rows:
 
-- `kv`: of a cache of 90 % use, what leaves and what stays: local part over the paper's base form at most .4; all of it
-  over the way through host memory, there and back
+- `kv`: of memory as large as a cache of 90 % use, what leaves and what stays: local part over the paper's base form at
+  most .4; all of it over the way through host memory, there and back
 - `weights`: shards that leave and return, per layer: up at most .2 of the paper's base (partial swap), both at most .3
   of the way through host memory (here memcpy against memcpy)
 - `pages`: what ranks own besides while layers change, over what the paper's base form needs: at one layer a pause at
@@ -15,7 +16,8 @@ taken; rows:
 - `context`: the longest request at degree 1, 2 and 4, which is served: at 2 more than twice that at 1, and .99 of what
   budgets leave room for
 - `steps`: running answers while so many layers change their rank at each pause, and while instances stop for all of
-  them: gaps over those at rest, and the cores that the ranks use beside it
+  them: gaps over those at rest, the cores that the ranks use beside it, and by how much the longest pause is shorter
+  than the stop for all (of CUDA at least .8)
 - `schedulers`: eight simulated ranks and the paper's arrivals: tokens a second over round robin and least load first at
   least 1.25
 - `order`: the same schedulers on two real ranks: the order is to be that of the simulated ones

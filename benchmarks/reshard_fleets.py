@@ -107,11 +107,13 @@ def steps(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
             for name in random.sample(list(forms), len(forms)):
                 for key, value in transformed(engine, forms[name], quick).items():
                     figures[name].setdefault(key, []).append(value)
+    stop_ms = statistics.median(figures["stop for all"]["stalled_ms"])
     return {
         name: {
             "up_s": summary(figure["up_s"]),
             "down_s": summary(figure["down_s"]),
             "stalled_ms": summary(figure["stalled_ms"]),
+            "hidden_of_stop": 1 - statistics.median(figure["stalled_ms"]) / stop_ms,
             "moved_of_all_kv": summary(figure["moved_of_all_kv"]),
             "longest_gap_ms": summary([1e3 * value for value in figure["longest_gap_s"]]),
             "tpot_over_rest": ratio(figure["tpot_during_s"], figure["tpot_s"]),

@@ -26,6 +26,7 @@ def add_options(command: ArgumentParser) -> None:
     add = what.add_parser("add", help="start one more rank")
     remove = what.add_parser("remove", help="end a rank; its requests go on elsewhere")
     plan = what.add_parser("plan", help="price what could give KV cache to requests that lack it, and do nothing")
+    capacity = what.add_parser("capacity", help="the longest request by how many ranks share layers; longer is refused")
     drop = what.add_parser("drop", help="have ranks compute each other's layers, and drop those that they hold twice")
     restore = what.add_parser("restore", help="have dropped layers return")
     reshard = what.add_parser("reshard", help="have ranks share every layer of their instances, or share none any more")
@@ -37,7 +38,8 @@ def add_options(command: ArgumentParser) -> None:
     merge = what.add_parser("merge", help="connect ranks, so that they can compute each other's layers")
     split = what.add_parser("split", help="restore a group of ranks, and close its connections")
     deploying = add_deploying(what)
-    acting = (move, add, remove, plan, drop, restore, reshard, migrate, replicate, evict, merge, split, *deploying)
+    forms = (drop, restore, reshard, migrate)
+    acting = (move, add, remove, plan, capacity, *forms, replicate, evict, merge, split, *deploying)
     for each in (status, *acting):
         each.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
     for each in acting:
@@ -48,13 +50,15 @@ def add_options(command: ArgumentParser) -> None:
     remove.add_argument("rank", metavar="RANK", help="its name")
     remove.add_argument("--now", action="store_true", help="do not wait until its requests have gone on elsewhere")
     plan.add_argument("--need", required=True, metavar="SIZE", help="keys and values that find no room, such as 24MiB")
+    capacity.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="such ranks (1 2 4)")
     _add_drop(drop)
     restore.add_argument("rank", nargs="?", metavar="RANK", help="a rank of the group (all groups)")
+    restore.add_argument("--sharing", action="store_true", help="ranks that share layers go on to")
     reshard.add_argument("instances", nargs="+", metavar="INSTANCE", help="whoever computes layers with one counts too")
     reshard.add_argument("--tp", type=int, required=True, metavar="N", help="ranks that share each layer; 1: none do")
-    for each in (drop, restore, reshard, migrate, replicate):
+    for each in (*forms, replicate):
         each.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
-    for each in (drop, restore, reshard, migrate):
+    for each in forms:
         add_exchange(each)
         each.add_argument(
             "--timeout", type=float, metavar="S", help="for live requests to fit in the caches that will be left (60)"
@@ -156,6 +160,18 @@ def _plan(url: str, token: str, options: Namespace) -> int:
     return 0
 
 
+def _capacity(url: str, token: str, options: Namespace) -> int:
+    from elastic.cli.views.status_client import post
+
+    found = post(url, "/elastic/fleet/capacity", {"degrees": options.degrees}, token, ACT_S).get("capacity") or {}
+    for rank, blocks in found.items():
+        told = ", ".join(f"{count:,} at tp={degree}" for degree, count in blocks.items())
+        print(f"{rank}: blocks of the longest request: {told or 'none, since layers are not cut so'}")
+    if not found:
+        print("no rank serves now")
+    return 0
+
+
 def _drop(url: str, token: str, options: Namespace) -> int:
     from elastic.cli.views.layer_grid import ranges
     from elastic.cli.views.status_client import post
@@ -176,7 +192,7 @@ def _drop(url: str, token: str, options: Namespace) -> int:
 def _restore(url: str, token: str, options: Namespace) -> int:
     from elastic.cli.views.status_client import post
 
-    body = {"rank": options.rank, "dry_run": options.dry_run, **_form(options)}
+    body = {"rank": options.rank, "sharing": options.sharing, "dry_run": options.dry_run, **_form(options)}
     restored = post(url, "/elastic/fleet/restore", body, token, ACT_S).get("restored") or {}
     return _planned(restored) if options.dry_run else _returned(restored)
 
@@ -334,6 +350,7 @@ _ACTS = {
     "add": _add,
     "remove": _remove,
     "plan": _plan,
+    "capacity": _capacity,
     "drop": _drop,
     "restore": _restore,
     "reshard": _reshard,

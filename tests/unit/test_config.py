@@ -109,9 +109,12 @@ def test_a_file_that_makes_no_sense_is_refused_in_words(
         ({"free_to_shrink": 1.5}, "free_to_shrink=1.5"),
         ({"patience_s": -1}, "patience_s=-1"),
         ({"tick_s": 0}, "tick_s=0"),
+        ({"layers_per_step": 0}, "layers_per_step=0 cannot be; it must be a whole number, at least 1"),
+        ({"layers_per_step": 1.5}, "layers_per_step=1.5"),
+        ({"layers_per_step": True}, "layers_per_step=True"),
     ],
 )
 def test_lengths_are_checked(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Lengths(**options)
-    assert Lengths(step=4, most_ranks=8, patience_s=0).free_to_shrink == 0.5
+    assert Lengths(step=4, most_ranks=8, patience_s=0, layers_per_step=1).free_to_shrink == 0.5

@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 LAUNCHERS = ("local", "in-process", "join", "ray")
 BULK = ("sockets", "nixl")
 ROUTINGS = ("prefix", "freeness", "least_load", "round_robin")
-_OF_POLICIES = {"overload": "drop", "lengths": "lengths", **dict.fromkeys(EXCHANGE, "drop")}
-"""Options of one policy."""
+_OF_POLICIES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("overload", *EXCHANGE), ("drop",)),
+    "lengths": ("lengths",),
+    "layers_per_step": ("drop", "lengths"),
+}
+"""Options of one policy, or of either."""
 _ALONE = ("launch", "listen", "key_file", "balance", "routing", "cores", "bulk", "tp", "pp", *_OF_POLICIES)
 """Options that mean nothing without `--ranks`."""
 FLEET_POLICIES = {
@@ -65,7 +69,7 @@ def add_fleet(command: ArgumentParser) -> None:
             metavar="NAME=VALUE",
             help=f"with --policy {policy}: a number of elastic.{name.capitalize()}; repeatable",
         )
-    add_exchange(command, "with --policy drop")
+    add_exchange(command, "with --policy drop; --layers-per-step with lengths, too")
 
 
 def check_fleet(options: Namespace) -> None:
@@ -92,9 +96,10 @@ def check_fleet(options: Namespace) -> None:
     for name in ("listen", "key_file"):
         if getattr(options, name) and not joined:
             raise ConfigError(f"--{name.replace('_', '-')} is for ranks that come by themselves: --launch join")
-    for name, policy in _OF_POLICIES.items():
-        if _is_given(options, name) and policy not in fleet_policies(options):
-            raise ConfigError(f"--{name.replace('_', '-')} is for {FLEET_POLICIES[policy]}: --policy {policy}")
+    for name, of in _OF_POLICIES.items():
+        if _is_given(options, name) and not set(of).intersection(fleet_policies(options)):
+            what = ", or ".join(f"{FLEET_POLICIES[policy]}: --policy {policy}" for policy in of)
+            raise ConfigError(f"--{name.replace('_', '-')} is for {what}")
     if ".." in (options.tp or "") and "lengths" not in fleet_policies(options):
         raise ConfigError(f"--tp is for {FLEET_POLICIES['lengths']}: --policy lengths")
     _policies(options)
@@ -166,15 +171,15 @@ def _policies(options: Namespace) -> list[FleetPolicy]:
 
 def _lengths(options: Namespace) -> Lengths:
     """Return the policy of lengths as `--tp` and `--lengths` have it. Raises `ConfigError`."""
-    numbers = options.lengths or []
+    numbers, more = options.lengths or [], {"layers_per_step": options.layers_per_step}
     if options.tp is None:
-        return read_numbers(Lengths, numbers, "--lengths")
+        return read_numbers(Lengths, numbers, "--lengths", **more)
     least, dots, most = options.tp.partition("..")
     if least != "1" or not dots or not most.isdigit():
         raise ConfigError(f"--tp {options.tp!r} is no range of ranks; write 1..2 or 1..4: all begin by themselves")
     if options.shards is not None and int(most) > options.shards:
         raise ConfigError(f"--tp {options.tp}: layers are cut in {options.shards}; give --shards {most}")
-    return read_numbers(Lengths, numbers, "--lengths", most_ranks=int(most))
+    return read_numbers(Lengths, numbers, "--lengths", most_ranks=int(most), **more)
 
 
 def read_configs(path: str) -> tuple[Any, Any]:

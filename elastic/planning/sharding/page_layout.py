@@ -1,7 +1,10 @@
-"""How a matrix that is cut lies on pages, so that parts are given back and return in place. (AMOEBA, section 3.2)
+"""How the paper lays a matrix that is cut on pages, so that parts leave and return in place. (AMOEBA, section 3.2)
+
+Weights are stored without its padding (docs/design.md): of all this they need `aligned_unit` alone, the rest is there
+to be compared with.
 
 A matrix is stored with the dimension that is cut outermost: `gate` and `up` as they are, [intermediate, hidden], `down`
-transposed, experts one after another. So a part is a run of rows, and bytes are laid between the parts until each
+transposed, experts one after another. So a part is a run of rows, and the paper lays bytes between the parts until each
 begins on a page. There are two forms:
 
     padded     between the parts lie whole rows of zeros: the parts are one matrix, of one product

@@ -66,6 +66,9 @@ class FleetEngine(Protocol):
     def plan(self, need: int | str) -> Any:
         """Price what could give so many bytes of KV to requests that wait."""
 
+    def capacity(self, degrees: Sequence[int]) -> Any:
+        """Return the blocks that an instance could have: of each rank, by how many like it share layers."""
+
     def restore(
         self,
         rank: str | None = None,
@@ -76,6 +79,7 @@ class FleetEngine(Protocol):
         exchange: Literal["live", "stall"] = "live",
         coordinated: bool = True,
         layers_per_step: int | None = None,
+        sharing: bool = False,
     ) -> Any:
         """Have dropped layers return: those of a rank's group, or all."""
 

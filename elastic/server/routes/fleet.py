@@ -3,8 +3,11 @@
 `POST /elastic/fleet/move {"request", "instance"}`: the request is the id of an answer, such as `chatcmpl-…`.
 `POST /elastic/fleet/add {"places": […]}`, `POST /elastic/fleet/remove {"rank", "drain"}`.
 `POST /elastic/fleet/plan {"need": "24MiB"}`: what could give so many bytes to requests that wait, and its price.
+`POST /elastic/fleet/capacity {"degrees": [1, 2, 4]}`: the blocks of the longest request, of each rank by how many like
+it share layers: `{"capacity": {"r0": {"1": 44, "2": 162}}}`. What layers are not cut for is left out.
 `POST /elastic/fleet/drop {"need": "24MiB"}` or `{"layers": {"r0": [6, 7], "r1": [0, 1]}}`, with `"dry_run"` its plan;
-`POST /elastic/fleet/restore {"rank"}` (without it: all), `.../merge {"ranks": […]}`, `.../split {"rank"}`;
+`POST /elastic/fleet/restore {"rank", "sharing"}` (without a rank: all; sharing: see `Fleet.restore`),
+`.../merge {"ranks": […]}`, `.../split {"rank"}`;
 `POST /elastic/fleet/reshard {"instances": ["r0", "r1"], "tp": 2}`.
 `POST /elastic/fleet/migrate {"home": "r0", "layers": [4, 5], "rank": "r1"}`, `.../replicate` alike,
 `.../evict {"home", "layers"}` (without layers: all of the instance's replicas).
@@ -88,6 +91,14 @@ class PlanBody(_FleetBody):
     need: Size
 
 
+class CapacityBody(_FleetBody):
+    """Numbers of ranks that could share layers."""
+
+    degrees: Annotated[
+        list[Annotated[int, Field(ge=1, le=1024)]], Field(min_length=1, max_length=100, fail_fast=True)
+    ] = [1, 2, 4]
+
+
 class DropBody(_ExchangeBody):
     """Layers that are to leave: so many bytes of them, or those of each rank."""
 
@@ -103,6 +114,7 @@ class RestoreGroupBody(_ExchangeBody):
 
     rank: Name | None = None
     dry_run: bool = False
+    sharing: bool = False
 
 
 class ReshardBody(_ExchangeBody):
@@ -177,6 +189,10 @@ def routes(serving: ServerState) -> APIRouter:
     async def plan(body: PlanBody) -> dict[str, Any]:
         return await done(lambda fleet: {"offers": plain(fleet.plan(body.need))})
 
+    @router.post("/elastic/fleet/capacity")
+    async def capacity(body: CapacityBody) -> dict[str, Any]:
+        return await done(lambda fleet: {"capacity": plain(fleet.capacity(body.degrees))})
+
     async def done(work: Callable[[FleetEngine], dict[str, Any]]) -> dict[str, Any]:
         if serving.fleet is None:
             raise APIError(404, NO_FLEET, code="not_found")
@@ -197,7 +213,8 @@ def _add_layer_routes(router: APIRouter, done: Done) -> None:
 
     @router.post("/elastic/fleet/restore")
     async def restore(body: RestoreGroupBody) -> dict[str, Any]:
-        options = {"dry_run": body.dry_run, "why": WHY, **body.form}
+        given = {"sharing": True} if body.sharing else {}
+        options = {"dry_run": body.dry_run, "why": WHY, **given, **body.form}
         return await done(lambda fleet: {"restored": plain(fleet.restore(body.rank, **options))})
 
     @router.post("/elastic/fleet/reshard")

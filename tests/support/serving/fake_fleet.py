@@ -153,6 +153,10 @@ class FakeFleet(FakeEngine):
             return ()
         return (Offer("drop", 0.25, 4096), Offer("swap", 2.0, 2048, lossless=False), Offer("restore", 0.5, -8192))
 
+    def capacity(self, degrees: Sequence[int]) -> dict[str, dict[int, int]]:
+        self.groups_asked.append(("capacity", tuple(degrees)))
+        return {"a": {d: 1000 * d for d in degrees if d in (1, 2)}, "b": {d: 9 for d in degrees if d == 1}}
+
     def restore(self, rank: str | None = None, *, dry_run: bool = False, why: str = "", **form: Any) -> Restored:
         self.forms.append(form)
         self.groups_asked.append(("restore", (rank, why)))

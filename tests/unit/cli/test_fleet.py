@@ -77,6 +77,14 @@ def options(*arguments: str) -> Any:
         ([*DROP, "--overload", "partial=1"], "'1' is neither on nor off"),
         ([*DROP, "--overload", "kv_high=2"], "kv_high=2.0 cannot be"),
         ([*DROP, "--layers-per-step", "0"], "layers_per_step=0 cannot be"),
+        ([*LENGTHS, "--layers-per-step", "0"], "layers_per_step=0 cannot be"),
+        ([*LENGTHS, "--lengths", "layers_per_step=2"], "--lengths 'layers_per_step=2': write NAME=VALUE"),
+        ([*LENGTHS, "--exchange", "stall"], "--exchange is for instances that drop layers"),
+        (
+            ["--ranks", "2", "--layers-per-step", "2"],
+            "--layers-per-step is for instances that drop layers when KV runs out: --policy drop, or "
+            "instances that share their layers when requests need it: --policy lengths",
+        ),
         ([*LENGTHS, "--lengths", "most_ranks=4", "--tp", "1..2"], "--lengths 'most_ranks=4': write NAME=VALUE"),
         (["--key-file", "k"], "--key-file is for a fleet"),
         (["--ranks", "0"], "--ranks 0 must be at least 1"),
@@ -134,6 +142,11 @@ def test_the_policy_of_lengths_has_each_rank_cut_its_layers() -> None:
     assert chosen("--tp", "1..2", "--shards", "8") == (Lengths(most_ranks=2), [8] * 4)
     numbers = ("--lengths", "patience_s=3", "--lengths", "step=4")
     assert chosen(*numbers) == (Lengths(patience_s=3.0, step=4), [4] * 4)
+    assert chosen("--layers-per-step", "2") == (Lengths(layers_per_step=2), [4] * 4)
+    assert chosen("--layers-per-step", "2", "--tp", "1..2", "--policy", "drop,lengths") == (
+        Lengths(most_ranks=2, layers_per_step=2),
+        [4] * 4,
+    )
     assert chosen("--tp", "1..4", *numbers) == (Lengths(patience_s=3.0, step=4, most_ranks=4), [4] * 4)
     assert serve.wrap_options(options("--shards", "2"))["shards"] == 2
     assert "shards" not in serve.wrap_options(options())
@@ -183,6 +196,8 @@ def test_how_layers_change_their_rank_is_said(served: Live, capsys: pytest.Captu
     assert main(["fleet", "drop", served.url, "--need", "1", "--whole", "--most", "3", *given]) == 0
     assert main(["fleet", "restore", served.url, *given]) == 0
     assert served.engine.forms[4:] == [form | {"timeout_s": 2.5, "whole": True, "most": 3}, form | {"timeout_s": 2.5}]
+    assert main(["fleet", "restore", served.url, "a", "--sharing", *given]) == 0
+    assert served.engine.forms[6:] == [form | {"timeout_s": 2.5, "sharing": True}]
 
 
 def test_a_fleet_is_looked_at_and_changed(served: Live, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -251,6 +266,24 @@ def test_what_could_be_done_has_a_price(served: Live, capsys: pytest.CaptureFixt
     assert main(["fleet", "replicate", *given, "a", "b", "--layers", "4-5", "--dry-run"]) == 0
     assert "2 layers change their rank, 2,048 bytes" in capsys.readouterr().out
     assert served.engine.groups_asked[:2] == [("plan", "24MiB"), ("plan", "1EiB")]
+
+
+def test_the_longest_request_of_each_degree_is_told(
+    served: Live, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["fleet", "capacity", served.url]) == 2
+    assert "elastic fleet capacity needs a token" in capsys.readouterr().err
+    monkeypatch.setenv("ELASTIC_TOKEN", TOKEN)
+    assert main(["fleet", "capacity", served.url]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "a: blocks of the longest request: 1,000 at tp=1, 2,000 at tp=2",
+        "b: blocks of the longest request: 9 at tp=1",
+    ]
+    assert main(["fleet", "capacity", served.url, "--degrees", "2", "8"]) == 0
+    assert "b: blocks of the longest request: none, since layers are not cut so" in capsys.readouterr().out
+    assert served.engine.groups_asked == [("capacity", (1, 2, 4)), ("capacity", (2, 8))]
+    assert main(["fleet", "capacity", served.url, "--degrees", "0"]) == 2
+    assert "answers 400" in capsys.readouterr().err
 
 
 def test_ranks_share_every_layer(served: Live, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

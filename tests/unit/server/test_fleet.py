@@ -318,6 +318,22 @@ def test_what_could_be_done_has_a_price_over_http(client: TestClient, fleet: Fak
         assert client.post("/elastic/fleet/plan", json=wrong).status_code == 400
 
 
+def test_the_longest_request_of_each_degree_is_told_over_http(client: TestClient, fleet: FakeFleet) -> None:
+    told = client.post("/elastic/fleet/capacity", json={}).json()
+    assert told == {"capacity": {"a": {"1": 1000, "2": 2000}, "b": {"1": 9}}}
+    assert client.post("/elastic/fleet/capacity", json={"degrees": [2]}).json()["capacity"]["b"] == {}
+    assert fleet.groups_asked == [("capacity", (1, 2, 4)), ("capacity", (2,))]
+    for wrong in ({"degrees": []}, {"degrees": [0]}, {"degrees": ["2"]}, {"degrees": [1025]}, {"degree": [1]}):
+        assert client.post("/elastic/fleet/capacity", json=wrong).status_code == 400
+
+
+def test_ranks_go_on_sharing_where_that_is_said_over_http(client: TestClient, fleet: FakeFleet) -> None:
+    for body in ({"sharing": True}, {"sharing": False}):
+        assert client.post("/elastic/fleet/restore", json={"rank": "a", **body}).status_code == 200
+    assert [form.get("sharing") for form in fleet.forms] == [True, None]
+    assert client.post("/elastic/fleet/restore", json={"sharing": 1}).status_code == 400
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -410,6 +426,7 @@ def test_whoever_has_no_token_changes_nothing(client: TestClient, fleet: FakeFle
         "fleet/add",
         "fleet/remove",
         "fleet/plan",
+        "fleet/capacity",
         "fleet/drop",
         "fleet/restore",
         "fleet/migrate",

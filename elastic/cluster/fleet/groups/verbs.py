@@ -10,7 +10,7 @@ from elastic.cluster.fleet.groups.resharding import ReshardingGroups
 from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Migrated, Replicated, Resharded, Restored
 from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.cluster.fleet.records.delivery import Delivery
-from elastic.config import parse_bytes
+from elastic.config import parse_bytes, require
 from elastic.errors import ConfigError, StateError
 from elastic.planning.arrangement.drop import DropPlan
 
@@ -187,8 +187,10 @@ class GroupVerbs:
     def capacity(self, degrees: Sequence[int]) -> dict[str, dict[int, int]]:
         """Return the blocks of KV cache that one instance could have: of each rank, by how many like it share layers.
 
-        Degrees for which layers were not cut are left out.
+        Degrees for which layers were not cut are left out. Raises `ConfigError` for what is no degree.
         """
+        for degree in degrees:
+            require(type(degree) is int and degree >= 1, "degrees", degree, "whole numbers, at least 1")
         return self._groups.capacity(degrees)
 
     def layer_bytes(self) -> tuple[int, ...]:

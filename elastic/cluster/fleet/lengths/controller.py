@@ -36,7 +36,14 @@ class LengthVerbs(Protocol):
     def groups(self) -> tuple[GroupStatus, ...]: ...
     def capacity(self, degrees: Sequence[int]) -> Capacity: ...
     def reshard(
-        self, instances: str | Sequence[str], *, tp: int, timeout_s: float = ..., dry_run: bool = ..., why: str = ...
+        self,
+        instances: str | Sequence[str],
+        *,
+        tp: int,
+        timeout_s: float = ...,
+        dry_run: bool = ...,
+        why: str = ...,
+        layers_per_step: int | None = ...,
     ) -> Resharded: ...
 
 
@@ -108,12 +115,13 @@ class LengthController:
 
     def change(self, asked: ScaleUp | ScaleDown) -> Resharded:
         """Have instances become one, or one part. Raises what the fleet's verbs raise."""
+        most = self._settings.layers_per_step
         if isinstance(asked, ScaleUp):
             why = f"request {asked.request} is too long for each of {', '.join(asked.instances)}{self._price_of(asked)}"
-            done = self._verbs.reshard(asked.instances, tp=asked.degree, timeout_s=ACT_S, why=why)
+            done = self._verbs.reshard(asked.instances, tp=asked.degree, timeout_s=ACT_S, why=why, layers_per_step=most)
         else:
             why = "no request needs its ranks together"
-            done = self._verbs.reshard(asked.instance, tp=asked.degree, timeout_s=ACT_S, why=why)
+            done = self._verbs.reshard(asked.instance, tp=asked.degree, timeout_s=ACT_S, why=why, layers_per_step=most)
         logger.info("%s: tp=%d (%s) %s; %s", ", ".join(done.members), asked.degree, done.status, why, done.why)
         return done
 
@@ -121,7 +129,8 @@ class LengthController:
 
     def _price_of(self, up: ScaleUp) -> str:
         """Say what it costs, as the arbiter does; empty, if the request waits no more."""
-        planned = self._verbs.reshard(up.instances, tp=up.degree, dry_run=True)
+        most = self._settings.layers_per_step
+        planned = self._verbs.reshard(up.instances, tp=up.degree, dry_run=True, layers_per_step=most)
         with self._dispatcher.lock:
             record = next((queued for queued in self._dispatcher.queue if queued.request.id == up.request), None)
             first = self._dispatcher.instances.get(up.instances[0])

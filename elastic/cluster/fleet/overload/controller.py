@@ -98,7 +98,7 @@ class OverloadController:
         self._readings, self._moves = FleetReadings(dispatcher, moves=False), moves
         self._swaps = Swaps(verbs, settings)
         self._swap: SwapPlan | None = None  # what the offer to swap was
-        self._shares = Shares(verbs, most_shared)
+        self._shares = Shares(verbs, most_shared, self._form)
         self._share: SharePlan | None = None  # what the offer to share layers was
         self._add, self._addable = add, settings.scale_out
         self._adding: clock.Thread | None = None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 from elastic.cluster.fleet.groups.results import GroupStatus, Resharded
 from elastic.controller.policies.overload import OverloadPlan
@@ -21,7 +21,16 @@ class ShareVerbs(Protocol):
 
     def groups(self) -> tuple[GroupStatus, ...]: ...
     def reshard(
-        self, instances: str | Sequence[str], *, tp: int, timeout_s: float = ..., dry_run: bool = ..., why: str = ...
+        self,
+        instances: str | Sequence[str],
+        *,
+        tp: int,
+        timeout_s: float = ...,
+        dry_run: bool = ...,
+        why: str = ...,
+        exchange: Literal["live", "stall"] = ...,
+        coordinated: bool = ...,
+        layers_per_step: int | None = ...,
     ) -> Resharded: ...
 
 
@@ -36,9 +45,9 @@ class SharePlan:
 class Shares:
     """Prices that, and has it done. Ranks part again by the policy of lengths, when no request needs their degree."""
 
-    def __init__(self, verbs: ShareVerbs, most_ranks: int) -> None:
-        """At most so many ranks share layers; 1: none do."""
-        self._verbs, self._most_ranks = verbs, most_ranks
+    def __init__(self, verbs: ShareVerbs, most_ranks: int, form: Mapping[str, Any]) -> None:
+        """At most so many ranks share layers; 1: none do. `form`: how they change their rank; see `Fleet.reshard`."""
+        self._verbs, self._most_ranks, self._form = verbs, most_ranks, form
         self._done_s = -math.inf
 
     def plan(self, plan: OverloadPlan) -> SharePlan | None:
@@ -48,7 +57,7 @@ class Shares:
         if not 2 <= len(ranks) <= self._most_ranks or len(ranks) & (len(ranks) - 1) or grouped.intersection(ranks):
             return None
         try:
-            planned = self._verbs.reshard(ranks, tp=len(ranks), dry_run=True)
+            planned = self._verbs.reshard(ranks, tp=len(ranks), dry_run=True, **self._form)
         except (ConfigError, CapacityError):  # of other hosts, or not cut so
             return None
         assert planned.price is not None
@@ -57,7 +66,7 @@ class Shares:
     def do(self, plan: SharePlan, now_s: float, timeout_s: float, why: str) -> Resharded:
         """Have ranks share their layers. Raises what the fleet's verbs raise."""
         self._done_s = now_s
-        return self._verbs.reshard(plan.ranks, tp=len(plan.ranks), timeout_s=timeout_s, why=why)
+        return self._verbs.reshard(plan.ranks, tp=len(plan.ranks), timeout_s=timeout_s, why=why, **self._form)
 
     def settling(self, now_s: float) -> bool:
         """Return whether ranks may not have said yet what they have since."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,8 @@ class Verbs:
         self.units: list[tuple[str, ...]] = []
         self.asked: list[tuple[tuple[str, ...], int]] = []
         self.why: list[str] = []
+        self.layers_per_step: list[int | None] = []
+        """Of each reshard, dry runs too."""
         self.fault: Exception | None = None
         self.entered, self.may_go = threading.Event(), threading.Event()
         self.may_go.set()
@@ -59,7 +62,9 @@ class Verbs:
         timeout_s: float = 0,
         dry_run: bool = False,
         why: str = "",
+        layers_per_step: int | None = None,
     ) -> Resharded:
+        self.layers_per_step.append(layers_per_step)
         names = (instances,) if isinstance(instances, str) else tuple(instances)
         if dry_run:
             return Resharded("planned", members=names, tp=tp, price=GroupPrice(0.5, 0, 0, 2, 0.0))
@@ -157,6 +162,19 @@ def test_a_request_too_long_for_each_rank_has_two_share_their_layers_and_these_p
     w.tick()
     assert w.verbs.asked[1:] == [(("r0",), 1)]
     w.fleet.check()
+
+
+@pytest.mark.parametrize("most", [2, None])
+def test_so_many_layers_change_at_one_pause_as_the_settings_say(world: Callable[..., World], most: int | None) -> None:
+    w = world(settings=replace(AT_ONCE, layers_per_step=most))
+    w.ask(12, "long")
+    w.tick()
+    assert w.verbs.layers_per_step == [most] * 2, "its price, and the change"
+    w.tick()
+    w.launcher.step(6)
+    w.tick()
+    assert w.verbs.asked == [(("r0", "r1"), 2), (("r0",), 1)]
+    assert w.verbs.layers_per_step == [most] * 3
 
 
 def test_short_ones_go_on_meanwhile_and_pass_who_waits_for_ranks_to_become_one(world: Callable[..., World]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic import CapacityError
+from elastic import CapacityError, ConfigError
 from elastic.cluster.control import stage_questions as ask
 from elastic.cluster.control.messages import Submit
 from elastic.cluster.fleet.fleet import Fleet
@@ -167,6 +167,13 @@ def test_the_longest_request_of_a_degree_is_served_beside_short_ones(worlds: Any
     assert w.fleet.groups() == ()
     kinds = [event.kind for event in w.fleet.events() if event.kind in ("resharded", "parted")]
     assert kinds == ["resharded", "resharded", "parted"]
+
+
+@pytest.mark.parametrize("degree", [0, -1, 2.0, True])
+def test_what_is_no_degree_has_no_capacity(worlds: Any, degree: Any) -> None:
+    w = worlds(2)
+    with pytest.raises(ConfigError, match=f"degrees={degree} cannot be; it must be whole numbers, at least 1"):
+        w.fleet.capacity((1, degree))
 
 
 @settings(max_examples=10, deadline=None)

@@ -47,6 +47,7 @@ class Verbs:
         self.group: GroupStatus | None = None
         self.asked: list[tuple[str, str]] = []
         self.forms: list[dict[str, Any]] = []
+        self.reshard_forms: list[dict[str, Any]] = []
         self.fault: Exception | None = None
         self.drop_s, self.reshard_s = 0.5, 60.0
         self.reshard_fault: Exception | None = None
@@ -125,8 +126,9 @@ class Verbs:
         return Restored("applied", members=members)
 
     def reshard(
-        self, instances: Any, *, tp: int, timeout_s: float = 0, dry_run: bool = False, why: str = ""
+        self, instances: Any, *, tp: int, timeout_s: float = 0, dry_run: bool = False, why: str = "", **form: Any
     ) -> Resharded:
+        self.reshard_forms.append(form)
         if self.reshard_fault is not None:
             raise self.reshard_fault
         if dry_run:
@@ -522,6 +524,17 @@ def test_layers_are_shared_where_that_costs_less_than_a_drop(world: Any, monkeyp
         w.tick()
     assert w.verbs.asked[1][0] == "drop"
     assert seen.at_s >= asked_s + 3.0, "ranks had not said yet what they have"
+
+
+def test_layers_are_shared_as_the_settings_say(world: Any) -> None:
+    form = {"exchange": "stall", "coordinated": False, "layers_per_step": 2}
+    w = world(replace(AT_ONCE, **form), most_shared=2)
+    w.verbs.reshard_s = 0.1
+    Seen(w)
+    while not w.verbs.asked:
+        w.tick()
+    assert w.verbs.asked[0][0] == "reshard"
+    assert w.verbs.reshard_forms == [form] * 2, "its price, and the change"
 
 
 @pytest.mark.parametrize("reason", ["dear", "small", "refused", "nobody has them part again"])
