@@ -55,6 +55,10 @@ class Served:
             self.requests[request.id] = request
             self.fleet.submit(request, self.heard)
 
+    def live(self) -> set[str]:
+        """Return the requests that have not ended."""
+        return self.requests.keys() - self.heard.ends.keys()
+
     def begin(self, tokens: int) -> None:
         """Wait until each request has so many tokens."""
         for name in self.requests:
@@ -211,15 +215,19 @@ def test_a_prompt_longer_than_a_rank_can_hold_ends_while_short_ones_run(serve: C
 
 
 def ups_and_downs(served: Served, count: int) -> None:
-    """Change the degree so often, at random, while requests come and go."""
-    chance = random.Random(count)
-    for number in range(count):
-        if number % 3 == 0:
-            served.submit([chance.randrange(3, 60) for _ in range(2)], tokens=chance.randrange(5, 60))
-        done = served.fleet.reshard(
-            served.names, tp=chance.choice([1, 2, 4]), layers_per_step=chance.choice([None, 1, 2]), timeout_s=20
-        )
+    """Change the degree so often, at random, while requests come and go: four at least, and one through each change."""
+    chance, tp = random.Random(count), 1
+    for _ in range(count):
+        left = [served.requests[name].max_tokens - len(served.heard.tokens[name]) for name in served.live()]
+        if max(left, default=0) < 200:  # in a change it gets 70 at the most
+            served.submit([chance.randrange(3, 60)], tokens=300)
+        while len(live := served.live()) < 4:
+            served.submit([chance.randrange(3, 60)], tokens=chance.randrange(5, 60))
+        served.begin(1)
+        tp = chance.choice([degree for degree in (1, 2, 4) if degree != tp])
+        done = served.fleet.reshard(served.names, tp=tp, layers_per_step=chance.choice([None, 1, 2]), timeout_s=20)
         assert done.status == "applied", done.why
+        assert not served.live().isdisjoint(live), "no request lived through the change"
     served.fleet.reshard(served.names, tp=1)
     served.finish()
 
