@@ -171,7 +171,7 @@ class _Decision:
 
     def _keep_targets(self) -> None:
         """Carry on what waiting requests were promised, as far as these instances are still there."""
-        waiting = {request.name: request for request in self.snapshot.waiting}
+        waiting = {request.name: request.tokens for request in self.snapshot.waiting}
         for name, ranks in self.state.targets.items():
             members = [candidate for candidate in self.candidates if ranks.issuperset(candidate.reading.ranks)]
             if name not in waiting or sum(member.reading.degree for member in members) != len(ranks):
@@ -179,7 +179,7 @@ class _Decision:
             if any(ranks & other and ranks != other for other in self.planned):
                 continue
             self.targets[name] = ranks
-            if len(members) > 1:
+            if len(members) > 1 or members[0].room < waiting[name] <= members[0].reading.capacity_at(len(ranks)):
                 self.planned[ranks] = members
                 self._take(members)
 
@@ -290,10 +290,10 @@ class _Decision:
             reading = candidate.reading
             ranks[reading.host] = ranks.get(reading.host, 0) + reading.degree
         return any(
-            request.tokens <= room
+            request.tokens <= candidate.reading.capacity_at(degree)
             and settings.step <= degree <= min(settings.most_ranks, ranks[candidate.reading.host])
             for candidate in self.candidates
-            for degree, room in candidate.reading.capacity.items()
+            for degree in candidate.reading.capacity
         )
 
     # -- back
@@ -364,4 +364,4 @@ def _short_tokens(candidates: Sequence[InstanceDraft]) -> int:
 def _room(members: Sequence[InstanceDraft]) -> int:
     """Return the KV of the instance that some become."""
     degree = sum(member.reading.degree for member in members)
-    return min(member.reading.capacity.get(degree, 0) for member in members)
+    return min(member.reading.capacity_at(degree) for member in members)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic import CapacityError
+from elastic import CapacityError, StateError
 from elastic.cluster.control import stage_questions as ask
 from elastic.cluster.control.messages import Submit
 from elastic.cluster.fleet.fleet import Fleet
@@ -167,6 +167,23 @@ def test_the_longest_request_of_a_degree_is_served_beside_short_ones(worlds: Any
     assert w.fleet.groups() == ()
     kinds = [event.kind for event in w.fleet.events() if event.kind in ("resharded", "parted")]
     assert kinds == ["resharded", "resharded", "parted"]
+
+
+def test_a_change_that_was_stopped_on_its_way_is_asked_for_again_and_the_long_request_served(worlds: Any) -> None:
+    w = worlds(2)
+    fails = w.ranks[1]
+    fails.fails = lambda question: StateError("no") if isinstance(question, ask.FlipLayers) else None
+    w.ask(w.capacity[2], "long")
+    w.go_on(3)
+    (group,) = w.fleet.groups()
+    assert {name: path.guests for name, path in group.paths.items()} == {"r0": ("r1",), "r1": ()}
+    assert w.fleet.status().queued == 1, "the two have no room for it yet"
+    kinds = [event.kind for event in w.fleet.events()]
+    assert kinds.count("reshard failed") == 3
+    fails.fails = lambda question: None
+    w.end(1)
+    assert w.heard.ends["long"].finish == "length"
+    assert w.fleet.groups() == ()
 
 
 @settings(max_examples=10, deadline=None)
