@@ -94,6 +94,7 @@ class World:
         self.controller = LengthController(self.fleet._dispatcher, self.fleet, AT_ONCE)
         self.fleet._dispatcher.on_waiting = lambda: None  # as if it had started
         self.controller._measure()
+        self.controller._note_reach()
         self.capacity = dict(self.fleet.capacity((1, 2, 4))["r0"])
 
     def ask(self, blocks: int, name: str, answer: int = 3) -> None:
@@ -148,6 +149,7 @@ def test_what_a_degree_holds_is_what_an_instance_of_it_can_have(worlds: Any) -> 
         sectors = sum(rank.budget - rank.weights() for rank in w.ranks[:degree]) // (SECTOR * 6 * SHARDS)
         assert w.capacity[degree] == sectors * SECTOR_BLOCKS
         assert w.fleet._dispatcher.instances["r0"].group_blocks == w.capacity[degree]
+        assert w.fleet.capacity((1, 2, 4))["r0"] == w.capacity, "measured in a group"
         assert w.fleet.reshard("r0", tp=1).status == "applied"
 
 
