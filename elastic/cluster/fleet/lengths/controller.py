@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -18,7 +17,7 @@ from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.ticks import Attempts
 from elastic.config import Lengths
 from elastic.controller.policies.lengths.policy import LengthPlan, LengthPolicy, LengthState, ScaleDown, ScaleUp
-from elastic.controller.policies.lengths.snapshot import LengthSnapshot
+from elastic.controller.policies.lengths.snapshot import LengthSnapshot, largest_together
 from elastic.controller.remedies import Offer, cheapest
 from elastic.errors import ConfigError
 
@@ -192,10 +191,10 @@ class LengthController:
         """Have instances know what they could hold with others of their host, so that requests wait for it."""
         with self._dispatcher.lock:
             serving = [i for i in self._dispatcher.instances.values() if i.state == "serving"]
-            hosts = Counter(instance.hello.host for instance in serving)
-            for instance in serving:
-                blocks_at = self._capacity.get(instance.name, {})
-                reached = [blocks for degree, blocks in blocks_at.items() if 1 < degree <= hosts[instance.hello.host]]
+            known = [(i, i.hello.host, self._capacity.get(i.name, {})) for i in serving]
+            largest = largest_together((host, blocks_at) for _, host, blocks_at in known)
+            for instance, host, blocks_at in known:
+                reached = [min(blocks, largest.get((host, n), 0)) for n, blocks in blocks_at.items() if n > 1]
                 instance.policy_blocks = max(reached, default=0)
 
     def _send(self, snapshot: LengthSnapshot, plan: LengthPlan) -> None:

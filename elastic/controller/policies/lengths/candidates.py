@@ -110,11 +110,10 @@ def best_merger(candidates: Sequence[InstanceDraft], kv: LiveTokens, step: int, 
         own = [candidate for candidate in free if candidate.reading.host == host]
         degree = step
         while degree <= most_ranks:
-            for members in filter(_complete, _sets(own, degree, step)):
+            able = [candidate for candidate in own if sum(kv) <= candidate.reading.capacity_at(degree)]
+            for members in filter(_complete, _sets(able, degree, step)):
                 room = min(member.reading.capacity_at(degree) for member in members)
-                if sum(kv) <= room:
-                    ready = holds_together(members, kv, room)
-                    mergers.append(Merger(members, degree, ready))
+                mergers.append(Merger(members, degree, holds_together(members, kv, room)))
             degree *= 2
     return min(mergers, key=attrgetter("order"), default=None)
 

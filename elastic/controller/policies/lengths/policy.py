@@ -26,6 +26,7 @@ from elastic.controller.policies.lengths.snapshot import (
     InstanceReading,
     LengthSnapshot,
     WaitingRequest,
+    largest_together,
     tokens_to_end,
 )
 
@@ -285,16 +286,13 @@ class _Decision:
 
     def _ever_holds(self, request: WaitingRequest) -> bool:
         """Tell whether the ranks of some host could hold a request, were they one instance."""
-        settings, ranks = self.settings, dict[str, int]()
-        for candidate in self.candidates:
-            reading = candidate.reading
-            ranks[reading.host] = ranks.get(reading.host, 0) + reading.degree
-        return any(
-            request.tokens <= candidate.reading.capacity_at(degree)
-            and settings.step <= degree <= min(settings.most_ranks, ranks[candidate.reading.host])
-            for candidate in self.candidates
-            for degree in candidate.reading.capacity
+        largest = largest_together(
+            (reading.host, {degree: reading.capacity_at(degree) for degree in reading.capacity})
+            for reading in self.snapshot.instances
+            for _ in reading.ranks
         )
+        degrees = range(self.settings.step, self.settings.most_ranks + 1)
+        return any(request.tokens <= kv and degree in degrees for (_, degree), kv in largest.items())
 
     # -- back
 

@@ -89,6 +89,18 @@ class LengthSnapshot:
     """In the order of their arrival."""
 
 
+def largest_together(hosted: Iterable[tuple[str, Mapping[int, int]]]) -> dict[tuple[str, int], int]:
+    """Return the KV of the largest instance of each host and degree, of ranks with their host and their KV by degree.
+
+    Of ranks with unlike memory it is what the least of them could have were all like it: of so many, the largest.
+    """
+    each: dict[tuple[str, int], list[int]] = {}
+    for host, capacity in hosted:
+        for degree, kv in capacity.items():
+            each.setdefault((host, degree), []).append(kv)
+    return {key: sorted(kv)[-key[1]] for key, kv in each.items() if len(kv) >= key[1]}
+
+
 def tokens_to_end(live: Iterable[LiveTokens]) -> int:
     """Return the KV with which requests can all end, one after another, and none is evicted: the banker's sum.
 

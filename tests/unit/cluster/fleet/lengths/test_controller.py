@@ -213,6 +213,28 @@ def test_what_no_degree_holds_is_refused_at_once(world: Callable[..., World]) ->
     assert four.verbs.asked[0][1] == 4
 
 
+def test_what_only_ranks_of_larger_budgets_hold_goes_to_them_and_what_no_set_holds_is_refused(
+    world: Callable[..., World],
+) -> None:
+    w = world(4)
+    less = {1: 7, 2: 20, 4: 50}
+    w.controller._capacity = {"r0": less, "r1": less, "r2": less, "r3": BLOCKS}
+    w.controller._note_reach()
+    for blocks in (51, 70):
+        with pytest.raises(CapacityError, match="fits in no instance"):
+            w.ask(blocks, "too long")
+    w.controller._capacity = {"r0": less, "r1": BLOCKS, "r2": less, "r3": BLOCKS}
+    w.controller._note_reach()
+    w.ask(26, "long")
+    w.tick()
+    assert w.verbs.asked == [(("r1", "r3"), 2)]
+    w.controller._capacity = {"r0": less, "r1": less, "r2": less, "r3": BLOCKS}
+    w.verbs.units = [("r2", "r3")]
+    snapshot = w.controller._readings.read(w.verbs.groups(), w.controller._capacity)
+    assert snapshot is not None
+    assert [reading.room for reading in snapshot.instances if reading.degree == 2] == [20], "of the two the least"
+
+
 def test_ranks_of_other_hosts_do_not_count(world: Callable[..., World]) -> None:
     w = world()
     (first, *_) = w.launcher.ranks.values()

@@ -119,6 +119,20 @@ def test_what_no_degree_holds_is_refused() -> None:
     assert decide(instances, waits("r", 5000), most_ranks=2).refused == ("r",)
 
 
+def test_of_ranks_with_unlike_memory_those_become_one_that_hold_the_request() -> None:
+    small, large = {1: 500, 2: 1600, 4: 4500}, CAPACITY
+    a, b = instance("a", capacity=small), instance("b", capacity=small)
+    c, d = instance("c", pending=9.0, capacity=large), instance("d", pending=9.0, capacity=large)
+    assert decide([a, b, c, d], waits("r", 1600)).ups == (ScaleUp(("a", "b"), 2, "r"),)
+    assert decide([a, b, c, d], waits("r", 3000)).ups == (ScaleUp(("c", "d"), 2, "r"),)
+    assert decide([a, b, c], waits("r", 1600)).refused == ()
+    assert decide([a, b, c], waits("r", 1601)).refused == ("r",), "no two hold it"
+    assert decide([a, b, c, d], waits("r", 4500)).ups[0].degree == 4
+    assert decide([a, b, c, d], waits("r", 4501)).refused == ("r",), "nor do all four"
+    pair = instance("cd", 2900, capacity=large)
+    assert decide([a, b, pair], waits("r", 3000)).refused == (), "it waits for room"
+
+
 def test_unlike_instances_become_one_where_no_equal_ones_can() -> None:
     plan = decide([instance("ab", 1500), instance("c"), instance("d")], waits("r", 5000))
     assert {frozenset(up.instances) for up in plan.ups} == {frozenset({"ab", "c", "d"})}
