@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -18,13 +17,14 @@ from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.ticks import Attempts
 from elastic.config import Lengths
 from elastic.controller.policies.lengths.policy import LengthPlan, LengthPolicy, LengthState, ScaleDown, ScaleUp
-from elastic.controller.policies.lengths.snapshot import LengthSnapshot
+from elastic.controller.policies.lengths.snapshot import LengthSnapshot, largest_together
 from elastic.controller.remedies import Offer, cheapest
 from elastic.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 ACT_S = 30.0
 """How long instances may take to become one, or to part; where they may not, all serve on as they are."""
+_Limits = frozenset[tuple[str, int]]
 LEAST_S = 0.005
 """Between two ticks at least: requests that come together are looked at together."""
 
@@ -50,7 +50,8 @@ class LengthVerbs(Protocol):
 class LengthController:
     """Asks the policy whenever a request waits, and at each tick, from `start` to `stop`.
 
-    Requests are sent on its thread; another one has instances change, one after another, so that they wait for none.
+    Requests are sent on its thread; another one measures, and has instances change, one after another, so that none
+    waits for that.
     """
 
     def __init__(self, dispatcher: Dispatcher, verbs: LengthVerbs, settings: Lengths) -> None:
@@ -60,13 +61,14 @@ class LengthController:
         self._policy, self._state = LengthPolicy(settings), LengthState()
         self._readings = LengthReadings(dispatcher)
         self._capacity: Capacity = {}
-        self._measured: frozenset[str] = frozenset()  # ranks that were there when capacity was measured
+        self._measured: _Limits = frozenset()  # as they were when capacity was measured
+        self._measuring = False  # or asked for
         self._lock = clock.make_lock()
         self._changing: tuple[frozenset[str], ...] = ()  # ranks of the changes that are asked for, and not done
-        self._changes: clock.Queue = clock.make_queue()
+        self._changes: clock.Queue = clock.make_queue()  # True: measure
         self._wake, self._stopping = clock.make_event(), clock.make_event()
         failed = "the policy of lengths could not act"
-        self._decisions, self._reshards = Attempts(failed), Attempts(failed)
+        self._decisions, self._reshards, self._measurements = Attempts(failed), Attempts(failed), Attempts(failed)
         self._threads = [
             clock.make_thread(self._decide, "elastic-fleet-lengths"),
             clock.make_thread(self._change, "elastic-fleet-reshard"),
@@ -75,6 +77,7 @@ class LengthController:
     def start(self) -> None:
         """Begin: requests go where the policy says from now on. Raises `ConfigError` if no layer can be shared."""
         self._measure()
+        self._note_reach()
         if self._capacity and not any(degree > 1 for blocks in self._capacity.values() for degree in blocks):
             raise ConfigError("policy='lengths': layers are not cut; start the fleet with shards=4")
         self._dispatcher.on_waiting = self._wake.set
@@ -98,7 +101,8 @@ class LengthController:
 
         Raises what the fleet's verbs raise.
         """
-        self._measure()
+        self._ask_to_measure()
+        self._note_reach()
         changing = frozenset[str]().union(*self._changing)
         snapshot = self._readings.read(self._verbs.groups(), self._capacity, changing)
         if snapshot is None:
@@ -153,22 +157,37 @@ class LengthController:
 
     def _change(self) -> None:
         while (asked := self._changes.get()) is not None:
+            if asked is True:
+                self._measurements.attempt(self._measure)
+                self._measuring = False
+                continue
             if not self._stopping.is_set():
                 self._reshards.attempt(partial(self.change, asked))
             with self._lock:
                 self._changing = self._changing[1:]
             self._wake.set()
 
+    def _ask_to_measure(self) -> None:
+        """Have the other thread measure when ranks or limits are others than before; what is known holds until then."""
+        limits = self._limits()
+        if limits and limits != self._measured and not self._measuring:
+            self._measuring = True
+            self._changes.put(True)
+
     def _measure(self) -> None:
-        """Ask ranks what instances of several of them could hold, when others are there than before."""
-        with self._dispatcher.lock:
-            there = frozenset(i.name for i in self._dispatcher.instances.values() if i.state == "serving")
-        if there and there != self._measured:
+        """Ask ranks what instances of several of them could hold."""
+        limits = self._limits()
+        if limits and not self._stopping.is_set():
             self._verbs.get_ready()
             self._capacity = self._verbs.capacity(self._degrees)
-            self._measured = there
-        if self._capacity:
-            self._note_reach()
+            self._measured = limits
+            self._wake.set()
+
+    def _limits(self) -> _Limits:
+        """Return the ranks that serve, and what each has by itself, or could have in its group."""
+        with self._dispatcher.lock:
+            serving = [i for i in self._dispatcher.instances.values() if i.state == "serving"]
+            return frozenset((i.name, i.group_blocks if i.group else i.load.total_blocks) for i in serving)
 
     @property
     def _degrees(self) -> tuple[int, ...]:
@@ -181,10 +200,10 @@ class LengthController:
         """Have instances know what they could hold with others of their host, so that requests wait for it."""
         with self._dispatcher.lock:
             serving = [i for i in self._dispatcher.instances.values() if i.state == "serving"]
-            hosts = Counter(instance.hello.host for instance in serving)
-            for instance in serving:
-                blocks_at = self._capacity.get(instance.name, {})
-                reached = [blocks for degree, blocks in blocks_at.items() if 1 < degree <= hosts[instance.hello.host]]
+            known = [(i, i.hello.host, self._capacity.get(i.name, {})) for i in serving]
+            largest = largest_together((host, blocks_at) for _, host, blocks_at in known)
+            for instance, host, blocks_at in known:
+                reached = [min(blocks, largest.get((host, n), 0)) for n, blocks in blocks_at.items() if n > 1]
                 instance.policy_blocks = max(reached, default=0)
 
     def _send(self, snapshot: LengthSnapshot, plan: LengthPlan) -> None:

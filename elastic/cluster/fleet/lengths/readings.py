@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from elastic import clock
 from elastic.cluster.fleet.dispatcher import Dispatcher
@@ -37,11 +38,8 @@ class LengthReadings:
                 return None
             usual, kv = dispatcher.answer_lengths.usual(), next(iter(serving.values())).kv_format
             readings = tuple(
-                _reading(
-                    [serving[name] for name in members], partners, capacity, usual, not changing_.isdisjoint(members)
-                )
-                for changing_ in (frozenset(changing),)
-                for members, partners in _units(groups, serving)
+                _reading([serving[name] for name in unit.ranks], unit, capacity, usual, frozenset(changing))
+                for unit in _units(groups, serving)
             )
             waiting = tuple(
                 WaitingRequest(record.request.id, _kv(kv, record), record.arrived_s) for record in dispatcher.queue
@@ -49,16 +47,26 @@ class LengthReadings:
         return LengthSnapshot(clock.now(), readings, waiting)
 
 
-def _units(
-    groups: Sequence[GroupStatus], serving: Mapping[str, Instance]
-) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield the ranks of each instance, those that share layers together, and the others that compute layers of it."""
+class _Unit(NamedTuple):
+    """The ranks of an instance, those that share layers together."""
+
+    ranks: tuple[str, ...]
+    partners: tuple[str, ...] = ()
+    """The others that compute layers of it."""
+    partial: bool = False
+    """Whether they share some of its layers alone: a change was stopped on its way."""
+
+
+def _units(groups: Sequence[GroupStatus], serving: Mapping[str, Instance]) -> Iterator[_Unit]:
     for group in groups:
         if all(name in serving for name in group.members):
-            yield from ((unit, _partners(unit, group)) for unit in sharing(group.paths))
+            for ranks in sharing(group.paths):
+                partners, paths = _partners(ranks, group), [group.paths[name] for name in ranks]
+                whole = all(len(path.holders(layer)) == len(ranks) for path in paths for layer in range(path.layers))
+                yield _Unit(ranks, partners, not partners and not whole)
     kept = [group for group in groups if group.tp > 1 or all(name in serving for name in group.members)]
     grouped = {name for group in kept for name in group.members}
-    yield from (((name,), ()) for name in serving if name not in grouped)
+    yield from (_Unit((name,)) for name in serving if name not in grouped)
 
 
 def _partners(unit: tuple[str, ...], group: GroupStatus) -> tuple[str, ...]:
@@ -68,12 +76,18 @@ def _partners(unit: tuple[str, ...], group: GroupStatus) -> tuple[str, ...]:
 
 
 def _reading(
-    instances: Sequence[Instance], partners: tuple[str, ...], capacity: Capacity, usual: int | None, changing: bool
+    instances: Sequence[Instance], unit: _Unit, capacity: Capacity, usual: int | None, changing: frozenset[str]
 ) -> InstanceReading:
     first, records = instances[0], [record for instance in instances for record in instance.records.values()]
-    blocks = dict(capacity.get(first.name, {}))
-    if len(instances) == 1 or partners:
-        blocks[len(instances)] = sum(instance.load.total_blocks for instance in instances)
+    tables = [capacity.get(instance.name, {}) for instance in instances]
+    known = [degree for degree in tables[0] if all(degree in table for table in tables)]
+    blocks = {degree: min(table[degree] for table in tables) for degree in known}
+    degree = len(instances)
+    whole = blocks.get(degree) if unit.partial else None
+    if degree == 1 or unit.partners:
+        blocks[degree] = sum(instance.load.total_blocks for instance in instances)
+    elif reached := max(instance.group_blocks for instance in instances):
+        blocks[degree] = min(blocks.get(degree, reached), reached)
     slots = sum(max(0, i.hello.max_requests + AHEAD - i.sequences) for i in instances)
     return InstanceReading(
         first.name,
@@ -82,10 +96,11 @@ def _reading(
         blocks,
         tuple(_kv(first.kv_format, record) for record in records),
         sum(_pending(record, usual) for record in records),
-        float(len(instances)),
-        changing,
-        partners,
+        float(degree),
+        not changing.isdisjoint(unit.ranks),
+        unit.partners,
         slots,
+        whole,
     )
 
 

@@ -110,11 +110,10 @@ def best_merger(candidates: Sequence[InstanceDraft], kv: LiveTokens, step: int, 
         own = [candidate for candidate in free if candidate.reading.host == host]
         degree = step
         while degree <= most_ranks:
-            for members in filter(_complete, _sets(own, degree, step)):
-                room = min(member.reading.capacity.get(degree, 0) for member in members)
-                if sum(kv) <= room:
-                    ready = holds_together(members, kv, room)
-                    mergers.append(Merger(members, degree, ready))
+            able = [candidate for candidate in own if sum(kv) <= candidate.reading.capacity_at(degree)]
+            for members in filter(_complete, _sets(able, degree, step)):
+                room = min(member.reading.capacity_at(degree) for member in members)
+                mergers.append(Merger(members, degree, holds_together(members, kv, room)))
             degree *= 2
     return min(mergers, key=attrgetter("order"), default=None)
 
@@ -126,7 +125,11 @@ def holds_together(members: Sequence[InstanceDraft], kv: LiveTokens, room: int) 
 
 
 def _sets(candidates: Sequence[InstanceDraft], degree: int, step: int) -> Iterator[tuple[InstanceDraft, ...]]:
-    """Yield the least loaded instances with so many ranks together: of each degree, and of unlike ones."""
+    """Yield the least loaded instances with so many ranks together: of each degree, and of unlike ones.
+
+    And each of that degree whose change was stopped on its way.
+    """
+    yield from ((each,) for each in candidates if each.reading.degree == degree and each.reading.whole is not None)
     small = [candidate for candidate in candidates if candidate.reading.degree * step <= degree]
     small.sort(key=lambda candidate: (candidate.load_s, candidate.reading.name))
     pipelined = [each.reading for each in small if each.reading.partners]

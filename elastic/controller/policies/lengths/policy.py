@@ -26,6 +26,7 @@ from elastic.controller.policies.lengths.snapshot import (
     InstanceReading,
     LengthSnapshot,
     WaitingRequest,
+    largest_together,
     tokens_to_end,
 )
 
@@ -171,7 +172,7 @@ class _Decision:
 
     def _keep_targets(self) -> None:
         """Carry on what waiting requests were promised, as far as these instances are still there."""
-        waiting = {request.name: request for request in self.snapshot.waiting}
+        waiting = {request.name: request.tokens for request in self.snapshot.waiting}
         for name, ranks in self.state.targets.items():
             members = [candidate for candidate in self.candidates if ranks.issuperset(candidate.reading.ranks)]
             if name not in waiting or sum(member.reading.degree for member in members) != len(ranks):
@@ -179,7 +180,7 @@ class _Decision:
             if any(ranks & other and ranks != other for other in self.planned):
                 continue
             self.targets[name] = ranks
-            if len(members) > 1:
+            if len(members) > 1 or members[0].room < waiting[name] <= members[0].reading.capacity_at(len(ranks)):
                 self.planned[ranks] = members
                 self._take(members)
 
@@ -285,16 +286,13 @@ class _Decision:
 
     def _ever_holds(self, request: WaitingRequest) -> bool:
         """Tell whether the ranks of some host could hold a request, were they one instance."""
-        settings, ranks = self.settings, dict[str, int]()
-        for candidate in self.candidates:
-            reading = candidate.reading
-            ranks[reading.host] = ranks.get(reading.host, 0) + reading.degree
-        return any(
-            request.tokens <= room
-            and settings.step <= degree <= min(settings.most_ranks, ranks[candidate.reading.host])
-            for candidate in self.candidates
-            for degree, room in candidate.reading.capacity.items()
+        largest = largest_together(
+            (reading.host, {degree: reading.capacity_at(degree) for degree in reading.capacity})
+            for reading in self.snapshot.instances
+            for _ in reading.ranks
         )
+        degrees = range(self.settings.step, self.settings.most_ranks + 1)
+        return any(request.tokens <= kv and degree in degrees for (_, degree), kv in largest.items())
 
     # -- back
 
@@ -364,4 +362,4 @@ def _short_tokens(candidates: Sequence[InstanceDraft]) -> int:
 def _room(members: Sequence[InstanceDraft]) -> int:
     """Return the KV of the instance that some become."""
     degree = sum(member.reading.degree for member in members)
-    return min(member.reading.capacity.get(degree, 0) for member in members)
+    return min(member.reading.capacity_at(degree) for member in members)

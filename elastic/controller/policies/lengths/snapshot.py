@@ -26,7 +26,7 @@ class InstanceReading:
     ranks: tuple[str, ...]
     capacity: Mapping[int, int] = field(hash=False)
     """KV of an instance by its degree, if these ranks are all or some of its ranks; degrees that cannot be are left
-    out."""
+    out. At its own degree: as much as it has now."""
     live: tuple[LiveTokens, ...] = ()
     pending: float = 0.0
     """Tokens that its requests may still compute,"""
@@ -39,6 +39,8 @@ class InstanceReading:
     when they do so no more."""
     slots: int | None = None
     """Requests that it takes besides those that it has, however small; None: any number."""
+    whole: int | None = None
+    """KV that it has when its ranks share all layers. They do so now: None; else a change was stopped on its way."""
 
     @property
     def degree(self) -> int:
@@ -49,6 +51,12 @@ class InstanceReading:
     def room(self) -> int:
         """KV that live requests may have together."""
         return self.capacity.get(self.degree, 0)
+
+    def capacity_at(self, degree: int) -> int:
+        """Return the KV of an instance of such a degree with these ranks, when its change is done."""
+        if degree == self.degree and self.whole is not None:
+            return self.whole
+        return self.capacity.get(degree, 0)
 
     def needs_degree(self, tokens: int) -> bool:
         """Tell whether a request would fit no instance of half its ranks."""
@@ -79,6 +87,18 @@ class LengthSnapshot:
     instances: tuple[InstanceReading, ...]
     waiting: tuple[WaitingRequest, ...] = ()
     """In the order of their arrival."""
+
+
+def largest_together(hosted: Iterable[tuple[str, Mapping[int, int]]]) -> dict[tuple[str, int], int]:
+    """Return the KV of the largest instance of each host and degree, of ranks with their host and their KV by degree.
+
+    Of ranks with unlike memory it is what the least of them could have were all like it: of so many, the largest.
+    """
+    each: dict[tuple[str, int], list[int]] = {}
+    for host, capacity in hosted:
+        for degree, kv in capacity.items():
+            each.setdefault((host, degree), []).append(kv)
+    return {key: sorted(kv)[-key[1]] for key, kv in each.items() if len(kv) >= key[1]}
 
 
 def tokens_to_end(live: Iterable[LiveTokens]) -> int:

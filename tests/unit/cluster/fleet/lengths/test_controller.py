@@ -39,8 +39,11 @@ class Verbs:
         self.layers_per_step: list[int | None] = []
         """Of each reshard, dry runs too."""
         self.fault: Exception | None = None
+        self.unmeasured: Exception | None = None
         self.entered, self.may_go = threading.Event(), threading.Event()
+        self.measuring, self.may_measure = threading.Event(), threading.Event()
         self.may_go.set()
+        self.may_measure.set()
 
     def groups(self) -> tuple[GroupStatus, ...]:
         return tuple(
@@ -52,6 +55,10 @@ class Verbs:
         pass
 
     def capacity(self, degrees: Sequence[int]) -> dict[str, dict[int, int]]:
+        self.measuring.set()
+        assert self.may_measure.wait(30)
+        if self.unmeasured is not None:
+            raise self.unmeasured
         return {name: {d: self.known[d] for d in degrees if d in self.known} for name in self.launcher.ranks}
 
     def reshard(
@@ -132,6 +139,7 @@ def world() -> Iterator[Callable[..., World]]:
     yield make
     for one in worlds:
         one.verbs.may_go.set()
+        one.verbs.may_measure.set()
         one.controller.stop()
         one.fleet.stop(drain=False)
 
@@ -223,6 +231,28 @@ def test_what_no_degree_holds_is_refused_at_once(world: Callable[..., World]) ->
     assert four.verbs.asked[0][1] == 4
 
 
+def test_what_only_ranks_of_larger_budgets_hold_goes_to_them_and_what_no_set_holds_is_refused(
+    world: Callable[..., World],
+) -> None:
+    w = world(4)
+    less = {1: 7, 2: 20, 4: 50}
+    w.controller._capacity = {"r0": less, "r1": less, "r2": less, "r3": BLOCKS}
+    w.controller._note_reach()
+    for blocks in (51, 70):
+        with pytest.raises(CapacityError, match="fits in no instance"):
+            w.ask(blocks, "too long")
+    w.controller._capacity = {"r0": less, "r1": BLOCKS, "r2": less, "r3": BLOCKS}
+    w.controller._note_reach()
+    w.ask(26, "long")
+    w.tick()
+    assert w.verbs.asked == [(("r1", "r3"), 2)]
+    w.controller._capacity = {"r0": less, "r1": less, "r2": less, "r3": BLOCKS}
+    w.verbs.units = [("r2", "r3")]
+    snapshot = w.controller._readings.read(w.verbs.groups(), w.controller._capacity)
+    assert snapshot is not None
+    assert [reading.room for reading in snapshot.instances if reading.degree == 2] == [20], "of the two the least"
+
+
 def test_ranks_of_other_hosts_do_not_count(world: Callable[..., World]) -> None:
     w = world()
     (first, *_) = w.launcher.ranks.values()
@@ -277,6 +307,46 @@ def test_the_threads_send_and_change_beside_each_other(world: Callable[..., Worl
     assert "long" not in w.given()
     w.verbs.may_go.set()
     wait_until(lambda: "long" in w.given(), "the long one waits")
+
+
+@pytest.mark.parametrize("in_a_group", [False, True])
+def test_what_is_too_long_since_limits_were_lowered_is_refused(world: Callable[..., World], in_a_group: bool) -> None:
+    w = world()
+    w.controller.start()
+    w.verbs.known = {1: 6, 2: 20}
+    with w.dispatcher.lock:
+        for instance in w.dispatcher.instances.values():
+            instance.group, instance.group_blocks = (("r0", "r1"), 20) if in_a_group else ((), 0)
+    for name in () if in_a_group else ("r0", "r1"):
+        w.verbs.give(name, 6)
+    wait_until(lambda: {i.policy_blocks for i in w.dispatcher.instances.values()} == {20}, "none measured again")
+    with pytest.raises(CapacityError, match="fits in no instance"):
+        w.ask(24, "long")
+
+
+def test_requests_are_sent_while_ranks_are_measured_that_do_not_answer(world: Callable[..., World]) -> None:
+    w = world(4, AT_ONCE)
+    w.controller.start()
+    w.verbs.measuring.clear()
+    w.verbs.may_measure.clear()
+    w.launcher.ranks["r3"].die()
+    assert w.verbs.measuring.wait(30)
+    w.ask(3, "short")
+    wait_until(lambda: "short" in w.given(), "the short one waits")
+    assert w.dispatcher.instances["r0"].policy_blocks == BLOCKS[2], "what is known of those that are there holds"
+    w.ask(12, "long")
+    w.verbs.may_measure.set()
+    wait_until(lambda: "long" in w.given(), "the long one waits")
+
+
+def test_a_measurement_that_fails_is_made_again(world: Callable[..., World], caplog: pytest.LogCaptureFixture) -> None:
+    w = world()
+    w.controller.start()
+    w.verbs.known, w.verbs.unmeasured = {1: 10, 2: 20}, StateError("a rank holds its breath")
+    w.verbs.give("r0", 9)
+    wait_until(lambda: "holds its breath" in caplog.text, "none was made")
+    w.verbs.unmeasured = None
+    wait_until(lambda: w.dispatcher.instances["r0"].policy_blocks == 20, "none was made again")
 
 
 def test_when_it_stops_requests_go_in_order_again(world: Callable[..., World]) -> None:

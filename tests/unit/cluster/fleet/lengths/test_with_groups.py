@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic import CapacityError, ConfigError
+from elastic import CapacityError, ConfigError, StateError
 from elastic.cluster.control import stage_questions as ask
 from elastic.cluster.control.messages import Submit
 from elastic.cluster.fleet.fleet import Fleet
@@ -94,6 +94,7 @@ class World:
         self.controller = LengthController(self.fleet._dispatcher, self.fleet, AT_ONCE)
         self.fleet._dispatcher.on_waiting = lambda: None  # as if it had started
         self.controller._measure()
+        self.controller._note_reach()
         self.capacity = dict(self.fleet.capacity((1, 2, 4))["r0"])
 
     def ask(self, blocks: int, name: str, answer: int = 3) -> None:
@@ -148,6 +149,7 @@ def test_what_a_degree_holds_is_what_an_instance_of_it_can_have(worlds: Any) -> 
         sectors = sum(rank.budget - rank.weights() for rank in w.ranks[:degree]) // (SECTOR * 6 * SHARDS)
         assert w.capacity[degree] == sectors * SECTOR_BLOCKS
         assert w.fleet._dispatcher.instances["r0"].group_blocks == w.capacity[degree]
+        assert w.fleet.capacity((1, 2, 4))["r0"] == w.capacity, "measured in a group"
         assert w.fleet.reshard("r0", tp=1).status == "applied"
 
 
@@ -174,6 +176,23 @@ def test_what_is_no_degree_has_no_capacity(worlds: Any, degree: Any) -> None:
     w = worlds(2)
     with pytest.raises(ConfigError, match=f"degrees={degree} cannot be; it must be whole numbers, at least 1"):
         w.fleet.capacity((1, degree))
+
+
+def test_a_change_that_was_stopped_on_its_way_is_asked_for_again_and_the_long_request_served(worlds: Any) -> None:
+    w = worlds(2)
+    fails = w.ranks[1]
+    fails.fails = lambda question: StateError("no") if isinstance(question, ask.FlipLayers) else None
+    w.ask(w.capacity[2], "long")
+    w.go_on(3)
+    (group,) = w.fleet.groups()
+    assert {name: path.guests for name, path in group.paths.items()} == {"r0": ("r1",), "r1": ()}
+    assert w.fleet.status().queued == 1, "the two have no room for it yet"
+    kinds = [event.kind for event in w.fleet.events()]
+    assert kinds.count("reshard failed") == 3
+    fails.fails = lambda question: None
+    w.end(1)
+    assert w.heard.ends["long"].finish == "length"
+    assert w.fleet.groups() == ()
 
 
 @settings(max_examples=10, deadline=None)

@@ -33,7 +33,7 @@ def instance(
     """One of as many ranks as letters; a live request that is a number has all its KV."""
     kv = tuple(LiveTokens(*(one if isinstance(one, tuple) else (one, 0))) for one in live)
     work = float(sum(map(sum, kv))) if pending is None else pending
-    return InstanceReading(name, host, tuple(ranks or name), CAPACITY, kv, work, **more)
+    return InstanceReading(name, host, tuple(ranks or name), more.pop("capacity", CAPACITY), kv, work, **more)
 
 
 def waits(name: str, tokens: int, since_s: float = 0.0) -> WaitingRequest:
@@ -119,6 +119,20 @@ def test_what_no_degree_holds_is_refused() -> None:
     assert decide(instances, waits("r", 5000), most_ranks=2).refused == ("r",)
 
 
+def test_of_ranks_with_unlike_memory_those_become_one_that_hold_the_request() -> None:
+    small, large = {1: 500, 2: 1600, 4: 4500}, CAPACITY
+    a, b = instance("a", capacity=small), instance("b", capacity=small)
+    c, d = instance("c", pending=9.0, capacity=large), instance("d", pending=9.0, capacity=large)
+    assert decide([a, b, c, d], waits("r", 1600)).ups == (ScaleUp(("a", "b"), 2, "r"),)
+    assert decide([a, b, c, d], waits("r", 3000)).ups == (ScaleUp(("c", "d"), 2, "r"),)
+    assert decide([a, b, c], waits("r", 1600)).refused == ()
+    assert decide([a, b, c], waits("r", 1601)).refused == ("r",), "no two hold it"
+    assert decide([a, b, c, d], waits("r", 4500)).ups[0].degree == 4
+    assert decide([a, b, c, d], waits("r", 4501)).refused == ("r",), "nor do all four"
+    pair = instance("cd", 2900, capacity=large)
+    assert decide([a, b, pair], waits("r", 3000)).refused == (), "it waits for room"
+
+
 def test_unlike_instances_become_one_where_no_equal_ones_can() -> None:
     plan = decide([instance("ab", 1500), instance("c"), instance("d")], waits("r", 5000))
     assert {frozenset(up.instances) for up in plan.ups} == {frozenset({"ab", "c", "d"})}
@@ -142,6 +156,15 @@ def test_what_was_asked_for_and_did_not_come_is_asked_for_again_after_a_while() 
     run, pair = Run(cooldown_s=1.0), [instance("a"), instance("b")]
     asked = [bool(run.at(tick / 2, pair, waits("r", 2000)).ups) for tick in range(5)]
     assert asked == [True, False, True, False, True]
+
+
+def test_an_instance_whose_change_was_stopped_on_its_way_is_asked_for_the_rest_and_has_what_it_has() -> None:
+    run, stopped = Run(cooldown_s=1.0), instance("ab", capacity={**CAPACITY, 2: 1500}, whole=3000)
+    plan = run.at(0.0, [stopped], waits("r", 2000), waits("s", 1200))
+    assert (plan.routes, plan.ups, plan.refused) == ((), (ScaleUp(("ab",), 2, "r"),), ())
+    assert [bool(run.at(tick / 2, [stopped], waits("r", 2000)).ups) for tick in (1, 2, 3)] == [False, True, False]
+    assert run.at(2.0, [instance("ab")], waits("r", 2000)).routes == (("r", "ab"),)
+    assert decide([stopped], waits("s", 1200)).routes == (("s", "ab"),)
 
 
 def test_further_long_requests_go_to_instances_that_are_large_already() -> None:
