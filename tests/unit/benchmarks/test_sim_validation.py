@@ -1,13 +1,36 @@
-"""The validation of the simulator: what it counts as a miss, and when it says that it passes."""
+"""The validation of the simulator: what it counts as a miss, and that it fails a simulator without attention."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from sim_served import FIGURES
-from sim_validation import NULLS, TARGETS, errors, judged, turned, verdicts
+from sim_fit import Fitted
+from sim_runs import TimedStep
+from sim_served import FIGURES, SYSTEMS, Measured, RealRun, calibration, load_of
+from sim_validation import (
+    LEAD_S,
+    NULLS,
+    PACED,
+    TARGETS,
+    compared,
+    errors,
+    fitted_to,
+    judged,
+    rank_model,
+    simulated_once,
+    turned,
+    verdicts,
+)
+
+from elastic.bench.traces.trace import Trace
+from elastic.engines.core.step import Step
+from elastic.planning.estimate.layer_cost import LayerCost
+from elastic.sim.core import fleet
+from elastic.sim.core.executor import LocalExecutor
+from elastic.sim.core.instance import PlacePages
 
 PASSES: dict[str, Any] = {"missed": [], "turned": []}
 MISSES = {**PASSES, "missed": ["kv_use"]}
@@ -87,3 +110,68 @@ def test_a_simulator_is_told_from_its_null_if_it_passes_and_the_null_does_not(
                 "tells_simulator_from_null": own is PASSES and of_null is fails,
             }
         }
+
+
+# -- "real" runs of ranks whose cost is known
+
+WITHOUT_ATTENTION = LayerCost(((1, 0.010), (256, 0.040)), chunk=2e-4, pair=0.0, prefix=0.0, seen=0.0, block=32)
+WITH_ATTENTION = replace(WITHOUT_ATTENTION, pair=1.2e-7, seen=1e-5)
+"""At 1,000 tokens attention takes as long as all else, as in the model that is served for the validation."""
+NOISE, SECONDS = 0.05, 8.0
+PLACES = {"roomy": PlacePages(4 * 2000, 0, 4), "tight": PlacePages(4 * 80, 0, 4)}
+
+
+class RecordedExecutor(LocalExecutor):
+    """Writes down its steps, as ranks do that are served for the validation."""
+
+    def __init__(self, made: list[RecordedExecutor], *options: Any) -> None:
+        super().__init__(*options)
+        self.rank, self.steps = len(made), list[TimedStep]()
+        made.append(self)
+
+    def execute(self, step: Step) -> Any:
+        chunks = tuple((chunk.start, len(chunk.tokens)) for chunk in step.chunks)
+        begin_s, future = self._clock.now, super().execute(step)
+        future.add_done_callback(lambda _: self.steps.append(TimedStep(self.rank, begin_s, self._clock.now, chunks)))
+        return future
+
+
+def served(cost: LayerCost, trace: Trace, system: str, load: str, memory: str, seed: int) -> RealRun:
+    """A run as if it were real, of ranks with this cost and with noise of their own."""
+    made: list[RecordedExecutor] = []
+    known = Fitted(cost, 0.0, (), {})
+    ranks = tuple(range(SYSTEMS[system].ranks))
+    asked = RealRun(load, load, memory, system, trace, PLACES[memory], {}, [], ("before", "after"), LEAD_S, ranks, 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet, "LocalExecutor", lambda *options: RecordedExecutor(made, *options))
+        figures = simulated_once(asked, replace(rank_model(asked, known, 0.0), noise=NOISE), known, seed)
+    steps = sorted((step for each in made for step in each.steps), key=lambda step: step.begin_s)
+    return replace(asked, figures=figures, steps=steps)
+
+
+def measured(cost: LayerCost) -> Measured:
+    """Calibrations, and runs of other requests."""
+    found = Measured(messages_s=[0.0])
+    for seed, name in enumerate(("before", "after"), 100):
+        trace = calibration(SECONDS / 2, 1, seed)
+        found.alone[name] = served(cost, trace, "one", name, "roomy", seed).steps
+    for load, memory in (("conv", "roomy"), ("code", "tight")):
+        for seed, system in enumerate(("one", "two"), 200):
+            trace = load_of(load, SYSTEMS[system].busy, SECONDS, cost).trace(7)
+            trace = trace.with_tokens(1.0, most=PLACES["tight"].budget // 4 * 32 // 2)
+            found.runs.append(served(cost, trace, system, load, memory, seed))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", [True, False])
+def test_a_simulator_without_the_attention_term_fails_where_the_right_one_passes(attention: bool) -> None:
+    """It passes, too, where attention takes no time: that term is what it fails for."""
+    found = measured(WITH_ATTENTION if attention else WITHOUT_ATTENTION)
+    fitted = fitted_to(found)
+    runs = compared(found, fitted)
+    results = {name: judged(runs, name) for name in (*fitted, *PACED)}
+    assert results["simulated"]["missed"] == results["simulated"]["turned"] == []
+    assert bool(results["without attention"]["missed"]) == attention
+    told = {name: verdict["tells_simulator_from_null"] for name, verdict in verdicts(results).items()}
+    assert told == {"simulated": attention, "each step's pace": True, "each second's pace": attention}
