@@ -199,6 +199,15 @@ def test_the_command_writes_one_line_of_json_and_a_file(tmp_path: Path, capsys: 
     assert {key: whole[key] for key in line if key != "speed"} == {k: v for k, v in line.items() if k != "speed"}
 
 
+def test_a_picture_of_a_run_and_its_actions_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture, faults = tmp_path / "s.png", '[[mechanisms.faults]]\nat_s = 5\nkind = "kill"\ninstance = 0\n'
+    (tmp_path / "s.toml").write_text(TWO_RANKS + "[mechanisms]\nreplaces = true\nstart_s = 3\n" + faults)
+    assert main(["simulate", str(tmp_path / "s.toml"), "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["action_counts"]) > 1
+
+
 def test_where_figures_cannot_go_is_said_before_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--json", "--plot"):
         assert main(["simulate", "two-ranks", option, str(tmp_path / "none" / "out")]) == 2
