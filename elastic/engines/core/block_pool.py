@@ -106,13 +106,12 @@ class SectorMemory(Protocol):
 class _Sector:
     """A sector that the group has."""
 
-    __slots__ = ("free", "in_use", "kept", "listed")
+    __slots__ = ("free", "in_use", "kept")
 
     def __init__(self, blocks: range) -> None:
         self.free = list(reversed(blocks))
         self.kept: dict[int, None] = {}  # blocks, as a set in order
         self.in_use = 0
-        self.listed = False  # among those with free blocks
 
 
 class BlockPool:
@@ -131,6 +130,7 @@ class BlockPool:
         self._kept_for_reuse, self._forget = kept_for_reuse, forget
         self._sectors: dict[int, _Sector] = {}
         self._open: list[int] = []  # heap of sectors in use with free blocks, low ones first; some may have none left
+        self._listed: set[int] = set()  # what is in it: once each, though sectors are given back and come again
         self._kept: dict[int, None] = {}  # blocks kept in sectors in use, the longest unused first
         self._reusable: dict[int, None] = {}  # sectors, the longest unused first
         self.in_use = 0
@@ -152,9 +152,7 @@ class BlockPool:
             sector = self._sectors.get(number)
             if sector is not None and sector.free and sector.in_use:
                 return self._use(number, sector.free.pop())
-            if sector is not None:
-                sector.listed = False
-            heapq.heappop(self._open)
+            self._listed.remove(heapq.heappop(self._open))
         block = next(iter(self._kept))
         self._forget(block)
         self.reuse(block)
@@ -225,6 +223,10 @@ class BlockPool:
                 raise IntegrityError(f"sector {number} has {self.size} blocks, {accounted} of them are accounted for")
             if (number in self._reusable) is not (sector.in_use == 0):
                 raise IntegrityError(f"sector {number} has {sector.in_use} blocks in use; is it reusable?")
+            if sector.free and sector.in_use and number not in self._listed:
+                raise IntegrityError(f"sector {number} has {len(sector.free)} free blocks that nobody would take")
+        if sorted(self._open) != sorted(self._listed):
+            raise IntegrityError(f"sectors {sorted(self._open)} are in order to be taken, noted {sorted(self._listed)}")
         in_use = sum(sector.in_use for sector in self._sectors.values())
         kept = {b for s in self._sectors.values() if s.in_use for b in s.kept}
         if in_use != self.in_use or kept != self._kept.keys():
@@ -241,8 +243,8 @@ class BlockPool:
         return block
 
     def _list(self, number: int, sector: _Sector) -> None:
-        if sector.free and not sector.listed:
-            sector.listed = True
+        if sector.free and number not in self._listed:
+            self._listed.add(number)
             heapq.heappush(self._open, number)
 
     def _give_back(self, number: int) -> None:

@@ -98,6 +98,18 @@ def test_what_sectors_in_use_have_is_taken_before_more_memory() -> None:
     assert manager.reusable_sectors() == 0
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_sectors_that_come_and_go_are_noted_once(size: int) -> None:
+    manager, memory = blocks_of(None, size=size)
+    admit(manager, "stays", [5])
+    for number in range(100):
+        admit(manager, str(number), [number] * 17)
+        manager.forget(str(number))
+    manager.check()
+    (pool,) = manager._pools
+    assert len(pool._open) <= memory.total
+
+
 def test_what_is_kept_for_reuse_grows_to_its_limit_and_no_further() -> None:
     manager, memory = blocks_of(None, sectors=8, size=1)
     for name in range(6):
