@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,26 @@ from elastic.sim.scenario import Scenario, parse_scenario, read_scenario, shippe
 
 STEPS = {"token": 1e-4, "chunk": 5.5e-2, "shared": 5e-2}
 BURST = {"arrivals": "bursts", "rate": 0.1, "bursts": [{"from_s": 1, "until_s": 3, "rate": 12}]}
+SMALL_DAY = """
+extends = "day-1000-all"
+duration_s = 6
+samples = 10
+fleet = { instances = 4 }
+[[requests]]
+name = "usual"
+arrivals = "poisson"
+rate = 6
+lengths = "fixed"
+prompt_tokens = 3000
+answer_tokens = 60
+[[requests]]
+name = "long"
+arrivals = "poisson"
+rate = 0.5
+lengths = "fixed"
+prompt_tokens = 16000
+answer_tokens = 20
+"""
 LENGTHS = {"lengths": "lognormal", "prompt_median": 64, "prompt_sigma": 0.0, "answer_median": 64, "answer_sigma": 0.0}
 
 
@@ -48,6 +69,16 @@ def test_a_scenario_with_a_policy_of_drops_has_shorter_waits() -> None:
 def test_instances_compute_together_from_the_beginning(static: dict[str, Any]) -> None:
     run = figures(static)
     assert set(run.report.action_counts) == {"dropped" if "stages" in static else "resharded"}
+    assert run.report.requests["completed"] == run.report.requests["arrived"]
+
+
+@pytest.mark.slow
+def test_layers_are_dropped_and_shared_in_one_run(tmp_path: Path) -> None:
+    (tmp_path / "day.toml").write_text(SMALL_DAY)
+    run = Run(read_scenario(tmp_path / "day.toml"))
+    run.play()
+    assert {"dropped", "resharded"} <= run.report.action_counts.keys()
+    assert run.report.by_source["long"].count > 0, "none of these has room at one instance"
     assert run.report.requests["completed"] == run.report.requests["arrived"]
 
 
