@@ -24,7 +24,10 @@ STYLES = {
 
 
 def ranks(document: StatusDocument) -> Panel:
-    """Draw a line for each rank: its instance, what that has to do, its memory, and when it was last heard of."""
+    """Draw a line for each rank: its instance, what that has to do, its memory, and when it was last heard of.
+
+    Of an instance in a group whose layers have changed their rank there is the epoch, too.
+    """
     table = Table(box=None, padding=(0, 1, 0, 0))
     for name in ("rank", "state", "instance"):
         table.add_column(name)
@@ -38,7 +41,8 @@ def ranks(document: StatusDocument) -> Panel:
         caches = [kv for kv in rank.status.kv if kv.share] if rank.status else []
         capacity = sum(kv.capacity_bytes for kv in caches)
         if instance is not None:
-            name = f"{instance.name}, tp={instance.tp}" if instance.tp > 1 else instance.name
+            about = [f"tp={instance.tp}"] * (instance.tp > 1) + [f"epoch {instance.epoch:,}"] * (instance.epoch > 0)
+            name = ", ".join([instance.name, *about])
             load = instance.load
             blocks = f"{load.free_blocks:,} of {load.total_blocks:,}"
             counts = [f"{instance.requests:,}", f"{load.running:,}", f"{load.waiting:,}", blocks]

@@ -88,6 +88,8 @@ class InstanceDocument:
     requests: int = 0
     freeness: float | None = None
     leader: str = ""
+    epoch: int = 0
+    """Counts its paths."""
     path: tuple[str, ...] = ()
     """Of each layer the rank that computes it, or those that share it, such as `r0+r1`; (): its leader computes all."""
     tp: int = 1

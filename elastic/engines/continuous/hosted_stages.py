@@ -104,7 +104,7 @@ class HostedStages(MovingRequests):
             memory = self._guest_memory(sectors_cap, addresses or self.sector_addresses)
             layout = layout_of(self.kv_format, self._model.dtype)
             runner = BatchRunner(self._model, memory, self._layer_groups, layout)
-            stage = GuestStage(self.rank, path, log, transport, memory, runner, forward, self._kv_exchange)
+            stage = GuestStage(self.rank, path, log, transport, memory, runner, forward, self._turn, self._kv_exchange)
             self._stages[home] = stage
             stage.start()
 

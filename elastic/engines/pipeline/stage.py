@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from elastic.engines.core.kv_state import LayersKV
@@ -30,6 +30,7 @@ from elastic.engines.pipeline.items import (
 )
 from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.transport import Transport
+from elastic.engines.pipeline.turn import Turn
 from elastic.engines.pipeline.written_blocks import Blocks
 from elastic.errors import ElasticError, RankLost, StateError
 from elastic.kvcache.storage.guest import GuestMemory
@@ -54,12 +55,13 @@ class GuestStage:
         memory: GuestMemory,
         runner: BatchRunner,
         forward: StageForward,
+        turn: Turn,
         exchange: KVExchange,
     ) -> None:
         self.path = path
         self.memory = memory
         self._rank, self._log, self._transport = rank, log, transport
-        self._runner, self._forward, self._exchange = runner, forward, exchange
+        self._runner, self._forward, self._turn, self._exchange = runner, forward, turn, exchange
         self._shards: frozenset[int] = frozenset(path.shards_of(rank))  # those that steps are computed in
         self._plans = path.plans(rank)
         self._handled = 0
@@ -142,7 +144,7 @@ class GuestStage:
 
     def _run(self) -> None:
         try:
-            while not self.ended and self._do(self._log.receive()):
+            while not self.ended and self._do(self._next_item()):
                 with self._progress:
                     self._handled += 1
                     self._progress.notify_all()
@@ -154,6 +156,11 @@ class GuestStage:
                 self._answer(Failed(-1, str(error)))
         finally:
             self._end()
+
+    def _next_item(self) -> Any:
+        """Wait for what the home says next; sequences that are live here wait with it."""
+        with self._turn.step_expected() if self._runner.batch.rows else nullcontext():
+            return self._log.receive()
 
     def _do(self, item: Any) -> bool:
         """Do what an item says; return whether others may follow."""

@@ -24,7 +24,8 @@ class StageTimes:
     busy_s: float = 0.0
     """Somebody computed."""
     bubble_s: float = 0.0
-    """Nobody did, while steps were in flight here: all of them waited for other ranks."""
+    """Nobody did, while steps were in flight here that all waited for other ranks, or sequences of other ranks were
+    live here and waited for their next step."""
     waiting_s: float = 0.0
     """That steps waited for hidden states of other ranks, added up over steps: others may have computed meanwhile."""
     load: float = 0.0
@@ -44,6 +45,7 @@ class Turn:
         self._idle = threading.Condition(self._lock)
         self._began_s = 0.0
         self._awaiting = 0  # steps that have given it up
+        self._expecting = 0  # threads that wait for a step
         self._busy_s = self._bubble_s = self._waiting_s = 0.0
         self._counted_s = time.perf_counter()  # until when these are counted
         self._window = BusyWindow(self._counted_s)
@@ -90,6 +92,20 @@ class Turn:
         finally:
             self._take(-1)
 
+    @contextmanager
+    def step_expected(self) -> Iterator[None]:
+        """Count it as a bubble that nobody computes meanwhile: this thread waits for the next step of another rank."""
+        self._expect(1)
+        try:
+            yield
+        finally:
+            self._expect(-1)
+
+    def _expect(self, steps: int) -> None:
+        with self._lock:
+            self._count(time.perf_counter())
+            self._expecting += steps
+
     def _take(self, awaiting: int = 0) -> None:
         """Have the turn; the count of steps that have given it up changes before it is waited for."""
         with self._lock:
@@ -123,9 +139,9 @@ class Turn:
         if self._holder is not None:
             self._busy_s += past_s
             self._window.add(now_s - past_s, now_s)
-        if self._awaiting:
-            self._waiting_s += past_s * self._awaiting
-            self._bubble_s += 0.0 if self._holder is not None else past_s
+        elif self._awaiting or self._expecting:
+            self._bubble_s += past_s
+        self._waiting_s += past_s * self._awaiting
 
     def _pass_on(self, awaiting: int = 0) -> None:
         now_s = time.perf_counter()

@@ -35,7 +35,7 @@ _TOTALS = {
 
 _TIMES = {
     "busy_seconds": ("busy_s", "Seconds in which a rank computed."),
-    "bubble_seconds": ("bubble_s", "Seconds in which a rank did not, while steps in flight waited for other ranks."),
+    "bubble_seconds": ("bubble_s", "Seconds in which a rank did not, while steps waited for other ranks."),
     "hidden_states_wait_seconds": ("waiting_s", "Seconds that steps waited for hidden states, added up over steps."),
 }
 _WIRES = {"sent": "sent_bytes", "received": "received_bytes", "read": "read_bytes"}

@@ -83,6 +83,15 @@ def test_the_parts_of_shared_layers_that_a_rank_has_are_named() -> None:
     assert "i0, tp=2" in console.export_text()
 
 
+def test_the_epoch_of_an_instance_is_shown_when_layers_have_changed_their_rank() -> None:
+    said = fleet_document()
+    said["instances"][0] |= {"epoch": 12, "tp": 2}
+    console = Console(width=160, record=True)
+    console.print(ranks(read_status(said)))
+    assert (text := console.export_text()).count("epoch") == 1
+    assert "i0, tp=2, epoch 12" in text
+
+
 def test_bubbles_and_wires_of_ranks_that_compute_together() -> None:
     said = fleet_document()
     assert work(read_status(said)) is None, "an earlier version does not say"

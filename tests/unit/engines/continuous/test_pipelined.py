@@ -335,6 +335,29 @@ def test_no_token_comes_while_steps_are_paused_and_layers_change_their_rank_mean
     ranks.part("a")
 
 
+def test_a_rank_that_waits_for_the_next_step_of_live_requests_is_in_a_bubble(
+    group: Callable[..., EngineGroup],
+) -> None:
+    """Whichever stage it is, though none of its steps has begun."""
+    ranks = group("ab")
+    ranks.join("a", "b")
+    ranks.move("a", (0,), "b")
+    (request,) = requests(60)[:1]
+    heard, rows = Collector(), ranks["b"]._stages["a"]._runner.batch.rows
+    ranks["a"].submit(request, heard)
+    heard.wait_for_tokens("r0", 2)
+    ranks["a"].pause_steps()
+    before = ranks["b"].stage_times
+    wait_until(lambda: ranks["b"].stage_times.bubble_s > before.bubble_s, "the time is not counted")
+    assert ranks["b"].stage_times.waiting_s == before.waiting_s, "no step waits in it"
+    ranks["a"].resume_steps()
+    heard.wait(["r0"])
+    wait_until(lambda: not rows, "it has not heard that the request has ended")
+    ended = ranks["b"].stage_times
+    assert ranks["b"].stage_times.bubble_s == ended.bubble_s, "there is no work"
+    ranks.part("a")
+
+
 # -- ranks that are lost, and steps that fail
 
 

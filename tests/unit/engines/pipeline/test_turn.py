@@ -157,6 +157,21 @@ def test_while_another_step_computes_one_that_waits_is_no_bubble(monkeypatch: py
     assert turn.times == now
 
 
+def test_who_expects_a_step_is_in_a_bubble_where_nobody_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("elastic.engines.pipeline.turn.time", clock)
+    turn = Turn()
+    with turn.step_expected():
+        clock.now_s += 3
+        assert turn.times == StageTimes(bubble_s=3.0), "as of now, no step has come"
+        with turn:
+            clock.now_s += 4  # of another instance
+            with turn.given_up():
+                clock.now_s += 1  # counted once
+    clock.now_s += 5
+    assert turn.times == StageTimes(busy_s=4.0, bubble_s=4.0, waiting_s=1.0, load=4 / 13)
+
+
 def test_a_wait_that_failed_is_counted_and_over(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("elastic.engines.pipeline.turn.time", clock)
