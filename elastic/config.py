@@ -330,10 +330,8 @@ class Lengths:
         for name in ("step", "most_ranks"):
             power = _is_integer(value := getattr(self, name)) and value >= 2 and not value & (value - 1)
             require(power, name, value, "a power of two, at least 2")
-        most = self.layers_per_step
-        require(
-            most is None or (_is_integer(most) and most >= 1), "layers_per_step", most, "a whole number, at least 1"
-        )
+        most = 1 if self.layers_per_step is None else self.layers_per_step
+        require(_is_integer(most) and most >= 1, "layers_per_step", most, "a whole number, at least 1")
         require(self.step <= self.most_ranks, "step", self.step, f"at most most_ranks = {self.most_ranks}")
         require(_is_share(self.free_to_shrink), "free_to_shrink", self.free_to_shrink, "a share from 0 to 1")
         _require_seconds(self, "patience_s", "wait_s", "dwell_s", "queue_high_s", "cooldown_s")

@@ -72,8 +72,7 @@ class ContinuousEngine(PipelinedEngine):
         step_budget: StepBudget | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        counts = {"max_requests": max_requests, "max_batch_tokens": max_batch_tokens}
-        for name, count in counts.items():
+        for name, count in (("max_requests", max_requests), ("max_batch_tokens", max_batch_tokens)):
             require(count >= 1, name, count, "at least 1")
         require(block_tokens is None or block_tokens >= 1, "block_tokens", block_tokens, "at least 1, or None")
         require(cohorts is None or cohorts >= 1, "cohorts", cohorts, "at least 1, or None")
