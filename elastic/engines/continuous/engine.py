@@ -74,9 +74,8 @@ class ContinuousEngine(PipelinedEngine):
     ) -> None:
         for name, count in (("max_requests", max_requests), ("max_batch_tokens", max_batch_tokens)):
             require(count >= 1, name, count, "at least 1")
-        require(block_tokens is None or block_tokens >= 1, "block_tokens", block_tokens, "at least 1, or None")
-        require(cohorts is None or cohorts >= 1, "cohorts", cohorts, "at least 1, or None")
-        require(max_queue is None or max_queue >= 1, "max_queue", max_queue, "at least 1, or None")
+        for name, some in (("block_tokens", block_tokens), ("cohorts", cohorts), ("max_queue", max_queue)):
+            require(some is None or some >= 1, name, some, "at least 1, or None")
         require(block_layout in LAYOUTS, "block_layout", block_layout, f"one of {', '.join(sorted(LAYOUTS))}")
         require(kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", kv_cache_dtype, " or ".join(KV_CACHE_DTYPES))
         self.runtime: Runtime = runtime(model)

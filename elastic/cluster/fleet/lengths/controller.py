@@ -9,10 +9,11 @@ from typing import Protocol
 
 from elastic import clock
 from elastic.cluster.fleet.dispatcher import Dispatcher
-from elastic.cluster.fleet.groups.results import GroupStatus, Resharded
+from elastic.cluster.fleet.groups.results import Resharded
 from elastic.cluster.fleet.instance import request_blocks
 from elastic.cluster.fleet.lengths.readings import Capacity, LengthReadings
 from elastic.cluster.fleet.overload.readings import block_bytes
+from elastic.cluster.fleet.overload.shares import ShareVerbs
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.ticks import Attempts
 from elastic.config import Lengths
@@ -29,22 +30,11 @@ LEAST_S = 0.005
 """Between two ticks at least: requests that come together are looked at together."""
 
 
-class LengthVerbs(Protocol):
+class LengthVerbs(ShareVerbs, Protocol):
     """What is asked of a fleet."""
 
     def get_ready(self) -> None: ...
-    def groups(self) -> tuple[GroupStatus, ...]: ...
     def capacity(self, degrees: Sequence[int]) -> Capacity: ...
-    def reshard(
-        self,
-        instances: str | Sequence[str],
-        *,
-        tp: int,
-        timeout_s: float = ...,
-        dry_run: bool = ...,
-        why: str = ...,
-        layers_per_step: int | None = ...,
-    ) -> Resharded: ...
 
 
 class LengthController:
@@ -119,13 +109,12 @@ class LengthController:
 
     def change(self, asked: ScaleUp | ScaleDown) -> Resharded:
         """Have instances become one, or one part. Raises what the fleet's verbs raise."""
-        most = self._settings.layers_per_step
+        most, names = self._settings.layers_per_step, asked.instances if isinstance(asked, ScaleUp) else asked.instance
         if isinstance(asked, ScaleUp):
             why = f"request {asked.request} is too long for each of {', '.join(asked.instances)}{self._price_of(asked)}"
-            done = self._verbs.reshard(asked.instances, tp=asked.degree, timeout_s=ACT_S, why=why, layers_per_step=most)
         else:
             why = "no request needs its ranks together"
-            done = self._verbs.reshard(asked.instance, tp=asked.degree, timeout_s=ACT_S, why=why, layers_per_step=most)
+        done = self._verbs.reshard(names, tp=asked.degree, timeout_s=ACT_S, why=why, layers_per_step=most)
         logger.info("%s: tp=%d (%s) %s; %s", ", ".join(done.members), asked.degree, done.status, why, done.why)
         return done
 
