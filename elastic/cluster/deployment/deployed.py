@@ -23,7 +23,7 @@ from elastic.errors import ConfigError, ElasticError
 from elastic.estimation.profiles.store import ProfileStore
 from elastic.planning.deployment.devices import Stage
 from elastic.planning.deployment.placing import Deployment, Refusal
-from elastic.planning.deployment.replicas import ReplicaRange, best_number, most_served
+from elastic.planning.deployment.replicas import ReplicaRange, best_deployment, most_served
 from elastic.planning.estimate.configuration import FULL, Configuration, forms_of
 from elastic.planning.estimate.intent import Intent
 from elastic.planning.estimate.performance import Load
@@ -67,7 +67,7 @@ class Deployed:
         self.meter = LoadMeter(load)
         states = book.states(name, self._kept_bytes)
         within = replicas.within(len(states))
-        chosen = best_number(
+        chosen = best_deployment(
             within,
             load,
             intent.objective,
@@ -146,7 +146,7 @@ class Deployed:
     ) -> Deployment | Refusal:
         """Return the best that it could be, if what it has of devices were free. Keys and values keep their form.
 
-        What it is counts as having room, whatever is planned for others. `slack`: see `best_number`.
+        What it is counts as having room, whatever is planned for others. `slack`: see `best_deployment`.
         """
         load, intent, present = load or self.load, intent or self.intent, len(self.plan.instances)
         within = (replicas or self.replicas).within(len(self._book.devices))
@@ -157,7 +157,7 @@ class Deployed:
             return self.plan if stays else best
 
         better = self._settings.better
-        return best_number(within, load, intent.objective, of, present=present, slack=slack, better=better)
+        return best_deployment(within, load, intent.objective, of, present=present, slack=slack, better=better)
 
     def change(
         self, intent: Intent, load: Load, why: str, *, replicas: ReplicaRange | None = None, dry_run: bool = False

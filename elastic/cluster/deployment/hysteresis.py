@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from elastic.config import require
 from elastic.planning.deployment.placing import Deployment, Refusal
-from elastic.planning.deployment.replicas import total
+from elastic.planning.deployment.replicas import total_value
 from elastic.planning.estimate.intent import Intent, Objective
 from elastic.planning.estimate.ranking import Estimate
 
@@ -78,7 +78,7 @@ def _wish(plan: Deployment, present: Estimate, best: Deployment | Refusal, objec
     count, wanted = len(plan.instances), len(best.instances)
     if wanted != count and len(best.devices) < len(plan.devices):
         return _FEWER
-    mine, other = total(present, count, objective), total(best.estimate, wanted, objective)
+    mine, other = total_value(present, count, objective), total_value(best.estimate, wanted, objective)
     return _BETTER if other < (1 - better) * mine else ""
 
 

@@ -53,12 +53,12 @@ class ReplicaRange:
         return f"{self.least}-{self.most}" if self.follows else str(self.least)
 
 
-def total(estimate: Estimate, replicas: int, objective: Objective) -> float:
+def total_value(estimate: Estimate, replicas: int, objective: Objective) -> float:
     """Return what an intent wants small, of so many instances together: each adds to all but the latency."""
     return estimate.value(objective) * (1 if objective == "latency" else replicas)
 
 
-def best_number(
+def best_deployment(
     replicas: ReplicaRange,
     load: Load,
     objective: Objective,
@@ -86,8 +86,8 @@ def best_number(
 
 
 def _pays(other: Deployment, best: Deployment, objective: Objective, better: float) -> bool:
-    mine = total(best.estimate, len(best.instances), objective)
-    value = total(other.estimate, len(other.instances), objective)
+    mine = total_value(best.estimate, len(best.instances), objective)
+    value = total_value(other.estimate, len(other.instances), objective)
     fewer = len(other.devices) < len(best.devices)
     return value < (1 - better) * mine or (fewer and value < mine / (1 - better))
 

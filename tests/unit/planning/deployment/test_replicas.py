@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from elastic.errors import ConfigError
 from elastic.planning.deployment.devices import Stage
 from elastic.planning.deployment.placing import Deployment, Refusal
-from elastic.planning.deployment.replicas import ReplicaRange, best_number, most_served
+from elastic.planning.deployment.replicas import ReplicaRange, best_deployment, most_served
 from elastic.planning.estimate.configuration import Configuration
 from elastic.planning.estimate.intent import OBJECTIVES, Objective
 from elastic.planning.estimate.performance import Load
@@ -58,7 +58,7 @@ def test_what_is_no_range_is_refused(wrong: object) -> None:
 def test_of_instances_that_are_alike_there_are_as_few_as_serve_the_load(
     replicas: ReplicaRange, served: float, rate: float, devices: int, objective: Objective
 ) -> None:
-    outcome = best_number(replicas, Load(8, 8, rate), objective, chooser(served, devices))
+    outcome = best_deployment(replicas, Load(8, 8, rate), objective, chooser(served, devices))
     serve = [count for count in replicas if count <= devices and count * served >= rate]
     if serve:
         assert isinstance(outcome, Deployment)
@@ -86,7 +86,7 @@ def test_more_instances_must_pay(objective: Objective, each: int, latencies: tup
     def choose(number: int, load: Load) -> Deployment:
         return instances(number, latencies[number - 1], each if number == 1 else 1)
 
-    outcome = best_number(ReplicaRange(1, len(latencies)), Load(8, 8), objective, choose)
+    outcome = best_deployment(ReplicaRange(1, len(latencies)), Load(8, 8), objective, choose)
     assert isinstance(outcome, Deployment)
     assert len(outcome.instances) == count
 
@@ -94,11 +94,11 @@ def test_more_instances_must_pay(objective: Objective, each: int, latencies: tup
 @given(st.floats(0.1, 10), st.floats(0, 60), st.integers(1, 6))
 def test_fewer_than_there_are_must_have_something_to_spare(served: float, rate: float, present: int) -> None:
     choose, within = chooser(served, 6), ReplicaRange(1, 6)
-    outcome = best_number(within, Load(8, 8, rate), "cost", choose, present=present, slack=0.2)
+    outcome = best_deployment(within, Load(8, 8, rate), "cost", choose, present=present, slack=0.2)
     if isinstance(outcome, Deployment) and len(outcome.instances) < present:
         now = len(outcome.instances)
         assert now * served >= 1.2 * rate
-        more = best_number(within, Load(8, 8, 1.1 * rate), "cost", choose, present=now, slack=0.2)
+        more = best_deployment(within, Load(8, 8, 1.1 * rate), "cost", choose, present=now, slack=0.2)
         assert isinstance(more, Deployment)
         assert len(more.instances) <= now, "a tenth more does not take it back"
 
