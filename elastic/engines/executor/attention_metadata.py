@@ -1,12 +1,13 @@
 """Index tensors of one batch for attention: which tokens are whose, and where their keys and values are.
 
-Sequences with one new token are computed together: their block tables are padded to the length of the longest, in
-groups whose lengths differ by less than two. The others, prompts or parts of them, are computed one by one.
+Sequences with one new token are computed together, in groups whose lengths differ by less than two; on a CPU in runs of
+so many as the caches of the processor have room for. Block tables are padded to the length of the longest. The others,
+prompts or parts of them, are computed one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +16,11 @@ import torch
 
 from elastic.engines.executor.block_layout import BlockLayout, CacheParts
 from elastic.engines.executor.input_batch import BatchBlockTable, BatchTokens, Ints
+
+READ_BYTES, MOST_READ_BYTES = 2 << 20, 16 << 20
+"""Keys and values that are read at once on a CPU: by each thread, and by all; those of one sequence at the least. More
+fall out of the processor's caches before they are attended to; and memory of more than 32 MiB the allocator (glibc)
+gives back to the system each time, whose pages fault again at the next."""
 
 
 class PartsIndex:
@@ -41,7 +47,7 @@ class DecodeGroup:
     """Sequences with one new token each."""
 
     count: int
-    at: torch.Tensor | None
+    at: slice | torch.Tensor | None
     """[count]: their tokens in the batch; None: all of it, in order."""
     read: PartsIndex
     """Of their blocks, each table padded with its first block."""
@@ -78,11 +84,15 @@ class AttentionMetadata:
 class MetadataBuilder:
     """Makes the metadata of a group of layers; what did not change since the step before is used again."""
 
-    def __init__(self, layout: BlockLayout, table: BatchBlockTable, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layout: BlockLayout, table: BatchBlockTable, device: torch.device, dtype: torch.dtype, kv_shards: int = 1
+    ) -> None:
+        """`dtype`: of attention; `kv_shards`: parts of a layer's cache."""
         self._layout = layout
         self._table = table
         self._device = device
         self._dtype = dtype
+        self._block_bytes = kv_shards * layout.shape.elements * dtype.itemsize  # of one layer, as they are read
         self._reads: dict[tuple[bytes, int], PartsIndex] = {}  # of decode groups: rows, blocks -> index
         self._version = -1  # of the table, when these were made
 
@@ -97,20 +107,37 @@ class MetadataBuilder:
     def _decode_groups(self, batch: BatchTokens) -> tuple[DecodeGroup, ...]:
         counts = self._table.counts[batch.rows]
         if batch.only_single and int(counts.min()).bit_length() == int(counts.max()).bit_length():
-            return (self._decode(batch.rows, batch.starts, None),)
-        bits = np.where(batch.counts == 1, np.frexp(counts)[1], 0)  # the length of a count in bits
-        alike = [np.flatnonzero(bits == length) for length in np.unique(bits[bits > 0])]
-        return tuple(self._decode(batch.rows[i], batch.starts[i], self._to_device(batch.first[i])) for i in alike)
+            alike = [np.arange(len(counts))]
+        else:
+            bits = np.where(batch.counts == 1, np.frexp(counts)[1], 0)  # the length of a count in bits
+            alike = [np.flatnonzero(bits == length) for length in np.unique(bits[bits > 0])]
+        return tuple(self._decode(batch, run) for group in alike for run in self._runs(group, counts[group]))
 
-    def _decode(self, rows: Ints, starts: Ints, at: torch.Tensor | None) -> DecodeGroup:
-        table = self._table
+    def _runs(self, group: Ints, counts: Ints) -> Iterator[Ints]:
+        """Cut a group with so many blocks each into those that are read at once."""
+        most = len(group)
+        if self._device.type == "cpu":
+            at_once = min(MOST_READ_BYTES, READ_BYTES * torch.get_num_threads())
+            most = max(1, at_once // (int(counts.max()) * self._block_bytes))
+        return (group[start : start + most] for start in range(0, len(group), most))
+
+    def _decode(self, batch: BatchTokens, run: Ints) -> DecodeGroup:
+        table, rows, starts = self._table, batch.rows[run], batch.starts[run]
         longest = int(table.counts[rows].max())
         seen = starts + 1 if table.window is None else np.minimum(starts + 1, table.window)
         slots = longest * table.block_tokens
         mask = torch.zeros(len(rows), slots, dtype=self._dtype, device=self._device)
         unseen = torch.arange(slots, device=self._device) >= self._to_device(seen)[:, None]
         mask.masked_fill_(unseen, -torch.inf)
-        return DecodeGroup(len(rows), at, self._read_index(rows, longest), mask[:, None, None])
+        return DecodeGroup(len(rows), self._tokens(batch, run), self._read_index(rows, longest), mask[:, None, None])
+
+    def _tokens(self, batch: BatchTokens, run: Ints) -> slice | torch.Tensor | None:
+        """Say where the tokens of sequences with one each are; those in a row in a form that copies nothing."""
+        tokens = batch.first[run]
+        first, last = int(tokens[0]), int(tokens[-1])
+        if last - first + 1 != len(run):
+            return self._to_device(tokens)
+        return None if batch.only_single and len(run) == len(batch.rows) else slice(first, last + 1)
 
     def _read_index(self, rows: Ints, blocks: int) -> PartsIndex:
         """Return the index that reads so many blocks of each row, [rows * blocks * …]."""

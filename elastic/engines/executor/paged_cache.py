@@ -69,7 +69,7 @@ class PagedCache:
         self.layout = layout
         self.kv_shards = memory.groups[0].group.kv_shards
         """Parts of a layer's cache."""
-        self.builders = [MetadataBuilder(layout, table, self.device, dtype) for table in tables]
+        self.builders = [MetadataBuilder(layout, table, self.device, dtype, self.kv_shards) for table in tables]
         self.layers: dict[int, CachedLayer] = {}
         """By decoder layer."""
         assert block_layers(memory) == [group.layers for group in groups]

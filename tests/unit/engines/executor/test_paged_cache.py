@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,8 +16,11 @@ from hypothesis import strategies as st
 
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.core.step import ScheduledChunk
+from elastic.engines.executor import attention_metadata
+from elastic.engines.executor.attention_metadata import MetadataBuilder
 from elastic.engines.executor.batch_runner import BatchRunner
-from elastic.engines.executor.block_layout import LAYOUTS, layout_of
+from elastic.engines.executor.block_layout import LAYOUTS, BlockShape, layout_of
+from elastic.engines.executor.input_batch import BatchBlockTable, BatchTokens
 from elastic.engines.executor.layer_groups import LayerGroup, block_groups
 from elastic.errors import ConfigError, StateError
 from elastic.kvcache.score_terms import ScoreTerms
@@ -202,16 +206,48 @@ def test_the_heads_of_all_shards_are_those_of_plain_attention(
     each=st.integers(1, 4),
     owners=st.sampled_from([1, 2, 4]).flatmap(lambda of: st.lists(st.integers(0, 2), min_size=of, max_size=of)),
     counts=st.lists(st.dictionaries(st.sampled_from("xyz"), st.integers(1, 12), min_size=1), min_size=1, max_size=5),
+    read_bytes=st.sampled_from([1, 4096, attention_metadata.MOST_READ_BYTES]),
 )
 def test_any_split_of_any_heads_attends_for_each_once(
-    layout: str, kv_heads: int, each: int, owners: list[int], counts: list[dict[str, int]]
+    layout: str, kv_heads: int, each: int, owners: list[int], counts: list[dict[str, int]], read_bytes: int
 ) -> None:
     splits = [tuple(shard for shard, owner in enumerate(owners) if owner == rank) for rank in range(3)]
-    with ExitStack() as stack:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setattr(attention_metadata, "MOST_READ_BYTES", read_bytes)
         ranks = [Rank(stack, layout, kv_heads, len(owners), shards) for shards in splits if shards]
         steps = Steps(ranks, kv_heads * each, kv_heads)
         for each_step in counts:
             steps.run(each_step)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.lists(st.sampled_from([1, 1, 1, 2]), min_size=1, max_size=12),
+    before=st.lists(st.integers(0, 200), min_size=12, max_size=12),
+    window=st.sampled_from([None, WINDOW]),
+    read_bytes=st.sampled_from([1, 20_000, attention_metadata.MOST_READ_BYTES]),
+)
+def test_on_a_cpu_no_more_is_read_at_once_than_the_caches_hold(
+    counts: list[int], before: list[int], window: int | None, read_bytes: int
+) -> None:
+    """Or than one sequence has; and each token of a sequence that decodes is in one run."""
+    table = BatchBlockTable(BLOCK, window)
+    starts = np.array(before[: len(counts)])
+    for row, (start, count) in enumerate(zip(starts.tolist(), counts, strict=True)):
+        table.begin(row)
+        table.extend(row, np.arange(-(-min(start + count, window or start + count) // BLOCK)))
+    shape = BlockShape(BLOCK, 2, DIM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_metadata, "MOST_READ_BYTES", read_bytes)
+        builder = MetadataBuilder(LAYOUTS["head_centric"](shape), table, MODEL.device, torch.float32, 3)
+        batch = BatchTokens(np.arange(len(counts)), starts, np.array(counts))
+        runs = builder.build(batch).decodes
+    for run in runs:
+        assert run.count == 1 or run.count * run.mask.shape[-1] // BLOCK * 3 * shape.elements * 4 <= read_bytes
+    tokens = torch.arange(sum(counts))
+    decoded = [tokens[slice(None) if run.at is None else run.at] for run in runs]
+    assert [len(each) for each in decoded] == [run.count for run in runs]
+    assert sorted(torch.cat(decoded).tolist() if runs else []) == batch.first[batch.counts == 1].tolist()
 
 
 @settings(max_examples=40, deadline=None)
