@@ -116,11 +116,11 @@ def unwritten(dtype: torch.dtype, requests: int, tokens: int, heads: int) -> Wor
     def zeros() -> torch.Tensor:
         cache = next(caches)
         layout.clear(cache, tables[:, -1])
-        keys, values = layout.read(cache, read, requests, parts.heads)
+        keys, values = layout.read(cache, read)
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask)
 
     def masked() -> torch.Tensor:
-        keys, values = layout.read(next(caches), read, requests, parts.heads)
+        keys, values = layout.read(next(caches), read)
         keys, values = (each.masked_fill(hidden[:, None], 0) for each in (keys, values))
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from elastic.engines.executor.attention_metadata import AttentionMetadata, DecodeGroup, PromptChunk
+from elastic.engines.executor.attention_metadata import AttentionMetadata, DecodeGroup, PromptChunk, bytes_at_once
 from elastic.engines.executor.block_layout import BlockLayout, CacheParts
 from elastic.kvcache.score_terms import ScoreTerms, attend_by_scores
 
@@ -59,12 +61,17 @@ def _decode(
 ) -> torch.Tensor:
     """Query [heads, sequences, dim]; returns [sequences, heads, dim]."""
     heads, sequences, dim = query.shape
-    keys, values = layout.read(cache, group.read.of(parts), sequences, parts.heads)
-    if terms is not None:
-        return attend_by_scores(query.transpose(0, 1)[:, :, None], keys, values, group.mask, scaling, terms)[:, :, 0]
-    packed = query.transpose(0, 1).reshape(sequences, parts.heads, heads // parts.heads, dim)
-    out = scaled_dot_product_attention(packed, keys, values, attn_mask=group.mask, scale=scaling)
-    return out.reshape(sequences, heads, dim)
+    each = heads // parts.heads
+    packed, outs = query.transpose(0, 1).reshape(sequences, parts.heads, each, dim), []
+    for some, keys, values in _read(cache, layout, group.read.of(parts), query.dtype, decode=True):
+        asked = packed[:, some]
+        if terms is None:
+            out = scaled_dot_product_attention(asked, keys, values, attn_mask=group.mask, scale=scaling)
+        else:
+            theirs = terms.of_heads(slice(some.start * each, some.stop * each))
+            out = attend_by_scores(asked.flatten(1, 2)[:, :, None], keys, values, group.mask, scaling, theirs)
+        outs.append(out.reshape(sequences, -1, out.shape[-1]))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
 
 def _prompt(
@@ -79,19 +86,49 @@ def _prompt(
     terms: ScoreTerms | None,
 ) -> torch.Tensor:
     """Query [heads, new, dim], keys and values [kv_heads, new, dim]; returns [new, heads, dim]."""
-    if prompt.read is not None:
-        old_keys, old_values = layout.read(cache, prompt.read.of(parts), 1, parts.heads)
-        keys = torch.cat([old_keys[0][:, prompt.past], keys], 1)
-        values = torch.cat([old_values[0][:, prompt.past], values], 1)
+    if prompt.read is None:
+        return _prompt_heads(query, keys, values, prompt.mask, scaling, terms)
+    each, outs = len(query) // parts.heads, []
+    for some, old_keys, old_values in _read(cache, layout, prompt.read.of(parts), query.dtype, decode=False):
+        asked = slice(some.start * each, some.stop * each)
+        seen_keys = torch.cat([old_keys[0][:, prompt.past], keys[some]], 1)
+        seen_values = torch.cat([old_values[0][:, prompt.past], values[some]], 1)
+        theirs = None if terms is None else terms.of_heads(asked)
+        outs.append(_prompt_heads(query[asked], seen_keys, seen_values, prompt.mask, scaling, theirs))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+
+def _prompt_heads(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    terms: ScoreTerms | None,
+) -> torch.Tensor:
+    """Query [heads, new, dim], keys and values [kv_heads, past + new, dim]; returns [new, heads, dim]."""
     if terms is not None:
-        return attend_by_scores(query[None], keys[None], values[None], prompt.mask, scaling, terms)[0].transpose(0, 1)
+        return attend_by_scores(query[None], keys[None], values[None], mask, scaling, terms)[0].transpose(0, 1)
     out = scaled_dot_product_attention(
         query[None],
         keys[None],
         values[None],
-        attn_mask=prompt.mask,
-        is_causal=prompt.mask is None,
+        attn_mask=mask,
+        is_causal=mask is None,
         scale=scaling,
         enable_gqa=query.shape[0] != keys.shape[0],
     )
     return out[0].transpose(0, 1)
+
+
+def _read(
+    cache: torch.Tensor, layout: BlockLayout, index: torch.Tensor, dtype: torch.dtype, *, decode: bool
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Yield heads, and keys and values [sequences, heads, blocks * tokens, dim], of so many as are read at once."""
+    _, sequences, places, blocks = index.shape
+    each, shape = layout.row_heads, layout.shape
+    place_bytes = 2 * sequences * blocks * shape.tokens * each * shape.dim * dtype.itemsize
+    most = max(1, bytes_at_once(cache.device, decode=decode) // place_bytes)
+    for start in range(0, places, most):
+        stop = min(places, start + most)
+        yield slice(start * each, stop * each), *layout.read(cache, index[:, :, start:stop])

@@ -7,6 +7,7 @@ prompts or parts of them, are computed one by one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +18,20 @@ import torch
 from elastic.engines.executor.block_layout import BlockLayout, CacheParts
 from elastic.engines.executor.input_batch import BatchBlockTable, BatchTokens, Ints
 
-READ_BYTES, MOST_READ_BYTES = 2 << 20, 16 << 20
-"""Keys and values that are read at once on a CPU: by each thread, and by all; those of one sequence at the least. More
-fall out of the processor's caches before they are attended to; and memory of more than 32 MiB the allocator (glibc)
+READ_BYTES, MOST_READ_BYTES = 2 << 20, 8 << 20
+"""Keys and values that are read at once on a CPU: by each thread of a decode step, and at all. More fall out of the
+processor's caches before they are attended to; and larger memory the allocator (glibc: from 32 MiB on at the latest)
 gives back to the system each time, whose pages fault again at the next."""
+
+
+def bytes_at_once(device: torch.device, *, decode: bool) -> int:
+    """Return how many bytes of keys and values are read at once; of one head of a sequence all are.
+
+    A prompt computes for so long with what it reads that caches do not matter.
+    """
+    if device.type != "cpu":
+        return sys.maxsize
+    return min(MOST_READ_BYTES, READ_BYTES * torch.get_num_threads()) if decode else MOST_READ_BYTES
 
 
 class PartsIndex:
@@ -115,10 +126,7 @@ class MetadataBuilder:
 
     def _runs(self, group: Ints, counts: Ints) -> Iterator[Ints]:
         """Cut a group with so many blocks each into those that are read at once."""
-        most = len(group)
-        if self._device.type == "cpu":
-            at_once = min(MOST_READ_BYTES, READ_BYTES * torch.get_num_threads())
-            most = max(1, at_once // (int(counts.max()) * self._block_bytes))
+        most = max(1, bytes_at_once(self._device, decode=True) // (int(counts.max()) * self._block_bytes))
         return (group[start : start + most] for start in range(0, len(group), most))
 
     def _decode(self, batch: BatchTokens, run: Ints) -> DecodeGroup:
@@ -140,7 +148,7 @@ class MetadataBuilder:
         return None if batch.only_single and len(run) == len(batch.rows) else slice(first, last + 1)
 
     def _read_index(self, rows: Ints, blocks: int) -> PartsIndex:
-        """Return the index that reads so many blocks of each row, [rows * blocks * …]."""
+        """Return the index that reads so many blocks of each row."""
         table = self._table
         if table.version != self._version:
             self._reads, self._version = {}, table.version

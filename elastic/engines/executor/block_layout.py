@@ -75,17 +75,19 @@ class BlockLayout(ABC):
 
     @abstractmethod
     def read_index(self, tables: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Make the index that reads the blocks of requests, from their tables [requests, blocks]."""
+        """Make the index [2, requests, places, blocks] that reads requests' blocks, by their tables [requests, blocks].
 
-    def read(
-        self, cache: torch.Tensor, index: torch.Tensor, requests: int, heads: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        Each place is of `row_heads` heads: some of them read these.
+        """
+
+    def read(self, cache: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy keys and values [requests, heads, blocks * tokens, dim] out of a layer's cache [elements]."""
         width = self.shape.tokens * self.row_heads * self.shape.dim
-        return self.arrange(cache.view(-1, width).index_select(0, index), requests, heads)
+        rows = cache.view(-1, width).index_select(0, index.flatten())
+        return self.arrange(rows, index.shape[1], index.shape[2])
 
     @abstractmethod
-    def arrange(self, rows: torch.Tensor, requests: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def arrange(self, rows: torch.Tensor, requests: int, places: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what was read, [rows, tokens * row_heads * dim], as keys and values."""
 
     def as_read(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,10 +118,10 @@ class HeadCentric(BlockLayout):
 
     def read_index(self, tables: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         keys = (tables[:, None] * self.shape.heads + places) * 2  # [requests, heads, blocks]
-        return torch.stack([keys, keys + 1]).flatten()
+        return torch.stack([keys, keys + 1])
 
-    def arrange(self, rows: torch.Tensor, requests: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = rows.view(2, requests, heads, -1, self.shape.dim)
+    def arrange(self, rows: torch.Tensor, requests: int, places: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = rows.view(2, requests, places, -1, self.shape.dim)
         return keys, values
 
     def write_index(self, blocks: torch.Tensor, offsets: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -144,11 +146,11 @@ class TokenMajor(BlockLayout):
 
     def read_index(self, tables: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         keys = (tables[:, None] + places) * 2  # [requests, parts, blocks]
-        return torch.stack([keys, keys + 1]).flatten()
+        return torch.stack([keys, keys + 1])
 
-    def arrange(self, rows: torch.Tensor, requests: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def arrange(self, rows: torch.Tensor, requests: int, places: int) -> tuple[torch.Tensor, torch.Tensor]:
         inside, dim = self.shape.heads, self.shape.dim
-        keys, values = rows.view(2, requests, heads // inside, -1, inside, dim).transpose(3, 4).flatten(2, 3)
+        keys, values = rows.view(2, requests, places, -1, inside, dim).transpose(3, 4).flatten(2, 3)
         return keys, values
 
     def write_index(self, blocks: torch.Tensor, offsets: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -201,18 +203,16 @@ class Int8Blocks(BlockLayout):
     def read_index(self, tables: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         return self._read.read_index(tables, places)
 
-    def read(
-        self, cache: torch.Tensor, index: torch.Tensor, requests: int, heads: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, cache: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         vectors, dim = self.shape.tokens * self.row_heads, self.shape.dim
-        rows = cache.view(-1, self._slots * self.row_heads * dim).index_select(0, index)
+        rows = cache.view(-1, self._slots * self.row_heads * dim).index_select(0, index.flatten())
         first = self._first_scale * self.row_heads
         values = rows[:, : vectors * dim].view(-1, vectors, dim)
         scales = rows.view(SCALE_DTYPE)[:, first : first + vectors]
-        return self.arrange(dequantize(values, scales, self._dtype).flatten(1), requests, heads)
+        return self.arrange(dequantize(values, scales, self._dtype).flatten(1), index.shape[1], index.shape[2])
 
-    def arrange(self, rows: torch.Tensor, requests: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._read.arrange(rows, requests, heads)
+    def arrange(self, rows: torch.Tensor, requests: int, places: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._read.arrange(rows, requests, places)
 
     def as_read(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return dequantize(*quantize(keys), self._dtype), dequantize(*quantize(values), self._dtype)

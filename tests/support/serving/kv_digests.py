@@ -27,7 +27,7 @@ def layer_digests(engine: ContinuousEngine, kv: Any) -> list[str]:
             decoder_layer, part = divmod(layer, cache.kv_shards)
             parts = cache.parts(group, (part,))
             index = cache.layout.read_index(blocks, parts.places)
-            keys, values = cache.layout.read(cache.layers[decoder_layer].elements, index, 1, parts.heads)
+            keys, values = cache.layout.read(cache.layers[decoder_layer].elements, index)
             both = torch.stack([keys, values])[..., slots, :].contiguous().cpu()
             digests[layer] = blake2b(both.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
     return [digests[layer] for layer in sorted(digests)]

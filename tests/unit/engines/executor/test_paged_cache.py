@@ -259,6 +259,7 @@ def test_on_a_cpu_no_more_is_read_at_once_than_the_caches_hold(
     dtype=st.sampled_from(["float32", "int8"]),
     owners=st.sampled_from([1, 2, 4]).flatmap(lambda of: st.lists(st.integers(0, 1), min_size=of, max_size=of)),
     counts=st.lists(st.dictionaries(st.sampled_from("xyz"), st.integers(1, 12), min_size=1), min_size=1, max_size=5),
+    read_bytes=st.sampled_from([1, 1024, attention_metadata.MOST_READ_BYTES]),
 )
 def test_scores_are_capped_and_each_head_has_its_own_sink(
     kv_heads: int,
@@ -268,10 +269,12 @@ def test_scores_are_capped_and_each_head_has_its_own_sink(
     dtype: str,
     owners: list[int],
     counts: list[dict[str, int]],
+    read_bytes: int,
 ) -> None:
     terms = ScoreTerms(softcap, torch.linspace(-4, 4, kv_heads * each) if sinks else None)
     splits = [tuple(shard for shard, owner in enumerate(owners) if owner == rank) for rank in range(2)]
-    with ExitStack() as stack:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setattr(attention_metadata, "MOST_READ_BYTES", read_bytes)
         ranks = [Rank(stack, "head_centric", kv_heads, len(owners), s, dtype=dtype) for s in splits if s]
         kept = in_8_bits if dtype == "int8" else lambda states: states
         steps = Steps(ranks, kv_heads * each, kv_heads, kept, terms=terms)
