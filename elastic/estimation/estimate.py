@@ -260,7 +260,7 @@ class Estimator:
 def unserved(configuration: Configuration) -> str:
     """Say why this version cannot run a configuration; "": it can."""
     if configuration.tp > 1 and configuration.weights != FULL:
-        return "layers in a variant are not shared by ranks in this version"
+        return "layers in a variant are not shared by ranks: packed matrices are not cut in this version; use stages"
     return ""
 
 
