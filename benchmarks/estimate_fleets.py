@@ -36,7 +36,7 @@ class Measured:
     latency_s: dict[Point, float] = field(default_factory=dict)
     """From the first request to the last token of one alone; of batches, TPOT."""
     rank_bytes: tuple[int, ...] = ()
-    """Of each rank, by its ledger, without keys and values."""
+    """Of each rank: weights by its ledger, and the most that its process had more outside of pages."""
 
 
 class OneRank:
@@ -100,12 +100,13 @@ def in_form(engine: elastic.Fleet, own: dict[str, range], form: str) -> Iterator
 def points(engine: elastic.Fleet, rounds: int, pp: int) -> Measured:
     """Serve each point so many times, in random order, behind a short request to each rank."""
     serve(engine, (2 * pp, 8, 4))
+    rest = [at_rest(engine, rank) for rank in RANKS]
     taken: dict[Point, list[tuple[float, float]]] = {point: [] for point in POINTS}
     for _ in range(rounds):
         for point in random.sample(POINTS, len(POINTS)):
             answers = serve(engine, point)
             taken[point].append((max(a.ttft_s for a in answers), tpot_s(answers)))
-    found = Measured(rank_bytes=tuple(ledger(engine, rank) for rank in RANKS))
+    found = Measured(rank_bytes=tuple(most(engine, rank, each) for rank, each in zip(RANKS, rest, strict=True)))
     for point, pairs in taken.items():
         found.tpot_s[point] = found.latency_s[point] = statistics.median(tpot for _, tpot in pairs)
         if point[0] == 1:
@@ -133,10 +134,26 @@ def tpot_s(answers: Sequence[Answer]) -> float:
     return statistics.mean(gaps)
 
 
-def ledger(engine: elastic.Fleet, rank: str) -> int:
-    """Return the bytes of a rank's weights: it keeps back pages for all variants, and has as much KV as caps say."""
-    (place,) = engine.look(rank).status.places
-    return sum(nbytes for owner, nbytes in place.owners.items() if owner.startswith(("layer:", "fixed:")))
+def at_rest(engine: elastic.Fleet, rank: str) -> tuple[int, int]:
+    """Return the bytes of a rank's weights by its ledger, and of its process outside of pages; the most is looked for
+    from now on.
+
+    Its other pages say nothing: it keeps some back for all variants, and has as much KV as caps say.
+    """
+    view, pid = engine.look(rank), pid_of(engine, rank)
+    weights = sum(n for owner, n in view.status.places[0].owners.items() if owner.startswith(("layer:", "fixed:")))
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    return weights, resident(pid, "VmRSS") - resident(pid, "RssShmem")
+
+
+def most(engine: elastic.Fleet, rank: str, rest: tuple[int, int]) -> int:
+    """Return the bytes of a rank's weights, and the most that its process had more outside of pages since."""
+    (weights, before), pid = rest, pid_of(engine, rank)
+    return weights + max(0, resident(pid, "VmHWM") - resident(pid, "RssShmem") - before)
+
+
+def pid_of(engine: elastic.Fleet, rank: str) -> int:
+    return next(each.pid for each in engine.status().ranks if each.name == rank)
 
 
 def resident(pid: int | str, name: str) -> int:

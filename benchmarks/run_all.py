@@ -53,6 +53,8 @@ BENCHMARKS = (
     "chunk_cost",
     "lending",
     "estimate",
+    "deploy",
+    "placement",
     "server_stall",
 )
 GPU = (

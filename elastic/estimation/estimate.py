@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -22,12 +22,23 @@ from elastic.estimation.work import activation_bytes, copied_share, read_bytes
 from elastic.planning.estimate.configuration import FULL, Configuration, configurations
 from elastic.planning.estimate.devices import Device, DeviceKind
 from elastic.planning.estimate.intent import Intent, Objective
+from elastic.planning.estimate.paper import OUTPUTS, Latency, MemoryParts, estimate_by_parts
 from elastic.planning.estimate.performance import USUAL_LOAD, InstanceCost, Load
-from elastic.planning.estimate.ranking import Candidate, Estimate, RankBytes, rank
+from elastic.planning.estimate.ranking import (
+    UNKNOWN_SECONDS,
+    Candidate,
+    Estimate,
+    RankBytes,
+    ordered,
+    rank,
+    within_bounds,
+)
 from elastic.planning.estimate.roofline import BatchCost
 from elastic.planning.measured_cost import LinearLatency
+from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.planning.sharding.share import even_stages
 
+Method = Literal["ours", "paper"]
 WEIGHTS = (FULL, "int8", "int4", "2:4")
 MOST_REQUESTS = 256
 """That an engine runs at a time, by default."""
@@ -51,6 +62,7 @@ def estimate(
     prefetch_buffers: int = 0,
     planned: bool = False,
     losses: Mapping[str, float] | None = None,
+    method: Method = "ours",
 ) -> tuple[Estimate, ...]:
     """Rank the configurations of a model on devices: those that fit by what is to be small, then the others with why.
 
@@ -63,8 +75,11 @@ def estimate(
     of the engine, `prefetch_buffers` what `wrap` keeps for released layers (1 without a policy). `planned`: estimate as
     well what this version cannot run. `intent`: what is to be small, or an `Intent` with bounds; what misses one does
     not fit. `losses`: by how much each form raises the mean loss of a token, as `{"int4": 0.03, "KV int8": 0.001}`.
-    Raises `ConfigError` for what cannot be estimated.
+    `method`: "paper" has the paper's equations instead, which know one request at a time, and bytes of all ranks
+    together: `ranks` is empty then, `tokens_s` and `rate` are not a number. Raises `ConfigError` for what cannot be
+    estimated, and for a rate, or a form of keys and values, by the paper's method.
     """
+    _check_method(method, load or USUAL_LOAD, kv)
     available = parse_devices(devices, kind)
     layout = layout_of(model, torch.float32 if dtype is None and available[0].kind.type == "cpu" else dtype)
     estimator = Estimator(
@@ -78,7 +93,10 @@ def estimate(
         planned,
         losses or {},
     )
-    return rank(estimator.candidates(estimator.space(weights, kv)), estimator.load, intent)
+    space = estimator.space(weights, kv)
+    if method == "ours":
+        return rank(estimator.candidates(space), estimator.load, intent)
+    return ordered([within_bounds(each, Intent.of(intent)) for each in estimator.by_paper(space)], Intent.of(intent))
 
 
 @dataclass
@@ -126,6 +144,52 @@ class Estimator:
             except ConfigError as error:
                 stages = even_stages(len(self.layout.decoder.layers), configuration.pp)
                 yield Candidate(configuration, stages, (), 0, 0, None, self.costs.basis, str(error))
+
+    def by_paper(self, space: Iterator[Configuration]) -> Iterator[Estimate]:
+        """Yield what the paper's methods say of each configuration; of one of which they say nothing, the reason."""
+        layers, basis = len(self.layout.decoder.layers), self.costs.basis
+        for configuration in space:
+            stages, loss = even_stages(layers, configuration.pp), self.quality_loss(configuration)
+            why_not = "" if self.planned else unserved(configuration)
+            try:
+                memory, latency = self.memory_parts(configuration), self.paper_latency(configuration)
+            except ConfigError as error:
+                yield Estimate(configuration, stages, (), basis, why_not or str(error), 0, quality_loss=loss)
+                continue
+            found = estimate_by_parts(configuration, stages, self.devices, self.load, memory, latency)
+            yield replace(found, basis=basis, why_not=why_not or found.why_not, quality_loss=loss)
+
+    def memory_parts(self, configuration: Configuration) -> MemoryParts:
+        """Return the parts of the footprint in a form, solved at (TP, PP) = (1, 1), (1, 2) and (2, 1): methods M1, M2.
+
+        Footprints are counted, and linear in the layers, so a model's are those that its fingerprints tell. What is
+        not cut, or not in stages, is not counted so.
+        """
+        plain = self.footprint(replace(configuration, tp=1, pp=1))
+        two_stages = self.footprint(replace(configuration, tp=1, pp=2)) if configuration.pp > 1 else plain
+        two_parts = self.footprint(replace(configuration, tp=2, pp=1)) if configuration.tp > 1 else plain
+        return MemoryParts.solve(plain, two_stages, two_parts)
+
+    def footprint(self, configuration: Configuration) -> int:
+        """Return the bytes of all ranks of even stages without keys and values. Raises `ConfigError` as `rank` does."""
+        stages = even_stages(len(self.layout.decoder.layers), configuration.pp)
+        held = (self.rank(self.devices[0], layers, configuration, 1).used for layers in stages)
+        return configuration.tp * sum(held)
+
+    def paper_latency(self, configuration: Configuration) -> Latency:
+        """Return TTFT and TPOT of one request without stages, solved at two outputs: methods L1 and L2.
+
+        Seconds of an output are those of its batches, which are linear in the layers. Raises `ConfigError` where these
+        are not known.
+        """
+        stages, kv = even_stages(len(self.layout.decoder.layers), 1), self.kv_shape(configuration)
+        cost = self.instance_cost(replace(configuration, pp=1), stages, kv)
+        if cost is None:
+            raise ConfigError(UNKNOWN_SECONDS)
+        first_s, prompt = cost.ttft_s(self.load), self.load.prompt
+        steps_s = [cost.pass_s([Chunk("", prompt + number, 1)]) for number in range(max(OUTPUTS) - 1)]
+        short, long = ((tokens, first_s + math.fsum(steps_s[: tokens - 1])) for tokens in OUTPUTS)
+        return Latency.solve(short, long)
 
     def candidate(self, configuration: Configuration) -> Candidate:
         """Return what is known of a configuration, in even stages on the devices with the most memory.
@@ -260,8 +324,22 @@ class Estimator:
 def unserved(configuration: Configuration) -> str:
     """Say why this version cannot run a configuration; "": it can."""
     if configuration.tp > 1 and configuration.weights != FULL:
-        return "layers in a variant are not shared by ranks in this version"
+        return "layers in a variant are not shared by ranks: packed matrices are not cut in this version; use stages"
     return ""
+
+
+def _check_method(method: str, load: Load, kv: Sequence[str]) -> None:
+    """Raise `ConfigError` for an unknown method, and for what the paper's methods do not know."""
+    if method not in get_args(Method):
+        raise ConfigError(f"method={method!r} is not known; use one of {', '.join(get_args(Method))}")
+    if method == "ours":
+        return
+    if load.rate:
+        raise ConfigError(
+            f"method='paper' knows one request at a time, and no rate of {load.rate:g} a second; leave the rate out"
+        )
+    if tuple(kv) != (FULL,):
+        raise ConfigError(f"method='paper' counts no keys and values, and knows no kv={', '.join(kv)}; leave it out")
 
 
 def _costs(pages: WeightPages, kind: DeviceKind, profile: CostProfile | None) -> Costs:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tomllib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -24,6 +24,7 @@ from elastic.sim.core.fleet import RankModel
 from elastic.sim.core.instance import EngineOptions
 from elastic.sim.placement.deployments import PlacementScenario
 from elastic.sim.policies import Mechanisms, read_mechanisms
+from elastic.sim.published import PublishedFigure, read_published
 from elastic.sim.rank_model import SheetMemory, read_config, read_engine, read_rank_model, read_rates
 from elastic.sim.sources import read_source
 from elastic.sim.tables import Table
@@ -81,7 +82,7 @@ class Scenario:
     seed: int = 0
     predicts: str = ""
     """Of what the figures are a prediction, and which hardware numbers were used; "": of nothing."""
-    published: Mapping[str, Any] = field(default_factory=dict)
+    published: tuple[PublishedFigure, ...] = ()
     """Figures of a paper, to be told beside."""
     placement: PlacementScenario | None = None
     """Models that a planner places; there are no others then."""
@@ -163,7 +164,7 @@ def parse_scenario(values: dict[str, Any], folder: Path = Path(), *, seed: int |
         table.whole("samples", 240, most=1_000_000),
         own_seed if seed is None else seed,
         table.text("predicts", ""),
-        table.table("published").rest(),
+        read_published(table.tables("published")),
         placement,
     )
     table.done()

@@ -65,6 +65,15 @@ def children(pid: int) -> set[int]:
     return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
 
+def descendants(pid: int) -> set[int]:
+    """The processes that any thread of one has forked, and those that these have."""
+    found = set[int]()
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            found |= {int(child) for child in file.read_text().split()}
+    return found.union(*map(descendants, found))
+
+
 def open_files(pid: int) -> list[str]:
     """What a process holds open."""
     found = []

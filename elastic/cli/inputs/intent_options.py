@@ -23,6 +23,9 @@ def add_estimate(command: ArgumentParser) -> None:
     command.add_argument(
         "--profile", action="store_true", help="measure fingerprints of the model here; else rates of data sheets"
     )
+    command.add_argument(
+        "--method", choices=("ours", "paper"), default="ours", help="paper: by iServe's equations, to compare (ours)"
+    )
     command.add_argument("--planned", action="store_true", help="also what this version cannot run")
     command.add_argument(
         "--characterize",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ from elastic.planning.estimate.ranking import Estimate
 
 _REASONS = 12
 """Lines of reasons that are shown."""
+_PAPER = "by the paper's equations: one request at a time, no keys and values, an even part of the bytes for each rank"
 
 
 def estimate(options: Namespace) -> int:
@@ -45,6 +47,7 @@ def estimate(options: Namespace) -> int:
         profile=_profile(options, forms_of(weights, kv), load) if options.profile else None,
         planned=options.planned,
         losses=losses_of(options),
+        method=options.method,
     )
     fitting = [each for each in estimates if each.fits]
     console = Console()
@@ -53,9 +56,12 @@ def estimate(options: Namespace) -> int:
     elif fitting:
         wanted = intent_of(options).objective.replace("_", " ")
         console.print(_configurations(fitting[: options.top], wanted))
-        console.print(_ranks(fitting[0]))
+        if fitting[0].ranks:
+            console.print(_ranks(fitting[0]))
     counted = f"{len(fitting)} of {len(estimates)} configurations fit"
     console.print(f"{counted}; seconds: {basis_words(estimates[0].basis)}", soft_wrap=True)
+    if options.method == "paper":
+        console.print(_PAPER, soft_wrap=True)
     for reason, names in _reasons(estimates)[:_REASONS]:
         console.print(f"  {names}: {reason}", soft_wrap=True, highlight=False, markup=False)
     return 0 if fitting else 2
@@ -85,7 +91,7 @@ def _configurations(estimates: Sequence[Estimate], intent: str) -> Table:
             f"{each.ttft_s:.3g}",
             f"{1e3 * each.tpot_s:.3g}",
             f"{each.latency_s:.3g}",
-            f"{each.tokens_s:.0f}",
+            "" if math.isnan(each.tokens_s) else f"{each.tokens_s:.0f}",
             f"{each.memory_bytes / 2**30:.2f}",
             f"{each.cost:.2g}",
             f"{3600 * each.gpu_hours:.2g}",

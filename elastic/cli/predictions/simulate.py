@@ -32,6 +32,7 @@ def simulate(options: Namespace) -> int:
     with console.status(scenario.title or options.scenario) as status:
         speed = run.play(lambda at_s: status.update(f"{at_s:,.0f} s of {scenario.duration_s:,.0f} s"))
     document = {**described(scenario), **run.report.document()}
+    document["published"] = [figure.described(document) for figure in scenario.published]
     _show(console, scenario, document, speed)
     if options.json is not None:
         write_text(options.json, json.dumps({**document, "speed": _speed(speed)}) + "\n", "--json")
@@ -53,7 +54,6 @@ def described(scenario: Scenario) -> dict[str, Any]:
         "instances": scenario.instances,
         "seconds_from": scenario.basis,
         "predicts": scenario.predicts,
-        "published": dict(scenario.published),
     }
 
 
@@ -88,8 +88,8 @@ def _show(console: Console, scenario: Scenario, document: Mapping[str, Any], spe
     if len(document["actions"]) > _SHOWN_ACTIONS:
         counts = ", ".join(f"{count:,} x {kind}" for kind, count in document["action_counts"].items())
         console.print(f"  ... in all {counts}", highlight=False, markup=False)
-    for name, value in scenario.published.items():
-        console.print(f"  published: {name} = {value}", highlight=False, markup=False)
+    if scenario.published:
+        _show_published(console, document)
     if scenario.predicts:
         console.print(f"a prediction, not a measurement: {scenario.predicts}", highlight=False, markup=False)
     console.print(
@@ -98,6 +98,20 @@ def _show(console: Console, scenario: Scenario, document: Mapping[str, Any], spe
         highlight=False,
         markup=False,
     )
+
+
+def _show_published(console: Console, document: Mapping[str, Any]) -> None:
+    """Print figures of papers, and beside them those of this run."""
+    ours = "predicted" if document["predicts"] else "simulated"
+    table = Table(title=f"published, of other requests or machines, beside what is {ours} here")
+    table.add_column("figure")
+    table.add_column("published", justify="right")
+    table.add_column(ours, justify="right")
+    table.add_column("source")
+    for each in document["published"]:
+        here = "" if each["here"] is None else f"{each['here']:.4g} ({each['ours']})"
+        table.add_row(each["name"], each["value"], here, each["source"])
+    console.print(table)
 
 
 def _show_placements(console: Console, document: Mapping[str, Any]) -> None:

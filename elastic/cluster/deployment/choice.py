@@ -153,12 +153,19 @@ class Chooser:
             FleetOption(
                 each.estimator,
                 each.intent,
-                each.estimate,
+                self._of_fleet(each.estimate),
                 begin_bytes=0 if begins and each.configuration.weights == FULL else begin,
                 shards=self.shards,
             )
             for each in candidates
         )
+
+    def _of_fleet(self, estimate: Estimate) -> Estimate:
+        """Return an estimate, which does not fit where more ranks share a layer than it is cut for."""
+        tp = estimate.configuration.tp
+        if tp <= self.shards or not estimate.fits:
+            return estimate
+        return replace(estimate, why_not=f"{tp} ranks share a layer, which deployments cut in {self.shards} parts")
 
     def choose(
         self,

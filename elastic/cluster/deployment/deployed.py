@@ -20,6 +20,7 @@ from elastic.cluster.deployment.steps import apart, same, steps_between, whole
 from elastic.cluster.deployment.transition import DeploymentTransition, observed
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.errors import ConfigError, ElasticError
+from elastic.estimation.profile import CostProfile
 from elastic.estimation.profiles.store import ProfileStore
 from elastic.planning.deployment.devices import Stage
 from elastic.planning.deployment.placing import Deployment, Refusal
@@ -52,9 +53,7 @@ class Deployed:
     ) -> None:
         self.name, self.path, self.intent, self.replicas = name, path, intent, replicas
         self.chooser = chooser
-        profile = store.load(path, chooser.devices[0].kind.type)
-        if profile is not None and set(self.forms) <= profile.around.keys():
-            chooser.profile = profile
+        chooser.profile = store.load(path, chooser.devices[0].kind.type, self.forms)
         self.changes = 0
         self._book, self._settings = book, settings
         self._lock = threading.RLock()  # one change at a time
@@ -125,6 +124,12 @@ class Deployed:
         """End its ranks, with `drain` when its requests have ended; what it had of devices is free then."""
         self.fleet.stop(drain=drain)
         self._book.release(self.name)
+
+    def measured(self, profile: CostProfile) -> None:
+        """Estimate it by what was measured from now on."""
+        with self._lock:
+            self.chooser.profile = profile
+            self.plan = replace(self.plan, estimate=self.estimate())
 
     def observed(self) -> Configuration:
         """Return the configuration that its ranks are in now, as they say."""
@@ -226,8 +231,7 @@ class Deployed:
 
     def _best_of(self, count: int, load: Load, intent: Intent) -> Deployment | Refusal:
         """Return the best that it could be with so many instances."""
-        states, only = self._book.states(self.name, self._kept_bytes), None
-        plan = self.plan
+        plan, states, only = self.plan, self._book.states(self.name, self._kept_bytes), None
         if self._fixed and self._by_shares:  # no rank could hold all of it, on the way to anything else
             only, states = plan.configuration, tuple(state for state in states if state.name in plan.devices)
         return self.chooser.choose(load, intent, states, plan.configuration.kv, plan.devices, only, count)

@@ -251,13 +251,12 @@ class Deployments:
 
     def _run(self) -> None:
         while not self._ended.wait(self._replanning.tick_s):
-            now_s = time.monotonic()
-            deployed = list(self._deployed.values())
-            self._book.busy.tell(now_s, *_busy(deployed))
-            with self._lock:
+            with self._lock:  # what has come while it was waited for is told of before it is measured
+                now_s, deployed = time.monotonic(), list(self._deployed.values())
+                self._book.busy.tell(now_s, *_busy(deployed))
                 if self._harvester is not None:
-                    self._harvester.tick(now_s, list(self._deployed.values()))
-                for each in list(self._deployed.values()):
+                    self._harvester.tick(now_s, deployed)
+                for each in deployed:
                     self._look(each, now_s)
 
     def _look(self, deployed: Deployed, now_s: float) -> None:
@@ -270,9 +269,11 @@ class Deployments:
         if changed is not None:
             logger.info("%s: %s to %s, %s", deployed.name, changed.before, changed.after, changed.why)
 
-    def _measured(self, name: str, profile: CostProfile) -> None:
-        if name in self._deployed:
-            self._deployed[name].chooser.profile = profile
+    def _measured(self, path: str, profile: CostProfile) -> None:
+        """Estimate all deployments of a model by what was measured of it, if that is all their forms."""
+        for each in self._deployed.values():
+            if each.path == path and profile.around.keys() >= set(each.forms):
+                each.measured(profile)
 
     def _named(self, name: str) -> Deployed:
         if name not in self._deployed:

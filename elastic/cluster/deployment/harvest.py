@@ -51,7 +51,7 @@ def _start(model: str, forms: Sequence[str], device: str) -> Measuring:
 class Harvester:
     """Measures what is not known of models, a form at a time, one guest in all. One thread's at a time.
 
-    `stored` is called with a model's profile as soon as all its forms are known.
+    `stored` is called with a model's directory and its profile as soon as all its forms are known.
     """
 
     def __init__(
@@ -113,8 +113,7 @@ class Harvester:
 
     def known(self, model: Measured) -> CostProfile | None:
         """Return the profile of a model, if all its forms are in it."""
-        profile = self._store.load(model.path, self._kind)
-        return profile if profile is not None and set(model.forms) <= profile.around.keys() else None
+        return self._store.load(model.path, self._kind, model.forms)
 
     @property
     def _kind(self) -> str:
@@ -158,7 +157,7 @@ class Harvester:
                 self._give_up(model, form, error)
             self._leave()
             if (profile := self.known(model)) is not None:
-                self._stored(model.name, profile)
+                self._stored(model.path, profile)
 
     def _leave(self) -> None:
         self._guest = self._model = None

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,15 +65,15 @@ class ProfileStore:
         usual = os.environ.get(CACHE) or Path.home() / ".cache" / "elastic"
         self._directory, self._beside = Path(directory or usual), beside
 
-    def load(self, model: str | Path, device: str) -> CostProfile | None:
-        """Return what was measured of a model, all of it; None: nothing, or with another device or version.
+    def load(self, model: str | Path, device: str, forms: Sequence[str] = ()) -> CostProfile | None:
+        """Return what was measured of a model; None: not all of `forms` were, or with another device or version.
 
         A damaged file is as none. Raises `ConfigError` where there is no model.
         """
         key = ProfileKey.here(model, device)
         for path in self._paths(model, key):
             profile = _read(path, key, device)
-            if profile is not None:
+            if profile is not None and profile.around.keys() >= set(forms):
                 return profile
         return None
 

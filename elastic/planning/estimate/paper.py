@@ -7,6 +7,8 @@ M2: its fingerprints at three configurations (`extrapolated_memory`)
 M3: its fingerprints at every configuration (`PerLayer.solve`)
 L1: the whole model without a pipeline, two outputs (`Latency.solve`)
 L2: its fingerprints without a pipeline, two outputs (`extrapolated_latency`)
+
+`estimate_by_parts` makes an estimate of what they give.
 """
 
 from __future__ import annotations
@@ -15,6 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.errors import ConfigError
+from elastic.planning.estimate.configuration import Configuration
+from elastic.planning.estimate.devices import Device, shown_bytes
+from elastic.planning.estimate.performance import Load
+from elastic.planning.estimate.ranking import Estimate
+
+OUTPUTS = (4, 12)
+"""Tokens of the two outputs, of which the paper says only that they differ."""
 
 
 @dataclass(frozen=True)
@@ -105,3 +114,36 @@ def extrapolated_memory(
     """
     plain, two_stages, two_parts = (PerLayer.solve(footprint, more).of(layers) for footprint, more in footprints)
     return MemoryParts.solve(plain, two_stages, two_parts)
+
+
+def estimate_by_parts(
+    configuration: Configuration,
+    stages: tuple[range, ...],
+    devices: Sequence[Device],
+    load: Load,
+    memory: MemoryParts,
+    latency: Latency,
+) -> Estimate:
+    """Return what the methods say of a configuration: bytes of all ranks together, seconds of one request by itself.
+
+    Of the bytes each of the first devices has an even part. What the methods do not know is left out: bytes of each
+    rank, rates, and how many requests there is room for; it is one at a time, as in the paper.
+    """
+    nbytes = memory.footprint(configuration.tp, configuration.pp)
+    part, ranks = nbytes / configuration.ranks, configuration.ranks
+    tight = min(devices[:ranks], key=lambda device: device.memory_bytes)
+    lacks = part - tight.memory_bytes
+    why_not = f"{tight.name} lacks {shown_bytes(round(lacks))} of an even part, {shown_bytes(round(part))}"
+    return Estimate(
+        configuration,
+        stages,
+        (),
+        "",
+        why_not if lacks > 0 else "",
+        1,
+        1,
+        latency.ttft_s,
+        latency.tpot_s,
+        latency(load.new),
+        memory_bytes=round(nbytes),
+    )

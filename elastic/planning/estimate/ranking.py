@@ -11,6 +11,8 @@ from elastic.planning.estimate.devices import shown_bytes
 from elastic.planning.estimate.intent import Intent, Objective
 from elastic.planning.estimate.performance import InstanceCost, Load
 
+UNKNOWN_SECONDS = "its seconds are not known; measure it"
+
 
 @dataclass(frozen=True)
 class RankBytes:
@@ -124,12 +126,16 @@ def rank(candidates: Iterable[Candidate], load: Load, intent: Intent | Objective
     Raises `ConfigError` for an unknown objective.
     """
     wanted = Intent.of(intent)
-    made = [judge(candidate, load, wanted) for candidate in candidates]
+    return ordered([judge(candidate, load, wanted) for candidate in candidates], wanted)
+
+
+def ordered(estimates: Sequence[Estimate], intent: Intent) -> tuple[Estimate, ...]:
+    """Return estimates in the order of `rank`."""
     good = sorted(
-        (each for each in made if each.fits),
-        key=lambda each: (each.value(wanted.objective), each.latency_s, each.configuration.ranks),
+        (each for each in estimates if each.fits),
+        key=lambda each: (each.value(intent.objective), each.latency_s, each.configuration.ranks),
     )
-    return (*_as_good(good, wanted), *(each for each in made if not each.fits))
+    return (*_as_good(good, intent), *(each for each in estimates if not each.fits))
 
 
 def _as_good(estimates: Sequence[Estimate], intent: Intent) -> list[Estimate]:
@@ -145,9 +151,14 @@ def _as_good(estimates: Sequence[Estimate], intent: Intent) -> list[Estimate]:
 def judge(candidate: Candidate, load: Load, intent: Intent | None = None) -> Estimate:
     """Return the estimate of one candidate, which does not fit where it misses a bound of the intent."""
     estimate = replace(_estimate(candidate, load), quality_loss=candidate.quality_loss)
-    if intent is None or not estimate.fits:
+    return estimate if intent is None else within_bounds(estimate, intent)
+
+
+def within_bounds(estimate: Estimate, intent: Intent) -> Estimate:
+    """Return an estimate, which does not fit where it misses a bound of the intent."""
+    if not estimate.fits:
         return estimate
-    lossy = intent.too_lossy(candidate.configuration.compressed, candidate.quality_loss)
+    lossy = intent.too_lossy(estimate.configuration.compressed, estimate.quality_loss)
     return replace(estimate, why_not=lossy or intent.missed(estimate.latency_s, estimate.cost))
 
 
@@ -156,7 +167,7 @@ def _estimate(candidate: Candidate, load: Load) -> Estimate:
     own = candidate.configuration, candidate.stages, candidate.ranks, candidate.basis
     why_not = candidate.unserved or _shortage(candidate, load)
     if why_not or candidate.cost is None:
-        return Estimate(*own, why_not or "its seconds are not known; measure it", max(0, candidate.requests))
+        return Estimate(*own, why_not or UNKNOWN_SECONDS, max(0, candidate.requests))
     cost, requests = candidate.cost, candidate.requests
     most = cost.most_rate(load, requests)
     running = cost.running(load, requests)

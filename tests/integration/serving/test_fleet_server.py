@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import pytest
 import elastic
 from elastic.assets import MODEL_DIR
 from elastic.cli.main import main
+from support.processes import descendants, shared_memory, shared_memory_left, wait_for_end
 from support.serving.live_server import PATIENCE_S, TOKENIZER, Live, live, model, model_tokens, text_of
 
 TOKEN = "open sesame"
@@ -138,55 +138,119 @@ def test_bench_and_top_take_a_fleet(
     assert "2 of 2 ranks serve" in capsys.readouterr().out
 
 
-def lines_of(child: subprocess.Popen[str], start: str) -> str:
-    """Return the first line of a child that begins so."""
-    assert child.stdout is not None
-    for line in child.stdout:
-        if line.startswith(start):
-            return line
-    raise AssertionError(f"the server ended with {child.wait(PATIENCE_S)}")
+class Command:
+    """`elastic serve` of the small model in a process of its own."""
+
+    def __init__(self, child: subprocess.Popen[str]) -> None:
+        self.child = child
+        self.before = list[str]()
+        """The lines that it said before it served."""
+        self.url = self._serving()
+
+    def status(self) -> dict[str, Any]:
+        return dict(httpx.get(f"{self.url}/elastic/status").json())
+
+    def complete(self, **asked: Any) -> dict[str, Any]:
+        return self._post("/v1/completions", asked)
+
+    def act(self, verb: str, **body: Any) -> dict[str, Any]:
+        return self._post(f"/elastic/fleet/{verb}", body)
+
+    def end(self) -> set[int]:
+        """Have it end as it should; return the processes that it had."""
+        family = descendants(self.child.pid)
+        self.child.send_signal(signal.SIGTERM)
+        assert self.child.wait(PATIENCE_S) == 0
+        return family
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = httpx.post(f"{self.url}{path}", json=body, headers=HEADERS, timeout=2 * PATIENCE_S)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def _serving(self) -> str:
+        assert self.child.stdout is not None
+        for line in self.child.stdout:
+            if line.startswith("serving"):
+                return line.split()[-1]
+            self.before.append(line.rstrip())
+        raise AssertionError(f"the server ended with {self.child.wait(PATIENCE_S)}, and said {self.before}")
 
 
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """Starts `elastic serve` with some options, and kills it at last."""
+    token, errors, started = tmp_path / "token", tmp_path / "errors", list[subprocess.Popen[str]]()
+    token.write_text(TOKEN)
+
+    def start(*options: str) -> Command:
+        more = ["--port", "0", "--enable-actions", "--token-file", str(token), *options]
+        with errors.open("w") as said:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "elastic.cli.main", "serve", str(MODEL_DIR), *more],
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        started.append(child)
+        return Command(child)
+
+    yield start
+    for child in started:
+        child.kill()
+        child.communicate()
+    print(errors.read_text())
 
 
 @pytest.mark.slow
-def test_the_command_serves_by_processes_and_leaves_none(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text(TOKEN)
-    arguments = ["--ranks", "2", "--place", "cpu=64MiB", "--port", "0", "--enable-actions", "--token-file", str(token)]
-    child = subprocess.Popen(
-        [sys.executable, "-m", "elastic.cli.main", "serve", str(MODEL_DIR), *arguments, "--variants", "int4"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        url = lines_of(child, "serving").split()[-1]
-        ranks = httpx.get(f"{url}/elastic/status").json()["ranks"]
-        assert len({rank["pid"] for rank in ranks} | {child.pid}) == 3
-        reading = Reading(url, LONG)
-        victim = next(rank["pid"] for rank in ranks)
-        os.kill(victim, signal.SIGKILL)
-        assert reading.whole() == expected(LONG)
-        wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
-        answer = httpx.post(
-            f"{url}/v1/completions", json=asked(60, response_format=wanted, ignore_eos=False), timeout=60
-        )
-        assert set(json.loads(answer.json()["choices"][0]["text"])) == {"n"}
-        ranks += httpx.get(f"{url}/elastic/status").json()["ranks"]
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(PATIENCE_S) == 0
-    finally:
-        child.kill()
-        child.communicate()
-    end = time.monotonic() + PATIENCE_S
-    pids = {rank["pid"] for rank in ranks}
-    while not all(gone(pid) for pid in pids):
-        assert time.monotonic() < end, "a rank outlived its server"
-        time.sleep(0.02)
+def test_the_command_serves_by_processes_and_leaves_none(command: Callable[..., Command]) -> None:
+    server = command("--ranks", "2", "--place", "cpu=64MiB", "--variants", "int4")
+    ranks = server.status()["ranks"]
+    assert len({rank["pid"] for rank in ranks} | {server.child.pid}) == 3
+    reading = Reading(server.url, LONG)
+    victim = next(rank["pid"] for rank in ranks)
+    os.kill(victim, signal.SIGKILL)
+    assert reading.whole() == expected(LONG)
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    answer = server.complete(**asked(60, response_format=wanted, ignore_eos=False))
+    assert set(json.loads(answer["choices"][0]["text"])) == {"n"}
+    pids = {rank["pid"] for rank in ranks + server.status()["ranks"]}
+    for pid in pids | server.end():
+        wait_for_end(pid)
+
+
+@pytest.mark.slow
+def test_the_command_deploys_by_an_intent_that_changes_over_http_and_leaves_nothing(
+    command: Callable[..., Command],
+) -> None:
+    """Answers are the model's before and after a second instance came, and of the form that the last intent wants."""
+    files = shared_memory()
+    devices = ["--devices", "cpu#a=96MiB,cpu#b=96MiB", "--weights", "full,int8", "--losses", "int8=0.001"]
+    server = command(*devices, "--intent", "memory", "--quality-loss", "0", "--prompt", "64", "--new-tokens", "32")
+    name = MODEL_DIR.name
+    assert f"{name} is TP1 PP1 full on cpu#a" in server.before
+    assert server.complete(**asked(30))["choices"][0]["text"] == expected(30)
+    told = server.status()
+    (deployment,) = told["deployments"]
+    assert (deployment["name"], deployment["configuration"], deployment["replicas"]) == (name, "TP1 PP1 full", 1)
+    assert [device["models"] for device in told["devices"]] == [[name], []]
+
+    more = server.act("intend", name=name, replicas=2)["intended"]
+    assert (more["status"], [step["kind"] for step in more["steps"]]) == ("applied", ["add", "limit"])
+    told = server.status()
+    assert [device["models"] for device in told["devices"]] == [[name], [name]]
+    assert len({rank["pid"] for rank in told["ranks"]} | {server.child.pid}) == 3
+    for _ in range(2):
+        assert server.complete(**asked(30))["choices"][0]["text"] == expected(30)
+
+    other = server.act("intend", name=name, intent={"minimize": "memory"})["intended"]
+    assert (other["status"], other["after"]) == ("applied", "TP1 PP1 int8")
+    told = server.status()
+    assert [rank["layers"] for rank in told["ranks"]] == [["int8"] * 12] * 2
+    assert (told["deployments"][0]["changes"], told["deployments"][0]["replicas"]) == (2, 2)
+    assert server.complete(**asked(30))["usage"]["completion_tokens"] == 30
+
+    for pid in server.end():
+        wait_for_end(pid)
+    assert shared_memory_left(files) == set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import estimate
 from elastic.estimation.model_layout import layout_of
 from elastic.estimation.profile import CostProfile
-from elastic.planning.estimate.configuration import FULL
+from elastic.planning.estimate.configuration import FULL, Configuration
 from elastic.planning.estimate.intent import OBJECTIVES
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from support import architectures
@@ -218,7 +219,8 @@ def test_the_command_prints_what_fits_and_why_the_others_do_not(
     assert "the least memory first" in lines[0]
     assert next(line for line in lines if "TP1" in line).split()[1:4] == ["TP1", "PP1", "int4"]
     assert any("of 6 configurations fit; seconds: assumed of one core" in line for line in lines)
-    assert "  TP2 PP1 int4: layers in a variant are not shared by ranks in this version" in lines
+    shared = "layers in a variant are not shared by ranks: packed matrices are not cut in this version; use stages"
+    assert f"  TP2 PP1 int4: {shared}" in lines
     assert main([*command[:4], "--rate", "1e6"]) == 2
     assert "requests/s at most" in capsys.readouterr().out
     assert main([*command, "--prompt", "2000"]) == 2
@@ -238,6 +240,64 @@ def test_the_command_shows_what_each_choice_does_by_itself(capsys: pytest.Captur
     assert float(rows[2][4]) < 1 < float(rows[-1][4]), "fewer bits take less memory"
     assert main([*command, "--weights", "int4"]) == 2
     assert "nothing fits in full weights" in capsys.readouterr().err
+
+
+def test_by_the_papers_method_a_configuration_is_what_its_equations_say_of_counted_footprints() -> None:
+    """Of Llama-2-70B: W once, A for each part, A_p for each rank of a pipeline; TTFT and TPOT whatever the stages."""
+    load = elastic.Load(prompt=1024, new=100)
+    options: dict[str, Any] = {"load": load, "weights": ("full", "int4"), "intent": "latency", "planned": True}
+    paper = {each.configuration: each for each in estimate(LLAMA_2_70B, "8*a6000", method="paper", **options)}
+    ours = {each.configuration: each for each in estimate(LLAMA_2_70B, "8*a6000", **options)}
+    assert paper.keys() == ours.keys()
+    for weights in ("full", "int4"):
+        one = ours[Configuration(1, 1, weights)].ranks[0].used
+        stages = sum(rank.used for rank in ours[Configuration(1, 2, weights)].ranks)
+        parts = sum(rank.used for rank in ours[Configuration(2, 1, weights)].ranks)
+        footprint = one + 3 * (parts - one) + 8 * (stages - one) / 2
+        found = paper[Configuration(4, 2, weights)]
+        assert found.memory_bytes == pytest.approx(footprint, rel=1e-9)
+        alone = paper[Configuration(4, 1, weights)]
+        assert (found.ttft_s, found.tpot_s) == (alone.ttft_s, alone.tpot_s)
+        assert found.latency_s == pytest.approx(found.ttft_s + 100 * found.tpot_s)
+        assert (found.ranks, found.requests, math.isnan(found.rate), math.isnan(found.tokens_s)) == ((), 1, True, True)
+    alike = Configuration(4, 1, "int4")
+    assert paper[alike].tpot_s == pytest.approx(ours[alike].tpot_s, rel=0.01), "of a few tokens, not of 50"
+    full = paper[Configuration(1, 2)]
+    assert "a6000#0 lacks" in full.why_not
+    assert "of an even part" in full.why_not
+    assert paper[Configuration(1, 4)].fits
+    assert paper[Configuration(1, 4)].basis == "data sheet"
+
+
+def test_what_the_papers_method_does_not_know_is_refused_in_words() -> None:
+    for options, words in (
+        ({"load": elastic.Load(64, 8, rate=2.0)}, "knows one request at a time, and no rate of 2 a second"),
+        ({"kv": ("full", "int8")}, "counts no keys and values, and knows no kv=full, int8"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            estimate(MODEL_DIR, "cpu=64MiB", method="paper", **options)
+    with pytest.raises(ConfigError, match="method='M2' is not known; use one of ours, paper"):
+        estimate(MODEL_DIR, "cpu=64MiB", method="M2")  # type: ignore[arg-type]
+    (kind,) = layout_of(MODEL_DIR).kinds
+    cost = ChunkCost(1e-8, 1e-8, 1e-5, 1e-4, 9e-5)
+    profile = CostProfile("cpu", {(kind.name, "full"): cost}, {"full": cost})
+    paper: dict[str, Any] = {"weights": ("full", "int8"), "method": "paper"}
+    full, int8 = estimate(MODEL_DIR, "cpu=64MiB", profile=profile, **paper)
+    assert (full.basis, full.why_not, int8.why_not) == ("measured", "", "its seconds are not known; measure it")
+    _, lossy = estimate(MODEL_DIR, "cpu=64MiB", losses={"int8": 0.1}, intent=elastic.Intent(quality_loss=0.0), **paper)
+    assert "int8 loses 0.1 nats a token" in lossy.why_not
+
+
+def test_the_command_shows_what_the_papers_method_says(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["estimate", str(MODEL_DIR), "--devices", "cpu#a=64MiB,cpu#b=64MiB", "--weights", "full,int4"]
+    assert main([*command, "--method", "paper", "--prompt", "64"]) == 0
+    said = capsys.readouterr().out
+    assert "by the paper's equations: one request at a time, no keys and values" in said
+    assert "TP1 PP2 int4" in said
+    assert "nan" not in said
+    assert "staging" not in said, "it knows no bytes of ranks"
+    assert main([*command, "--method", "paper", "--rate", "2"]) == 2
+    assert "leave the rate out" in capsys.readouterr().err
 
 
 def test_the_command_measures_fingerprints_of_a_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

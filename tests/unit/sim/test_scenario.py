@@ -40,6 +40,8 @@ answer_sigma = 0.5
 ask = 1.5
 """
 
+FIGURE = {"name": "P99 of theirs", "value": "148", "source": "Somebody, section 2", "ours": "P99 TTFT over P50"}
+
 
 def document(text: str = TWO_RANKS, **changes: Any) -> dict[str, Any]:
     run = Run(parse_scenario({**tomllib.loads(text), **changes}))
@@ -95,6 +97,10 @@ def sheet(**config: Any) -> dict[str, Any]:
         (lambda d: d["requests"][0].update(rate=-1), "requests[0].rate = -1 must be a number"),
         (lambda d: d["requests"][0].update(ask=0.5), "requests[0].ask = 0.5 must be a number, at least 1"),
         (lambda d: d["requests"].append(d["requests"][0]), "same name"),
+        (lambda d: d.update(published={"speed": 2}), "must be [[published]] tables"),
+        (lambda d: d.update(published=[{"name": "a", "value": "2"}]), "published[0].source is missing"),
+        (lambda d: d.update(published=[{**FIGURE, "ours": "speed"}]), "published[0].ours = 'speed' must be one of"),
+        (lambda d: d.update(published=[{**FIGURE, "figure": 3}]), "published[0].figure is not known"),
         (lambda d: d["steps"].update(shared=1.0), "a chunk costs at least what is shared"),
         (lambda d: d["memory"].clear(), "memory.kv_tokens is missing"),
         (lambda d: d["engine"].update(share_prefixes=1), "engine.share_prefixes = 1 must be true or false"),
@@ -175,6 +181,35 @@ def test_shipped_scenarios_begin(name: str) -> None:
     run.close()
     assert scenario.title
     assert scenario.predicts or scenario.basis == "fitted"
+
+
+@pytest.mark.parametrize("name", [name for name in shipped() if name.startswith(("kunserve", "amoeba", "models"))])
+def test_scenarios_of_papers_have_their_figures_and_say_where_these_are(name: str) -> None:
+    scenario = read_scenario(name)
+    assert scenario.predicts
+    assert scenario.published
+    for figure in scenario.published:
+        paper, _, where = figure.source.partition(", ")
+        assert paper in ("AMOEBA", "KunServe", "iServe")
+        assert where.startswith("section ")
+
+
+def test_published_figures_are_told_beside_those_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = {**FIGURE, "name": "another", "value": "1.75 to 6.57"}
+    del other["ours"]
+    tables = ["\n[[published]]\n" + "\n".join(f'{k} = "{v}"' for k, v in each.items()) for each in (FIGURE, other)]
+    (tmp_path / "s.toml").write_text('predicts = "two ranks"' + TWO_RANKS + "".join(tables))
+    assert main(["simulate", str(tmp_path / "s.toml")]) == 0
+    *shown, line = capsys.readouterr().out.splitlines()
+    told = json.loads(line)
+    first, second = told["published"]
+    assert {key: first[key] for key in FIGURE} == FIGURE
+    assert first["here"] == told["ttft_s"]["p99"] / told["ttft_s"]["p50"]
+    assert (second["ours"], second["here"]) == ("", None)
+    assert any("beside what is predicted here" in each for each in shown)
+    (row,) = (each for each in shown if "P99 of theirs" in each)
+    assert "148" in row
+    assert f"{first['here']:.4g}" in row
 
 
 def test_a_trace_is_read_as_bench_reads_it(tmp_path: Path) -> None:

@@ -301,6 +301,18 @@ def test_a_change_that_is_stopped_on_the_way_loses_no_request(
     assert tokens(heard, sent) == expected["qwen3"] * 2
 
 
+def test_no_configuration_fits_that_a_fleet_cannot_have(paths: Any) -> None:
+    """Of eight devices: layers are cut in four parts at the most, and those in a variant in none."""
+    devices = parse_devices([f"cpu#{number}=12MiB" for number in range(8)])
+    chooser = Chooser(paths["qwen3"], devices, ("full", "int8"), ("full",))
+    found = {each.configuration: each.estimate for each in chooser.options(LOAD, Intent("latency"))}
+    assert chooser.shards == 4
+    assert found[Configuration(4)].fits
+    assert "8 ranks share a layer, which deployments cut in 4 parts" in found[Configuration(8)].why_not
+    assert "packed matrices are not cut" in found[Configuration(2, 1, "int8")].why_not
+    assert all(own.tp == 1 or (own.tp <= 4 and own.weights == "full") for own, each in found.items() if each.fits)
+
+
 def test_what_does_not_fit_says_why(fleet: Deployments, paths: Any, tmp_path: Path) -> None:
     with pytest.raises(CapacityError, match=r"'qwen3' has no place: none of .*serves .* requests/s at most"):
         fleet.deploy(paths["qwen3"], load=Load(200, 200, 1e6))

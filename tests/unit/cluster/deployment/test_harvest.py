@@ -9,15 +9,22 @@ from typing import Any
 
 import pytest
 
+from elastic.cluster.deployment.deployments import Deployments
 from elastic.cluster.deployment.devices import DeviceBook
 from elastic.cluster.deployment.harvest import REST_S, SPARE_LOAD, Harvester
+from elastic.cluster.deployment.hysteresis import Replanning
+from elastic.engines.base import Request
 from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.estimation.profile import CostProfile
-from elastic.estimation.profiles.guest import SHARE
+from elastic.estimation.profiles.guest import SHARE, ProfilingProcess
 from elastic.estimation.profiles.store import ProfileStore
+from elastic.planning.deployment.placing import Deployment
 from elastic.planning.estimate.devices import Device, of_cpu
+from elastic.planning.estimate.performance import Load
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from support import architectures
+from support.processes import wait_for_end, wait_until
+from support.serving.generations import prompts, same_unless_close, serve
 
 NEEDED = 60
 
@@ -110,8 +117,8 @@ def test_all_forms_are_measured_one_after_another_and_kept(world: World) -> None
     world.run(5)
     assert len(world.guests) == 2
     assert world.book.free()["cpu#a"] == 100
-    ((name, told),) = world.known
-    assert (name, told) == ("model", world.store.load(world.model.path, "cpu"))
+    ((path, told),) = world.known
+    assert (path, told) == (world.model.path, world.store.load(world.model.path, "cpu"))
     assert told.around.keys() == {"full", "int8"}
 
 
@@ -190,3 +197,43 @@ def test_what_is_known_is_not_measured(world: World) -> None:
         world.store.save(world.model.path, profile(form))
     world.run(10)
     assert world.guests == []
+
+
+@pytest.mark.slow
+def test_a_guest_measures_beside_what_is_served_and_what_is_chosen_next_is_chosen_by_that(
+    path: str, tmp_path: Path
+) -> None:
+    """On the only device: the guest is a process that ends by itself, and both deployments of the model learn of it."""
+    store = ProfileStore(tmp_path, beside=False)
+    options: dict[str, Any] = {"launch": "in-process", "fleet": {"engine": {"block_tokens": 8}, "beat_timeout_s": 60}}
+    prompt = prompts([30], architectures.VOCAB)[0]
+    with Deployments(
+        "cpu#a=64MiB", weights=("full",), harvest=True, store=store, replanning=Replanning(tick_s=0.1), **options
+    ) as fleet:
+        for name in ("one", "two"):
+            fleet.deploy(path, load=Load(40, 20), name=name)
+        free = fleet.devices()[0].free_bytes
+        assert {each.estimate.basis for each in fleet.status()} == {"assumed"}
+        harvester = fleet._harvester
+        assert harvester is not None
+        wait_until(lambda: harvester.at == {"cpu#a": "one"})
+        guest = harvester._guest
+        assert isinstance(guest, ProfilingProcess)
+        assert fleet.devices()[0].free_bytes < free
+        heard = serve(fleet["one"], [Request(prompt, 12, id="beside", ignore_eos=True)])
+        assert same_unless_close(architectures.build("llama-gqa"), prompt, heard.tokens["beside"])
+
+        wait_until(lambda: {each.estimate.basis for each in fleet.status()} == {"measured"}, timeout_s=120)
+        wait_for_end(guest._process.pid)
+        (device,) = fleet.devices()
+        assert (device.guest, device.free_bytes) == ("", free)
+        assert harvester.cancelled == 0
+        profile = store.load(path, "cpu", ("full",))
+        assert profile is not None
+        for name in ("one", "two"):
+            assert fleet._named(name).chooser.profile == profile
+            best = fleet.plan(name)
+            assert isinstance(best, Deployment)
+            assert best.estimate.basis == "measured"
+        assert fleet.deploy(path, load=Load(40, 20), name="three").estimate.basis == "measured"
+        assert harvester.at == {}
