@@ -164,9 +164,9 @@ class Stages:
     def _restore(self, elsewhere: Sequence[tuple[tuple[int, ...], WeightsSource]], shards: tuple[int, ...]) -> None:
         """Have the weights of shards here again, from ranks that have them or the checkpoint; return when they are."""
         until_s = time.monotonic() + RESTORE_S
-        for there, source in elsewhere:
-            with suppress(ElasticError):  # the checkpoint may have them
-                self._bring(partial(Fetch, (), source, False), set(shards) & set(there), until_s)
+        there = set(shards).intersection(shard for theirs, _ in elsewhere for shard in theirs)
+        with suppress(ElasticError):  # the checkpoint may have them
+            self._bring(partial(Fetch, (), tuple(source for _, source in elsewhere), False), there, until_s)
         self._bring(lambda missing: Restore(shards=missing), set(shards), until_s)
 
     def _bring(self, action: Callable[[tuple[int, ...]], Action], shards: set[int], until_s: float) -> None:

@@ -299,7 +299,7 @@ class GroupRank(FakeRank):
 
     def on_weights_of(self, question: ask.WeightsOf) -> Any:
         assert set(question.shards) <= self.resident
-        return self.name, set(question.shards)
+        return self.name, frozenset(question.shards)
 
     def on_recover(self, question: ask.Recover) -> int:
         for rank in self.stages:
@@ -321,7 +321,9 @@ class GroupRank(FakeRank):
             assert shards.isdisjoint(self.needed), "weights that steps are computed with are dropped"
             self.resident -= shards
             return (Change("applied", (), released_bytes=(before - self.weights()) * 4096),)
-        assert not isinstance(action, Fetch) or shards <= action.source[1]  # type: ignore[index]
+        if isinstance(action, Fetch):
+            told: list[Any] = list(action.sources)
+            assert shards == set().union(*(theirs for _, theirs in told))
         self._need(self.weights(self.resident | shards) - before)
         self.resident |= shards
         return (Change("applied", (), moved_bytes=(self.weights() - before) * 4096),)
