@@ -211,9 +211,10 @@ class LengthMachine(RuleBasedStateMachine):
         place = self.fleet.look(rank).status.places[0].name
         self.fleet.apply(rank, ResizeKV(place, nbytes))
 
-    @rule(number=st.integers(0, 11))
-    def kill(self, number: int) -> None:
-        if len(self.ranks) > 1:
+    @rule(number=st.integers(0, 11), often=st.integers(0, 3))
+    def kill(self, number: int, often: int = 3) -> None:
+        """Seldom: else few are left to share layers."""
+        if len(self.ranks) > 1 and often == 3:
             self.lost = True
             self.fleet.kill(self.any_rank(number))
 
