@@ -100,11 +100,13 @@ class WeightsSource:
 class Fetch:
     """Action: the full weights of these decoder layers (indices) return to their place, bit for bit, as by `Restore`.
 
-    Dropped ones are read from the memory of another process; from the checkpoint, if that has gone.
+    Dropped ones are read from the memory of other processes, the parts of a layer from several at once; from the
+    checkpoint, if these have gone. (AMOEBA, section 3.2)
     """
 
     layers: tuple[int, ...]
-    source: WeightsSource = field(repr=False)
+    sources: tuple[WeightsSource, ...] = field(repr=False)
+    """Each has some of the layers, or of their parts."""
     coordinated: bool = True
     """Whether what computes beside it goes first, in a rank that computes layers with others."""
     shards: tuple[int, ...] = ()

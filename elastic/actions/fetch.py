@@ -1,9 +1,10 @@
-"""The weights of a dropped layer on their way back: from another process's memory, the host store or the checkpoint."""
+"""The weights of a dropped layer on their way back: from other processes' memory, the host store or the checkpoint."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import torch
@@ -15,6 +16,7 @@ from elastic.memory.checksum import digest
 from elastic.memory.rate_limit import RateLimiter
 from elastic.memory.weight_buffer import WeightBuffer
 from elastic.memory.weight_layout import pages_under
+from elastic.planning.sharding.numbers import shared_out
 from elastic.types import Fetch, LayerPages, Swap, WeightsSource
 from elastic.weights.layer import WeightUnit, combined
 from elastic.weights.model import ModelWeights
@@ -25,6 +27,10 @@ from elastic.weights.shards.layer_cut import Piece
 logger = logging.getLogger(__name__)
 _PIECE_BYTES = 4 << 20
 """Read at once, between two questions to the rate limiter."""
+MOST_AT_ONCE = 8
+"""Sources that are read at the same time, each on a thread of its own."""
+_COMMON = -1
+"""In place of a part: what the parts of a layer have in common, which comes with the first."""
 
 
 def require_source(unit: WeightUnit, action: object, shards: frozenset[int]) -> None:
@@ -33,7 +39,7 @@ def require_source(unit: WeightUnit, action: object, shards: frozenset[int]) -> 
     `shards` are the parts that it has then.
     """
     if isinstance(action, Fetch):
-        _require_same(unit, pages_in(action.source, unit.index), shards - unit.shards_here)
+        _require_had(unit, action.sources, shards - unit.shards_here)
     elif isinstance(action, Swap) and unit.shards_here:
         raise missing_error(unit.name, unit.index, sorted(unit.every - unit.shards_here), len(unit.every))
     elif not unit.recoverable:
@@ -48,14 +54,16 @@ def refill(weights: ModelWeights, unit: WeightUnit, action: object, buffer: Weig
 
     Raises `StateError` where they cannot be had: nobody has them any more, or what is there are others.
     """
-    if isinstance(action, Fetch):
-        try:
-            _read(weights, unit, buffer, action, [(0, unit.nbytes)], rate)
-            _put_in_order(unit, buffer)
-            _require_unchanged(unit, _digests_in(buffer, unit))
-            return
-        except StateError as error:
-            _note_fault(unit, error)
+
+    def read(source: WeightsSource, _: frozenset[int]) -> None:
+        _read(weights, unit, buffer, source, _is_coordinated(action), [(0, unit.nbytes)], rate)
+
+    def check(_: frozenset[int]) -> None:
+        _put_in_order(unit, buffer)
+        _require_unchanged(unit, _digests_in(buffer, unit))
+
+    if isinstance(action, Fetch) and not _gather(unit, action.sources, frozenset((0,)), read, check):
+        return
     _read_stored(weights, unit, [(tensor, name) for name, tensor in buffer.show(unit.layout).items()], rate)
     _require_unchanged(unit, _digests_in(buffer, unit))
 
@@ -67,25 +75,42 @@ def refill_parts(
 
     `shards` are the parts that it has then. Returns the bytes that were copied.
     """
-    missing = runs_of_parts(unit, shards)
-    moved = sum(nbytes for _, nbytes in missing)
+    buffer, missing = unit.blocks[unit.full.key], _missing(unit, shards)
+    moved = sum(nbytes for _, nbytes in _runs(unit, missing))
+
+    def read(source: WeightsSource, parts: frozenset[int]) -> None:
+        _read(weights, unit, buffer, source, _is_coordinated(action), _runs(unit, parts), rate)
+
+    def check(parts: frozenset[int]) -> None:
+        _require_unchanged(unit, _digests_of_parts(unit, parts))
+
     if isinstance(action, Fetch):
-        try:
-            _read(weights, unit, unit.blocks[unit.full.key], action, missing, rate)
-            _require_unchanged(unit, _digests_of_parts(unit, shards))
-            return moved
-        except StateError as error:
-            _note_fault(unit, error)
-    _read_stored(weights, unit, _coming(unit, shards), rate)
-    _require_unchanged(unit, _digests_of_parts(unit, shards))
+        missing = _gather(unit, action.sources, missing, read, check)
+    if missing:
+        _read_stored(weights, unit, _coming(unit, missing), rate)
+        check(missing)
     return moved
 
 
 def runs_of_parts(unit: WeightUnit, shards: frozenset[int]) -> list[tuple[int, int]]:
     """Return the runs of bytes (offset, bytes) of a unit's layout that it has not, and needs for these parts."""
+    return _runs(unit, _missing(unit, shards))
+
+
+def _is_coordinated(action: object) -> bool:
+    return isinstance(action, Fetch) and action.coordinated
+
+
+def _missing(unit: WeightUnit, shards: frozenset[int]) -> frozenset[int]:
+    """Return the parts of these that a unit has not, with `_COMMON` if it has none."""
+    return shards - unit.shards_here | (frozenset() if unit.shards_here else {_COMMON})
+
+
+def _runs(unit: WeightUnit, parts: frozenset[int]) -> list[tuple[int, int]]:
+    """Return the runs of bytes (offset, bytes) of a unit's layout in which parts lie."""
     assert unit.cut is not None, "it comes as a whole"
-    runs = [(piece.offset, piece.nbytes) for part in shards - unit.shards_here for piece in unit.pieces(part)]
-    if not unit.shards_here:
+    runs = [(piece.offset, piece.nbytes) for part in parts - {_COMMON} for piece in unit.pieces(part)]
+    if _COMMON in parts:
         runs += [(lies.offset, lies.nbytes) for lies in unit.cut.common(unit.layout).parameters.values()]
     joined: list[tuple[int, int]] = []
     for offset, nbytes in sorted(runs):
@@ -96,21 +121,39 @@ def runs_of_parts(unit: WeightUnit, shards: frozenset[int]) -> list[tuple[int, i
     return joined
 
 
-def pages_in(source: WeightsSource, layer: int) -> LayerPages:
-    """Return where a layer lies. Raises `ConfigError` if the source has it not."""
-    for pages in source.layers:
-        if pages.layer == layer:
-            return pages
-    there = ", ".join(str(pages.layer) for pages in source.layers) or "none"
-    raise ConfigError(f"layer {layer} is not in the source; it has {there}")
+def _gather(
+    unit: WeightUnit,
+    sources: Iterable[WeightsSource],
+    wanted: frozenset[int],
+    read: Callable[[WeightsSource, frozenset[int]], None],
+    check: Callable[[frozenset[int]], None],
+) -> frozenset[int]:
+    """Read parts of a unit from the sources that have them, several at once; return what is left to the checkpoint.
+
+    What one of them cannot give, or has changed since, is read from others. Raises the error of one where neither
+    others nor the checkpoint have it. (AMOEBA, section 3.2)
+    """
+    usable = dict(enumerate(_usable(unit, sources)))
+    have, left = {n: {*pages.shards, _COMMON} for n, (_, pages) in usable.items()}, wanted
+    while asked := shared_out(left, have):
+        with ThreadPoolExecutor(min(MOST_AT_ONCE, len(asked)), "elastic-fetch") as threads:
+            reads = {n: threads.submit(read, usable[n][0], frozenset(parts)) for n, parts in asked.items()}
+        for n, done in reads.items():
+            parts = frozenset(asked[n])
+            try:
+                done.result()
+                check(parts)
+                left -= parts
+            except StateError as error:
+                del have[n]
+                _note_fault(unit, error, elsewhere=parts <= frozenset().union(*have.values()))
+    return left
 
 
-def _digests_of_parts(unit: WeightUnit, shards: frozenset[int]) -> dict[str, int]:
-    """Return the digests of what comes with parts, by name, as it is in the unit's block."""
-    return {
-        of if isinstance(of, str) else of.key: digest(tensor) if isinstance(of, str) else of.digest(tensor)
-        for tensor, of in _coming(unit, shards)
-    }
+def _usable(unit: WeightUnit, sources: Iterable[WeightsSource]) -> list[tuple[WeightsSource, LayerPages]]:
+    """List the sources that have the weights which a unit had, and where these lie in them."""
+    there = [(source, pages) for source in sources for pages in source.layers if pages.layer == unit.index]
+    return [(source, pages) for source, pages in there if _difference(unit, pages) is None]
 
 
 def _read_stored(
@@ -128,54 +171,80 @@ def _read_stored(
     weights.streamer(unit).copier.copy(kept, rate).finish()
 
 
-def _coming(unit: WeightUnit, shards: frozenset[int]) -> Iterator[tuple[torch.Tensor, Piece | str]]:
+def _digests_of_parts(unit: WeightUnit, parts: frozenset[int]) -> dict[str, int]:
+    """Return the digests of what comes with parts, by name, as it is in the unit's block."""
+    return {
+        of if isinstance(of, str) else of.key: digest(tensor) if isinstance(of, str) else of.digest(tensor)
+        for tensor, of in _coming(unit, parts)
+    }
+
+
+def _coming(unit: WeightUnit, parts: frozenset[int]) -> Iterator[tuple[torch.Tensor, Piece | str]]:
     """Yield what comes with parts: a tensor over the unit's block, any shape, and which piece or parameter it is."""
     assert unit.cut is not None, "it comes as a whole"
-    for part in sorted(shards - unit.shards_here):
+    for part in sorted(parts - {_COMMON}):
         for piece in unit.pieces(part):
             yield unit.show_piece(piece), piece
-    if not unit.shards_here:
+    if _COMMON in parts:
         for name, tensor in unit.blocks[unit.full.key].show(unit.cut.common(unit.layout)).items():
             yield tensor, name
 
 
-def _note_fault(unit: WeightUnit, error: StateError) -> None:
-    """Raise the error of a source that cannot be read, unless the unit's weights can be had elsewhere."""
-    if not unit.recoverable:
+def _note_fault(unit: WeightUnit, error: StateError, *, elsewhere: bool) -> None:
+    """Raise the error of a source that cannot be read, unless others or the checkpoint have what it was to give."""
+    if not elsewhere and not unit.recoverable:
         raise error
-    logger.warning("%s is read from the checkpoint instead: %s", unit.name, str(error))
+    where = "another process" if elsewhere else "the checkpoint"
+    logger.warning("%s is read from %s instead: %s", unit.name, where, str(error))
 
 
-def _require_same(unit: WeightUnit, pages: LayerPages, shards: frozenset[int]) -> None:
-    """Raise `ConfigError` for a layer of another form or without some parts, `StateError` for one of other weights."""
+def _require_had(unit: WeightUnit, sources: Sequence[WeightsSource], shards: frozenset[int]) -> None:
+    """Raise unless sources have these parts of the weights that a unit had.
+
+    `ConfigError` for a layer that is not there, of another form or without some parts, `StateError` for other weights.
+    """
+    there = [pages for source in sources for pages in source.layers if pages.layer == unit.index]
+    if not there:
+        others = ", ".join(str(pages.layer) for source in sources for pages in source.layers) or "none"
+        raise ConfigError(f"layer {unit.index} is not in the source; it has {others}")
+    had = {shard for _, pages in _usable(unit, sources) for shard in pages.shards}
+    if shards <= had:
+        return
+    if difference := next(filter(None, (_difference(unit, pages) for pages in there)), None):
+        raise difference
+    raise ConfigError(
+        f"parts {sorted(shards - had)} of {unit.name} are not in the source; it has {tuple(sorted(had))} of "
+        f"{len(unit.every)}"
+    )
+
+
+def _difference(unit: WeightUnit, pages: LayerPages) -> ConfigError | StateError | None:
+    """Say in what the layer of a source is another one than a unit's; None: it is the same."""
     if (pages.nbytes, pages.layout) != (unit.nbytes, unit.layout_checksum):
-        raise ConfigError(
+        return ConfigError(
             f"{unit.name} lies otherwise in the source ({pages.nbytes:,} bytes, layout {pages.layout}) than here "
             f"({unit.nbytes:,} bytes, layout {unit.layout_checksum}): fetch from a process with the same model"
         )
-    if not shards <= set(pages.shards):
-        raise ConfigError(
-            f"parts {sorted(shards - set(pages.shards))} of {unit.name} are not in the source; it has {pages.shards} "
-            f"of {len(unit.every)}"
-        )
     if pages.digest != combined(unit.digests):
-        raise StateError(f"the source has other weights of {unit.name} than were dropped here")
+        return StateError(f"the source has other weights of {unit.name} than were dropped here")
+    return None
 
 
 def _read(
     weights: ModelWeights,
     unit: WeightUnit,
     buffer: WeightBuffer,
-    action: Fetch,
+    source: WeightsSource,
+    coordinated: bool,
     wanted: Sequence[tuple[int, int]],
     rate: RateLimiter,
 ) -> None:
     """Read runs of bytes (offset, bytes) of a unit's layout from the memory of another process into its own."""
-    source, pace = action.source, weights.pace if action.coordinated else None
-    pages, size = pages_in(source, unit.index), source.page_bytes
+    pace, size = weights.pace if coordinated else None, source.page_bytes
+    pages = next(pages for pages in source.layers if pages.layer == unit.index)
     lies = unit.layout.pages(size) if unit.cut is None else unit.cut.pages(unit.layout, size).numbers(pages.shards)
     place_of = dict(zip(sorted(lies), pages.pages, strict=True))
-    with closing(open_memory(source.file, source.memory, weights.peers, coordinated=action.coordinated)) as reader:
+    with closing(open_memory(source.file, source.memory, weights.peers, coordinated=coordinated)) as reader:
         most = (lambda: _PIECE_BYTES) if pace is None else lambda: pace.chunk
         for offset, nbytes in wanted:
             buffer.read(reader, _pieces(place_of, size, offset, nbytes, most), rate, pace, at=offset)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,6 +13,9 @@ from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.continuous.chunk_profile import Mix, profile_chunks
 from elastic.estimation.model_layout import ModelLayout
 from elastic.estimation.work import activation_bytes, copied_bytes
+
+Peak = Callable[[ContinuousEngine, Mix], int]
+"""The most bytes that a batch takes."""
 
 
 def measured_share(engine: ContinuousEngine, layout: ModelLayout, mixes: Sequence[Mix], form: str) -> float:
@@ -46,3 +51,37 @@ def peak_bytes(engine: ContinuousEngine, mix: Mix) -> int:
             alive += event.nbytes()
             most = max(most, alive)
     return most
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes that the largest step of an engine takes while it is computed, but for its pages."""
+
+    fixed: int
+    """Of any,"""
+    prompt: float
+    """with so much for each token of the context of a part of a prompt, those before it included,"""
+    decode: float
+    """or for each token of all requests that are generated together."""
+
+
+def step_bytes(engine: ContinuousEngine, most_tokens: int, most_requests: int, peak: Peak = peak_bytes) -> StepBytes:
+    """Measure what steps of up to so many tokens, and so many requests, take: at three sizes of each, from a small
+    part of the cache, and the line through the larger two.
+
+    The engine has not been started. Raises `ConfigError` for a cache that has no room for a batch.
+    """
+    block = engine.kv_format.block_tokens
+    room = engine.load().total_blocks * block // 2
+    longest = min(room, getattr(engine._config, "max_position_embeddings", None) or room)
+    tokens = max(1, min(most_tokens, longest // 4))
+    near, far = (longest - tokens) // 2, longest - tokens
+    alone, middle, end = (peak(engine, ((start, tokens),)) for start in (0, near, far))
+    prompt = max(0.0, (end - middle) / max(1, far - near))
+    count = max(1, min(most_requests, most_tokens, room // (4 * block)))
+    each = max(2, min(room // count, longest) // (2 * block) * 2 * block)  # whole blocks are read
+    fewer, more = (peak(engine, ((context - 1, 1),) * count) for context in (each // 2, each))
+    decode = max(0.0, (more - fewer) / max(1, count * (each - each // 2)))
+    parts = most_tokens / tokens  # of a larger cache, or of one that is shared
+    fixed = max(parts * alone, parts * (end - prompt * longest), more - decode * count * each)
+    return StepBytes(math.ceil(fixed), parts * prompt, decode)

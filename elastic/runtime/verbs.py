@@ -27,6 +27,7 @@ from elastic.weights.model import ModelWeights
 
 Layers = int | str | Iterable[int | str]
 """Decoder layers by index or module name."""
+Sources = WeightsSource | Sequence[WeightsSource]
 Done = Change | Future[tuple[Change, ...]]
 
 
@@ -138,24 +139,26 @@ class LayerVerbs(ABC):
 
     @overload
     def fetch(
-        self, layers: Layers, source: WeightsSource, *, shards: Sequence[int] = (), wait: Literal[True] = True
+        self, layers: Layers, source: Sources, *, shards: Sequence[int] = (), wait: Literal[True] = True
     ) -> Change: ...
     @overload
     def fetch(
-        self, layers: Layers, source: WeightsSource, *, shards: Sequence[int] = (), wait: Literal[False]
+        self, layers: Layers, source: Sources, *, shards: Sequence[int] = (), wait: Literal[False]
     ) -> Future[tuple[Change, ...]]: ...
 
-    def fetch(self, layers: Layers, source: WeightsSource, *, shards: Sequence[int] = (), wait: bool = True) -> Done:
+    def fetch(self, layers: Layers, source: Sources, *, shards: Sequence[int] = (), wait: bool = True) -> Done:
         """Have dropped decoder layers at their place again, bit for bit, from the memory of another process.
 
-        `source` is the other's `rt.weights_source(layers)`. With `shards`, by number, and no layers, these alone return
-        beside those that are here, maybe from one source after another. Where its memory cannot be read any more, the
-        checkpoint is. Pages come from the KV cache as by `restore`, and layers that find none are `deferred`. Raises
-        `ConfigError` for what is no layer, and for a source without them or of another model; `StateError` where the
-        weights cannot be had, or are not those that were dropped; `CapacityError` as `restore`. With `wait=False`, a
-        future. (KunServe, section 4.4)
+        `source` is the other's `rt.weights_source(layers)`, or those of several: the shards of a layer come from all
+        that have some at once. With `shards`, by number, and no layers, these alone return beside those that are here.
+        What cannot be read any more in one memory is read in another that has it, or else from the checkpoint. Pages
+        come from the KV cache as by `restore`, and layers that find none are `deferred`. Raises `ConfigError` for what
+        is no layer, and for sources without them or of another model; `StateError` where the weights cannot be had, or
+        are not those that were dropped; `CapacityError` as `restore`. With `wait=False`, a future. (KunServe, section
+        4.4)
         """
-        return self._change((Fetch(self._weights.layer_indices(layers), source, shards=tuple(shards)),), wait)
+        sources = (source,) if isinstance(source, WeightsSource) else tuple(source)
+        return self._change((Fetch(self._weights.layer_indices(layers), sources, shards=tuple(shards)),), wait)
 
     @overload
     def restore(

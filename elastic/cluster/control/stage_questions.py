@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from elastic.engines.core.kv_state import KVSource, LayersKV
 from elastic.engines.pipeline.path import LayerPath, Way
+from elastic.planning.arrangement.step_pages import StepPages
 from elastic.planning.sharding.heads import kv_parts
 from elastic.planning.sharding.numbers import by_layer
 from elastic.planning.sharding.shard_pages import ShardPages
@@ -108,6 +109,18 @@ class Room:
     """Layers that are not in their full weights -> the pages that they have; of these `pages` knows nothing."""
     step_s: float = 0.0
     """Seconds of a step of its engine while it computes all layers, in the mean of the last; 0.0: there was none."""
+    steps: StepPages = field(default_factory=StepPages)
+    """That it keeps free for what steps take; of these `pages` knows nothing."""
+
+    @property
+    def usable_pages(self) -> int:
+        """For keys and values, and what steps take that have them."""
+        return self.pages + self.steps.kept(self.pages // sum(self.sector_pages))
+
+    def step_pages(self, parts: int, *, beside: int = 0) -> int:
+        """Count the pages for steps that come with so many parts of each sector of an instance, `beside` others."""
+        every = len(self.sector_pages)
+        return self.steps.of((parts + beside) / every) - self.steps.of(beside / every)
 
     def weights_of(self, shards: Iterable[int]) -> int:
         """Count the pages of weights when these shards are there, and no others."""

@@ -14,6 +14,7 @@ import torch
 
 from elastic.cluster.control.connection import Connection
 from elastic.cluster.control.messages import ModelFacts
+from elastic.cluster.rank.activations import keep_activations
 from elastic.cluster.rank.facts import model_facts, stored_facts
 from elastic.cluster.rank.rank import Rank
 from elastic.cluster.rank.skeleton import load_skeleton
@@ -58,6 +59,9 @@ def built(spec: RankSpec, connection: Connection) -> Iterator[Rank]:
             options["grammars"] = _grammars(options["grammars"], spec, model)
         engine = ContinuousEngine(model, **options)
         stack.callback(engine.stop, drain=False)
+        tokens = options.get("max_batch_tokens", _ENGINE_OPTIONS["max_batch_tokens"].default)
+        with _measuring:
+            keep_activations(engine, tokens, options["max_requests"], stack)
         cost = _measured_cost(engine, spec, options) if spec.lookahead and spec.share is None else None
         most, held = options["max_requests"], rank_places(spec.places)
         yield Rank(engine, connection, spec.name, facts, max_requests=most, cost=cost, places=held)

@@ -24,7 +24,7 @@ from elastic.cluster.rank.questions import Questions, portable
 from elastic.engines.base import Output
 from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.engines.core.kv_state import KVReport
-from elastic.errors import StateError
+from elastic.errors import CapacityError, Overloaded, StateError
 from elastic.memory.backends.shared_file import host_name
 from elastic.planning.pipeline.chunk_cost import ModelCost
 
@@ -74,6 +74,7 @@ class Rank:
         """Say Hello, then serve until `Bye` or the end of the connection; the engine has stopped then."""
         beats = threading.Thread(target=self._beat, name=f"elastic-{self.name}-beat", daemon=True)
         self.engine.on_step, self.engine.on_room = self._tell, self._tell_room
+        self.engine.on_impossible = self._give_back
         self.engine.start()
         self._questions.start()
         self._connection.send(self._hello())
@@ -130,6 +131,13 @@ class Rank:
                 for state in message.states:
                     self._told.pop((request, state.index), None)
             self._say(Refused(request, portable(error)))
+
+    def _give_back(self, request: str, error: CapacityError) -> None:
+        """Have the fleet give a request to other ranks, which may hold it together. On the engine's thread."""
+        self._tell(None)
+        with self._lock:
+            self._told = {answer: tokens for answer, tokens in self._told.items() if answer[0] != request}
+        self._say(Refused(request, Overloaded(str(error), retry_after_s=0.0)))
 
     def _drain(self) -> None:
         self._draining = True

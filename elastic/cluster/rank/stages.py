@@ -40,6 +40,7 @@ from elastic.cluster.control.stage_questions import (
 )
 from elastic.cluster.control.status import Wire
 from elastic.cluster.peers.hub import PeerHub
+from elastic.cluster.rank.activations import give_back_for_steps
 from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.errors import ElasticError, StateError
 from elastic.types import Action, Fetch, Restore, WeightsSource
@@ -102,7 +103,9 @@ class Stages:
                     engine.rank = rank
                 return _measure_room(engine)
             case SetCap(sectors):
-                return engine.set_cap(sectors)
+                load = engine.set_cap(sectors)
+                give_back_for_steps(engine)
+                return load
             case CapReached():
                 return engine.cap_reached()
             case Allot(home, sectors):
@@ -164,9 +167,9 @@ class Stages:
     def _restore(self, elsewhere: Sequence[tuple[tuple[int, ...], WeightsSource]], shards: tuple[int, ...]) -> None:
         """Have the weights of shards here again, from ranks that have them or the checkpoint; return when they are."""
         until_s = time.monotonic() + RESTORE_S
-        for there, source in elsewhere:
-            with suppress(ElasticError):  # the checkpoint may have them
-                self._bring(partial(Fetch, (), source, False), set(shards) & set(there), until_s)
+        there = set(shards).intersection(shard for theirs, _ in elsewhere for shard in theirs)
+        with suppress(ElasticError):  # the checkpoint may have them
+            self._bring(partial(Fetch, (), tuple(source for _, source in elsewhere), False), there, until_s)
         self._bring(lambda missing: Restore(shards=missing), set(shards), until_s)
 
     def _bring(self, action: Callable[[tuple[int, ...]], Action], shards: set[int], until_s: float) -> None:
@@ -197,4 +200,5 @@ def _measure_room(engine: ContinuousEngine) -> Room:
             if not layer.absent and layer.precision is not layer.full
         },
         step_s=engine.step_s,
+        steps=engine.step_pages,
     )

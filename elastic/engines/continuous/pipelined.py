@@ -23,6 +23,7 @@ from elastic.engines.pipeline.transport import Transport
 from elastic.engines.pipeline.turn import StageTimes, Turn
 from elastic.errors import ConfigError, RankLost, StateError
 from elastic.memory.rate_limit import YieldingPace
+from elastic.planning.arrangement.step_pages import StepPages
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 
 LEAST_SHARE = 4
@@ -37,6 +38,8 @@ class PipelinedEngine(RecoveringEngine):
     """
 
     _max_batch_tokens: int
+    step_pages = StepPages()
+    """What its rank keeps free for steps over its sectors, and those of others; before the engine is started."""
 
     # -- at home
 

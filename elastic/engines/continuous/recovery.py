@@ -32,6 +32,9 @@ class RecoveringEngine(LayerExchange):
 
     runtime: Runtime
     _cohorts: int | None  # while the layers have one copy; None: as many as their stages need
+    on_impossible: Callable[[str, CapacityError], object] | None = None
+    """Set before `start`: told, on the engine's thread, of a request that has left because it never fits here any more;
+    other engines may go on with it. None: it fails."""
 
     def recover(self, lost: str, restore: Restore, memories: Mapping[str, KVSource] | None = None) -> int:
         """Compute all layers here again, since a rank of the path was lost; return the tokens that are computed anew.
@@ -40,7 +43,7 @@ class RecoveringEngine(LayerExchange):
         home and returns when their weights are here; if it raises, the engine waits for another `recover`.
         `memories` are those of ranks that are gone, where they can still be read: what lies there, and at ranks that
         are there, is copied. Sequences whose keys and values are not all found, or have no room here, are computed anew
-        from their tokens; those that do not fit here at all fail.
+        from their tokens; those that do not fit here at all leave, or fail (`on_impossible`).
         """
         self._home.abort(ending=memories is None)
 
@@ -56,7 +59,7 @@ class RecoveringEngine(LayerExchange):
             if before.copies > 1:
                 self._share_out(1)
             self._memory.set_cap(None)
-            self._fail_impossible()
+            self._end_impossible()
             self._loop.paused = False
             self._loop.go_on()
             return again
@@ -224,15 +227,28 @@ class RecoveringEngine(LayerExchange):
             if behind:
                 self._runner.cache.clear(group, np.array(behind, np.int64))
 
-    def _fail_impossible(self) -> None:
-        """End what was taken because other ranks had room for it, and never fits here."""
-        for name, sequence in list(self._loop.scheduler.sequences.items()):
+    def _end_impossible(self) -> None:
+        """Let go of what was taken because other ranks had room for it, and never fits here."""
+        scheduler = self._loop.scheduler
+        for name, sequence in list(scheduler.sequences.items()):
+            if name not in scheduler.sequences:
+                continue  # it has left with another answer of its request
             try:
                 self._blocks.require_possible(sequence.table.most_tokens)
             except Overloaded:
                 pass  # it waits
             except CapacityError as error:
-                self._loop.fail(name, error)
+                if self.on_impossible is None:
+                    self._loop.fail(name, error)
+                else:
+                    self._leave(sequence.request.id)
+                    self.on_impossible(sequence.request.id, error)
+
+    def _leave(self, request: str) -> None:
+        """Forget a request, and tell its listener nothing more."""
+        for name in self._requests.sequences(request):
+            self._loop.scheduler.export(name)
+        self._requests.forget(request, "moved")
 
     def _part(self, path: LayerPath) -> None:
         """Have nothing to do with other ranks any more, as a home."""

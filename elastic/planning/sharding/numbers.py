@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def by_layer(shards: Iterable[int], of: int) -> dict[int, tuple[int, ...]]:
@@ -27,3 +30,16 @@ def layers_of(shards: Iterable[int], of: int) -> tuple[frozenset[int], ...]:
 def whole_layers(shards: Collection[int], of: int) -> tuple[int, ...]:
     """Return the layers of which all shards are there."""
     return tuple(layer for layer, parts in by_layer(shards, of).items() if len(parts) == of)
+
+
+def shared_out(wanted: Iterable[int], have: Mapping[T, Collection[int]]) -> dict[T, tuple[int, ...]]:
+    """Say whom to ask for which: each number one that has it, and all of them for about as many. Nobody has it: none.
+
+    In order; who is asked for nothing is left out.
+    """
+    asked: dict[T, tuple[int, ...]] = {}
+    for number in sorted(set(wanted)):
+        if holders := [name for name, theirs in have.items() if number in theirs]:
+            chosen = min(holders, key=lambda name: len(asked.get(name, ())))
+            asked[chosen] = (*asked.get(chosen, ()), number)
+    return asked

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from elastic.cluster.control.messages import Apply, Look, RuntimeView
 from elastic.cluster.control.stage_questions import WeightDigests, WeightsOf
 from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.planning.pipeline.chunk_cost import Chunk
-from elastic.planning.sharding.numbers import by_layer, whole_layers
+from elastic.planning.sharding.numbers import by_layer, shared_out, whole_layers
 from elastic.sim.mechanisms.books import RankBooks
 from elastic.sim.mechanisms.instance import RankInstance
 from elastic.sim.mechanisms.model import LayeredModel, WeightLocation
@@ -75,32 +76,37 @@ class Weights:
                 layers = tuple(by_layer(action.shards, self._model.shards))
                 return (Change("applied", layers, released_bytes=freed),)
             case Fetch():
-                source: Any = action.source
-                return self._bring(action.shards, (source.rank, self._books.name), coordinated=action.coordinated)
+                sources: tuple[Any, ...] = action.sources
+                asked = shared_out(action.shards, {source.rank: source.shards for source in sources})
+                return self._bring(action.shards, asked, coordinated=action.coordinated)
             case Restore() if action.shards:
-                return self._bring(action.shards, None)
+                return self._bring(action.shards, {})
             case Restore():
                 return self._pack(action.layers or (), packed=False)
             case Swap():
                 return self._pack(action.layers, packed=True)
         raise StateError(f"a simulated rank does no {type(action).__name__}")
 
-    def _bring(self, shards: Collection[int], ends: tuple[str, ...] | None, *, coordinated: bool = True) -> Any:
-        """Have weights come, by a wire or from the checkpoint; they wait where there is no room."""
+    def _bring(self, shards: Collection[int], asked: Mapping[str, Collection[int]], *, coordinated: bool = True) -> Any:
+        """Have weights come, from several ranks at once or, if none is asked, from the checkpoint; they wait where
+        there is no room."""
         layers = tuple(by_layer(shards, self._model.shards))
         try:
             nbytes = self._books.bring(shards) * self._model.page_bytes
         except CapacityError:
             self._waiting.append(tuple(shards))
             return (Change("deferred", (), deferred=layers),)
-        done: Future[Any] = Future()
+        done, coming = Future[Any](), set(asked)
 
-        def there() -> None:
-            done.set_result((Change("applied", layers, moved_bytes=nbytes),))
+        def there(rank: str = "") -> None:
+            coming.discard(rank)
+            if not coming:
+                done.set_result((Change("applied", layers, moved_bytes=nbytes),))
 
-        if ends is not None:
-            self._wires.copy(ends, nbytes, there, coordinated=coordinated)
-        else:
+        for rank, theirs in asked.items():
+            share, ends = nbytes * len(theirs) / len(shards), (rank, self._books.name)
+            self._wires.copy(ends, share, partial(there, rank), coordinated=coordinated)
+        if not asked:
             self._instance.clock.after(nbytes / self._model.links.checkpoint_bytes_s, there)
         return done
 

@@ -16,6 +16,7 @@ from elastic.engines.core.kv_state import KVFormat, KVSource, LayersKV
 from elastic.engines.core.load import EngineLoad
 from elastic.engines.pipeline.path import LayerPath
 from elastic.memory.backends.shared_file import SharedFile
+from elastic.planning.arrangement.step_pages import StepPages
 from elastic.planning.sharding.heads import kv_parts
 from elastic.planning.sharding.numbers import by_layer
 from elastic.planning.sharding.shard_pages import ShardPages
@@ -95,7 +96,7 @@ class GroupRank(FakeRank):
         self.cap: int | None = None
         self.committed = ALONE
         self.stuck = False
-        self.step_s = 0.0
+        self.step_s, self.step_memory = 0.0, StepPages()
         self.guests: dict[str, Guest] = {}
         self.stages: set[str] = set()
         self.home_coming: set[int] = set()
@@ -194,7 +195,18 @@ class GroupRank(FakeRank):
         kv = self.budget - self.weights()
         pages, weights = (SECTOR,) * LAYERS * self.kv_shards, (pages_of(self.path.shards),) * LAYERS
         resident = frozenset(self.resident)
-        return ask.Room(self.path, kv, 4096, pages, 1000, self.committed, weights, resident, step_s=self.step_s)
+        return ask.Room(
+            self.path,
+            kv,
+            4096,
+            pages,
+            1000,
+            self.committed,
+            weights,
+            resident,
+            step_s=self.step_s,
+            steps=self.step_memory,
+        )
 
     def on_set_cap(self, question: ask.SetCap) -> EngineLoad:
         self.cap = question.sectors
@@ -299,7 +311,7 @@ class GroupRank(FakeRank):
 
     def on_weights_of(self, question: ask.WeightsOf) -> Any:
         assert set(question.shards) <= self.resident
-        return self.name, set(question.shards)
+        return self.name, frozenset(question.shards)
 
     def on_recover(self, question: ask.Recover) -> int:
         for rank in self.stages:
@@ -321,7 +333,9 @@ class GroupRank(FakeRank):
             assert shards.isdisjoint(self.needed), "weights that steps are computed with are dropped"
             self.resident -= shards
             return (Change("applied", (), released_bytes=(before - self.weights()) * 4096),)
-        assert not isinstance(action, Fetch) or shards <= action.source[1]  # type: ignore[index]
+        if isinstance(action, Fetch):
+            told: list[Any] = list(action.sources)
+            assert shards == set().union(*(theirs for _, theirs in told))
         self._need(self.weights(self.resident | shards) - before)
         self.resident |= shards
         return (Change("applied", (), moved_bytes=(self.weights() - before) * 4096),)

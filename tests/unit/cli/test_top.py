@@ -280,7 +280,7 @@ def test_actions_of_later_versions_are_shown() -> None:
 def test_a_fetch_is_shown_without_where_the_weights_lay() -> None:
     server = pytest.importorskip("elastic.server.routes.status")
     source = WeightsSource(SharedFile("host", 1, 2, 3), 4096, (LayerPages(1, (5, 6), 8000, "layout", 7),))
-    action = server.with_kind(Fetch((1, 2), source))
+    action = server.with_kind(Fetch((1, 2), (source,)))
     assert action == {"kind": "fetch", "layers": [1, 2]}
     said = document(events=[asdict(events()[0]) | {"action": action}])
     assert "fetch layers 1-2" in drawn(frame(read_status(said), [], "x"))

@@ -47,7 +47,7 @@ def test_every_layer_returns_from_another_model_bit_for_bit(architecture: str, w
     assert (change.layers, change.moved_bytes) == (tuple(every), sum(pages.nbytes for pages in source.layers))
     assert torch.equal(model(**prompt(3)).logits, expected)
     assert_same_bits(model, before)
-    assert rt.events()[-1].action == Fetch(tuple(every), source)
+    assert rt.events()[-1].action == Fetch(tuple(every), (source,))
 
 
 def test_the_bytes_go_straight_from_the_file_to_the_pages(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_layers_return_from_a_rank_of_another_host_in_chunks(wrapped: Any, coord
     rank, waited = OtherRank(peer.weights_source([0]).file), list[float]()
     rt.exchange_with(rank, YieldingPace(lambda seconds: not waited.append(seconds), lambda: 60.0))
     rt.drop([0, 1])
-    rt.apply([Fetch((0, 1), source, coordinated)])
+    rt.apply([Fetch((0, 1), (source,), coordinated)])
     assert_same_bits(model, before)
     assert rank.asked == [coordinated, coordinated]
     assert bool(waited) is coordinated

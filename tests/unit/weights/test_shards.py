@@ -13,30 +13,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 import elastic
 from elastic import ConfigError, Drop, Fetch, Restore, StateError
 from elastic.actions import fetch
 from elastic.memory import copy_engine
 from elastic.weights import batch_context, layer
-from support.architectures import CONFIGS, GQA, build, prompt
+from support.architectures import CONFIGS, build, prompt
 from support.child_process import wait_for_the_janitor
+from support.weights.sharded import LAYERS, SHARDS, place, wide
 from support.wrapped_model import PAGE, assert_same_bits, bits, layers, small, tight
-
-SHARDS = 4
-LAYERS = 2
-
-
-def wide(seed: int = 0) -> Any:
-    """A model whose matrices are some pages: 128 KiB each, of three sizes of pages."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(**{**GQA, "hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": LAYERS})
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
-
-
-def place(name: str = "cpu", page_bytes: int = PAGE) -> elastic.Place:
-    return elastic.Place(name, torch.device("cpu"), 16 << 20, page_bytes=page_bytes)
 
 
 def held_pages(rt: Any, index: int) -> int:
@@ -292,14 +278,14 @@ def test_what_was_prepared_for_parts_is_given_back_when_it_is_rolled_back(wrappe
     for here in ((0, 3), ()):
         rt.drop(shards=[part for part in range(SHARDS) if part not in here])
         owners, capacity = rt.status().places[0].owners, rt.kv.capacity_bytes
-        held = rt.prepare(Fetch((), peer.weights_source(0), shards=(1,)))
+        held = rt.prepare(Fetch((), (peer.weights_source(0),), shards=(1,)))
         assert held.pages > 0
         with pytest.raises(StateError, match="layer 0: held by the prepared transaction"):
             rt.drop(shards=(0,))
         rt.rollback(held.id)
         assert (rt.status().places[0].owners, rt.kv.capacity_bytes) == (owners, capacity)
         rt.check()
-        rt.commit(rt.prepare(Fetch((), peer.weights_source(0), shards=(1,))).id)
+        rt.commit(rt.prepare(Fetch((), (peer.weights_source(0),), shards=(1,))).id)
         assert rt.shards_here[0] == {*here, 1}
         rt.fetch(0, peer.weights_source(0))
         assert_same_bits(model, before)

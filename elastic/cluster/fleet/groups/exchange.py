@@ -43,7 +43,7 @@ from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError, ElasticError, RankLost, StateError
 from elastic.planning.arrangement.caps import GAIN
-from elastic.types import Action, Change, Drop, Fetch, Restore
+from elastic.types import Action, Change, Drop, Fetch, Restore, WeightsSource
 
 logger = logging.getLogger(__name__)
 LIVE = ExchangeForm()
@@ -291,9 +291,9 @@ class Exchange:
             self.counts.freed_bytes += change.released_bytes
 
     def _fetch(self, wanted: Mapping[str, Iterable[int]]) -> None:
-        """Have the weights of shards at ranks, side by side, from other ranks that have them, or from the checkpoint.
+        """Have the weights of shards at ranks, side by side, from the other ranks that have them, or the checkpoint.
 
-        Each asks one rank after another, for all that is to be had from it.
+        Each reads the memory of all that have some of what it lacks at once.
         """
         while missing := {
             rank: lacks for rank, shards in wanted.items() if (lacks := set(shards) - self.group.shape.weights[rank])
@@ -301,20 +301,32 @@ class Exchange:
             self._fetch_some(missing)
 
     def _fetch_some(self, missing: Mapping[str, set[int]]) -> None:
-        """Have those of the missing shards at each rank that another one has; nobody: all, from the checkpoint."""
-        have = self.group.shape.weights
-        others = {rank: max(have, key=lambda r: len(have[r] & shards)) for rank, shards in missing.items()}
-        chosen = {rank: tuple(sorted(missing[rank] & have[other] or missing[rank])) for rank, other in others.items()}
-        fetched = [rank for rank in chosen if have[others[rank]].issuperset(chosen[rank])]
-        sources = self._ranks.ask_each([(others[rank], WeightsOf(chosen[rank])) for rank in fetched])
-        actions: dict[str, tuple[Action, ...]] = {rank: (Restore(shards=shards),) for rank, shards in chosen.items()}
-        for rank, source in zip(fetched, sources, strict=True):
-            actions[rank] = (Fetch((), source, self._form.coordinated, chosen[rank]),)
+        """Have those of the missing shards at each rank that others tell of; nobody: all, from the checkpoint."""
+        have, told = self.group.shape.weights, self._told(missing)
+        chosen = {rank: tuple(sorted(set().union(*told[rank].values()) or missing[rank])) for rank in missing}
+        actions: dict[str, tuple[Action, ...]] = {}
+        for rank, shards in chosen.items():
+            fetch = Fetch((), tuple(told[rank]), self._form.coordinated, shards)
+            actions[rank] = (fetch if fetch.sources else Restore(shards=shards),)
         for rank, change in self._apply(actions):
             if change.deferred:
                 self._await(rank, chosen[rank])
             self.counts.fetched_bytes += int(change.moved_bytes)
             self._now_has(rank, have[rank].union(chosen[rank]))
+
+    def _told(self, missing: Mapping[str, set[int]]) -> dict[str, dict[WeightsSource, set[int]]]:
+        """Return for each rank where others have shards that it lacks, as far as they say so; raises `RankLost`."""
+        have = self.group.shape.weights
+        asked = [(rank, other, shards & have[other]) for rank, shards in missing.items() for other in have]
+        asked = [each for each in asked if each[2]]
+        answers = self._ranks.answers([(other, WeightsOf(tuple(sorted(theirs)))) for _, other, theirs in asked])
+        told: dict[str, dict[WeightsSource, set[int]]] = {rank: {} for rank in missing}
+        for (rank, _, theirs), answer in zip(asked, answers, strict=True):
+            if isinstance(answer, RankLost):
+                raise answer
+            if not isinstance(answer, ElasticError):  # it has them in a variant
+                told[rank][answer] = theirs
+        return told
 
     def _apply(self, actions: Mapping[str, tuple[Action, ...]]) -> Iterator[tuple[str, Change]]:
         """Have ranks do an action each, side by side; yield what each did. Raises the first error then."""

@@ -144,7 +144,7 @@ class _Held(NamedTuple):
     parts: frozenset[int]
     """Of the KV cache."""
     pages: list[int]
-    """That a sector needs there, by group of layers."""
+    """That a sector needs there, by group of layers; those for steps are in each."""
 
 
 class Books:
@@ -158,16 +158,16 @@ class Books:
         self._groups = [frozenset(parts) for parts, _ in format.groups]
         self._every = range(shape.layers * shape.shards)
         self._layer = shape.shards  # of its shards
-        self.pages = {rank: room.pages + room.weights_of(shape.weights[rank]) for rank, room in rooms.items()}
-        """For weights of decoder layers, keys and values."""
+        self.pages = {rank: room.usable_pages + room.weights_of(shape.weights[rank]) for rank, room in rooms.items()}
+        """For weights of decoder layers, keys and values, and what steps take that have these."""
         self._held: dict[tuple[str, LayerPath], _Held] = {}
         self._weights: dict[tuple[str, frozenset[int]], int] = {}
 
     def sector_pages(self, rank: str, shards: Iterable[int]) -> int:
         """Count the pages that a sector needs at a rank, in these shards: those of a part that several share once."""
         room = self.rooms[rank]
-        parts = frozenset(room.parts_of(shards))
-        return max(sum(room.sector_pages[part] for part in group & parts) for group in self._groups)
+        parts = room.parts_of(shards)
+        return max(self._by_group(room, parts)) + room.step_pages(len(parts))
 
     def free(self, rank: str, shape: Shape, caps: Mapping[str, int]) -> int:
         """Count the pages that are left at a rank when every instance has all of its cap."""
@@ -188,7 +188,7 @@ class Books:
             first = min(shards) // self._layer * self._layer
             have = shape.weights[flip.target].intersection(range(first, first + self._layer))
             weights += self._weight_pages(flip.target, have | shards) - self._weight_pages(flip.target, have)
-        return caps[flip.home] * more + weights
+        return caps[flip.home] * (more + room.step_pages(len(new), beside=len(held.parts))) + weights
 
     def alone(self, home: str) -> int:
         """Count the sectors that an instance has by itself, with all weights there."""
@@ -232,11 +232,11 @@ class Books:
 
     def _kv(self, rank: str, path: LayerPath) -> _Held:
         """Return what a rank has of the keys and values of an instance; remembered, as plans ask again and again."""
-        held = self._held.get((rank, path))
-        if held is None:
+        if (held := self._held.get((rank, path))) is None:
             room = self.rooms[rank]
             parts = frozenset(room.parts_of(path.shards_of(rank)))
-            held = self._held[rank, path] = _Held(parts, self._by_group(room, parts))
+            pages = [n + room.step_pages(len(parts)) for n in self._by_group(room, parts)]
+            held = self._held[rank, path] = _Held(parts, pages)
         return held
 
     def _by_group(self, room: Room, parts: Collection[int]) -> list[int]:
@@ -251,8 +251,8 @@ class Books:
 
     def _layer_pages(self, rank: str) -> int:
         """Return the pages that a sector needs at a rank in the layer that needs most."""
-        every, size = self._every, self._layer
-        return max(self.sector_pages(rank, every[first : first + size]) for first in every[::size])
+        every, size, room = self._every, self._layer, self.rooms[rank]
+        return max(max(self._by_group(room, room.parts_of(every[i : i + size]))) for i in every[::size])
 
 
 def plan_transition(

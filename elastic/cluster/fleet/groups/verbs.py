@@ -187,7 +187,8 @@ class GroupVerbs:
     def capacity(self, degrees: Sequence[int]) -> dict[str, dict[int, int]]:
         """Return the blocks of KV cache that one instance could have: of each rank, by how many like it share layers.
 
-        Degrees for which layers were not cut are left out. Raises `ConfigError` for what is no degree.
+        On a GPU there is room left for what steps take over so many, where a rank keeps it; on a CPU a budget is of
+        pages alone. Degrees for which layers were not cut are left out. Raises `ConfigError` for what is no degree.
         """
         for degree in degrees:
             require(type(degree) is int and degree >= 1, "degrees", degree, "whole numbers, at least 1")

@@ -458,7 +458,10 @@ def test_what_a_killed_rank_did_not_tell_is_computed_again(
     assert heard.tokens == expected
 
 
-def test_a_request_that_never_fits_alone_fails_when_its_group_is_lost(group: Callable[..., EngineGroup]) -> None:
+@pytest.mark.parametrize("others", [False, True], ids=["nobody", "others"])
+def test_a_request_that_never_fits_alone_fails_or_leaves_when_its_group_is_lost(
+    group: Callable[..., EngineGroup], others: bool
+) -> None:
     ranks = group("ab", nbytes=200 << 10)
     engine, alone = ranks["a"], ranks.sectors_alone("a")
     expected = continuation(architectures.build("llama-gqa"), PROMPTS[1], 30)
@@ -474,9 +477,13 @@ def test_a_request_that_never_fits_alone_fails_when_its_group_is_lost(group: Cal
     heard.wait_for_tokens("long", 1)
     ranks.lose("b")
     wait_until(lambda: engine.lost_rank is not None)
+    left = list[str]()
+    if others:
+        engine.on_impossible = lambda request, error: left.append(f"{request}: {type(error).__name__}")
     engine.recover("b", lambda layers: None)
-    heard.wait(["short", "long"])
-    assert heard.ends["long"].finish == "failed"
+    heard.wait(["short"] if others else ["short", "long"])
+    assert left == (["long: CapacityError"] if others else [])
+    assert others or heard.ends["long"].finish == "failed"
     assert heard.tokens["short"] == expected
 
 
