@@ -51,7 +51,7 @@ def install(way: str) -> None:
     """Have engines that are made in this process from now on evict in one of the `WAYS`."""
     engine_module.BlockManager = OptimisticBlocks  # type: ignore[misc]
     engine_module.RestartingScheduler = SCHEDULERS[way]  # type: ignore[misc]
-    ContinuousEngine._keep_journal = _tell_without_journal  # type: ignore[method-assign]
+    ContinuousEngine._tell_kv = _tell_without_journal  # type: ignore[method-assign]
 
 
 def _tell_without_journal(engine: ContinuousEngine) -> None:

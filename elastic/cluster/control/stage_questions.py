@@ -81,6 +81,9 @@ class CloseStage:
     """Be no stage of a home any more, also when it has gone; unknown: nothing happens."""
 
     home: str
+    keep: bool = False
+    """Keep its keys and values until this is asked again without, but where a `Recover` needs the room before
+    `KeptLayers`."""
 
 
 # -- memory
@@ -172,6 +175,17 @@ class LayersMemory:
 
     home: str
     shards: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class KeptLayers:
+    """Where this rank has what it computed for a home that has gone, by the path of an epoch: `LayersKV`.
+
+    It stays until `CloseStage`. Raises `StateError` where there is nothing, or the path here is another.
+    """
+
+    home: str
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -290,6 +304,7 @@ StageQuestion = (
     | CapReached
     | Allot
     | LayersMemory
+    | KeptLayers
     | BeginExchange
     | PrepareLayers
     | CopyLayers

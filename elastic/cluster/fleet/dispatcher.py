@@ -18,6 +18,7 @@ from elastic.cluster.fleet.planning.router import Routing
 from elastic.cluster.fleet.records.audit import check_records
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.cluster.fleet.records.held_requests import HeldRequests
 from elastic.cluster.fleet.records.requests import RequestRecord, new_record
 from elastic.cluster.fleet.refusals import no_room, require_place, require_possible
 from elastic.controller.sensors.request_metrics import Outcome, RequestMetrics
@@ -54,6 +55,7 @@ class Dispatcher:
         self.instances: dict[str, Instance] = {}
         self.records: dict[str, RequestRecord] = {}
         self.queue: deque[RequestRecord] = deque()
+        self.held = HeldRequests()
         self.forms: list[tuple[str, ...]] = []
         self.log = log
         self.clock = clock
@@ -322,7 +324,7 @@ class Dispatcher:
 
     def fail_waiting(self, why: str, finish: FinishReason, delivery: Delivery) -> None:
         """End all requests that wait at the fleet."""
-        for record in list(self.queue):
+        for record in [*self.queue, *self.held.records]:
             self.end_answers(record, range(record.request.n), finish, delivery, why if finish == "failed" else None)
 
     def forget(self, instance: Instance) -> None:

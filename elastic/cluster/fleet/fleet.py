@@ -286,7 +286,7 @@ class Fleet(PricedVerbs, RankVerbs):
             self._mover.drain(instance, timeout_s)
         self._log.add("removed", rank=name, instance=name, requests=len(instance.records))
         instance.leaving = True
-        if instance.records:
+        if instance.records or instance.moves:  # what others may be reading there stays as it is
             instance.client.kill("removed from the fleet")
         instance.client.close(timeout_s=END_S)
 

@@ -50,11 +50,12 @@ class Instance:
     memory: HeldMemory | None = None
     """Its KV cache as others can read it, also when it has ended."""
     directory: KVDirectory | None = None
-    """Where in that memory the keys and values of its sequences are."""
+    """Where in that memory the keys and values of its sequences are, in the layers that it computes itself."""
     state: RankState = "serving"
     why: str = ""
     moves: int = 0
-    """Requests that are on their way from here or to here: it does not end before."""
+    """Requests that are on their way from here or to here, and ranks that were killed of which it keeps keys and
+    values for others: it does not end before."""
     leaving: bool = False
     """Whether it was asked to end: then its end is no failure."""
     records: dict[str, RequestRecord] = field(default_factory=dict)
@@ -139,15 +140,9 @@ class Instance:
         if not self.group:
             self._alone_blocks = max(self._alone_blocks, load.total_blocks)
 
-    def join(self, group: tuple[str, ...], path: LayerPath, *, changing: bool = False) -> None:
-        """Note who computes its layers.
-
-        While that are others too, it tells nothing of its KV, and what it told counts no more. As soon as it has all of
-        its layers again it tells anew; so `changing`, before layers change their rank, has somebody listen.
-        """
+    def join(self, group: tuple[str, ...], path: LayerPath) -> None:
+        """Note who computes its layers."""
         self.group, self.path = group, path
-        if path.guests:
-            self.directory = KVDirectory(self.memory.source) if changing and self.memory is not None else None
 
     def part(self) -> None:
         """Note that it is by itself again."""

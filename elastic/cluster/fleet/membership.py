@@ -101,10 +101,11 @@ class Membership:
             for record in list(instance.records.values()):
                 record.losses = 0 if record.begun or asked else record.losses + 1
                 instance.take(record)
-            self._dispatcher.requeue(back, delivery)
             for record in [record for record in back if record.losses >= MOST_LOSSES]:
                 error = f"{MOST_LOSSES} ranks in a row were lost before its next token; the last one: {why}"
                 self._dispatcher.end_answers(record, range(record.request.n), "failed", delivery, error)
+            back = [record for record in back if record.left]
+            self._dispatcher.requeue(self._dispatcher.held.hold(instance, back), delivery)
             self._remember(instance)
             if not asked:
                 self._log.count(ranks_lost=1, requests_resumed=resumption.requests)

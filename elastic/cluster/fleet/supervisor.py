@@ -158,4 +158,5 @@ class Supervisor:
                     if other is not None:  # it lives, and nobody else will give it up
                         silent.append((other, f"rank {instance.name} computes layers with it, and has no connection"))
             self._dispatcher.dispatch()  # requests that found no room may be offered again
+            self._dispatcher.held.give_back(self._dispatcher.clock())
         return silent

@@ -21,6 +21,7 @@ from elastic.cluster.control.stage_questions import (
     EndExchange,
     FlipLayers,
     GiveUpLayers,
+    KeptLayers,
     LayersMemory,
     LosePeer,
     MeasureRoom,
@@ -96,8 +97,8 @@ class Stages:
             case DetachStage(rank):
                 self._attached.discard(rank)
                 return engine.detach_stage(rank)
-            case CloseStage(home):
-                return engine.close_stage(home)
+            case CloseStage(home, keep):
+                return engine.close_stage(home, keep=keep)
             case MeasureRoom(rank):
                 if engine.rank != rank:
                     engine.rank = rank
@@ -120,6 +121,8 @@ class Stages:
         match question:
             case LayersMemory(home, shards):
                 return engine.layers_kv(shards) if home == engine.rank else engine.stage_kv(home, shards)
+            case KeptLayers(home, epoch):
+                return engine.kept_layers(home, epoch)
             case BeginExchange(shards):
                 return engine.begin_exchange(shards)
             case PrepareLayers(home, shards, exchange):

@@ -144,7 +144,7 @@ class ContinuousEngine(PipelinedEngine):
             if self._state != "new":
                 raise StateError(f"the engine is {self._state}; make a new one")
             self._state = "serving"
-            self._keep_journal()
+            self._tell_kv()
             _engines.add(self)
             self._thread = threading.Thread(target=self._loop.run, name="elastic-engine", daemon=True)
             self._thread.start()

@@ -11,11 +11,9 @@ from elastic.engines.continuous.moves import MovingRequests
 from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.executor.batch_runner import BatchRunner
 from elastic.engines.executor.block_layout import layout_of
-from elastic.engines.executor.kv_exchange import KVExchange
 from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.engines.executor.model_runner import ModelRunner
 from elastic.engines.pipeline.forward import StageForward
-from elastic.engines.pipeline.home import HomeExecutor
 from elastic.engines.pipeline.items import LogConnection
 from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.stage import GuestStage
@@ -38,9 +36,7 @@ class HostedStages(MovingRequests):
     _model: Any
     _layer_groups: tuple[LayerGroup, ...]
     _runner: ModelRunner
-    _home: HomeExecutor
     _turn: Turn
-    _kv_exchange: KVExchange
     _pipeline_lock: threading.RLock  # of the two below, and of `_home.forward` being set
     _stages: dict[str, GuestStage]  # by home
     _forward: StageForward | None
@@ -95,6 +91,8 @@ class HostedStages(MovingRequests):
             earlier = self._stages.get(home)
             if home == self.rank or (earlier is not None and not earlier.ended):
                 raise StateError(f"layers of {home!r} can be computed at {self.rank!r} already")
+            if earlier is not None:
+                earlier.close()
             if (path.layers, path.shards) != (self.path.layers, self.path.shards):
                 raise ConfigError(
                     f"{home!r} has {path.layers} layers of {path.shards} shards, {self.rank!r} {self.path.layers} of "
@@ -116,13 +114,27 @@ class HostedStages(MovingRequests):
         """Keep pages for so many sectors of another instance. Raises `CapacityError`, and nothing has changed."""
         self._stage(home).allot(sectors)
 
-    def close_stage(self, home: str) -> None:
-        """Compute no layers of another instance any more; its memory comes free. Unknown: nothing happens."""
+    def close_stage(self, home: str, *, keep: bool = False) -> None:
+        """Compute no layers of another instance any more; its memory comes free. Unknown: nothing happens.
+
+        `keep`: of an instance whose process has gone, keep the keys and values, until this is called without, or
+        `recover` needs the room before anybody has asked for `kept_layers`.
+        """
         with self._pipeline_lock:
-            stage = self._stages.pop(home, None)
+            stage = self._stages.get(home) if keep else self._stages.pop(home, None)
         if stage is not None:
-            stage.close()
+            stage.close(keep=keep)
             self._release_forward()
+
+    def kept_layers(self, home: str, epoch: int) -> LayersKV:
+        """Say where keys and values lie that `close_stage` kept, which were computed by the path of that epoch.
+
+        They are kept until `close_stage` now. Raises `StateError` where there are none.
+        """
+        stage = self._stages.get(home)
+        if stage is None:
+            raise StateError(f"nothing that was computed for {home!r} is kept at {self.rank!r}")
+        return stage.kept_layers(epoch)
 
     @property
     def sector_addresses(self) -> int:
@@ -133,8 +145,7 @@ class HostedStages(MovingRequests):
         """Recount the blocks of all sequences, and the memory of other instances here."""
         super().check()
         for stage in list(self._stages.values()):
-            if not stage.ended:
-                stage.memory.check()
+            stage.memory.check()
 
     # -- inside
 

@@ -264,8 +264,7 @@ class LayerExchange(HostedStages):
         self._flipping = flip
         if flip.path.copies > 1:  # of what is kept for reuse only what live sequences have was copied
             self._blocks.forget_kept()
-        if flip.path.guests:
-            self._follow_journal(whole=False)
+        self._tell_no_kv()  # until all of it is copied
         return (time.perf_counter() - start) * 1e3, copied
 
     def _finish_flip(self, flip: PathChange) -> tuple[int, ...]:
@@ -275,7 +274,7 @@ class LayerExchange(HostedStages):
         self._flipping = None
         self._end_exchange()
         self._home.release(flip.moves)
-        self._follow_journal(whole=not self.path.guests)
+        self._tell_kv()
         leaving = [shard for move in flip.moves if move.source == self.rank for shard in move.shards]
         return tuple(sorted(self._places(self._kv_parts(leaving)) - self._places(self._own_parts)))
 
@@ -388,11 +387,6 @@ class LayerExchange(HostedStages):
         if len(copies) > 1:
             raise ConfigError(f"shards {sorted(shards)} are of {len(copies)} copies; exchange those of one")
         return copies.pop()
-
-    @property
-    def _own_parts(self) -> frozenset[int]:
-        """The parts of the KV cache that this rank's own steps write."""
-        return self._kv_parts(self.path.shards_of(self.rank))
 
     def _drop_kv(self, parts: Collection[int]) -> None:
         self._memory.remove_layers(parts)

@@ -22,6 +22,7 @@ from elastic.engines.core.sequence import Sequence as LiveSequence
 from elastic.engines.core.step import SequenceState
 from elastic.engines.executor.kv_exchange import KVExchange
 from elastic.engines.executor.kv_room import KVHeadroom, kv_room
+from elastic.engines.pipeline.home import HomeExecutor
 from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError
 from elastic.kvcache.storage.paged import BlockMemory
 
@@ -40,8 +41,8 @@ class MovingRequests:
     kv_format: KVFormat
     on_step: Callable[[KVReport | None], None] | None = None
     """Set before `start`: told what has changed after each step, once its outputs were told and before any block that
-    came free has another owner; on the engine's thread, which waits for it. None while layers are elsewhere: then
-    nobody can go on from what is here."""
+    came free has another owner; on the engine's thread, which waits for it. None while layers change their rank, or
+    have copies: then nobody can go on from what is here."""
     on_room: Callable[[], object] | None = None
     """Set before `start`: told, on the engine's thread, when blocks came free behind what `on_step` was told, and no
     step follows with which that could be told."""
@@ -53,6 +54,7 @@ class MovingRequests:
     _received: ReceivedRequests
     _thread: threading.Thread | None
     _kv_exchange: KVExchange
+    _home: HomeExecutor
     _held: dict[str, list[LiveSequence]]  # requests that were handed over: for the loop's thread
     _load = EngineLoad()
 
@@ -194,22 +196,6 @@ class MovingRequests:
         self._loop.post(do)
         return done.result()
 
-    def _keep_journal(self) -> None:
-        """Tell what changes from now on, if somebody wants to know."""
-        if self.on_step is None:
-            return
-        log: list[tuple[int, int, tuple[int, ...]]] = []
-        self._memory.log = log
-
-        def mapped() -> list[SectorPages]:
-            with self._memory.lock:
-                sectors = [SectorPages(*entry) for entry in log]
-                log.clear()
-                return sectors
-
-        self._loop.on_room = self.on_room
-        self._loop.scheduler.journal = KVJournal(self.on_step, mapped, self._blocks.release)
-
     def _take_received(
         self, states: Sequence[SequenceState], kv: Sequence[SequenceKV], source: KVSource | None
     ) -> dict[str, ReceivedKV]:
@@ -230,35 +216,55 @@ class MovingRequests:
             self._requests.forget(request, "moved")
         self._held.clear()
 
-    def _follow_journal(self, *, whole: bool) -> None:
-        """Tell what changes of the KV cache while the whole of it is here, and only then."""
-        scheduler = self._loop.scheduler
-        if self.on_step is None or (scheduler.journal is not None) is whole:
+    # -- what others are told of the KV cache, on the loop's thread
+
+    def _tell_kv(self) -> None:
+        """Tell from now on what changes of the KV cache, first all that there is, unless that is told already.
+
+        It is told of what is computed here alone: of the other layers only who computes them knows. Where layers have
+        several copies nothing is: which of them a sequence goes by is not known elsewhere.
+        """
+        scheduler, path = self._loop.scheduler, self._home.path
+        if self.on_step is None or scheduler.journal is not None or path.copies > 1:
             return
-        if whole:
-            self._loop.on_step = None
-            self._keep_journal()
-            scheduler.journal = self._journal_anew(scheduler.journal)
-        else:
-            journal, scheduler.journal = scheduler.journal, None
-            assert journal is not None
+        with self._memory.lock:
+            self._memory.log = list(self._memory.mapped_sectors)
+        journal = KVJournal(self.on_step, self._mapped_since, self._blocks.release, path.epoch)
+        for sequence in scheduler.sequences.values():
+            if sequence.computed:
+                journal.note(sequence.kv())
+                sequence.noted = tuple(map(len, sequence.table.blocks))
+        scheduler.journal = journal
+        self._loop.on_step, self._loop.on_room = None, self.on_room
+
+    def _tell_no_kv(self) -> None:
+        """Tell that what was told of the KV cache means nothing any more, and nothing of it until `_tell_kv`."""
+        scheduler = self._loop.scheduler
+        journal, scheduler.journal = scheduler.journal, None
+        if journal is not None:
+            assert self.on_step is not None
             journal.stop(scheduler.sequences)
             self._memory.log = None
             self._loop.on_step = partial(self.on_step, None)
 
-    def _journal_anew(self, journal: KVJournal | None) -> KVJournal | None:
-        """Have a journal tell all that is there."""
-        if journal is not None:
-            with self._memory.lock:
-                log = self._memory.log
-                assert log is not None
-                log[:] = [(g, s, self._memory.groups[g].pages_of(s)) for g, s in self._memory.mapped_sectors]
-            for sequence in self._loop.scheduler.sequences.values():
-                if sequence.computed:
-                    journal.note(sequence.kv())
-                    if not sequence.known:
-                        sequence.noted = tuple(map(len, sequence.table.blocks))
-        return journal
+    def _mapped_since(self) -> list[SectorPages]:
+        """Take the log of sectors: return where those are that are mapped, in the layers that are computed here."""
+        memory, own = self._memory, self._kv_exchange.places_of(self._own_parts)
+        with memory.lock:
+            log, memory.log = memory.log or [], []
+            told = []
+            for index, sector in dict.fromkeys(log):
+                group = memory.groups[index]
+                if sector in group.mapped:
+                    layers = tuple(layer for layer in group.layers if layer in own)
+                    told.append(SectorPages(index, sector, group.pages_of(sector, layers), layers))
+            return told
+
+    @property
+    def _own_parts(self) -> frozenset[int]:
+        """The parts of the KV cache that this rank's own steps write."""
+        path = self._home.path
+        return self._kv_exchange.parts_of(path.shards_of(path.home), path.shards)
 
 
 def one_request(states: Sequence[SequenceState]) -> Request:

@@ -79,8 +79,11 @@ class PipelinedEngine(RecoveringEngine):
             self._settle()
             if self._written is not None:
                 raise StateError("an exchange has begun; end it first")
-            self._home.share_out(self.path.with_copies(copies))
+            path = self.path.with_copies(copies)
+            self._tell_no_kv()
+            self._home.share_out(path)
             self._share_out(copies)
+            self._tell_kv()
             return self.path
 
         return self._between_steps(share_out)
@@ -170,7 +173,8 @@ class PipelinedEngine(RecoveringEngine):
         path = self.path
         if self._cohorts is not None or path.copies > 1:
             return
-        others = {home: stage.steps for home, stage in list(self._stages.items()) if self.rank in stage.path.ranks}
+        stages = [(home, stage) for home, stage in list(self._stages.items()) if not stage.ended]
+        others = {home: stage.steps for home, stage in stages if self.rank in stage.path.ranks}
         count = self._batches.of(path, self._loop.scheduler.steps, others)
         if count != self._home.cohorts and self._loop.lost is None:
             self._loop.settle_all()

@@ -14,7 +14,6 @@ from elastic.engines.core.step import SequenceState
 from elastic.engines.executor.kv_copy import BlockCopier, changed_blocks
 from elastic.errors import ConfigError, Overloaded, StateError
 from elastic.kvcache.storage.paged import BlockMemory
-from elastic.memory.backends.shared_file import open_shared
 from elastic.memory.rate_limit import YieldingPace
 
 
@@ -108,8 +107,7 @@ class ReceivedRequests:
                 by_name = {each.sequence: each for each in kv}
                 if not self._goes_on(reservation, states, by_name):
                     self._free_blocks(reservation)
-                with open_shared(source.file) as file:
-                    copier = BlockCopier(self._memory, source, file, lambda: reservation.wanted, pace)
+                with BlockCopier(self._memory, source, lambda: reservation.wanted, pace) as copier:
                     return sum(
                         self._receive(reservation, state, by_name[state.id], copier)
                         for state in states

@@ -50,6 +50,7 @@ class RecoveringEngine(LayerExchange):
         def come_home() -> int:
             self._loop.settle_all()  # the steps in flight, which are void or not
             self._loop.lost = RankLost(f"rank {lost!r} was lost", rank=lost)
+            self._tell_no_kv()
             undone = self._undo_flip()
             self._end_exchange()
             again = self._take_home(restore, memories) if undone or self._away else 0
@@ -94,6 +95,7 @@ class RecoveringEngine(LayerExchange):
             if not self._loop.scheduler.begun:
                 raise
             logger.warning("all requests of rank %s are computed anew: %s", self.rank, error)
+            self._free_kept()
             again += self._restart(None)
             restore(away)
         with self._memory.lock:
@@ -139,14 +141,23 @@ class RecoveringEngine(LayerExchange):
         `kept` are the sources of each copy of the layers.
         """
         if not any(sources is not None for sources in kept):
+            self._free_kept()
             return self._restart(None)
         scheduler, memory = self._loop.scheduler, self._memory
         lost = [sequence for sequence in scheduler.begun if not self._is_kept(sequence, kept)]
         again = self._restart({*lost, *scheduler.unkeepable()})
         weights = self._dropped_pages()
+        if memory.lacking(self._missing) + weights > 0:
+            self._free_kept()
         while scheduler.begun and memory.lacking(self._missing) + weights > 0:
             again += self._restart(scheduler.begun[-1:])
         return again
+
+    def _free_kept(self) -> None:
+        """Give back what is kept of instances that have gone, and that nobody was told of: the own ones come first."""
+        for stage in list(self._stages.values()):
+            if stage.ended and not stage.told:
+                stage.close()
 
     def _is_kept(self, sequence: Sequence, kept: SequenceOf[Mapping[str, LayersKV] | None]) -> bool:
         """Return whether all that is computed of a sequence is here, or can be found."""
@@ -256,4 +267,4 @@ class RecoveringEngine(LayerExchange):
         self._home.forward = None
         self._received.allow()
         self._release_forward()
-        self._follow_journal(whole=True)
+        self._tell_kv()

@@ -26,11 +26,16 @@ class KVJournal:
         listener: Callable[[KVReport], None],
         mapped: Callable[[], Iterable[SectorPages]],
         release: Callable[[BlockTable], None],
+        epoch: int | None = None,
     ) -> None:
-        """`mapped` gives the sectors that were mapped since it was asked before, `release` frees a table's blocks."""
+        """`mapped` gives the sectors that were mapped since it was asked before, `release` frees a table's blocks.
+
+        `epoch`: see `KVReport`; the first word has it.
+        """
         self._listener = listener
         self._mapped = mapped
         self._release = release
+        self._epoch = epoch
         self._sequences: dict[str, SequenceKV] = {}
         self._ended: list[str] = []
         self._tables: list[BlockTable] = []
@@ -58,8 +63,8 @@ class KVJournal:
         """
         if not (always or self._sequences or self._ended):
             return False
-        report = KVReport(tuple(self._mapped()), tuple(self._sequences.values()), tuple(self._ended))
-        tables = self._tables
+        report = KVReport(tuple(self._mapped()), tuple(self._sequences.values()), tuple(self._ended), self._epoch)
+        tables, self._epoch = self._tables, None
         self._sequences, self._ended, self._tables = {}, [], []
         try:
             self._listener(report)

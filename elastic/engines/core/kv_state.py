@@ -95,6 +95,8 @@ class SectorPages:
     group: int
     sector: int
     pages: tuple[int, ...]
+    layers: tuple[int, ...] | None = None
+    """Those whose pages they are, in order; None: all of the group."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ class KVReport:
     """Of each sequence that got blocks or is in its prompt: the new blocks alone, and how much is computed."""
     ended: tuple[str, ...] = ()
     """Sequences whose blocks mean nothing any more: they come first, a sequence of that name may have begun anew."""
+    epoch: int | None = None
+    """Not None: that of the path which steps go by from now on (`LayerPath`). What was told before means nothing."""
 
 
 @dataclass(frozen=True)
@@ -118,15 +122,22 @@ class KVSource:
     format: KVFormat
     sectors: tuple[SectorPages, ...] = field(default=(), repr=False)
     """Those that the blocks which are spoken of lie in; empty where they are told otherwise."""
+    others: tuple[LayersKV, ...] = field(default=(), repr=False)
+    """The same sectors in layers that other ranks computed, each in a file of its own."""
 
-    def sector_of(self, group: int, block: int, sector_pages: int) -> tuple[int, int]:
-        """Return the sector of a block, and where in the sector's memory of each layer it begins, in bytes.
+    def by_layers(self) -> tuple[LayersKV, ...]:
+        """Return where each layer lies in the sectors: in the engine's own memory, and at others."""
+        pages: dict[int, dict[int, tuple[int, ...]]] = {}
+        for sector in self.sectors:
+            layers = self.layers_of(sector)
+            size = len(sector.pages) // max(1, len(layers))
+            for i, layer in enumerate(layers):
+                pages.setdefault(layer, {})[sector.sector] = sector.pages[i * size : (i + 1) * size]
+        return LayersKV(self.file, self.page_bytes, self.format, pages), *self.others
 
-        `sector_pages` are those of the whole sector, all layers together.
-        """
-        layer_bytes = sector_pages // len(self.format.groups[group][0]) * self.page_bytes
-        sector, place = divmod(block, layer_bytes // self.format.block_bytes)
-        return sector, place * self.format.block_bytes
+    def layers_of(self, sector: SectorPages) -> tuple[int, ...]:
+        """Return the layers in which the pages of a sector are."""
+        return self.format.groups[sector.group][0] if sector.layers is None else sector.layers
 
 
 @dataclass(frozen=True)
@@ -150,6 +161,22 @@ class LayersKV:
         }
         return replace(self, pages=pages)
 
+    def with_blocks_of(self, sequences: Collection[SequenceKV]) -> LayersKV:
+        """Return the same of the sectors alone in which the blocks of sequences are, as far as they are known."""
+        pages = {}
+        for group, (layers, _) in enumerate(self.format.groups):
+            for layer in layers:
+                there, size = self.pages.get(layer), self.sector_blocks(layer)
+                if there:
+                    wanted = {block // size for kv in sequences for block in kv.blocks[group]}
+                    pages[layer] = {sector: there[sector] for sector in wanted if sector in there}
+        return replace(self, pages=pages)
+
+    def sector_blocks(self, layer: int) -> int:
+        """Count the blocks that a sector has in a layer; 0: none is known there."""
+        pages = next(iter(self.pages.get(layer, {}).values()), ())
+        return len(pages) * self.page_bytes // self.format.block_bytes
+
 
 class KVDirectory:
     """Where the KV of an engine's sequences lies, from its reports: so that it is known when its process is killed.
@@ -160,16 +187,22 @@ class KVDirectory:
 
     def __init__(self, source: KVSource) -> None:
         """Know nothing yet. `source` is that of the engine: without sectors."""
+        self.epoch = 0
+        """Of the path by which all was computed that is known."""
         self._source = source
         self._sectors: dict[tuple[int, int], SectorPages] = {}
-        self._sizes: dict[int, int] = {}  # group -> pages of a sector
+        self._sizes: dict[int, int] = {}  # group -> blocks of a sector
         self._sequences: dict[str, SequenceKV] = {}
 
     def apply(self, report: KVReport) -> None:
         """Note what has changed."""
+        if report.epoch is not None:
+            self.epoch = report.epoch
+            self._sectors, self._sizes, self._sequences = {}, {}, {}
         for sector in report.sectors:
             self._sectors[sector.group, sector.sector] = sector
-            self._sizes[sector.group] = len(sector.pages)
+            layer_pages = len(sector.pages) // max(1, len(self._source.layers_of(sector)))
+            self._sizes[sector.group] = layer_pages * self._source.page_bytes // self._source.format.block_bytes
         for name in report.ended:
             self._sequences.pop(name, None)
         for new in report.sequences:
@@ -200,8 +233,8 @@ class KVDirectory:
         sectors: dict[tuple[int, int], SectorPages] = {}
         for kv in sequences:
             for group, blocks in enumerate(kv.blocks):
-                for block in blocks if group in self._sizes else ():
-                    key = group, self._source.sector_of(group, block, self._sizes[group])[0]
+                for block in blocks if self._sizes.get(group) else ():
+                    key = group, block // self._sizes[group]
                     if key in self._sectors:
                         sectors[key] = self._sectors[key]
         return tuple(sectors.values())

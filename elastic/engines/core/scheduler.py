@@ -160,7 +160,7 @@ class Scheduler:
             if journal is not None and (chunk.blocks is not no_blocks or len(chunk.tokens) > 1 or not chunk.samples):
                 blocks = chunk.blocks
                 if sequence.noted is not None:
-                    blocks = tuple(new[count:] for new, count in zip(blocks, sequence.noted, strict=True))
+                    blocks = tuple(tuple(b[n:]) for b, n in zip(sequence.table.blocks, sequence.noted, strict=True))
                     sequence.noted = None
                 journal.note(SequenceKV(sequence.id, sequence.computed, blocks, chunk.samples))
             if sequence.prompt_logprobs is not None:

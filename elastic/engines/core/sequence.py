@@ -33,7 +33,7 @@ class Sequence:
         self.known = False
         """Whether the executor knows it."""
         self.noted: tuple[int, ...] | None = None
-        """Of a sequence that came with blocks, until its first step: how many of each group were noted then."""
+        """Of a sequence whose blocks were noted between two steps: how many of each group, until the next ones are."""
         self.ended = False
         self.cached_tokens = 0
         """Of its tokens, those whose blocks were there when it began."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 
 import torch
 
@@ -12,7 +12,6 @@ from elastic.errors import StateError
 from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.sector_space import SectorSpace
 from elastic.memory.backends.rank_memory import MemoryReader, Peers, Pieces, open_memory
-from elastic.memory.backends.shared_file import OpenFile
 from elastic.memory.backends.streams import finish_queued_work
 from elastic.memory.rate_limit import YieldingPace
 
@@ -36,60 +35,65 @@ def changed_blocks(start: int, stop: int, block_tokens: int, window: int | None)
 
 
 class BlockCopier:
-    """Copies from one open memory file. It holds no lock, and the interpreter's only between two system calls."""
+    """Copies from the memory files of a source, which are open until `close`.
+
+    It holds no lock, and the interpreter's only between two system calls.
+    """
 
     def __init__(
         self,
         memory: BlockMemory,
         source: KVSource,
-        file: OpenFile,
         wanted: Callable[[], bool],
         pace: YieldingPace | None = None,
     ) -> None:
-        """`wanted` is asked again and again; once it is not, `copy` raises `StateError`. `pace`: see `copy_layers`."""
+        """`wanted` is asked again and again; once it is not, `copy` raises `StateError`. `pace`: see `copy_layers`.
+
+        Raises `StateError` where a file cannot be opened.
+        """
         self._memory = memory
-        self._source = source
-        self._file = file
+        self._block_bytes = source.format.block_bytes
         self._wanted, self._pace = wanted, pace
-        self._sectors = {(sector.group, sector.sector): sector.pages for sector in source.sectors}
-        self._sizes = {sector.group: len(sector.pages) for sector in source.sectors}
-        finish_queued_work(memory.kv.device)  # what was in the blocks may still be read
+        self._sources: dict[int, tuple[LayersKV, MemoryReader]] = {}  # by layer
+        with ExitStack() as stack:
+            for each in source.by_layers():
+                if layers := [layer for layer, sectors in each.pages.items() if sectors]:
+                    reader = stack.enter_context(closing(open_memory(each.file, None, None)))
+                    self._sources.update(dict.fromkeys(layers, (each, reader)))
+            finish_queued_work(memory.kv.device)  # what was in the blocks may still be read
+            self.close = stack.pop_all().close
+
+    def __enter__(self) -> BlockCopier:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def copy(self, group: int, pairs: Pairs) -> int:
         """Copy blocks in all layers of a group; return bytes. Raises `StateError` where they cannot be read."""
-        ranges, nbytes = self._memory.groups[group], self._source.format.block_bytes
-        layers = ranges.group.layers
-        for first, target, count in _runs(pairs, self._blocks_per_sector(group) if pairs else 1):
-            pages, start = self._find(group, first)
-            layer_pages = len(pages) // len(layers)
-            for i, layer in enumerate(layers):
-                there, local = pages[i * layer_pages : (i + 1) * layer_pages], ranges.view(layer, torch.uint8)
+        ranges, nbytes = self._memory.groups[group], self._block_bytes
+        layers = ranges.group.layers if pairs else ()
+        for layer in layers:
+            if layer not in self._sources:
+                raise StateError(f"the sectors of group {group} were not told in layer {layer}: blocks cannot be found")
+            source, reader = self._sources[layer]
+            size, local = source.sector_blocks(layer), ranges.view(layer, torch.uint8)
+            for first, target, count in _runs(pairs, size):
+                sector, place = divmod(first, size)
+                pages = source.pages[layer].get(sector)
+                if pages is None:
+                    raise StateError(f"sector {sector} of group {group} was not told: block {first} cannot be found")
                 for done, some in _chunks([(0, count)], nbytes, self._pace):
-                    pieces = _pieces(there, self._source.page_bytes, start + done * nbytes)
-                    self._read(local[(target + done) * nbytes :][: some * nbytes], pieces)
+                    pieces = _pieces(pages, source.page_bytes, (place + done) * nbytes)
+                    self._read(reader, local[(target + done) * nbytes :][: some * nbytes], pieces)
         return len(pairs) * len(layers) * nbytes
 
-    def _read(self, shown: torch.Tensor, pieces: Iterable[tuple[int, int]]) -> None:
+    def _read(self, reader: MemoryReader, shown: torch.Tensor, pieces: Iterable[tuple[int, int]]) -> None:
         """Read what is first of pieces into a tensor, [bytes], when it may be."""
         if not self._wanted():
             raise StateError("the blocks that keys and values were copied to were given up")
         with nullcontext() if self._pace is None else self._pace.copying(shown.nbytes):
-            _read(self._file, shown, _within(pieces, shown.nbytes))
-
-    def _blocks_per_sector(self, group: int) -> int:
-        layers = len(self._memory.groups[group].group.layers)
-        layer_pages = self._sizes.get(group, 0) // layers
-        if not layer_pages:
-            raise StateError(f"the sectors of group {group} were not told: its blocks cannot be found")
-        return layer_pages * self._source.page_bytes // self._source.format.block_bytes
-
-    def _find(self, group: int, block: int) -> tuple[tuple[int, ...], int]:
-        """Return the pages of the sector that a block is in, and where in each layer's it begins, in bytes."""
-        sector, start = self._source.sector_of(group, block, self._sizes[group])
-        pages = self._sectors.get((group, sector))
-        if pages is None:
-            raise StateError(f"sector {sector} of group {group} was not told: block {block} cannot be found")
-        return pages, start
+            _read(reader, shown, _within(pieces, shown.nbytes))
 
 
 def copy_layers(

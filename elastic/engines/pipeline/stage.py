@@ -42,8 +42,9 @@ logger = logging.getLogger(__name__)
 class GuestStage:
     """Shards of another instance, its home, as they are computed here: keys and values, sequences, and a thread.
 
-    It ends when the home says so, when the log has ended, or when the log does not fit what is here; then its memory
-    is free, and its transport closed, so that nobody waits for it.
+    It ends when the home says so, when the log has ended, or when the log does not fit what is here; then its transport
+    is closed, so that nobody waits for it. Its memory is free then, but where the log has ended without a word: what a
+    home that was killed has here may be needed, until `close`.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class GuestStage:
         """Of the home that came here so far."""
         self.ended = False
         """True when it computes nothing more."""
+        self.told = False
+        """Whether somebody knows of what is kept here."""
         self._tables = threading.Lock()  # held while sectors and shards come and go, and while blocks are cleared
         self._copying = threading.Lock()
         self._copy_error = ""  # why a copy with which a flip comes failed
@@ -128,34 +131,57 @@ class GuestStage:
             self._require_prepared(parts)
             return self._exchange.locate(self.memory, sorted(parts))
 
-    def close(self) -> None:
-        """End it; its memory is free then. Can be called twice; not from its own thread."""
+    def kept_layers(self, epoch: int) -> LayersKV:
+        """Say where the keys and values of its shards lie when it was closed to `keep` them.
+
+        Raises `StateError` where they are not, or were not computed by the path of that epoch.
+        """
+        if not self.ended or self.path.epoch != epoch:
+            raise StateError(f"what {self.path.home!r} has here is of epoch {self.path.epoch}, not {epoch}")
+        with self.memory.lock:
+            parts = self._places(self._parts(self._shards))
+            self._require_prepared(parts)
+            self.told = True
+            return self._exchange.locate(self.memory, sorted(parts))
+
+    def close(self, *, keep: bool = False) -> None:
+        """End it; its memory is free then, unless it is to `keep` what is written. Not from its own thread.
+
+        Can be called twice, and frees what was kept.
+        """
         with self._progress:
             self.ended = True
             self._progress.notify_all()
         self._log.close()
         self._transport.close()
         if self._thread.ident is None:
-            self._end()
+            self._end(keep=keep)
         else:
             self._thread.join()
+        with self._copying, self._tables:
+            if not keep:
+                self.memory.close()
+            elif self.memory.layers:
+                self.memory.allot(self.memory.mapped_count)
 
     # -- the log
 
     def _run(self) -> None:
+        keep = False
         try:
             while not self.ended and self._do(self._next_item()):
                 with self._progress:
                     self._handled += 1
                     self._progress.notify_all()
+            keep = self.ended  # who closes it says what becomes of it
         except (EOFError, RankLost):
-            pass  # the home has closed it, or has gone
+            keep = True  # the home has gone
         except Exception as error:  # whatever it is, nobody may wait for this rank any more
             if not self.ended:
                 logger.exception("rank %s computes layers of %s no more", self._rank, self.path.home)
                 self._answer(Failed(-1, str(error)))
         finally:
-            self._end()
+            self._end(keep=keep)
 
     def _next_item(self) -> Any:
         """Wait for what the home says next; sequences that are live here wait with it."""
@@ -285,8 +311,8 @@ class GuestStage:
         if self.ended:
             raise StateError(f"layers of {self.path.home!r} are computed here no more")
 
-    def _end(self) -> None:
-        """Have nobody wait for it, and its memory be free."""
+    def _end(self, *, keep: bool) -> None:
+        """Have nobody wait for it, and its memory be free, unless that is kept."""
         with self._progress:
             self.ended = True
             self._progress.notify_all()
@@ -294,7 +320,8 @@ class GuestStage:
         self._log.close()
         with self._copying, self._tables:
             self._runner.close()
-            self.memory.close()
+            if not keep:
+                self.memory.close()
 
 
 def sectors_of(memory: SectorSpace, blocks: Blocks) -> list[SectorRef]:

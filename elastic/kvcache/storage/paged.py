@@ -51,8 +51,8 @@ class BlockMemory(SectorSpace):
         for group in self.groups:
             group.set_layers(group.group.layers)
         self._absent = list(range(self.sectors))  # heap: low ids first
-        self.log: list[tuple[int, int, tuple[int, ...]]] | None = None
-        """If somebody wants to know: the sectors that were mapped, as (group, sector, pages), in order."""
+        self.log: list[Sector] | None = None
+        """If somebody wants to know: the sectors that were mapped, in order; some may be mapped no more."""
         self._idle: list[dict[int, None]] = [{} for _ in groups]
         self._changes: tuple[dict[Sector, None], dict[Sector, None]] = {}, {}  # mapped and unmapped, as sets in order
         kv.join(self)
@@ -148,7 +148,7 @@ class BlockMemory(SectorSpace):
                 raise
             self._note((group, sector), mapped=True)
             if self.log is not None:
-                self.log.append((group, sector, tuple(pages)))
+                self.log.append((group, sector))
             return sector
 
     def free(self, group: int, sector: int) -> None:

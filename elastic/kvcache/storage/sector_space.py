@@ -95,9 +95,10 @@ class GroupRanges:
         del self.mapped[sector]
         return pages
 
-    def pages_of(self, sector: int) -> tuple[int, ...]:
-        """Return the pages of a mapped sector, those of the first layer first."""
-        return tuple(page for layer in self.layers for page in self.layer_pages_of(layer, sector))
+    def pages_of(self, sector: int, layers: Iterable[int] | None = None) -> tuple[int, ...]:
+        """Return the pages of a mapped sector in layers that are here, None: in all; those of the first layer first."""
+        chosen = self.layers if layers is None else layers
+        return tuple(page for layer in chosen for page in self.layer_pages_of(layer, sector))
 
     def layer_pages_of(self, layer: int, sector: int) -> tuple[int, ...]:
         """Return the pages of a mapped sector in a layer that is here, in order."""

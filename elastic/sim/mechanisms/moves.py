@@ -68,8 +68,7 @@ class RequestMoves:
         for sequence in scheduler.sequences.values():
             if sequence.computed:
                 journal.note(sequence.kv())
-                if not sequence.known:
-                    sequence.noted = tuple(map(len, sequence.table.blocks))
+                sequence.noted = tuple(map(len, sequence.table.blocks))
 
     def answer(self, question: MOVES) -> Any:
         """Answer. Raises errors of Elastic."""

@@ -20,7 +20,6 @@ from elastic.kvcache.storage.pool import KVPool
 from elastic.kvcache.storage.sector_space import BlockGroup, SectorSpace
 from elastic.memory.backends.cuda import CudaBackend
 from elastic.memory.backends.memfd import MemfdBackend
-from elastic.memory.backends.shared_file import open_shared
 from elastic.memory.backends.streams import new_stream, on_stream
 from elastic.memory.page_pool import PagePool
 from elastic.types import RankMemory
@@ -192,9 +191,8 @@ def test_blocks_are_copied_from_a_cpu_behind_what_reads_them_here(stack: ExitSta
     source = KVSource(file, home.kv.pool.page_bytes, block_form(home.kv), (SectorPages(0, sector, pages),))
     with queued(memory.kv.device, side):
         before = [content(memory, layer, target).fill_(7).sum() for layer in memory.layers]
-    with open_shared(file) as opened:
-        pairs = [(sector * BLOCKS + i, target * BLOCKS + i) for i in range(1, BLOCKS)]
-        BlockCopier(memory, source, opened, lambda: True).copy(0, pairs)
+    with BlockCopier(memory, source, lambda: True) as copier:
+        copier.copy(0, [(sector * BLOCKS + i, target * BLOCKS + i) for i in range(1, BLOCKS)])
     with queued(memory.kv.device, side=True):
         found = [content(memory, layer, target).view(BLOCKS, -1).amax(1).tolist() for layer in memory.layers]
     assert found == [[7, *[layer + 1] * (BLOCKS - 1)] for layer in memory.layers]

@@ -224,6 +224,29 @@ def test_a_rank_that_is_given_up_while_it_lives_and_wakes_again_misleads_nobody(
         }
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_requests_of_a_killed_rank_go_on_from_its_memory_and_from_what_others_computed_for_it(
+    launcher: SharedLauncher, ranks: int
+) -> None:
+    """No token of any request is computed again, and ranks keep nothing for it afterwards."""
+    options: dict[str, Any] = {"places": ["cpu=48MiB"], "engine": ENGINE, "replace": False}
+    with Fleet(str(MODEL_DIR), ranks=ranks, launch=launcher, **options) as fleet:
+        half, count = len(fleet.layer_bytes()) // 2, len(fleet.layer_bytes())
+        assert fleet.drop(layers={"r0": range(half, count), "r1": range(half)}).status == "applied"
+        heard, requests = begin(fleet)
+        assert "r1" in {fleet.instance_of(request.id) for request in requests}
+        os.kill(pid_of(fleet, "r1"), signal.SIGKILL)
+        all_end_well(fleet, heard, requests)
+        wait_until(lambda: not fleet.groups())
+        (resumed,) = [event for event in fleet.events() if event.kind == "requests resumed"]
+        assert (resumed.rank, resumed.recomputed_tokens) == ("r1", 0)
+        assert fleet.status().totals.recomputed_tokens == 0
+        left = [rank.name for rank in fleet.status().ranks if rank.serves]
+        assert len(left) == ranks - 1
+        wait_until(lambda: not any(kv.used_bytes for rank in left for kv in fleet.look(rank).status.kv))
+        fleet.check()
+
+
 def test_a_group_that_loses_a_rank_does_not_disturb_another(launcher: SharedLauncher) -> None:
     with Fleet(str(MODEL_DIR), ranks=4, launch=launcher, places=["cpu=48MiB"], engine=ENGINE, replace=False) as fleet:
         half, count = len(fleet.layer_bytes()) // 2, len(fleet.layer_bytes())

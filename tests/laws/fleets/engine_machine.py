@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -225,3 +226,20 @@ class EngineMachine(RuleBasedStateMachine):
             here = dict(engine._runner.sequences()) if guest in engine.path.guests else {}
             assert dict(stage._runner.sequences()) == here
         assert set(engine._memory.layers) == set(engine.path.shards_of(home))
+        self.compare_told(home)
+
+    def compare_told(self, home: str) -> None:
+        """Whoever goes on when its process is killed finds what is computed, in the layers that it computes itself."""
+        engine, tracked = self.group[home], self.group.tracked[home]
+        engine._loop._tell(always=True)
+        assert tracked.directory.epoch == engine.path.epoch
+        for sequence in engine._loop.scheduler.sequences.values():
+            kv = tracked.directory.of(sequence.id, len(sequence.tokens))
+            if kv is None:
+                windows = [window for window in engine.kv_format.windows if window is not None]
+                assert not sequence.computed or (sequence.in_prompt and len(sequence.tokens) > min(windows))
+                continue
+            assert replace(kv, decoding=sequence.kv().decoding) == sequence.kv()
+            for sector in tracked.directory.sectors_of([kv]):
+                group = engine._memory.groups[sector.group]
+                assert (sector.layers, sector.pages) == (group.layers, group.pages_of(sector.sector))

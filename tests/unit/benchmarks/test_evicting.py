@@ -29,7 +29,7 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("BlockManager", "RestartingScheduler"):
         monkeypatch.setattr(engine_module, name, getattr(engine_module, name))
     engine = engine_module.ContinuousEngine
-    monkeypatch.setattr(engine, "_keep_journal", engine._keep_journal)
+    monkeypatch.setattr(engine, "_tell_kv", engine._tell_kv)
 
 
 def answers(place: str) -> tuple[list[tuple[int, ...]], int]:

@@ -22,7 +22,7 @@ from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Group, RankClaims
 from elastic.cluster.fleet.groups.price import DryRuns, shape_of
 from elastic.cluster.fleet.groups.ranks import Ranks, require_like
-from elastic.cluster.fleet.groups.recovery import recover
+from elastic.cluster.fleet.groups.recovery import go_on, recover
 from elastic.cluster.fleet.groups.results import (
     Dropped,
     Exchanged,
@@ -182,6 +182,7 @@ class Groups:
         """Have those that computed with a rank go on without it, beside the caller."""
         group = self.group_of(instance.name)
         if group is None or self._closed:
+            go_on(self._ranks, instance.name, ())
             return
         if instance.client.heard_all:
             group.killed.add(instance.name)
@@ -196,11 +197,12 @@ class Groups:
             with self._claims.of(group.members):  # a verb of theirs that was under way has failed, or ends soon
                 if self.group_of(rank) is not group:
                     continue  # the verb has put them together anew
-                self._mark(group, changing=True)
                 recomputed = recover(self._ranks, group, rank)
                 self._forget(group)
                 self._log.count(recomputed_tokens=recomputed)
                 self._event("recovered", group, recomputed_tokens=recomputed, why=f"rank {rank} was lost")
+                go_on(self._ranks, rank, group.members)
+        go_on(self._ranks, rank, ())
 
     # -- inside, one verb at a time
 
@@ -286,7 +288,6 @@ class Groups:
     def _exchange(self, exchange: Exchange, failed: EventKind) -> Exchanged:
         """Have layers change their rank; a rank that is lost in between is told of in an event."""
         group = exchange.group
-        self._mark(group, changing=True)
         try:
             done = exchange.run()
             note_reach(self._dispatcher, group.shape, measure(self._ranks, group.members))
@@ -364,13 +365,13 @@ class Groups:
                 if instance is not None:
                     instance.part()
 
-    def _mark(self, group: Group, *, changing: bool = False) -> None:
+    def _mark(self, group: Group) -> None:
         """Note at the instances what they are part of."""
         with self._dispatcher.lock:
             for name, path in group.shape.paths.items():
                 instance = self._dispatcher.instances.get(name)
                 if instance is not None:
-                    instance.join(group.members, path, changing=changing)
+                    instance.join(group.members, path)
 
     def _changed(self, kind: EventKind, group: Group, done: Exchanged, why: str) -> None:
         why = f"{why}; {done.why}" if done.why else why

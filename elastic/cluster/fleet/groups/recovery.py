@@ -9,10 +9,12 @@ from contextlib import suppress
 from typing import Any
 
 from elastic.cluster.control.messages import Question
-from elastic.cluster.control.stage_questions import CloseStage, MeasureRoom, Recover, SetCap, WeightsOf
+from elastic.cluster.control.stage_questions import CloseStage, KeptLayers, MeasureRoom, Recover, WeightsOf
 from elastic.cluster.fleet.groups.group import Group
 from elastic.cluster.fleet.groups.ranks import Ranks, result
 from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.records.delivery import Delivery
+from elastic.engines.core.kv_state import LayersKV
 from elastic.errors import ElasticError, RankLost
 from elastic.types import WeightsSource
 
@@ -50,19 +52,57 @@ def _left(ranks: Ranks, group: Group, lost: str) -> list[Instance]:
 
 def _go_on_alone(ranks: Ranks, group: Group, lost: str, left: Sequence[Instance]) -> int:
     weights = find_weights(ranks, group, [instance.name for instance in left])
+    with ranks.dispatcher.lock:
+        keep = ranks.dispatcher.held.epoch(lost) is not None
     for instance in left:
         with suppress(ElasticError):  # what is wrong shows in the next answer
-            result(instance, instance.client.ask(CloseStage(lost)))
+            result(instance, instance.client.ask(CloseStage(lost, keep)))
     with ranks.flipping(instance.name for instance in left):
         asked = [(each, each.client.ask(Recover(lost, group.left(), weights[each.name]))) for each in left]
         recomputed = sum(_answer(instance, answer) for instance, answer in asked)
     for instance in left:
         for home in group.members:
-            with suppress(ElasticError):
-                result(instance, instance.client.ask(CloseStage(home)))
+            if home != lost:
+                with suppress(ElasticError):
+                    result(instance, instance.client.ask(CloseStage(home)))
         with suppress(ElasticError):
-            result(instance, instance.client.ask(SetCap(group.staged.get(instance.name))))
+            ranks.set_caps({instance.name: group.staged.get(instance.name)})
     return recomputed
+
+
+def go_on(ranks: Ranks, lost: str, others: Sequence[str]) -> None:
+    """Have requests of a killed rank go on that waited for the repair of its group, `others`, if they still wait.
+
+    What these have computed for it is kept until it was copied; the rest lies in the killed rank's memory file.
+    """
+    dispatcher, delivery = ranks.dispatcher, Delivery(ranks.dispatcher.lock)
+    with dispatcher.lock:
+        epoch = dispatcher.held.epoch(lost)
+        there = [dispatcher.instances[name] for name in others if name in dispatcher.instances]
+    kept = [] if epoch is None else [(each, kv) for each in there if (kv := _kept_at(each, lost, epoch)) is not None]
+    with dispatcher.lock:
+        dispatcher.requeue(dispatcher.held.go_on(lost, kept, dispatcher.clock()), delivery)
+        dispatcher.dispatch()
+        dispatcher.changed.notify_all()
+    delivery.tell()
+
+
+def _kept_at(instance: Instance, lost: str, epoch: int) -> LayersKV | None:
+    """Say where a rank has what it computed for one that was killed, by the path of that epoch, and keeps it; or None.
+
+    What others could not read is not kept.
+    """
+    try:
+        if instance.same_host:
+            kept: LayersKV = result(instance, instance.client.ask(KeptLayers(lost, epoch)), SOURCE_S)
+            if kept.file is not None:
+                return kept
+    except ElasticError as error:
+        logger.info("rank %s keeps nothing of rank %s: %s", instance.name, lost, error)
+    except Exception:  # whatever it is, requests go on
+        logger.exception("rank %s could not be asked what it keeps of rank %s", instance.name, lost)
+    instance.client.ask(CloseStage(lost))
+    return None
 
 
 def find_weights(ranks: Ranks, group: Group, left: Sequence[str]) -> dict[str, Sources]:

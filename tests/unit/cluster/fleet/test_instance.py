@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import time
 from itertools import permutations
-from types import SimpleNamespace
-from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.cluster.fleet.instance import Instance, all_blocks, blocks_of, can_all_end
+from elastic.cluster.fleet.instance import all_blocks, blocks_of, can_all_end
 from elastic.cluster.fleet.records.requests import RequestRecord, new_record
-from elastic.cluster.rank.spec import RankSpec
 from elastic.engines.base import Output, Request
-from elastic.engines.core.kv_state import KVDirectory, KVFormat, KVSource
-from elastic.engines.core.load import EngineLoad
-from elastic.engines.pipeline.path import LayerPath
-from elastic.types import SharedFile
+from elastic.engines.core.kv_state import KVFormat
 
 KV = KVFormat(4, "head_centric", "float32", 2, 8, (((0, 1), None),))
 SLIDING = KVFormat(4, "head_centric", "float32", 2, 8, (((0,), None), ((1,), 8)))
@@ -64,25 +58,3 @@ def test_blocks_are_those_of_all_groups_of_layers() -> None:
 def test_answers_of_one_request_share_the_blocks_of_its_prompt() -> None:
     assert all_blocks(KV, record(9, 7, 0)) == 4
     assert all_blocks(KV, record(9, 7, 0, n=3)) == 2 + 3 * 2
-
-
-def test_what_an_instance_told_of_its_kv_counts_while_it_has_all_of_its_layers() -> None:
-    """A directory that missed something would have the wrong blocks of a sequence, and say so after a crash."""
-    memory: Any = SimpleNamespace(source=KVSource(SharedFile("here", 1, 1, 1), 4096, KV))
-    client: Any = SimpleNamespace(hello=SimpleNamespace(load=EngineLoad()))
-    instance = Instance("a", client, RankSpec("a", "model"), "fake", [], True, memory, KVDirectory(memory.source))
-    alone = LayerPath.alone("a", 2)
-    apart, told = alone.moved((1,), "b"), instance.directory
-    instance.join(("a", "b"), alone)
-    assert instance.directory is told
-    instance.join(("a", "b"), apart)
-    assert instance.directory is None
-    instance.join(("a", "b"), alone)
-    assert instance.directory is None  # it did not listen when all was told anew
-    instance.join(("a", "b"), apart, changing=True)
-    anew = instance.directory
-    assert anew is not None
-    instance.join(("a", "b"), alone)
-    assert instance.directory is anew
-    instance.part()
-    assert instance.directory is anew

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -16,11 +17,14 @@ from typing import Any
 import pytest
 
 import support
+from elastic import StateError
 from elastic.engines.base import Request
-from elastic.engines.core.kv_state import KVDirectory
+from elastic.engines.core.kv_state import KVDirectory, KVReport, SequenceKV
 from elastic.engines.core.step import SequenceState
 from elastic.memory.backends.shared_file import OpenFile, open_shared
 from support import architectures
+from support.cluster.engine_group import EngineGroup, engine_groups
+from support.processes import wait_until
 from support.serving.generations import Collector, continuation, prompts
 from support.serving.tracked_engine import TrackedEngine
 
@@ -143,3 +147,96 @@ def test_what_a_killed_engine_had_computed_is_not_computed_again(killed: Killed,
         assert engine.computed == expected_computed
     finally:
         engine.close()
+
+
+class KilledHome:
+    """A home in a group that stands still in the middle of steps, and was given up: what it told, and its tokens."""
+
+    def __init__(self, ranks: EngineGroup) -> None:
+        self.heard, self.gone, self.lock = Collector(), False, threading.Lock()
+        self.tracked = ranks.tracked["a"]
+        ranks["a"].on_step = self.hear
+        for i, prompt in enumerate(prompts(LENGTHS, architectures.VOCAB)):
+            ranks["a"].submit(Request(prompt, MOST, id=f"r{i}"), self.heard)
+        self.heard.wait_for_tokens("r0", 2)
+        for layers, guest in (((1,), "b"), ((2,), "c"), ((0,), "b"), ((0,), "a")):  # while steps are in flight
+            ranks.move("a", layers, guest)
+        self.heard.wait_for_tokens("r3", 6)
+        self.tracked.only(2)
+        wait_until(lambda: self.tracked._more._waiters)  # type: ignore[attr-defined]
+        with self.lock:
+            self.gone = True
+        ranks.lose("a")
+
+    def hear(self, report: KVReport | None) -> None:
+        with self.lock:
+            if not self.gone:
+                self.tracked._hear(report)
+                self.tokens = {name: list(tokens) for name, tokens in self.heard.tokens.items()}
+
+    def state(self, number: int) -> tuple[SequenceState, SequenceKV]:
+        name, prompt = f"r{number}", prompts(LENGTHS, architectures.VOCAB)[number]
+        asked, so_far = Request(prompt, MOST, id=name), self.tokens[name]
+        kv = self.tracked.directory.of(name, len(prompt) + len(so_far))
+        assert kv is not None
+        assert kv.computed == len(prompt) + len(so_far) - 1
+        return SequenceState(name, asked, 0, 0, tuple(so_far)), kv
+
+
+@pytest.mark.parametrize("cohorts", [1, 2])
+@pytest.mark.parametrize(("architecture", "shards"), [("llama-gqa", 1), ("gemma3", 1), ("llama-gqa", 2)])
+def test_what_a_killed_home_and_its_guests_have_is_adopted_layer_by_layer(
+    architecture: str, shards: int, cohorts: int
+) -> None:
+    with engine_groups() as make:
+        ranks = make("abc", architecture, wrap={"shards": shards}, cohorts=cohorts)
+        for guest in "bc":
+            ranks.join("a", guest)
+        killed = KilledHome(ranks)
+        epoch, heard = killed.tracked.directory.epoch, Collector()
+        for guest in "bc":
+            ranks[guest].close_stage("a", keep=True)
+        with pytest.raises(StateError, match=f"of epoch {epoch}, not {epoch - 1}"):
+            ranks["b"].kept_layers("a", epoch - 1)
+        kept = [ranks[guest].kept_layers("a", epoch) for guest in "bc"]
+        ranks["b"]._free_kept()  # somebody knows of it now
+        before = {rank: ranks.tracked[rank].computed for rank in "bc"}
+        for number in range(len(LENGTHS)):
+            state, kv = killed.state(number)
+            source = killed.tracked.sources_of([kv])
+            source = replace(source, others=tuple(each.with_blocks_of([kv]) for each in kept))
+            rank = "bc"[number % 2]
+            assert ranks[rank].adopt([state], heard, kv=[kv], source=source) == kv.computed
+        heard.wait([f"r{number}" for number in range(len(LENGTHS))])
+        for number, prompt in enumerate(prompts(LENGTHS, architectures.VOCAB)):
+            got = killed.tokens[f"r{number}"] + heard.tokens[f"r{number}"]
+            assert got == continuation(architectures.build(architecture), prompt, MOST)
+        computed = sum(ranks.tracked[rank].computed - before[rank] for rank in "bc")
+        assert computed == sum(MOST - len(tokens) for tokens in killed.tokens.values())
+        for guest in "bc":
+            ranks[guest].check()
+            ranks[guest].close_stage("a")
+            with pytest.raises(StateError, match="nothing that was computed for 'a' is kept"):
+                ranks[guest].kept_layers("a", epoch)
+            assert ranks[guest].runtime.kv.used_bytes == 0
+
+
+def test_layers_of_a_killed_home_that_nobody_has_are_computed_anew() -> None:
+    with engine_groups() as make:
+        ranks = make("abc")
+        for guest in "bc":
+            ranks.join("a", guest)
+        killed, heard = KilledHome(ranks), Collector()
+        for guest in "bc":
+            ranks[guest].close_stage("a", keep=True)
+        kept = ranks["c"].kept_layers("a", killed.tracked.directory.epoch)
+        ranks["b"]._free_kept()
+        assert ranks["b"].runtime.kv.used_bytes == 0
+        with pytest.raises(StateError, match="not prepared"):
+            ranks["b"].kept_layers("a", killed.tracked.directory.epoch)
+        state, kv = killed.state(0)
+        source = replace(killed.tracked.sources_of([kv]), others=(kept.with_blocks_of([kv]),))
+        assert ranks["c"].adopt([state], heard, kv=[kv], source=source) == 0
+        heard.wait(["r0"])
+        (prompt,) = prompts(LENGTHS, architectures.VOCAB)[:1]
+        assert killed.tokens["r0"] + heard.tokens["r0"] == continuation(killed.tracked.model, prompt, MOST)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -245,29 +246,41 @@ def test_requests_of_a_group_are_not_moved_with_their_keys_and_values(group: Cal
     assert ranks["a"].locate("r0") == ()
 
 
-def test_what_is_told_of_the_cache_ends_when_layers_leave_and_begins_anew(group: Callable[..., EngineGroup]) -> None:
-    ranks = group("ab")
-    tracked, heard = ranks.tracked["a"], Collector()
+@pytest.mark.parametrize("cohorts", [1, 2])
+def test_what_is_told_of_the_cache_begins_anew_whenever_layers_have_changed_their_rank(
+    group: Callable[..., EngineGroup], cohorts: int
+) -> None:
+    ranks, heard = group("ab", cohorts=cohorts), Collector()
     expected = plain(ranks, 60)
     for request in requests(60):
         ranks["a"].submit(request, heard)
     heard.wait_for_tokens("r3", 2)
     ranks.join("a", "b")
     ranks.move("a", (1,), "b")
-    told = len(tracked.reports)
-    assert not tracked.directory._sequences
+    ranks["a"]._between_steps(partial(told_is_there, ranks, (0, 2)))
     heard.wait_for_tokens("r3", 12)
-    assert len(tracked.reports) == told
-    assert tracked.steps_without_report > 0
     ranks["a"].cancel("r0")
     heard.wait(["r0"])
+    ranks["a"]._between_steps(partial(told_is_there, ranks, (0, 2)))
     ranks.part("a")
-    states = ranks["a"]._between_steps(lambda: [s.state() for s in tracked.engine._loop.scheduler.sequences.values()])
-    assert {kv.sequence for kv in tracked.mirrored(states)} == {state.id for state in states}
-    moved = ranks["a"].locate("r1")
-    assert moved == () or tracked.sources_of(moved).sectors == tracked.sectors_of(moved)
+    ranks["a"]._between_steps(partial(told_is_there, ranks, (0, 1, 2)))
     heard.wait(list(expected))
     assert {name: heard.tokens[name] for name in ("r1", "r2", "r3")} == {n: expected[n] for n in ("r1", "r2", "r3")}
+
+
+def told_is_there(ranks: EngineGroup, layers: tuple[int, ...]) -> None:
+    """Between two steps of a: it has told where all of its sequences are, in the layers that it computes."""
+    tracked = ranks.tracked["a"]
+    ranks["a"]._settle()
+    ranks["a"]._loop._tell(always=True)
+    sequences = list(ranks["a"]._loop.scheduler.sequences.values())
+    assert sequences
+    for sequence in sequences:
+        kv = tracked.directory.of(sequence.id, len(sequence.tokens))
+        assert kv == (sequence.kv() if sequence.computed else None)
+        for sector in tracked.directory.sectors_of([kv] if kv is not None else []):
+            assert sector.layers == layers
+            assert sector.pages == ranks["a"]._memory.groups[sector.group].pages_of(sector.sector, layers)
 
 
 def test_everything_that_can_be_asked_for_is_what_one_rank_answers(group: Callable[..., EngineGroup]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,7 +39,6 @@ def test_a_directory_has_the_blocks_of_sequences_and_the_pages_of_their_sectors(
     assert found == SequenceKV("a", 11, ((0, 6, 7),), True), "while it decodes all tokens but the last are computed"
     assert directory.sectors_of([found]) == sectors
     assert directory.sectors_of([SequenceKV("b", 3, ((1,),))]) == sectors[:1]
-    assert source.sector_of(0, 7, 2) == (3, 256)
     assert directory.of("unknown", 5) is None
     assert directory.sectors_of([SequenceKV("c", 1, ((99,),))]) == ()
 
@@ -52,6 +52,23 @@ def test_a_sector_that_was_mapped_anew_has_its_new_pages_and_a_name_its_new_bloc
     assert directory.sectors_of([found]) == (SectorPages(0, 0, (5, 6)),)
     directory.apply(KVReport(ended=("a", "unknown")))
     assert directory.of("a", 9) is None
+
+
+def test_what_was_told_by_another_path_means_nothing_and_sectors_may_be_in_some_layers_alone() -> None:
+    directory = KVDirectory(source_of(None))
+    directory.apply(KVReport((SectorPages(0, 0, (8, 9)),), (SequenceKV("a", 4, ((0,),)),), epoch=1))
+    assert directory.epoch == 1
+    sector = SectorPages(0, 1, (5,), (1,))
+    directory.apply(KVReport((sector,), (SequenceKV("b", 4, ((3,),)),), epoch=2))
+    assert directory.of("a", 9) is None
+    found = directory.of("b", 9)
+    assert found is not None
+    assert directory.sectors_of([found, SequenceKV("a", 4, ((0,),))]) == (sector,)
+    source = replace(source_of(None), sectors=(sector,))
+    (own,) = source.by_layers()
+    assert own.pages == {1: {1: (5,)}}
+    directory.apply(KVReport((SectorPages(0, 2, (), ()),), epoch=3))
+    assert directory.sectors_of([SequenceKV("c", 4, ((5,),))]) == (), "all of its layers are elsewhere"
 
 
 @pytest.mark.parametrize(("tokens", "known"), [(8, True), (9, False)])

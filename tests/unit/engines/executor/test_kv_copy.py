@@ -71,10 +71,9 @@ def test_blocks_are_copied_between_memories_of_other_pages(
     shared = pool.backend.shared_file()
     assert shared is not None
     source = KVSource(shared, pool.page_bytes, form, sectors)
-    with open_shared(shared) as file:
-        monkeypatch.setattr(YieldingPace, "LEAST", 2 * form.block_bytes)  # two blocks at once
-        pace = YieldingPace(lambda timeout_s: True, lambda: 0.0) if paced else None
-        copier = BlockCopier(here, source, file, lambda: True, pace)
+    monkeypatch.setattr(YieldingPace, "LEAST", 2 * form.block_bytes)  # two blocks at once
+    pace = YieldingPace(lambda timeout_s: True, lambda: 0.0) if paced else None
+    with BlockCopier(here, source, lambda: True, pace) as copier:
         for index, group in enumerate(there.groups):
             pairs = list(zip(blocks_of(there, index), reversed(blocks_of(here, index)), strict=False))
             pairs += list(zip(blocks_of(there, index), blocks_of(here, index), strict=False))
@@ -91,11 +90,11 @@ def test_blocks_are_copied_between_memories_of_other_pages(
             assert copier.copy(index, []) == 0
         with pytest.raises(StateError, match="sector 90 of group 0 was not told"):
             copier.copy(0, [(90 * there.blocks_per_sector(0), 0)])
-        nothing = BlockCopier(here, replace(source, sectors=()), file, lambda: True)
-        with pytest.raises(StateError, match="the sectors of group 1 were not told"):
-            nothing.copy(1, [(0, 0)])
-        with pytest.raises(StateError, match="given up"):
-            BlockCopier(here, source, file, lambda: False).copy(0, [(blocks_of(there, 0)[0], blocks_of(here, 0)[0])])
+    nothing = BlockCopier(here, replace(source, sectors=()), lambda: True)
+    with nothing, pytest.raises(StateError, match="the sectors of group 1 were not told"):
+        nothing.copy(1, [(0, 0)])
+    with BlockCopier(here, source, lambda: False) as unwanted, pytest.raises(StateError, match="given up"):
+        unwanted.copy(0, [(blocks_of(there, 0)[0], blocks_of(here, 0)[0])])
     for memory in (there, here):
         memory.close()
 
