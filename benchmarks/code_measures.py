@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import statistics
 import sys
 import threading
@@ -153,7 +154,7 @@ def states_shapes(function: Function) -> bool:
 def has_tensors(function: Function) -> bool:
     arguments = function.args.args + function.args.kwonlyargs
     notes = [each.annotation for each in arguments if each.annotation] + [function.returns or ast.Constant(None)]
-    return any("Tensor" in ast.unparse(note) for note in notes)
+    return any(re.search(r"\bTensor\b", ast.unparse(note)) for note in notes)
 
 
 def measure(listed: int) -> dict[str, Any]:

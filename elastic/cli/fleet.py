@@ -163,11 +163,11 @@ def _plan(url: str, token: str, options: Namespace) -> int:
 def _capacity(url: str, token: str, options: Namespace) -> int:
     from elastic.cli.views.status_client import post
 
-    found = post(url, "/elastic/fleet/capacity", {"degrees": options.degrees}, token, ACT_S).get("capacity") or {}
-    for rank, blocks in found.items():
+    capacities = post(url, "/elastic/fleet/capacity", {"degrees": options.degrees}, token, ACT_S).get("capacity") or {}
+    for rank, blocks in capacities.items():
         told = ", ".join(f"{count:,} at tp={degree}" for degree, count in blocks.items())
         print(f"{rank}: blocks of the longest request: {told or 'none, since layers are not cut so'}")
-    if not found:
+    if not capacities:
         print("no rank serves now")
     return 0
 

@@ -156,8 +156,8 @@ class Estimator:
             except ConfigError as error:
                 yield Estimate(configuration, stages, (), basis, why_not or str(error), 0, quality_loss=loss)
                 continue
-            found = estimate_by_parts(configuration, stages, self.devices, self.load, memory, latency)
-            yield replace(found, basis=basis, why_not=why_not or found.why_not, quality_loss=loss)
+            estimate = estimate_by_parts(configuration, stages, self.devices, self.load, memory, latency)
+            yield replace(estimate, basis=basis, why_not=why_not or estimate.why_not, quality_loss=loss)
 
     def memory_parts(self, configuration: Configuration) -> MemoryParts:
         """Return the parts of the footprint in a form, solved at (TP, PP) = (1, 1), (1, 2) and (2, 1): methods M1, M2.

@@ -45,8 +45,8 @@ class PublishedFigure:
 
     def described(self, document: Document) -> dict[str, Any]:
         """Return it, with the figure of a run beside it, as JSON has them."""
-        here = OURS[self.ours](document) if self.ours else None
-        return {"name": self.name, "value": self.value, "source": self.source, "ours": self.ours, "here": here}
+        figure = OURS[self.ours](document) if self.ours else None
+        return {"name": self.name, "value": self.value, "source": self.source, "ours": self.ours, "here": figure}
 
 
 def read_published(tables: Sequence[Table]) -> tuple[PublishedFigure, ...]:

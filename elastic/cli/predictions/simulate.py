@@ -109,8 +109,8 @@ def _show_published(console: Console, document: Mapping[str, Any]) -> None:
     table.add_column(ours, justify="right")
     table.add_column("source")
     for each in document["published"]:
-        here = "" if each["here"] is None else f"{each['here']:.4g} ({each['ours']})"
-        table.add_row(each["name"], each["value"], here, each["source"])
+        figure = "" if each["here"] is None else f"{each['here']:.4g} ({each['ours']})"
+        table.add_row(each["name"], each["value"], figure, each["source"])
     console.print(table)
 
 

@@ -46,7 +46,7 @@ class PartsIndex:
         self._made: dict[CacheParts, torch.Tensor] = {}
 
     def of(self, parts: CacheParts) -> torch.Tensor:
-        """Return the index for parts."""
+        """Return the index for parts, [2, requests, places, blocks]: see `BlockLayout.read_index`."""
         index = self._made.get(parts)
         if index is None:
             index = self._made[parts] = self._make(parts.places)

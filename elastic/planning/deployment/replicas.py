@@ -29,10 +29,10 @@ class ReplicaRange:
     @classmethod
     def of(cls, replicas: int | str) -> ReplicaRange:
         """Return the range of a number, or of text such as "1-4". Raises `ConfigError` for any other value."""
-        found = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", str(replicas), re.ASCII)
-        if found is None or isinstance(replicas, bool):
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", str(replicas), re.ASCII)
+        if match is None or isinstance(replicas, bool):
             raise _refused(replicas)
-        made = cls(int(found[1]), int(found[2] or found[1]))
+        made = cls(int(match[1]), int(match[2] or match[1]))
         if not 1 <= made.least <= made.most:
             raise _refused(replicas)
         return made

@@ -37,7 +37,7 @@ def alone(estimates: Sequence[Estimate]) -> tuple[Estimate, tuple[Estimate, ...]
         )
         for choice in _CHOICES
     ]
-    return base, tuple(each for found in by_choice for each in found)
+    return base, tuple(each for alternatives in by_choice for each in alternatives)
 
 
 def ratios(estimate: Estimate, base: Estimate) -> dict[str, float]:
@@ -51,6 +51,8 @@ def ranges(estimates: Sequence[Estimate]) -> dict[str, float]:
     return {name: max(map(figure, fitting)) / min(map(figure, fitting)) for name, figure in FIGURES.items()}
 
 
-def _differing(one: Estimate, other: Estimate) -> list[str]:
+def _differing(estimate: Estimate, other: Estimate) -> list[str]:
     """Return in which choices two configurations differ."""
-    return [choice for choice in _CHOICES if getattr(one.configuration, choice) != getattr(other.configuration, choice)]
+    return [
+        choice for choice in _CHOICES if getattr(estimate.configuration, choice) != getattr(other.configuration, choice)
+    ]

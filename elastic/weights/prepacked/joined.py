@@ -69,7 +69,7 @@ def join(layouts: tuple[OneDNNLayout, ...], packed: tuple[torch.Tensor, ...]) ->
 
     It owns nothing: `packed` must outlive it.
     """
-    adjacent = all(one.data_ptr() + one.nbytes == other.data_ptr() for one, other in pairwise(packed))
+    adjacent = all(first.data_ptr() + first.nbytes == second.data_ptr() for first, second in pairwise(packed))
     layout = _joined_layout(layouts, torch.get_num_threads()) if adjacent else None
     if layout is None:
         return None

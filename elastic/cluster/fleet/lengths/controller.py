@@ -189,9 +189,9 @@ class LengthController:
         """Have instances know what they could hold with others of their host, so that requests wait for it."""
         with self._dispatcher.lock:
             serving = [i for i in self._dispatcher.instances.values() if i.state == "serving"]
-            known = [(i, i.hello.host, self._capacity.get(i.name, {})) for i in serving]
-            largest = largest_together((host, blocks_at) for _, host, blocks_at in known)
-            for instance, host, blocks_at in known:
+            capacities = [(i, i.hello.host, self._capacity.get(i.name, {})) for i in serving]
+            largest = largest_together((host, blocks_at) for _, host, blocks_at in capacities)
+            for instance, host, blocks_at in capacities:
                 reached = [min(blocks, largest.get((host, n), 0)) for n, blocks in blocks_at.items() if n > 1]
                 instance.policy_blocks = max(reached, default=0)
 

@@ -80,8 +80,8 @@ def _reading(
 ) -> InstanceReading:
     first, records = instances[0], [record for instance in instances for record in instance.records.values()]
     tables = [capacity.get(instance.name, {}) for instance in instances]
-    known = [degree for degree in tables[0] if all(degree in table for table in tables)]
-    blocks = {degree: min(table[degree] for table in tables) for degree in known}
+    degrees = [degree for degree in tables[0] if all(degree in table for table in tables)]
+    blocks = {degree: min(table[degree] for table in tables) for degree in degrees}
     degree = len(instances)
     whole = blocks.get(degree) if unit.partial else None
     if degree == 1 or unit.partners:
