@@ -28,25 +28,22 @@ def attend(
     Query [heads, new, dim], keys and values [kv_heads, new, dim], of all sequences after one another, and of the heads
     of some parts; cache [elements], of the layer; terms of the query's heads. Returns [new, heads, dim].
     """
-    out = None
+    if batch.decodes and batch.decodes[0].at is None:  # all of the batch
+        layout.write(cache, batch.write.of(parts), keys, values)
+        return _decode(query, cache, layout, parts, batch.decodes[0], scaling, terms)
+    out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
     if batch.prompts:  # before new tokens overwrite old ones that have just left a sliding window
-        out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
-        seen_keys, seen_values = layout.as_read(keys, values)  # so that it matters not how a prompt was cut
+        read = layout.as_read(keys, values)  # so that it matters not how a prompt was cut
         for prompt in batch.prompts:
-            new = prompt.at
-            out[new] = _prompt(
-                query[:, new], seen_keys[:, new], seen_values[:, new], cache, layout, parts, prompt, scaling, terms
-            )
+            own = read[0][:, prompt.at], read[1][:, prompt.at]
+            out[prompt.at] = _prompt(query[:, prompt.at], own, cache, layout, parts, prompt, scaling, terms)
     if batch.written is not None:
         keys, values = keys.index_select(1, batch.written), values.index_select(1, batch.written)
     layout.write(cache, batch.write.of(parts), keys, values)
+    for prompt in batch.continued:
+        out[prompt.at] = _prompt(query[:, prompt.at], None, cache, layout, parts, prompt, scaling, terms)
     for group in batch.decodes:
-        if group.at is None:
-            return _decode(query, cache, layout, parts, group, scaling, terms)
-        if out is None:
-            out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
         out[group.at] = _decode(query[:, group.at], cache, layout, parts, group, scaling, terms)
-    assert out is not None
     return out
 
 
@@ -76,8 +73,7 @@ def _decode(
 
 def _prompt(
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    own: tuple[torch.Tensor, torch.Tensor] | None,
     cache: torch.Tensor,
     layout: BlockLayout,
     parts: CacheParts,
@@ -85,16 +81,21 @@ def _prompt(
     scaling: float | None,
     terms: ScoreTerms | None,
 ) -> torch.Tensor:
-    """Query [heads, new, dim], keys and values [kv_heads, new, dim]; returns [new, heads, dim]."""
+    """Query [heads, new, dim], its own keys and values [kv_heads, new, dim], or None if they are in the cache.
+
+    Returns [new, heads, dim].
+    """
     if prompt.read is None:
-        return _prompt_heads(query, keys, values, prompt.mask, scaling, terms)
+        assert own is not None
+        return _prompt_heads(query, *own, prompt.mask, scaling, terms)
     each, outs = len(query) // parts.heads, []
-    for some, old_keys, old_values in _read(cache, layout, prompt.read.of(parts), query.dtype, decode=False):
+    for some, *read in _read(cache, layout, prompt.read.of(parts), query.dtype, decode=False):
+        keys, values = (states[0][:, prompt.seen] for states in read)
+        if own is not None:
+            keys, values = torch.cat([keys, own[0][some]], 1), torch.cat([values, own[1][some]], 1)
         asked = slice(some.start * each, some.stop * each)
-        seen_keys = torch.cat([old_keys[0][:, prompt.past], keys[some]], 1)
-        seen_values = torch.cat([old_values[0][:, prompt.past], values[some]], 1)
         theirs = None if terms is None else terms.of_heads(asked)
-        outs.append(_prompt_heads(query[asked], seen_keys, seen_values, prompt.mask, scaling, theirs))
+        outs.append(_prompt_heads(query[asked], keys, values, prompt.mask, scaling, theirs))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
 

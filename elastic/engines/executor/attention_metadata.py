@@ -74,8 +74,8 @@ class PromptChunk:
     """Its tokens in the batch."""
     read: PartsIndex | None
     """Of its blocks; None: it holds no token yet."""
-    past: torch.Tensor | slice
-    """The slots of those tokens before that the new ones see, in the order of the text."""
+    seen: torch.Tensor | slice
+    """The slots of what the new tokens see in these, in the order of the text."""
     mask: torch.Tensor | None
     """[new, past + new]: whether each is seen; None: every token before it, with no past."""
 
@@ -86,6 +86,9 @@ class AttentionMetadata:
 
     decodes: tuple[DecodeGroup, ...]
     prompts: tuple[PromptChunk, ...]
+    """Those that see the cache as it was before the new tokens are written, and these beside it."""
+    continued: tuple[PromptChunk, ...]
+    """Those that see it, and the new tokens in it, afterwards: nothing of it has to be copied once more."""
     write: PartsIndex
     """Of the new tokens."""
     written: torch.Tensor | None
@@ -110,9 +113,11 @@ class MetadataBuilder:
     def build(self, batch: BatchTokens) -> AttentionMetadata:
         """Return the metadata of a batch. Its parts may be made in several threads at a time."""
         write, written = self._write_index(batch)
-        prompts = () if batch.only_single else np.flatnonzero(batch.counts > 1).tolist()
+        several = [] if batch.only_single else np.flatnonzero(batch.counts > 1).tolist()
+        continued = [] if self._table.window is not None else [i for i in several if batch.starts[i]]
+        prompts = tuple(self._prompt(batch, i) for i in several if i not in continued)
         return AttentionMetadata(
-            self._decode_groups(batch), tuple(self._prompt(batch, i) for i in prompts), write, written
+            self._decode_groups(batch), prompts, tuple(self._continued(batch, i) for i in continued), write, written
         )
 
     def _decode_groups(self, batch: BatchTokens) -> tuple[DecodeGroup, ...]:
@@ -166,18 +171,27 @@ class MetadataBuilder:
         start, count = int(batch.starts[i]), int(batch.counts[i])
         window = table.window
         at = slice(first, first + count)
-        seen = start if window is None else min(start, window - 1)
-        if not seen and (window is None or count <= window):
+        past = 0 if window is None else min(start, window - 1)
+        if window is None or (not past and count <= window):
             return PromptChunk(at, None, slice(0, 0), None)
-        read = past = None
-        if seen:
-            used = int(table.counts[row]) if window is not None else -(-start // table.block_tokens)
-            blocks = self._to_device(table.blocks[[row], :used])  # a copy
-            read = PartsIndex(partial(self._layout.read_index, blocks))
-            past = None if window is None else self._to_device(table.slots(np.arange(start - seen, start)))
-        ago = seen + torch.arange(count)[:, None] - torch.arange(seen + count)
-        visible = ago >= 0 if window is None else (ago >= 0) & (ago < window)
-        return PromptChunk(at, read, slice(0, seen) if past is None else past, visible.to(self._device))
+        read = self._chunk_index(row, int(table.counts[row])) if past else None
+        seen = self._to_device(table.slots(np.arange(start - past, start)))
+        ago = past + torch.arange(count)[:, None] - torch.arange(past + count)
+        visible = (ago >= 0) & (ago < window)
+        return PromptChunk(at, read, seen, visible.to(self._device))
+
+    def _continued(self, batch: BatchTokens, i: int) -> PromptChunk:
+        """Describe a sequence that goes on, of layers that see all of it."""
+        row, first = int(batch.rows[i]), int(batch.first[i])
+        start, count = int(batch.starts[i]), int(batch.counts[i])
+        length = start + count
+        read = self._chunk_index(row, -(-length // self._table.block_tokens))
+        visible = torch.arange(length) <= torch.arange(start, length)[:, None]
+        return PromptChunk(slice(first, first + count), read, slice(0, length), visible.to(self._device))
+
+    def _chunk_index(self, row: int, blocks: int) -> PartsIndex:
+        table = self._to_device(self._table.blocks[[row], :blocks])  # a copy
+        return PartsIndex(partial(self._layout.read_index, table))
 
     def _write_index(self, batch: BatchTokens) -> tuple[PartsIndex, torch.Tensor | None]:
         """Make the index of the tokens that are written; of more than a window, those that are seen afterwards."""
