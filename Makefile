@@ -63,9 +63,9 @@ branches: $(SIMULATED_CUDA)/built ## which branches for CUDA these tests enter, 
 	export COVERAGE_FILE=$(CURDIR)/build/branches/data COVERAGE_RCFILE=$(CURDIR)/tests/gpu/simulation/coverage.ini; \
 	files=$$(grep -rl --include='*.py' '"cuda"' elastic | paste -sd,); \
 	$(SIMULATED) $(subst -m pytest,-m coverage run --include=$$files -m pytest,$(SIMULATED_PYTEST)) \
-		-n 2 --dist worksteal $(TESTS) && \
+		-n 2 --dist worksteal $(TESTS); failed=$$?; \
 	$(SIMULATED_VENV)/bin/coverage combine -q && $(SIMULATED_VENV)/bin/coverage json -q -o build/branches/seen.json && \
-	$(SIMULATED_VENV)/bin/python tests/gpu/simulation/branches.py build/branches/seen.json
+	$(SIMULATED_VENV)/bin/python tests/gpu/simulation/branches.py build/branches/seen.json && exit $$failed
 
 test-vllm: $(VLLM_VENV)/installed ## elastic inside vLLM, on a CPU, and vLLM's benchmark of servers, in a virtual environment of its own: 3 GB
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q -W default tests/in_vllm tests/clients/test_vllm_bench.py

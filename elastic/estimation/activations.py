@@ -11,8 +11,10 @@ import torch
 
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.continuous.chunk_profile import Mix, profile_chunks
-from elastic.estimation.model_layout import ModelLayout
+from elastic.engines.core.kv_state import INT8
+from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.work import activation_bytes, copied_bytes
+from elastic.planning.estimate.configuration import FULL
 
 Peak = Callable[[ContinuousEngine, Mix], int]
 """The most bytes that a batch takes."""
@@ -31,6 +33,13 @@ def bound_bytes(layout: ModelLayout, mix: Mix, form: str) -> int:
     tokens, context = sum(count for _, count in mix), max(start + count for start, count in mix)
     seen = sum(start + count for start, count in mix if count == 1)
     return activation_bytes(layout, tokens, len(mix), context) + copied_bytes(layout, seen, form)
+
+
+def bound_of(engine: ContinuousEngine) -> Peak:
+    """Return what bounds the bytes of an engine's batches by formula, by a model without data that is made for it."""
+    layout = layout_of(engine._model.config, engine._model.dtype)
+    form = INT8 if engine.kv_format.dtype == INT8 else FULL
+    return lambda _, mix: bound_bytes(layout, mix, form)
 
 
 def peak_bytes(engine: ContinuousEngine, mix: Mix) -> int:
@@ -65,12 +74,14 @@ class StepBytes:
     """or for each token of all requests that are generated together."""
 
 
-def step_bytes(engine: ContinuousEngine, most_tokens: int, most_requests: int, peak: Peak = peak_bytes) -> StepBytes:
+def step_bytes(engine: ContinuousEngine, most_tokens: int, most_requests: int) -> StepBytes:
     """Measure what steps of up to so many tokens, and so many requests, take: at three sizes of each, from a small
     part of the cache, and the line through the larger two.
 
-    The engine has not been started. Raises `ConfigError` for a cache that has no room for a batch.
+    What steps take is bounded by formula where weights are at other ranks: such an engine computes no batch alone. The
+    engine has not been started. Raises `ConfigError` for a cache that has no room for a batch.
     """
+    peak = bound_of(engine) if engine.runtime.dropped_shards else peak_bytes
     block = engine.kv_format.block_tokens
     room = engine.load().total_blocks * block // 2
     longest = min(room, getattr(engine._config, "max_position_embeddings", None) or room)

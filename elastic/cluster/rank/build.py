@@ -60,7 +60,7 @@ def built(spec: RankSpec, connection: Connection) -> Iterator[Rank]:
         engine = ContinuousEngine(model, **options)
         stack.callback(engine.stop, drain=False)
         tokens = options.get("max_batch_tokens", _ENGINE_OPTIONS["max_batch_tokens"].default)
-        with _measuring:
+        with _measuring, _loading:  # for a rank with a share, a model without data is made
             keep_activations(engine, tokens, options["max_requests"], stack)
         cost = _measured_cost(engine, spec, options) if spec.lookahead and spec.share is None else None
         most, held = options["max_requests"], rank_places(spec.places)

@@ -15,7 +15,7 @@ from elastic.errors import ConfigError
 from elastic.kvcache import decode_table, decode_timing
 from elastic.kvcache.attention import elastic_sdpa
 from elastic.kvcache.decode_kernels import KERNELS
-from elastic.kvcache.decode_table import FILE, DecodeKernelTable
+from elastic.kvcache.decode_table import FILE, MEASURED_AT, DecodeKernelTable
 from elastic.kvcache.decode_timing import DecodeShape, fastest
 from elastic.runtime import installation
 from support.architectures import build, prompt
@@ -141,6 +141,36 @@ def test_slow_kernels_are_left_out_after_their_first_timing(timed: Any) -> None:
 def test_kernels_are_really_timed_within_a_few_rounds() -> None:
     assert fastest(SHAPE, 128, CPU, 2) in KERNELS
     assert fastest(SHAPE._replace(order="token_major", value_dim=4), 512, CPU, 5) in KERNELS
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(1e-4, 4), (1.0, 2)])
+def test_a_choice_takes_few_rounds_and_two_where_each_takes_long(
+    seconds: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that warms up among them."""
+    now, calls = [0.0], list[str]()
+
+    def take(work: Any, *_: Any) -> float:
+        calls.append(work.func.__name__)
+        now[0] += seconds
+        return seconds
+
+    monkeypatch.setattr(decode_timing, "seconds_of", take)
+    monkeypatch.setattr(decode_timing.time, "perf_counter", lambda: now[0])
+    fastest(SHAPE, 128, CPU, 2)
+    assert {name: calls.count(name) for name in KERNELS} == dict.fromkeys(KERNELS, rounds)
+
+
+@pytest.mark.parametrize("tokens", MEASURED_AT)
+@pytest.mark.parametrize("kv_heads", [1, 8, 128])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_what_a_choice_is_measured_on_is_bounded(dim: int, kv_heads: int, tokens: int) -> None:
+    shape = SHAPE._replace(dim=dim, value_dim=dim)
+    inputs = decode_timing._inputs(shape, tokens, CPU, kv_heads)
+    head = (tokens + decode_timing.GAP) * 2 * dim * 4
+    attended = [key.shape[1] * head for _, key, _ in inputs]
+    assert max(attended) <= max(decode_timing.HEAD_BYTES, 2 * head)
+    assert sum(attended) <= max(decode_timing.ROTATED_BYTES, attended[0])
 
 
 def test_without_memory_to_measure_the_stock_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

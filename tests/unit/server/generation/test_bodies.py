@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +18,11 @@ from elastic.server.generation import bodies
 from elastic.server.generation.request_builder import SHORT, RequestBuilder
 from elastic.server.protocol.chat import MOST_MESSAGES, ChatBody
 from elastic.server.protocol.completions import CompletionBody
+from elastic.server.protocol.responses import ResponsesBody
+from elastic.server.protocol.tokens import DetokenizeBody
 from elastic.server.routes.actions import ActionsBody
+from elastic.server.routes.deployments import DeployBody
+from elastic.server.routes.fleet import DropBody
 from support.serving.fake_engine import FakeEngine
 from support.serving.live_server import CONTEXT, PATIENCE_S, TOKENIZER, app_for
 
@@ -50,6 +55,32 @@ def test_a_list_of_wrong_elements_is_not_an_error_for_each(model: type[BaseModel
     with pytest.raises(ValidationError) as error:
         model.model_validate(body)
     assert error.value.error_count() <= 8
+
+
+def bodies_of(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """A kind of bodies, and all that are made of it."""
+    yield model
+    for each in model.__subclasses__():
+        yield from bodies_of(each)
+
+
+def lists_in(schema: Any) -> Iterator[Any]:
+    """The lists in a schema of pydantic-core."""
+    if isinstance(schema, dict) and schema.get("type") == "list":
+        yield schema
+    inner = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list | tuple) else ()
+    for each in inner:
+        yield from lists_in(each)
+
+
+def test_every_list_of_every_body_stops_at_its_first_error() -> None:
+    client_bodies = [model for model in bodies_of(BaseModel) if model.__module__.startswith("elastic.server.")]
+    found = {model: list(lists_in(model.__pydantic_core_schema__)) for model in client_bodies}
+    assert {CompletionBody, ChatBody, ResponsesBody, DetokenizeBody, ActionsBody, DropBody, DeployBody} <= {
+        model for model, lists in found.items() if lists
+    }
+    patient = [model.__name__ for model, lists in found.items() if not all(each.get("fail_fast") for each in lists)]
+    assert not patient
 
 
 LARGE = [
