@@ -27,6 +27,7 @@ from elastic.cluster.fleet.groups.results import Dropped
 from elastic.engines.base import Request
 from elastic.types import WeightsSource
 from support import architectures
+from support.child_process import in_fork
 from support.cluster.shared_launcher import SharedLauncher
 from support.processes import wait_until
 from support.serving.generations import Collector, is_continuation, prompts, same_unless_close
@@ -164,6 +165,44 @@ def test_a_dry_run_says_the_bytes_that_go_and_moves_none(serve: Callable[..., Se
 def place_bytes(model: Any, owner: str) -> int:
     owners = model.elastic.status().places[0].owners
     return sum(nbytes for name, nbytes in owners.items() if name.startswith(owner))
+
+
+def test_dropped_weights_leave_the_ledgers_and_the_memory_of_the_process() -> None:
+    """What no request needs of the cache goes back to the system then; no view, skeleton or host copy keeps it."""
+    out = in_fork("""
+    import gc, re
+    from transformers import AutoModelForCausalLM
+    import elastic
+    from elastic.assets import MODEL_DIR
+    from elastic.cluster.fleet.fleet import Fleet
+
+    def resident():
+        gc.collect()
+        for model in models:
+            model.elastic.kv.trim()
+        return int(re.search(r"^Rss:\\s+(\\d+)", open("/proc/self/smaps_rollup").read(), re.M)[1]) << 10
+
+    def weights(model):
+        owners = model.elastic.status().places[0].owners
+        return sum(nbytes for owner, nbytes in owners.items() if owner.startswith("layer"))
+
+    models = [AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval() for _ in range(2)]
+    for number, model in enumerate(models):
+        elastic.wrap(model, places=f"cpu#{number}=48MiB", checkpoint=MODEL_DIR)
+    with Fleet.of(*models, engine={"block_tokens": 16, "max_batch_tokens": 64}, beat_timeout_s=60) as fleet:
+        half, count = len(fleet.layer_bytes()) // 2, len(fleet.layer_bytes())
+        for _ in range(3):  # the first ones allocate what stays
+            before, had = resident(), [weights(model) for model in models]
+            dropped = fleet.drop(layers={"r0": range(half, count), "r1": range(half)})
+            fell = before - resident()
+            ledgers = sum(had) - sum(weights(model) for model in models)
+            fleet.check()
+            print(dropped.freed_bytes, ledgers, fell)
+            fleet.restore()
+    """)
+    *_, freed, ledgers, fell = map(int, out.split())
+    assert freed == ledgers > 0
+    assert abs(fell - freed) <= 2 * 2 * (64 << 10)  # two pages for each rank
 
 
 def test_several_drops_and_restores_in_a_row(serve: Callable[..., Served]) -> None:

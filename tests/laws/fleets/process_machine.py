@@ -272,8 +272,9 @@ class ProcessMachine:
     def stand_still(self) -> None:
         """Stop a process for less than it takes to be given up, beside what comes next."""
         pid, seconds = self.chance.choice(sorted(self.pids().values())), self.chance.uniform(0.02, 0.5)
-        signal_to(pid, signal.SIGSTOP)
-        self._later(seconds, pid, signal.SIGCONT)
+        if pid not in self.killed:  # or it would live on
+            signal_to(pid, signal.SIGSTOP)
+            self._later(seconds, pid, signal.SIGCONT)
 
     def wait_a_little(self) -> None:
         name = self.any_request()
@@ -286,6 +287,8 @@ class ProcessMachine:
         if len(pids) > 1:
             how = signal.SIGSTOP if self.chance.random() < 0.2 else signal.SIGKILL
             pid = self.chance.choice(sorted(pids.values()))
+            for timer in self._timers:
+                timer.join()  # one that stands still goes on before
             self.killed.add(pid)
             self._later(self.chance.uniform(0.0, 0.4), pid, how)
 
