@@ -5,11 +5,15 @@ Ranks of this process over tiny models of several architectures, then processes 
 
 from __future__ import annotations
 
+import gc
 import os
+import random
+import re
 import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +23,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import elastic
-from elastic import ConfigError, StateError
+from elastic import CapacityError, ConfigError, StateError
 from elastic.assets import MODEL_DIR
 from elastic.cluster.control.stage_questions import PauseSteps, ResumeSteps
 from elastic.cluster.fleet.fleet import Fleet
@@ -29,7 +33,7 @@ from elastic.types import WeightsSource
 from support import architectures
 from support.child_process import in_fork
 from support.cluster.shared_launcher import SharedLauncher
-from support.processes import wait_until
+from support.processes import open_files, wait_until
 from support.serving.generations import Collector, is_continuation, prompts, same_unless_close
 from support.wrapped_model import PAGE, small
 
@@ -84,6 +88,19 @@ class Served:
         for name, request in self.requests.items():
             got = self.heard.tokens[name]
             assert is_continuation(self.plain, request.prompt, request.max_tokens, got), self.heard.ends[name]
+
+    def live(self) -> list[str]:
+        """List the requests that have not ended."""
+        return [name for name in self.requests if name not in self.heard.ends]
+
+    def rest(self) -> None:
+        """Have all be as in the beginning, with every request ended as it should; then forget these."""
+        assert self.fleet.restore().status == "applied"
+        self.finish()
+        assert self.fleet.groups() == ()
+        assert self.fleet.status().totals.recomputed_tokens == 0
+        self.requests, self.heard = {}, Collector()
+        self.computed.clear()
 
     def halves(self) -> dict[str, range]:
         """What each of two ranks drops so that both have half of the layers."""
@@ -218,6 +235,58 @@ def test_several_drops_and_restores_in_a_row(serve: Callable[..., Served]) -> No
         assert fleet.restore("r0").status == "applied", number
         assert fleet.groups() == ()
     served.finish()
+
+
+def change_at_random(served: Served, count: int, chance: random.Random) -> None:
+    """Have layers change their rank, leave and return so often, while requests come and go."""
+    fleet, weights = served.fleet, sum(served.fleet.layer_bytes())
+
+    def two() -> list[str]:
+        return chance.sample(["r0", "r1", "r2"], 2)
+
+    def by_hand() -> None:
+        (first, second), cut = two(), chance.randrange(1, served.layers)
+        fleet.drop(layers={first: range(cut, served.layers), second: range(cut)})
+
+    verbs: list[Callable[[], object]] = [
+        lambda: fleet.drop(int(chance.uniform(0.1, 2) * weights), whole=chance.random() < 0.5),
+        by_hand,
+        lambda: fleet.restore(chance.choice([None, *two()])),
+        lambda: fleet.split(two()[0]),
+        lambda: fleet.merge(*two()),
+        lambda: fleet.migrate(two()[0], [chance.randrange(served.layers)], two()[0]),
+        lambda: fleet.replicate(two()[0], [chance.randrange(served.layers)], two()[0]),
+        lambda: fleet.evict(two()[0]),
+    ]
+    for _ in range(count):
+        while len(served.live()) < 4:
+            served.submit([chance.randrange(3, 60)], tokens=chance.randrange(5, 80))
+        with suppress(ConfigError, StateError, CapacityError):  # what is not there cannot change
+            chance.choice(verbs)()
+    served.rest()
+
+
+def held_by_process() -> tuple[int, int, int]:
+    """Count what leaks show in: open files, threads, and the bytes that are resident."""
+    gc.collect()
+    rss = int(re.search(r"^Rss:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text(), re.M)[1]) << 10  # type: ignore[index]
+    return len(open_files(os.getpid())), threading.active_count(), rss
+
+
+def test_fifty_changes_at_random(serve: Callable[..., Served]) -> None:
+    change_at_random(serve("qwen3", ranks=3), 50, random.Random(1))
+
+
+@pytest.mark.long
+def test_ten_thousand_changes_leak_nothing(serve: Callable[..., Served]) -> None:
+    served, chance = serve("qwen3", ranks=3), random.Random(2)
+    change_at_random(served, 500, chance)  # which open what stays open
+    files, threads, resident = held_by_process()
+    for _ in range(19):
+        change_at_random(served, 500, chance)
+    now = held_by_process()
+    assert now[:2] == (files, threads)
+    assert now[2] - resident < 16 << 20, "less than two kilobytes for each change"
 
 
 def test_what_was_dropped_is_room_for_requests_that_wait(serve: Callable[..., Served]) -> None:
