@@ -34,7 +34,7 @@ LIVE = 6
 """Requests that run all the time."""
 PLACE, MOST_PAGES, PAGE = "cpu=6MiB", 64, 64 << 10
 ENGINE = {"block_tokens": 8, "max_batch_tokens": 64, "share_prefixes": False}
-SOON_S, BEAT_S = 2.0, 4.0
+SOON_S, BEAT_S = 2.0, 6.0
 REFUSALS = (ConfigError, StateError, Overloaded, CapacityError)
 
 
@@ -75,7 +75,7 @@ class Traffic(Collector):
 
     def __call__(self, output: Output) -> None:
         super().__call__(output)
-        if output.finish is not None and self._flows:
+        if output.finish is not None:
             self._submit()
 
     def begin(self) -> None:
@@ -96,7 +96,8 @@ class Traffic(Collector):
 
     def end(self) -> None:
         """Have no more come, wait for all, and see that each has the plain model's tokens, each once."""
-        self._flows = False
+        with self._lock:
+            self._flows = False
         self.wait(list(self.asked), timeout_s=180)
         for name, request in self.asked.items():
             end, got = self.ends[name], self.tokens[name]
@@ -121,14 +122,15 @@ class Traffic(Collector):
 
     def _submit(self) -> None:
         with self._lock:
+            if not self._flows:
+                return
             name = f"request-{next(self._numbers)}"
             request = Request(self._chance.choice(PROMPTS), self._chance.choice(TOKENS), id=name)
-            self.asked[request.id] = request
-        try:
-            self._fleet.submit(request, self)
-        except (Overloaded, CapacityError, StateError):  # nobody has room just now, or nobody is there
-            with self._lock:
-                del self.asked[request.id]
+            self.asked[name] = request
+            try:
+                self._fleet.submit(request, self)
+            except (Overloaded, CapacityError, StateError):  # nobody has room just now, or nobody is there
+                del self.asked[name]
 
 
 class ProcessMachine:
@@ -148,12 +150,16 @@ class ProcessMachine:
         """Do so many actions at random; `deadly`: processes are killed, too. All requests have ended then."""
         self.deadly = deadly
         self.traffic.begin()
-        for _ in range(actions):
-            self.act()
-            self.traffic.fill()
-        for timer in self._timers:
-            timer.join()
-        self.settle()
+        try:
+            for _ in range(actions):
+                self.act()
+                self.traffic.fill()
+            for timer in self._timers:
+                timer.join()
+            self.settle()
+        except BaseException as error:
+            error.add_note(f"after {', '.join(self.done)}")
+            raise
 
     def act(self) -> None:
         """Do one thing, and recount all books."""
@@ -196,8 +202,7 @@ class ProcessMachine:
 
     def two_ranks(self) -> tuple[str, str]:
         """Draw two ranks; one alone is refused."""
-        ranks = self.ranks()
-        return self.chance.choice(ranks), self.chance.choice(ranks)
+        return self.any_rank(), self.any_rank()
 
     def some_layers(self) -> list[int]:
         return sorted(self.chance.sample(range(LAYERS), self.chance.randint(1, LAYERS)))
