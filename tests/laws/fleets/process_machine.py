@@ -178,12 +178,12 @@ class ProcessMachine:
 
     def settle(self) -> None:
         """Have all be as at first: every layer at every rank, no limit, no request."""
-        for rank in self.ranks():
-            with suppress(RankLost):
-                self.resize_to(rank, None)
-        self.traffic.end()
         wait_until(lambda: not any(map(alive, self.killed)), "a killed process lives")
+        wait_until(lambda: self.killed.isdisjoint(self.pids().values()), "a killed process is taken for a rank")
         wait_until(lambda: len(self.ranks()) == self._ranks, "no rank came in the place of a lost one")
+        for rank in self.ranks():
+            self.resize_to(rank, None)
+        self.traffic.end()
         assert self.fleet.restore(timeout_s=60).status == "applied"
         wait_until(lambda: not self.fleet.groups(), "a group is left")
         for rank in self.ranks():
