@@ -31,7 +31,7 @@ def run(launcher: SharedLauncher, ranks: int, seed: int, actions: int) -> None:
 
 @pytest.mark.slow
 def test_every_request_gets_its_tokens_once_whatever_processes_do(launcher: SharedLauncher) -> None:
-    run(launcher, 2, 2, ONCE)
+    run(launcher, 2, 4, ONCE)
 
 
 @pytest.mark.long
