@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 PATIENCE_S = 60.0
+FORKSERVER = Counter({"pipe:[]": 2, "socket:[]": 2})
+"""What starting ranks opens once; see `held`."""
 
 
 def wait_until(what: Callable[[], object], why: str = "it never came to be", timeout_s: float = PATIENCE_S) -> None:
@@ -83,3 +87,9 @@ def open_files(pid: int) -> list[str]:
         except OSError:
             continue  # closed meanwhile
     return found
+
+
+def held() -> Counter[str]:
+    """Count what this process has open that ranks leave behind if anything does: memory files, sockets, processes."""
+    found = Counter(re.sub(r"\d+", "", name) for name in open_files(os.getpid()))
+    return Counter({what: n for what, n in found.items() if re.match(r"/memfd|socket|anon_inode:\[pidfd|pipe", what)})

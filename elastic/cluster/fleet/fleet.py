@@ -285,8 +285,10 @@ class Fleet(PricedVerbs, RankVerbs):
             result(instance, instance.client.ask(Drain()))
             self._mover.drain(instance, timeout_s)
         self._log.add("removed", rank=name, instance=name, requests=len(instance.records))
-        instance.leaving = True
-        if instance.records or instance.moves:  # what others may be reading there stays as it is
+        with self._dispatcher.lock:  # from now on nobody begins to read there
+            instance.leaving = True
+            is_read = bool(instance.records or instance.moves)
+        if is_read:  # what is there stays as it is
             instance.client.kill("removed from the fleet")
         instance.client.close(timeout_s=END_S)
 

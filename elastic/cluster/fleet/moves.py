@@ -78,6 +78,11 @@ class _Move:
             and (self.record.request.prompt_logprobs is None or bool(self.record.answers[0].tokens))
         )
 
+    @property
+    def settled(self) -> bool:
+        """Whether the target has gone on with it, or never will. Under the fleet's lock."""
+        return not self.resumption.left or self.record.instance != self.target.name
+
     def view(self, kv: tuple[SequenceKV, ...]) -> KVSource:
         """Say where the target finds these. Under the fleet's lock."""
         assert self.memory is not None
@@ -106,9 +111,10 @@ class Mover:
             self._copy(move)
             self._hand_over(move)
             self._wait(move)
-        except ElasticError as error:
+        except BaseException as error:  # also what ends the calling thread: the request goes on
             self._undo(move)
-            self._log.add("move failed", instance=target, rank=move.source.name, request=request, why=str(error))
+            why = str(error) or type(error).__name__
+            self._log.add("move failed", instance=target, rank=move.source.name, request=request, why=why)
             raise
         finally:
             self._settle(move)
@@ -219,12 +225,8 @@ class Mover:
 
     def _wait(self, move: _Move) -> None:
         """Return when the request has gone on at its target; then the source needs its blocks no more."""
-
-        def settled() -> bool:
-            return not move.resumption.left or move.record.instance != move.target.name
-
         with self._lock:
-            self._dispatcher.changed.wait_for(settled, ANSWER_S)
+            self._dispatcher.changed.wait_for(lambda: move.settled, ANSWER_S)
             if move.record.left and move.record.instance is None:
                 if move.target.name in self._dispatcher.instances:
                     raise Overloaded(f"instance {move.target.name!r} refused request {move.request!r}", retry_after_s=1)
@@ -248,6 +250,8 @@ class Mover:
             told = sum(len(answer.tokens) for answer in record.answers)
             there = record.instance if move.flipped else None
             back = there is None and bool(record.left) and (not move.flipped or told == move.told)
+            if there is not None:  # it may be copying yet
+                self._dispatcher.changed.wait_for(lambda: move.settled, ANSWER_S)
         if not back:
             self._release(move)
             return

@@ -7,8 +7,8 @@ section 4.3): a chunk late in a long prompt costs more than one of the same leng
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
@@ -40,19 +40,22 @@ class TokenBudget:
         return self.most
 
 
-@dataclass(frozen=True)
+@dataclass
 class CostBudget:
     """Steps of equal cost: that of the `least` dearest tokens which are in the queue, those at the end of a prompt.
 
     So no step of the queue has fewer than `least` tokens while there are more, and none costs more than another; what
-    the decoding sequences of a step cost is of its share. `most` bounds the tokens of a step in any case. It is what
-    lookahead (figures 10 and 11) gives, computed step by step: a plan of the whole queue would be one of a queue that
-    has changed by the next step.
+    the decoding sequences of a step cost is of its share. `most` bounds the tokens of a step in any case. It is
+    KunServe's lookahead (section 4.3, figures 10 and 11), computed step by step: a plan of all batches would be one of
+    a queue that has changed by the next step. What the queue of a moment makes the share is the share until all that
+    was in it is computed, or something dearer comes: else steps would become cheaper behind each long prompt.
     """
 
     cost: ChunkCost
     least: int
     most: int
+    _share_s: float = field(default=0.0, init=False, repr=False, compare=False)
+    _looked_at: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require(1 <= self.least <= self.most, "least", self.least, f"from 1 to most={self.most}")
@@ -63,9 +66,17 @@ class CostBudget:
         if not ahead:
             return self.most
         decodes = [Chunk("", start, 1) for start in decoding]
-        share = max(self.cost(chunk.cut(max(0, chunk.tokens - self.least))[1]) for chunk in ahead)
-        prompts = self._within(ahead, share - self.cost.batch(decodes), self.cost.shared if decodes else 0.0)
+        left_s = self._share(ahead) - self.cost.batch(decodes)
+        prompts = self._within(ahead, left_s, self.cost.shared if decodes else 0.0)
         return min(self.most, len(decodes) + max(self.least, prompts))
+
+    def _share(self, ahead: Sequence[Chunk]) -> float:
+        """Return the seconds of a step, by what is in the queue, or was and has left something in it."""
+        names = frozenset(chunk.request for chunk in ahead)
+        dearest = max(self.cost(chunk.cut(max(0, chunk.tokens - self.least))[1]) for chunk in ahead)
+        if dearest > self._share_s or self._looked_at.isdisjoint(names):
+            self._share_s, self._looked_at = dearest, names
+        return self._share_s
 
     def _within(self, queue: Iterable[Chunk], seconds: float, paid: float) -> int:
         """Count the first tokens of a queue that cost so much; of what a batch pays once so much is paid already."""

@@ -1,4 +1,4 @@
-"""How long chunks of prompts take, and how a queue of them is divided into microbatches: pure functions of records.
+"""How long chunks of prompts and steps of pipelines take: pure functions of records.
 
-Way in: `chunk_cost.ChunkCost`, `microbatches.lookahead`, `step_time.shared_round_s`.
+Way in: `chunk_cost.ChunkCost`, `step_time.shared_round_s`.
 """

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import threading
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,13 +21,11 @@ from elastic.cluster.rank.spec import RankSpec
 from elastic.engines.base import Request
 from elastic.errors import ElasticError
 from support.cluster.shared_launcher import SharedLauncher
-from support.processes import alive, shared_memory, shared_memory_left, wait_for_end, wait_until
+from support.processes import FORKSERVER, alive, held, shared_memory, shared_memory_left, wait_for_end, wait_until
 from support.serving.generations import Collector, prompts, same_unless_close
 
 pytestmark = pytest.mark.slow
 PROMPTS = prompts([5, 40, 90, 200, 33, 64], 1000)
-FORKSERVER = Counter({"pipe:[]": 2, "socket:[]": 2})
-"""What starting processes opens once."""
 ENGINE = {"block_tokens": 16, "max_batch_tokens": 128}
 
 
@@ -63,15 +58,6 @@ def share_and_part(fleet: Fleet) -> None:
         while True:
             fleet.reshard(["r0", "r1"], tp=2, layers_per_step=2)
             fleet.reshard("r0", tp=1)
-
-
-def held() -> Counter[str]:
-    """What this process has open that ranks leave behind if anything does: memory files, sockets, processes."""
-    found: Counter[str] = Counter()
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):
-            found[re.sub(r"\d+", "", os.readlink(descriptor))] += 1
-    return Counter({what: n for what, n in found.items() if re.match(r"/memfd|socket|anon_inode:\[pidfd|pipe", what)})
 
 
 def survive(

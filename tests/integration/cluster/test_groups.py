@@ -5,11 +5,16 @@ Ranks of this process over tiny models of several architectures, then processes 
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
+import random
+import re
 import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +24,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import elastic
-from elastic import ConfigError, StateError
+from elastic import CapacityError, ConfigError, StateError
 from elastic.assets import MODEL_DIR
 from elastic.cluster.control.stage_questions import PauseSteps, ResumeSteps
 from elastic.cluster.fleet.fleet import Fleet
@@ -27,8 +32,9 @@ from elastic.cluster.fleet.groups.results import Dropped
 from elastic.engines.base import Request
 from elastic.types import WeightsSource
 from support import architectures
+from support.child_process import in_fork
 from support.cluster.shared_launcher import SharedLauncher
-from support.processes import wait_until
+from support.processes import open_files, wait_until
 from support.serving.generations import Collector, is_continuation, prompts, same_unless_close
 from support.wrapped_model import PAGE, small
 
@@ -53,6 +59,7 @@ class Served:
         self.layers = len(self.models[0].model.layers)
         self.heard = Collector()
         self.requests: dict[str, Request] = {}
+        self.seeds = itertools.count()
 
     def _count(self, layer: int, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = kwargs.get("hidden_states", args[0] if args else None)
@@ -60,7 +67,7 @@ class Served:
             self.computed[layer] += hidden.shape[1]
 
     def submit(self, lengths: list[int], tokens: int = TOKENS) -> None:
-        for prompt in prompts(lengths, architectures.VOCAB, seed=len(self.requests)):
+        for prompt in prompts(lengths, architectures.VOCAB, seed=next(self.seeds)):
             request = Request(prompt, tokens)
             self.requests[request.id] = request
             self.fleet.submit(request, self.heard)
@@ -83,6 +90,19 @@ class Served:
         for name, request in self.requests.items():
             got = self.heard.tokens[name]
             assert is_continuation(self.plain, request.prompt, request.max_tokens, got), self.heard.ends[name]
+
+    def live(self) -> list[str]:
+        """List the requests that have not ended."""
+        return [name for name in self.requests if name not in self.heard.ends]
+
+    def rest(self) -> None:
+        """Have all be as in the beginning, with every request ended as it should; then forget these."""
+        assert self.fleet.restore().status == "applied"
+        self.finish()
+        assert self.fleet.groups() == ()
+        assert self.fleet.status().totals.recomputed_tokens == 0
+        self.requests, self.heard = {}, Collector()
+        self.computed.clear()
 
     def halves(self) -> dict[str, range]:
         """What each of two ranks drops so that both have half of the layers."""
@@ -166,6 +186,44 @@ def place_bytes(model: Any, owner: str) -> int:
     return sum(nbytes for name, nbytes in owners.items() if name.startswith(owner))
 
 
+def test_dropped_weights_leave_the_ledgers_and_the_memory_of_the_process() -> None:
+    """What no request needs of the cache goes back to the system then; no view, skeleton or host copy keeps it."""
+    out = in_fork("""
+    import gc, re
+    from transformers import AutoModelForCausalLM
+    import elastic
+    from elastic.assets import MODEL_DIR
+    from elastic.cluster.fleet.fleet import Fleet
+
+    def resident():
+        gc.collect()
+        for model in models:
+            model.elastic.kv.trim()
+        return int(re.search(r"^Rss:\\s+(\\d+)", open("/proc/self/smaps_rollup").read(), re.M)[1]) << 10
+
+    def weights(model):
+        owners = model.elastic.status().places[0].owners
+        return sum(nbytes for owner, nbytes in owners.items() if owner.startswith("layer"))
+
+    models = [AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval() for _ in range(2)]
+    for number, model in enumerate(models):
+        elastic.wrap(model, places=f"cpu#{number}=48MiB", checkpoint=MODEL_DIR)
+    with Fleet.of(*models, engine={"block_tokens": 16, "max_batch_tokens": 64}, beat_timeout_s=60) as fleet:
+        half, count = len(fleet.layer_bytes()) // 2, len(fleet.layer_bytes())
+        for _ in range(3):  # the first ones allocate what stays
+            before, had = resident(), [weights(model) for model in models]
+            dropped = fleet.drop(layers={"r0": range(half, count), "r1": range(half)})
+            fell = before - resident()
+            ledgers = sum(had) - sum(weights(model) for model in models)
+            fleet.check()
+            print(dropped.freed_bytes, ledgers, fell)
+            fleet.restore()
+    """)
+    *_, freed, ledgers, fell = map(int, out.split())
+    assert freed == ledgers > 0
+    assert abs(fell - freed) <= 2 * 2 * (64 << 10)  # two pages for each rank
+
+
 def test_several_drops_and_restores_in_a_row(serve: Callable[..., Served]) -> None:
     served = serve("qwen3")
     fleet, layer = served.fleet, served.fleet.layer_bytes()[0]
@@ -179,6 +237,60 @@ def test_several_drops_and_restores_in_a_row(serve: Callable[..., Served]) -> No
         assert fleet.restore("r0").status == "applied", number
         assert fleet.groups() == ()
     served.finish()
+
+
+def change_at_random(served: Served, count: int, chance: random.Random) -> None:
+    """Have layers change their rank, leave and return so often, while requests come and go."""
+    fleet, weights = served.fleet, sum(served.fleet.layer_bytes())
+
+    def two() -> list[str]:
+        return chance.sample(["r0", "r1", "r2"], 2)
+
+    def by_hand() -> None:
+        (first, second), cut = two(), chance.randrange(1, served.layers)
+        fleet.drop(layers={first: range(cut, served.layers), second: range(cut)})
+
+    verbs: list[Callable[[], object]] = [
+        lambda: fleet.drop(int(chance.uniform(0.1, 2) * weights), whole=chance.random() < 0.5),
+        by_hand,
+        lambda: fleet.restore(chance.choice([None, *two()])),
+        lambda: fleet.split(two()[0]),
+        lambda: fleet.merge(*two()),
+        lambda: fleet.migrate(two()[0], [chance.randrange(served.layers)], two()[0]),
+        lambda: fleet.replicate(two()[0], [chance.randrange(served.layers)], two()[0]),
+        lambda: fleet.evict(two()[0]),
+    ]
+    for _ in range(count):
+        while len(served.live()) < 4:
+            served.submit([chance.randrange(3, 60)], tokens=chance.randrange(5, 80))
+        with suppress(ConfigError, StateError, CapacityError):  # what is not there cannot change
+            chance.choice(verbs)()
+    served.rest()
+
+
+def held_by_process() -> tuple[int, int, int]:
+    """Count what leaks show in: open files, threads, and the bytes that are resident, but for those of places."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    anonymous = int(re.search(r"^RssAnon:\s+(\d+)", status, re.M)[1]) << 10  # type: ignore[index]
+    return len(open_files(os.getpid())), threading.active_count(), anonymous
+
+
+def test_fifty_changes_at_random(serve: Callable[..., Served]) -> None:
+    change_at_random(serve("qwen3", ranks=3), 50, random.Random(1))
+
+
+@pytest.mark.long
+def test_ten_thousand_changes_leak_nothing(serve: Callable[..., Served]) -> None:
+    served, chance = serve("qwen3", ranks=3), random.Random(2)
+    change_at_random(served, 500, chance)  # which open what stays open
+    files, threads, resident = held_by_process()
+    for _ in range(19):
+        change_at_random(served, 500, chance)
+    files_now, threads_now, resident_now = held_by_process()
+    assert files_now - files <= 2 * 3, "both ends of a connection between each two ranks"
+    assert threads_now <= threads
+    assert resident_now - resident < 16 << 20, "less than two kilobytes for each change"
 
 
 def test_what_was_dropped_is_room_for_requests_that_wait(serve: Callable[..., Served]) -> None:

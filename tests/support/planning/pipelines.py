@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic.planning.pipeline.chunk_cost import Chunk
-from elastic.planning.pipeline.microbatches import Batch
+from support.planning.halving import Batch
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, measure, part
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Group, RankClaims
 from elastic.cluster.fleet.groups.price import DryRuns, shape_of
-from elastic.cluster.fleet.groups.ranks import Ranks, require_like
+from elastic.cluster.fleet.groups.ranks import Ranks, require_all, require_like
 from elastic.cluster.fleet.groups.recovery import go_on, recover
 from elastic.cluster.fleet.groups.results import (
     Dropped,
@@ -180,12 +180,13 @@ class Groups:
 
     def lost(self, instance: Instance) -> None:
         """Have those that computed with a rank go on without it, beside the caller."""
-        group = self.group_of(instance.name)
-        if group is None or self._closed:
+        with self._lock:
+            group = None if self._closed else self.group_of(instance.name)
+            if group is not None and instance.client.heard_all:
+                group.killed.add(instance.name)
+        if group is None:
             go_on(self._ranks, instance.name, ())
             return
-        if instance.client.heard_all:
-            group.killed.add(instance.name)
         self._ranks.lose(instance.name, group.members)
         thread = clock.make_thread(partial(self._repair, instance.name), f"elastic-repair-{instance.name}")
         with self._lock:
@@ -198,7 +199,7 @@ class Groups:
                 if self.group_of(rank) is not group:
                     continue  # the verb has put them together anew
                 recomputed = recover(self._ranks, group, rank)
-                self._forget(group)
+                self._replace([group])
                 self._log.count(recomputed_tokens=recomputed)
                 self._event("recovered", group, recomputed_tokens=recomputed, why=f"rank {rank} was lost")
                 go_on(self._ranks, rank, group.members)
@@ -279,7 +280,7 @@ class Groups:
             done = self._exchange(exchange, "restore failed")
             if group.shape.apart and done.status == "applied":
                 part(self._ranks, group)
-                self._forget(group)
+                self._replace([group])
                 self._event("parted", group)
             kind: EventKind = "restored" if done.status == "applied" else "restore failed"
             self._changed(kind, group, done, why)
@@ -309,7 +310,7 @@ class Groups:
             self._mark(group)
             gone = [name for name in group.members if not self._ranks.there(name)]
             if group.shape.apart and not group.stages and not gone:
-                self._forget(group)
+                self._replace([group])
 
     def _merged(self, names: Sequence[str]) -> Group:
         """Return one group of instances, and of those that they are in groups with."""
@@ -317,11 +318,7 @@ class Groups:
         if len(old) == 1 and old[0].members == members:
             return old[0]
         serving = self._ranks.present()
-        if gone := [name for name in members if name not in serving]:
-            raise StateError(
-                f"rank {gone[0]!r}, with which {', '.join(names)} would be one group, was lost or is being removed; "
-                "try again when the others go on without it"
-            )
+        require_all(members, serving)
         require_like([serving[name] for name in members])
         rooms = measure(self._ranks, members)
         shape = shape_of(members, rooms)
@@ -335,10 +332,11 @@ class Groups:
             staged=self._staging.caps,
             memories={name: memory.hold() for name in members if (memory := serving[name].memory) is not None},
         )
-        for each in old:
-            each.close()
-        self._replace(old, [group])
-        self._mark(group)
+        try:
+            self._replace(old, [group], all_there=True)
+        except StateError:
+            group.close()
+            raise
         return group
 
     def _together(self, names: Sequence[str]) -> tuple[list[Group], tuple[str, ...]]:
@@ -352,18 +350,28 @@ class Groups:
             raise ConfigError(f"{', '.join(members) or 'no rank'} makes no group; name two ranks at least")
         return old, members
 
-    def _replace(self, old: Sequence[Group], new: Sequence[Group] = ()) -> None:
-        with self._lock:
-            self._groups = (*(group for group in self._groups if group not in old), *new)
+    def _replace(self, old: Sequence[Group], new: Sequence[Group] = (), *, all_there: bool = False) -> None:
+        """Have other groups in the place of some, at once: whoever is lost meanwhile is of one of them.
 
-    def _forget(self, group: Group) -> None:
-        self._replace([group])
-        group.close()
+        With `all_there` raises `StateError` if a rank of the new ones has gone: nobody would repair its group.
+        """
+        with self._lock:
+            if all_there:
+                require_all([name for group in new for name in group.members], self._ranks.present())
+            killed = {rank for group in old for rank in group.killed}
+            for group in new:
+                group.killed |= killed.intersection(group.members)
+            self._groups = (*(group for group in self._groups if group not in old), *new)
+        together = {name for group in new for name in group.members}
+        alone = [name for group in old for name in group.members if name not in together]
         with self._dispatcher.lock:
-            for name in group.members:
-                instance = self._dispatcher.instances.get(name)
-                if instance is not None:
+            for name in alone:
+                if (instance := self._dispatcher.instances.get(name)) is not None:
                     instance.part()
+        for group in new:
+            self._mark(group)
+        for group in old:
+            group.close()
 
     def _mark(self, group: Group) -> None:
         """Note at the instances what they are part of."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from ipaddress import ip_address
@@ -203,6 +203,16 @@ def require_reachable(hosts: Mapping[str, str], addresses: Mapping[str, tuple[st
                     f"rank {rank!r} listens at {host}, where ranks of other hosts do not find it; have it join the "
                     "fleet over the network: elastic rank MODEL --join HOST:PORT"
                 )
+
+
+def require_all(members: Sequence[str], present: Collection[str]) -> None:
+    """Raise `StateError` where a rank is not there that would be in a group."""
+    if gone := [name for name in members if name not in present]:
+        others = ", ".join(name for name in members if name not in gone)
+        raise StateError(
+            f"rank {gone[0]!r}, with which {others} would be one group, was lost or is being removed; "
+            "try again when the others go on without it"
+        )
 
 
 def require_like(instances: Sequence[Instance]) -> None:

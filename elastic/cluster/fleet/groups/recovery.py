@@ -81,6 +81,7 @@ def go_on(ranks: Ranks, lost: str, others: Sequence[str]) -> None:
         there = [dispatcher.instances[name] for name in others if name in dispatcher.instances]
     kept = [] if epoch is None else [(each, kv) for each in there if (kv := _kept_at(each, lost, epoch)) is not None]
     with dispatcher.lock:
+        kept = [(each, kv) for each, kv in kept if not each.leaving]  # or its pages may go while they are read
         dispatcher.requeue(dispatcher.held.go_on(lost, kept, dispatcher.clock()), delivery)
         dispatcher.dispatch()
         dispatcher.changed.notify_all()

@@ -228,10 +228,7 @@ class ReshardingGroups(Groups):
     def _split_up(self, group: Group, units: Sequence[tuple[str, ...]]) -> None:
         """Have some of a group be groups of their own, and all others by themselves."""
         parts = [group.part_of(unit) for unit in units]
-        self._forget(group)
-        self._replace([], parts)
-        for part in parts:
-            self._mark(part)
+        self._replace([group], parts)
         for part in parts:
             note_reach(self._dispatcher, part.shape, measure(self._ranks, part.members))
 

@@ -10,6 +10,7 @@ from elastic.cluster.fleet.groups.targets import sharing
 from elastic.cluster.fleet.instance import Instance
 from elastic.controller.fleet_snapshot import FleetSnapshot
 from elastic.engines.core.kv_state import KVFormat
+from elastic.engines.pipeline.path import LayerPath
 from elastic.planning.arrangement.stages import Held
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.planning.sharding.numbers import by_layer
@@ -30,8 +31,7 @@ class Budgets:
         """The instances are those of the rooms' ranks, at least one."""
         self._bytes = {rank: _memory_bytes(room) for rank, room in rooms.items()}
         self._limited = len(set(self._bytes.values())) > 1
-        paths = {rank: room.path for rank, room in rooms.items() if rooms.keys() >= {*room.path.ranks}}
-        self._units = {unit[0]: unit for unit in sharing(paths)}
+        self._units = {unit[0]: unit for unit in sharing(_complete({rank: room.path for rank, room in rooms.items()}))}
         self._kv = _kv_bytes(rooms, instances[0].kv_format)
         costs = {instance.name: instance.hello.cost for instance in instances}
         seconds = {rank: cost.layer(USUAL) for rank, cost in costs.items() if cost is not None}
@@ -59,6 +59,15 @@ class Budgets:
         if not self._seconds:
             return 1.0
         return round(max(self._seconds[rank] for rank in unit) / min(self._seconds.values()), 1)
+
+
+def _complete(paths: Mapping[str, LayerPath]) -> dict[str, LayerPath]:
+    """Return the paths of which all ranks are there, and the paths of these are complete."""
+    complete = dict(paths)
+    while lost := [rank for rank, path in complete.items() if not complete.keys() >= {*path.ranks}]:
+        for rank in lost:
+            del complete[rank]
+    return complete
 
 
 def _memory_bytes(room: Room) -> int:

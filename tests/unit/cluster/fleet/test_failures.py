@@ -15,6 +15,7 @@ from elastic.cluster.control.messages import Beat, News
 from elastic.cluster.fleet import supervisor
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.membership import MOST_LOSSES
+from elastic.cluster.fleet.moves import Mover
 from elastic.engines.base import Output, Request, Sampling
 from elastic.engines.sampling import answer_seed
 from elastic.errors import RankLost
@@ -373,6 +374,26 @@ def test_a_rank_that_dies_while_a_request_moves_costs_nothing_else(world: Any, w
     error = w.in_background(lambda: w.fleet.move(request.id, target.hello.name))
     assert isinstance(error, RankLost)
     assert error.rank == dying.hello.name
+    w.finish()
+
+
+@pytest.mark.parametrize("where", ["_require_alive", "_wait"])
+def test_whatever_ends_who_moves_a_request_it_goes_on(world: Any, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """It was handed over, or given to its target already."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    w = world()
+    (request,) = w.submit()
+    w.launcher.step(2)
+    source = w.rank_of(request)
+    (target,) = {"r0", "r1"} - {source.hello.name}
+    with monkeypatch.context() as patch:
+        patch.setattr(Mover, where, fail)
+        assert isinstance(w.in_background(lambda: w.fleet.move(request.id, target)), MemoryError)
+    assert source.held == {}
+    assert "move failed" in w.kinds()
     w.finish()
 
 

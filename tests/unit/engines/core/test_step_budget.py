@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,14 +12,31 @@ from hypothesis import strategies as st
 from elastic.engines.core.step_budget import CostBudget, TokenBudget
 from elastic.errors import ConfigError
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
+from support.planning.halving import halve
+from support.planning.pipelines import by_tokens, run_pipeline
 
 COST = ChunkCost(prefix=1e-6, own=1e-6, token=2e-4, chunk=1e-3, shared=5e-4)
 PROMPTS = st.lists(st.integers(1, 6000), min_size=1, max_size=12)
+LEAST, UNBOUNDED = 64, 1 << 30
 
 
-def steps(budget: CostBudget | TokenBudget, prompts: list[int]) -> list[list[Chunk]]:
+@st.composite
+def queues(draw: st.DrawFn) -> list[Chunk]:
+    """Prompts, some of them begun."""
+    sizes = st.one_of(st.integers(1, 40), st.integers(1, 3000), st.just(1))
+    drawn = draw(st.lists(st.tuples(st.sampled_from([0, 0, 17, 4000]), sizes), min_size=1, max_size=20))
+    return [Chunk(str(i), start, count) for i, (start, count) in enumerate(drawn)]
+
+
+def heavy_tail(seed: int, count: int = 40) -> list[Chunk]:
+    """Lengths from 1 to 64 times the least; few are long."""
+    choose = random.Random(seed)
+    return [Chunk(str(i), 0, int(64 * min(64, choose.paretovariate(1.0)))) for i in range(count)]
+
+
+def steps(budget: CostBudget | TokenBudget, prompts: Sequence[int | Chunk]) -> list[list[Chunk]]:
     """Cut a queue as the scheduler does: in order, so many tokens a step."""
-    queue = [Chunk(str(number), 0, count) for number, count in enumerate(prompts)]
+    queue = [Chunk(str(i), 0, each) if isinstance(each, int) else each for i, each in enumerate(prompts)]
     batches = []
     while queue:
         left, batch = budget.tokens((), iter(queue)), []
@@ -43,6 +63,56 @@ def test_tokens_are_conserved_and_their_order_is_kept(prompts: list[int]) -> Non
 def test_the_steps_of_one_long_prompt_cost_the_same(prompt: int) -> None:
     costs = [COST.batch(batch) for batch in steps(CostBudget(COST, 128, 8192), [prompt])[:-1]]
     assert max(costs) <= 1.1 * min(costs)
+
+
+def tokens(batch: Sequence[Chunk]) -> int:
+    return sum(chunk.tokens for chunk in batch)
+
+
+def bubbles(batches: Sequence[Sequence[Chunk]], cost: ChunkCost) -> float:
+    """What two stages wait beyond what is lost at the ends, (s - 1) / (m + s - 1)."""
+    return run_pipeline([[cost.batch(batch) / 2] * 2 for batch in batches]).bubbles - 1 / (len(batches) + 1)
+
+
+@given(queues())
+def test_the_steps_of_a_queue_cost_the_same_where_they_have_more_than_the_least(queue: list[Chunk]) -> None:
+    batches = steps(CostBudget(COST, LEAST, UNBOUNDED), queue)[:-1]
+    costs = [COST.batch(batch) for batch in batches]
+    if batches and min(map(tokens, batches)) > LEAST:
+        assert max(costs) <= 1.1 * min(costs)
+
+
+@given(st.integers(0, 1000))
+def test_on_heavy_tails_steps_cost_the_same_and_no_more_than_by_figure_11(seed: int) -> None:
+    queue = heavy_tail(seed)
+    costs = [COST.batch(batch) for batch in steps(CostBudget(COST, 128, UNBOUNDED), queue)]
+    assert max(costs) <= 1.1 * min(costs[:-1])
+    assert max(costs) <= 1.05 * max(map(COST.batch, halve(queue, COST, 128)))
+
+
+def test_on_heavy_tails_stages_wait_less_than_by_tokens() -> None:
+    cost = ChunkCost(2e-8, 2e-8, 2e-5, 1e-4, 1e-4)
+    ours = theirs = 0.0
+    for seed in range(30):
+        queue = heavy_tail(seed)
+        even = steps(CostBudget(cost, 128, UNBOUNDED), queue)
+        filled = by_tokens(queue, -(-tokens(queue) // len(even)))
+        ours, theirs = ours + bubbles(even, cost), theirs + bubbles(filled, cost)
+    assert ours <= 0.1 * theirs
+
+
+@pytest.mark.parametrize("least", [100, 200, 400])
+def test_equal_prompts_are_cut_as_by_tokens(least: int) -> None:
+    queue = [Chunk(str(i), 0, 100) for i in range(24)]
+    assert list(map(tuple, steps(CostBudget(COST, least, UNBOUNDED), queue))) == list(by_tokens(queue, least))
+
+
+def test_what_comes_later_goes_with_the_share_of_the_queue_or_raises_it() -> None:
+    budget, long, short = CostBudget(COST, 64, UNBOUNDED), Chunk("long", 0, 3000), Chunk("short", 0, 2000)
+    share = budget.tokens((), [long])
+    assert budget.tokens((), [Chunk("long", 2990, 10), short]) > 10 + 64
+    assert budget.tokens((), [short]) < share  # of the long one nothing is left
+    assert budget.tokens((), [short, long]) == share
 
 
 def test_steps_of_as_many_tokens_do_not() -> None:

@@ -14,6 +14,8 @@ import pytest
 from elastic.cluster.control.messages import Apply
 from elastic.cluster.control.stage_questions import MeasureRoom, Recover, WeightsOf
 from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.fleet.groups import groups, resharding
+from elastic.cluster.fleet.groups.group import Group
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.engines.base import Request
 from elastic.errors import RankLost, StateError
@@ -271,3 +273,41 @@ def test_a_rank_that_goes_while_another_begins_to_listen_is_lost_in_words(monkey
         dispatcher.instances |= there
         assert name not in ranks._addresses
         ranks.listen(["r0"])
+
+
+def test_a_rank_that_is_lost_while_instances_become_a_group_leaves_none_that_nobody_repairs(
+    served: tuple[Fleet, list[GroupRank]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, (_, b, *_) = served
+    shape_of = groups.shape_of
+    monkeypatch.setattr(groups, "shape_of", lambda *about: (b.die(), shape_of(*about))[1])
+    with pytest.raises(StateError, match="rank 'r1', with which r0 would be one group, was lost"):
+        fleet.drop(layers=FIRST)
+    assert fleet.groups() == ()
+    monkeypatch.undo()
+    assert fleet.merge("r0", "r2").members == ("r0", "r2")
+
+
+def test_a_rank_that_is_lost_while_a_group_is_split_up_is_repaired(
+    served: tuple[Fleet, list[GroupRank]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group of three came to nothing; the two that were one before are so again."""
+    fleet, (_, b, *_) = served
+    fleet.merge("r0", "r1")
+    close = Group.close
+
+    def lose_one(group: Group) -> None:
+        close(group)
+        if len(group.members) == 3:
+            b.heard_all = True
+            b.die()
+
+    def differ(*_: object) -> None:
+        raise StateError("other weights")
+
+    monkeypatch.setattr(Group, "close", lose_one)
+    monkeypatch.setattr(resharding, "compare_weights", differ)
+    with pytest.raises(StateError, match="other weights"):
+        fleet.merge("r0", "r2")
+    until(lambda: recovered(fleet) == ["r0,r1"])
+    assert fleet.groups() == ()

@@ -75,6 +75,13 @@ def test_of_who_has_lost_a_rank_nothing_is_said() -> None:
     assert told.fitted(Held("c", ALL)).room_bytes == (50 + LAYERS * WEIGHT) * PAGE
 
 
+def test_of_who_computes_with_one_that_has_lost_a_rank_nothing_is_said() -> None:
+    a, b = LayerPath("a", ("a", "a", "b", "b")), LayerPath("b", ("lost", "a", "b", "b"))
+    told = budgets(room(a, 100, 3), room(b, 100, 3), alone("c", 50))
+    assert [told.fitted(Held(name, ALL)) for name in "ab"] == [Held(name, ALL) for name in "ab"]
+    assert told.fitted(Held("c", ALL)).room_bytes == (50 + LAYERS * WEIGHT) * PAGE
+
+
 def test_ranks_that_share_layers_have_their_memory_together() -> None:
     shared = LayerPath("a", ("a", "b") * LAYERS, shards=2), LayerPath("b", ("a", "b") * LAYERS, shards=2)
     halves = [frozenset(range(part, 2 * LAYERS, 2)) for part in range(2)]

@@ -162,6 +162,26 @@ def test_a_request_whose_layers_are_not_kept_goes_on_without(served: tuple[Fleet
     heard.wait(["q"])
 
 
+def test_what_a_rank_keeps_that_is_just_being_removed_is_not_read(served: tuple[Fleet, list[TellingRank]]) -> None:
+    """It ends in order: its pages are given back while somebody might copy them."""
+    fleet, (a, b) = served
+    heard, _ = begin(fleet, a, b)
+
+    def leave(question: Any) -> None:
+        if isinstance(question, KeptLayers):
+            fleet._dispatcher.instances["r1"].leaving = True
+
+    b.fails = leave
+    a.die()
+    until(b.submitted)
+    (submit,) = b.submitted()
+    assert submit.source is not None
+    assert submit.source.others == ()
+    assert fleet._dispatcher.instances["r1"].moves == 0
+    b.step(20)
+    heard.wait(["q"])
+
+
 def test_a_request_that_is_cancelled_while_it_waits_ends(served: tuple[Fleet, list[TellingRank]]) -> None:
     fleet, (a, b) = served
     heard, _ = begin(fleet, a, b)
