@@ -18,7 +18,7 @@ the form `padded`. `here` is plain, so it is 1 by itself. Networks above 512 MiB
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -130,10 +130,10 @@ MOST_ON_CPU = 512 << 20
 """Bytes of a network's two matrices."""
 
 
-def products(case: Case, device: str, rounds: int) -> dict[str, dict[str, float]]:
+def products(case: Case, device: str, rounds: int, several: Sequence[int]) -> dict[str, dict[str, float]]:
     """Return the time of a network's products in each form over that of plain ones, by form and tokens."""
     hidden, found = case.row_bytes // BF16, dict[str, dict[str, float]]()
-    for tokens in TOKENS:
+    for tokens in several:
         x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=device)
         works = {"plain": network(x, [case.rows])}
         for form in FORMS:
@@ -170,8 +170,12 @@ def show_products(rows: list[dict[str, Any]]) -> None:
     """Print the times of products, and the form that is chosen by them."""
     cells = []
     for row in rows:
-        for tokens in TOKENS if "products" in row else ():
-            times = {form: row["products"][f"{form}, {tokens} tokens"] for form in FORMS}
+        for tokens in TOKENS:
+            times = {
+                f: row["products"][key] for f in FORMS if (key := f"{f}, {tokens} tokens") in row.get("products", ())
+            }
+            if not times:
+                continue
             sizes = row["rows"], row["row_bytes"], row["page_bytes"], row["parts"]
             chosen = choose_layout(*sizes, seconds={form: time["median"] for form, time in times.items()}).form
             cells.append([row["model"], tokens, *map(show, times.values()), chosen])
@@ -187,10 +191,12 @@ def main() -> None:
         __doc__.splitlines()[0], products={"action": "store_true", "help": "measure products of dense networks, too"}
     )
     rows = [measure(case) for case in CASES]
+    measured = [case for case in CASES if options.products and timed(case, options.device)]
     for case, row in zip(CASES, rows, strict=True):
-        if options.products and timed(case, options.device):
+        if case in (measured[:1] if options.quick else measured):
             row |= {"rows": case.rows, "row_bytes": case.row_bytes}
-            row["products"] = products(case, options.device, 2 if options.quick else options.rounds)
+            rounds, several = (2, TOKENS[:1]) if options.quick else (options.rounds, TOKENS)
+            row["products"] = products(case, options.device, rounds, several)
     shares = ("padded", "segments", "aligned", "aligned_largest", "here")
     cells = [
         [
