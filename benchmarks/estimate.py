@@ -32,10 +32,10 @@ from typing import Any
 import torch
 from common import arguments, finish, table
 from estimate_fleets import Measured, measure
-from estimate_links import measured_contention, measured_link
 from estimate_memory import MIXES, peaks
 from estimate_shapes import CONTEXT, DEGREES, FORMS, POINTS, STEP_TOKENS, save, shapes
 
+from elastic.cluster.peers.link_profile import measure_contention, measure_link
 from elastic.engines.continuous.chunk_profile import Mix, profile_chunks
 from elastic.estimation.activations import bound_bytes
 from elastic.estimation.estimate import Estimator
@@ -263,7 +263,7 @@ def _whole(row: Row, who: str) -> list[float]:
 def main() -> None:
     options = arguments(__doc__.splitlines()[0], only={"nargs": "*", "default": []})
     rounds, most_s, forms = (1, 0.3, FORMS[:2]) if options.quick else (2, 1.0, FORMS)
-    link, contention = measured_link(), measured_contention()
+    link, contention = measure_link(), measure_contention()
     latency: list[Row] = []
     memory: list[Row] = []
     costs: list[Row] = []

@@ -1,27 +1,34 @@
 """What laying weights on pages costs, so that cuts in 2 and 4 are given back in place (AMOEBA, table 2, figure 10 b).
 
-    python benchmarks/padding.py
+    python benchmarks/padding.py [--products] [--device cuda:0]
 
-By shapes alone, no weight is made: pages of one matrix of the feed-forward network whole and in parts, and the bytes
-that padding adds, in percent of the weights. `padded`: one product over all parts, so that cuts are whole rows and
-whole pages. `segments`: a product for each part. `aligned`: one product as well, cut at the rows that end on pages, so
-that nothing but the end is padded; the largest part is then so many percent larger than an even one. `here`: what is
-done. Nothing is padded: cuts are the aligned ones where the largest part is at most 5 % larger than an even one, else
-even ones, and a page that two parts have in common is kept by both, which is counted. Experts are cut by experts. Pages
-are of 2 MiB, for the model inside of 4 to 64 KiB. Target: at most 14 % for all of the paper's models.
+By shapes alone, no weight is made, but with `--products`: pages of one matrix of the feed-forward network whole and
+in parts, and the bytes that padding adds, in percent of the weights. `padded`: one product over all parts, so that
+cuts are whole rows and whole pages. `segments`: a product for each part. `aligned`: one product as well, cut at the
+rows that end on pages, so that nothing but the end is padded; the largest part is then so many percent larger than an
+even one. `here`: what is done. Nothing is padded: cuts are the aligned ones where the largest part is at most 5 %
+larger than an even one, else even ones, and a page that two parts have in common is kept by both, which is counted.
+Experts are cut by experts. Pages are of 2 MiB, for the model inside of 4 to 64 KiB. Target: at most 14 % for all of
+the paper's models.
+
+`--products` has the time of both products of a dense network, `up` and `down`, in each form over that of plain weights,
+in bfloat16, for one token and for 64; where that is known, the form is chosen by it. Target, of a GPU: at most 1.001 in
+the form `padded`. `here` is plain, so it is 1 by itself. Networks above 512 MiB are left out on a CPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from common import arguments, finish, table
+import torch
+from common import arguments, finish, paired, ratio, show, table
 
 from elastic.errors import ConfigError
 from elastic.planning.sharding.bounds import most_parts, row_bounds
-from elastic.planning.sharding.page_layout import aligned_unit, choose_layout, cut_layout, page_count
+from elastic.planning.sharding.page_layout import CutLayout, Form, aligned_unit, choose_layout, cut_layout, page_count
 from elastic.runtime.cutting import MOST_UNEVEN
 
 CUDA_PAGE = 2 << 20
@@ -117,13 +124,79 @@ def kept_twice(case: Case) -> float:
     return pages * case.page_bytes / ends[-1] - 1
 
 
+FORMS: tuple[Form, ...] = ("padded", "segments")
+TOKENS = (1, 64)
+MOST_ON_CPU = 512 << 20
+"""Bytes of a network's two matrices."""
+
+
+def products(case: Case, device: str, rounds: int, several: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Return the time of a network's products in each form over that of plain ones, by form and tokens."""
+    hidden, found = case.row_bytes // BF16, dict[str, dict[str, float]]()
+    for tokens in several:
+        x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=device)
+        works = {"plain": network(x, [case.rows])}
+        for form in FORMS:
+            works[form] = network(x, stored_rows(cut_layout(case.rows, case.row_bytes, case.page_bytes, 4, form)))
+        times = paired(works, device, rounds)
+        found |= {f"{form}, {tokens} tokens": ratio(times[form], times["plain"]) for form in FORMS}
+    return found
+
+
+def stored_rows(layout: CutLayout) -> list[int]:
+    """Return the rows of each product: one over all that is stored, padding included, or one for each part."""
+    if layout.form == "padded":
+        return [sum(part.nbytes for part in layout.parts) // layout.row_bytes]
+    return [len(part.rows) for part in layout.parts]
+
+
+def network(x: torch.Tensor, rows: list[int]) -> Callable[[], torch.Tensor]:
+    """Return what computes both products of a network of x [tokens, hidden], in parts of so many rows, added up."""
+    parts = [torch.zeros(2, count, x.shape[1], dtype=x.dtype, device=x.device) for count in rows]
+
+    def work() -> torch.Tensor:
+        return sum(((x @ up.T) @ down for up, down in parts[1:]), start=(x @ parts[0][0].T) @ parts[0][1])
+
+    return work
+
+
+def timed(case: Case, device: str) -> bool:
+    """Whether its products are measured: `down` of a dense network lies by the rows that are cut."""
+    small = device != "cpu" or 2 * case.rows * case.row_bytes <= MOST_ON_CPU
+    return small and case.page_bytes == CUDA_PAGE and "," not in case.model
+
+
+def show_products(rows: list[dict[str, Any]]) -> None:
+    """Print the times of products, and the form that is chosen by them."""
+    cells = []
+    for row in rows:
+        for tokens in TOKENS:
+            times = {
+                f: row["products"][key] for f in FORMS if (key := f"{f}, {tokens} tokens") in row.get("products", ())
+            }
+            if not times:
+                continue
+            sizes = row["rows"], row["row_bytes"], row["page_bytes"], row["parts"]
+            chosen = choose_layout(*sizes, seconds={form: time["median"] for form, time in times.items()}).form
+            cells.append([row["model"], tokens, *map(show, times.values()), chosen])
+    table(["products over plain ones", "tokens", *FORMS, "chosen"], cells)
+
+
 def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"
 
 
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0])
+    options = arguments(
+        __doc__.splitlines()[0], products={"action": "store_true", "help": "measure products of dense networks, too"}
+    )
     rows = [measure(case) for case in CASES]
+    measured = [case for case in CASES if options.products and timed(case, options.device)]
+    for case, row in zip(CASES, rows, strict=True):
+        if case in (measured[:1] if options.quick else measured):
+            row |= {"rows": case.rows, "row_bytes": case.row_bytes}
+            rounds, several = (2, TOKENS[:1]) if options.quick else (options.rounds, TOKENS)
+            row["products"] = products(case, options.device, rounds, several)
     shares = ("padded", "segments", "aligned", "aligned_largest", "here")
     cells = [
         [
@@ -148,6 +221,9 @@ def main() -> None:
     ]
     table(header, cells)
     print()
+    if options.products:
+        show_products(rows)
+        print()
     for form, most in (
         ("in the chosen form", max(row[row["chosen"]] for row in rows if row["paper"])),
         ("here", max(row["here"] for row in rows if row["paper"])),

@@ -44,7 +44,7 @@ LENGTHS = {  # median and sigma of the logarithm, of prompts and answers
     "code": ((800.0, 0.6), (20.0, 0.6)),
     "bursts": ((200.0, 0.7), (60.0, 0.5)),
 }
-FIGURES = ("tokens_per_s", "p50_ttft_s", "p50_tpot_s", "kv_use", "p95_ttft_s", "p95_tpot_s", "p99_ttft_s")
+FIGURES = ("tokens_per_s", "p50_ttft_s", "p50_tpot_s", "kv_use", "p95_ttft_s", "p95_tpot_s", "p99_ttft_s", "p99_tpot_s")
 ALONE = tuple(0.9 * number for number in range(8))
 """Seconds at which requests come that calibrate shared layers: each has ended before the next comes."""
 MOST_OTHERS = 0.05

@@ -54,7 +54,7 @@ from elastic.sim.workload import RequestSource
 
 LINK_BYTES_S = 1e9
 """Between ranks: assumed; what a message takes besides is fitted to a run of its own."""
-TARGETS = dict(zip(FIGURES, (0.05, 0.05, 0.05, 0.05, 0.10, 0.10, None), strict=True))
+TARGETS = dict(zip(FIGURES, (0.05, 0.05, 0.05, 0.05, 0.10, 0.10, None, None), strict=True))
 SEEDS = 5
 LEAD_S = 1.0
 PACED = {

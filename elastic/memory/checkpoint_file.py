@@ -7,6 +7,7 @@ import math
 import mmap
 import os
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,18 @@ class Checkpoint:
 
     def locate(self, name: str) -> tuple[CheckpointFile, str] | None:
         """Return the file that `find` would read from, and the name that the tensor has there."""
-        parts = name.replace(".base_layer", "").split(".")
-        for start in range(len(parts)):
-            end = ".".join(parts[start:])
-            if end in self._files:
-                return self._files[end], end
-        return None
+        end = next((end for end in _ends(name) if end in self._files), None)
+        return None if end is None else (self._files[end], end)
+
+    def find_blocks(self, name: str) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the entries of a parameter that `blocks` has by its name, or by the longest end of it; none: empty."""
+        return next((self.blocks[end] for end in _ends(name) if end in self.blocks), [])
+
+
+def _ends(name: str) -> Iterator[str]:
+    """Yield the ends of a parameter's name, itself first."""
+    parts = name.replace(".base_layer", "").split(".")
+    yield from (".".join(parts[start:]) for start in range(len(parts)))
 
 
 def _open(path: Path) -> CheckpointFile:

@@ -25,6 +25,7 @@ from elastic.runtime.handlers import make_handlers
 from elastic.runtime.options import WrapOptions
 from elastic.runtime.parts import ModelParts
 from elastic.runtime.runtime import Runtime
+from elastic.weights.shards.stored_names import blocks_of
 
 
 class Installation:
@@ -71,6 +72,8 @@ installations: weakref.WeakKeyDictionary[nn.Module, Installation] = weakref.Weak
 
 def install(model: nn.Module, options: WrapOptions) -> None:
     """Move the model's memory, then put everything on it; on an error it is as it was."""
+    if options.files is not None and not options.files.blocks:
+        options.files.blocks.update(blocks_of(model, options.files))
     with ExitStack() as memory, ExitStack() as on_model:
         choose_decode_kernels(options)
         handlers = partial(make_handlers, options.decoder, options.copy_rate)

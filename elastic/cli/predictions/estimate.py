@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
 
 from elastic.cli.inputs.checks import require_at_least
 from elastic.cli.inputs.intent_options import intent_of, load_of, losses_of, names_of
+from elastic.cluster.peers.link_profile import measure_contention, measure_link
 from elastic.errors import ConfigError
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import WEIGHTS
@@ -36,6 +39,7 @@ def estimate(options: Namespace) -> int:
     load = load_of(options)
     weights = names_of(options.weights, "--weights") if options.weights is not None else WEIGHTS
     kv = names_of(options.kv, "--kv")
+    profile = _profile(options, forms_of(weights, kv), load) if options.profile else None
     estimates = estimate_all(
         options.model,
         options.devices,
@@ -44,7 +48,7 @@ def estimate(options: Namespace) -> int:
         kv=kv,
         intent=intent_of(options),
         kind=options.kind,
-        profile=_profile(options, forms_of(weights, kv), load) if options.profile else None,
+        profile=profile,
         planned=options.planned,
         losses=losses_of(options),
         method=options.method,
@@ -58,8 +62,9 @@ def estimate(options: Namespace) -> int:
         console.print(_configurations(fitting[: options.top], wanted))
         if fitting[0].ranks:
             console.print(_ranks(fitting[0]))
+    links = profile is not None and profile.link is not None
     counted = f"{len(fitting)} of {len(estimates)} configurations fit"
-    console.print(f"{counted}; seconds: {basis_words(estimates[0].basis)}", soft_wrap=True)
+    console.print(f"{counted}; seconds: {basis_words(estimates[0].basis, links=links)}", soft_wrap=True)
     if options.method == "paper":
         console.print(_PAPER, soft_wrap=True)
     for reason, names in _reasons(estimates)[:_REASONS]:
@@ -68,14 +73,20 @@ def estimate(options: Namespace) -> int:
 
 
 def _profile(options: Namespace, forms: Sequence[str], load: Load) -> CostProfile:
-    """Measure fingerprints in some forms on the first of the devices, which is of this machine."""
-    first = parse_devices(options.devices, options.kind)[0]
+    """Measure fingerprints in some forms on the first of the devices, which is of this machine.
+
+    Of several on a CPU what ranks there do to each other is measured, too, if they can have a core each.
+    """
+    first, *others = parse_devices(options.devices, options.kind)
     device = first.name.partition("#")[0]
     if first.kind.name == device and first.kind.type != "cpu":
         raise ConfigError(
             f"--profile measures on this machine: name its devices, such as cuda:0, not {first.kind.name}"
         )
-    return measure_fingerprints(options.model, forms, device=device, context=load.tokens)
+    profile = measure_fingerprints(options.model, forms, device=device, context=load.tokens)
+    if not others or device != "cpu" or len(os.sched_getaffinity(0)) < 2:
+        return profile
+    return replace(profile, link=measure_link(), contention=measure_contention())
 
 
 def _configurations(estimates: Sequence[Estimate], intent: str) -> Table:
@@ -131,10 +142,10 @@ def _ranks(best: Estimate) -> Table:
     return table
 
 
-def basis_words(basis: str) -> str:
-    """Say where the seconds of estimates are from."""
+def basis_words(basis: str, *, links: bool = False) -> str:
+    """Say where the seconds of estimates are from; `links`: whether those between ranks were measured."""
     words = {
-        "measured": "fitted to fingerprints measured here; links are assumed",
+        "measured": f"fitted to fingerprints measured here; links are {'measured, too' if links else 'assumed'}",
         "data sheet": "predicted at the peak rates of a data sheet, no less than that; estimate --profile measures",
     }
     return words.get(basis, "assumed of one core; estimate --profile measures")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from elastic.engines.core.kv_state import KVSource, LayersKV
@@ -126,13 +127,23 @@ class Room:
         return self.steps.of((parts + beside) / every) - self.steps.of(beside / every)
 
     def weights_of(self, shards: Iterable[int]) -> int:
-        """Count the pages of weights when these shards are there, and no others."""
-        return sum(self.weight_pages[layer].pages(parts) for layer, parts in by_layer(shards, self.path.shards).items())
+        """Count the pages of weights when these shards are there, and no others. Plans ask again and again."""
+        key = frozenset(shards)
+        pages = self._counted.get(key)
+        if pages is None:
+            layers = by_layer(key, self.path.shards)
+            pages = self._counted[key] = sum(self.weight_pages[layer].pages(parts) for layer, parts in layers.items())
+        return pages
 
     def parts_of(self, shards: Iterable[int]) -> tuple[int, ...]:
         """Return the parts of the KV cache that shards need."""
         each, numbers = len(self.sector_pages) // self.path.layers, self.path.numbers
         return kv_parts({shard % numbers for shard in shards}, self.path.shards, each)
+
+    @cached_property
+    def _counted(self) -> dict[frozenset[int], int]:
+        """Pages of weights by shards, as far as they were counted."""
+        return {}
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.cluster.rank.stored_names import blocks_of
 from elastic.errors import ConfigError
 from elastic.memory.backends.cuda import require_cuda
 from elastic.memory.checkpoint_file import Checkpoint
 from elastic.model_files import quiet, read_config, reading
 from elastic.weights.decoder import Decoder, find_decoder
 from elastic.weights.shards.stored import StoredParameter, find_stored
+from elastic.weights.shards.stored_names import blocks_of
 
 
 def load_skeleton(path: str, device: torch.device, *, option: str) -> tuple[Any, Checkpoint]:

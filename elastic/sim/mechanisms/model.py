@@ -145,9 +145,17 @@ class LayeredModel:
 
     def weight_pages(self, shards: Collection[int], packed: Collection[int] = ()) -> int:
         """Count the pages of these shards' weights; of `packed` layers all are there, and smaller."""
-        layers = by_layer(shards, self.shards)
-        small = self.packed_pages if self.packed is not None else 0
-        return sum(small if layer in packed else self.layer_pages.pages(parts) for layer, parts in layers.items())
+        key = frozenset(shards), frozenset(packed)
+        if key not in self._counted:
+            small = self.packed_pages if self.packed is not None else 0
+            layers = by_layer(shards, self.shards).items()
+            self._counted[key] = sum(small if n in packed else self.layer_pages.pages(parts) for n, parts in layers)
+        return self._counted[key]
+
+    @cached_property
+    def _counted(self) -> dict[tuple[frozenset[int], frozenset[int]], int]:
+        """Pages of weights by shards and packed layers, as far as they were counted."""
+        return {}
 
     @property
     def packed_pages(self) -> int:

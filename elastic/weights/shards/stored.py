@@ -118,7 +118,7 @@ def _tiles(checkpoint: Checkpoint, name: str, ndim: int) -> Iterator[Tile]:
         if len(file.shape(entry)) == ndim:
             yield Tile(file, entry, (0,) * ndim)
         return
-    for entry, at in checkpoint.blocks.get(name, ()):
+    for entry, at in checkpoint.find_blocks(name):
         located = checkpoint.locate(entry)
         if located is None or len(located[0].shape(located[1])) > ndim:
             return

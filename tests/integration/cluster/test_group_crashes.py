@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+import elastic
 from elastic.assets import MODEL_DIR
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.rank.client import RankClient
@@ -141,6 +142,54 @@ def test_a_rank_is_lost_at_any_point_while_layers_are_shared_and_parted(
     survive(seed, how, launcher, share_and_part)
 
 
+LENGTHS = elastic.Lengths(tick_s=0.02, wait_s=0.0, dwell_s=0.0, cooldown_s=0.1, patience_s=1.0)
+ROOM, LONG = 400, 700
+"""Tokens for which a rank has room by itself, and of a prompt for which ranks must become one."""
+TOKEN_BYTES = 6 << 10
+
+
+def fixed_bytes(launcher: SharedLauncher) -> int:
+    """Return what a rank whose layers are cut has besides keys and values."""
+    with Fleet(str(MODEL_DIR), ranks=1, launch=launcher, places=["cpu=48MiB"], engine=ENGINE, shards=4) as fleet:
+        (place,) = fleet.look("r0").status.places
+        return sum(nbytes for owner, nbytes in place.owners.items() if not owner.startswith("kv"))
+
+
+def survive_with_long_requests(seed: int, how: signal.Signals, launcher: SharedLauncher) -> None:
+    """Lose one of three ranks at a random point while the policy of lengths has them share layers and part.
+
+    Two are left, which together can hold what each cannot.
+    """
+    chosen = random.Random(seed)
+    victim, after_s = f"r{chosen.randrange(3)}", chosen.uniform(0, 4)
+    places = [f"cpu={fixed_bytes(launcher) + ROOM * TOKEN_BYTES}"]
+    options: dict[str, Any] = {"places": places, "engine": ENGINE, "replace": False, "beat_timeout_s": 3}
+    lengths = [5, 40, LONG, 90, 33, LONG, 64, LONG, 20, LONG]
+    with Fleet(str(MODEL_DIR), ranks=3, launch=launcher, policy=LENGTHS, **options) as fleet:
+        alone, pair = (max(blocks[degree] for blocks in fleet.capacity((1, 2)).values()) for degree in (1, 2))
+        assert alone * ENGINE["block_tokens"] < LONG < LONG + 60 < pair * ENGINE["block_tokens"]
+        heard, requests = Collector(), [Request(prompt, 60, ignore_eos=True) for prompt in prompts(lengths, 1000)]
+        pid = pid_of(fleet, victim)
+        for request in requests:
+            fleet.submit(request, heard)
+        heard.wait_for_tokens(requests[0].id, 1)
+        threading.Timer(after_s, os.kill, (pid, how)).start()
+        heard.wait([request.id for request in requests])
+        wait_until(lambda: not fleet.groups() and fleet.status().totals.ranks_lost == 1)
+        for request in requests:
+            assert heard.ends[request.id].finish == "length", heard.ends[request.id]
+            assert same_unless_close(plain(), request.prompt, heard.tokens[request.id])
+        assert any(event.kind == "resharded" for event in fleet.events())
+        fleet.check()
+
+
+@pytest.mark.parametrize(("seed", "how"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_a_rank_is_lost_at_any_point_while_the_policy_of_lengths_acts(
+    launcher: SharedLauncher, seed: int, how: signal.Signals
+) -> None:
+    survive_with_long_requests(seed, how, launcher)
+
+
 class UnkillableLauncher:
     """Starts ranks that the fleet cannot kill, as those that have joined: it only hears them no more."""
 
@@ -262,6 +311,12 @@ def test_members_are_killed_while_replicas_come_and_go(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(100))
 def test_ranks_are_lost_many_times_while_layers_are_shared_and_parted(seed: int) -> None:
     survive(seed, signal.SIGKILL if seed % 3 else signal.SIGSTOP, change=share_and_part)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(30))
+def test_ranks_are_lost_many_times_while_the_policy_of_lengths_acts(launcher: SharedLauncher, seed: int) -> None:
+    survive_with_long_requests(seed, signal.SIGKILL if seed % 3 else signal.SIGSTOP, launcher)
 
 
 @pytest.mark.long

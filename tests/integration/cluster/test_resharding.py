@@ -10,10 +10,11 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import elastic
 from elastic import ConfigError
@@ -39,11 +40,12 @@ ENGINE = {"block_tokens": 8, "max_batch_tokens": 64}
 class Served:
     """Ranks over models of one architecture whose layers are cut; `computed` counts tokens of instances' own steps."""
 
-    def __init__(self, name: str, ranks: int, shards: int, budget: int) -> None:
+    def __init__(self, name: str, ranks: int, shards: int, budget: int, page_bytes: int) -> None:
         self.plain = architectures.build(name)
         self.models = [architectures.build(name) for _ in range(ranks)]
         for number, model in enumerate(self.models):
-            elastic.wrap(model, places=small(budget, f"cpu#{number}"), shards=shards)
+            place = replace(small(budget, f"cpu#{number}"), page_bytes=page_bytes)
+            elastic.wrap(model, places=place, shards=shards)
         self.names = [f"r{number}" for number in range(ranks)]
         self.fleet = Fleet.of(*self.models, engine=ENGINE, beat_timeout_s=60)
         self.heard, self.computed = Collector(), 0
@@ -82,7 +84,7 @@ class Served:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
-    """serve(architecture, ranks, shards, budget): started; stopped and unwrapped in the end."""
+    """serve(architecture, ranks, shards, budget, page_bytes): started; stopped and unwrapped in the end."""
     made: list[Served] = []
     lock, begin = threading.Lock(), ModelRunner.begin
 
@@ -93,8 +95,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
 
     monkeypatch.setattr(ModelRunner, "begin", counted)
 
-    def start(name: str, ranks: int = 2, shards: int = 2, budget: int = 4 << 20) -> Served:
-        made.append(Served(name, ranks, shards, budget))
+    def start(name: str, ranks: int = 2, shards: int = 2, budget: int = 4 << 20, page_bytes: int = PAGE) -> Served:
+        made.append(Served(name, ranks, shards, budget, page_bytes))
         made[-1].fleet.start()
         made[-1].computed = 0
         return made[-1]
@@ -234,6 +236,36 @@ def ups_and_downs(served: Served, count: int) -> None:
 
 def test_ten_ups_and_downs_at_random(serve: Callable[..., Served]) -> None:
     ups_and_downs(serve("qwen3", ranks=4, shards=4), 10)
+
+
+@pytest.fixture
+def by_heads(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], Served]:
+    """by_heads(kv_heads, page_kib): four ranks over a model of eight query heads."""
+
+    def start(kv_heads: int, page_kib: int) -> Served:
+        sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": kv_heads}
+        monkeypatch.setitem(architectures.CONFIGS, "heads", lambda: LlamaConfig(**architectures.SMALL | sizes))
+        return serve("heads", ranks=4, shards=4, budget=page_kib << 20, page_bytes=page_kib << 10)
+
+    return start
+
+
+@pytest.mark.parametrize(("kv_heads", "page_kib"), [(1, 64), (2, 16), (8, 4)])
+def test_a_few_ups_and_downs_with_any_heads_and_pages(
+    by_heads: Callable[[int, int], Served], kv_heads: int, page_kib: int
+) -> None:
+    """More ranks than heads of keys and values, too; memory that nobody wrote has NaN, as in all tests."""
+    ups_and_downs(by_heads(kv_heads, page_kib), 4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page_kib", [4, 16, 64])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_a_thousand_ups_and_downs_with_any_heads_and_pages(
+    by_heads: Callable[[int, int], Served], kv_heads: int, page_kib: int
+) -> None:
+    """Of all nine together."""
+    ups_and_downs(by_heads(kv_heads, page_kib), 112)
 
 
 @pytest.mark.long

@@ -16,7 +16,6 @@ OPTIONAL = {"vllm", "cuda.bindings"}
 WITHOUT_OPTIONS = {
     "common",
     "estimate_fleets",
-    "estimate_links",
     "estimate_memory",
     "estimate_shapes",
     "evaluation_quality",

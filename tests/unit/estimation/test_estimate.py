@@ -15,6 +15,7 @@ import transformers
 import elastic
 from elastic.assets import MODEL_DIR
 from elastic.cli.main import main
+from elastic.cli.predictions import estimate as command
 from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
 from elastic.errors import ConfigError
@@ -25,6 +26,7 @@ from elastic.estimation.model_layout import layout_of
 from elastic.estimation.profile import CostProfile
 from elastic.planning.estimate.configuration import FULL, Configuration
 from elastic.planning.estimate.intent import OBJECTIVES
+from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from support import architectures
 from support.serving.generations import serve
@@ -304,4 +306,31 @@ def test_the_command_measures_fingerprints_of_a_checkpoint(capsys: pytest.Captur
     architectures.build("qwen2-sliding").save_pretrained(tmp_path)
     command = ["estimate", str(tmp_path), "--devices", "cpu#a=32MiB", "--weights", "full"]
     assert main([*command, "--prompt", "24", "--new-tokens", "8", "--profile"]) == 0
-    assert "1 of 1 configurations fit; seconds: fitted to fingerprints measured here" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "1 of 1 configurations fit; seconds: fitted to fingerprints measured here; links are assumed" in shown
+
+
+def test_the_command_measures_what_ranks_on_a_cpu_do_to_each_other(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = layout_of(MODEL_DIR).kinds[0]
+    cost = ChunkCost(1e-8, 1e-8, 1e-5, 1e-4, 9e-5)
+    known = CostProfile("cpu", {(kind.name, "full"): cost}, {"full": cost})
+    monkeypatch.setattr(command, "measure_fingerprints", lambda *_, **__: known)
+    monkeypatch.setattr(command.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(command, "measure_link", lambda: LinearLatency(5.0, 0.0))
+    monkeypatch.setattr(command, "measure_contention", lambda: 0.5)
+    asked: list[CostProfile] = []
+
+    def noted(*given: Any, profile: CostProfile, **options: Any) -> Any:
+        asked.append(profile)
+        return estimate(*given, profile=profile, **options)
+
+    monkeypatch.setattr(command, "estimate_all", noted)
+    options = ["--weights", "full", "--prompt", "24", "--new-tokens", "8", "--profile"]
+    for devices, measured in (("cpu#a=64MiB,cpu#b=64MiB", True), ("cpu#a=64MiB", False)):
+        assert main(["estimate", str(MODEL_DIR), "--devices", devices, *options]) == 0
+        assert f"links are {'measured, too' if measured else 'assumed'}" in capsys.readouterr().out
+    several, one = asked
+    assert (several.link, several.contention) == (LinearLatency(5.0, 0.0), 0.5)
+    assert one is known

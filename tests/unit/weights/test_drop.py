@@ -19,6 +19,7 @@ import elastic
 from elastic import ConfigError, Drop, StateError, Swap
 from elastic.actions import fetch
 from elastic.memory import copy_engine, host_store
+from elastic.memory.checkpoint_file import Checkpoint
 from elastic.types import DROPPED
 from elastic.weights import batch_context, layer
 from elastic.weights.proxy.tensor import WeightProxy
@@ -60,6 +61,26 @@ def test_every_layer_leaves_and_returns_from_the_checkpoint_bit_for_bit(
     rt.check()
     assert rt.restore().layers == tuple(range(count))
     assert not any(isinstance(parameter, WeightProxy) for parameter in model.parameters())
+    assert torch.equal(model(**prompt(3)).logits, expected)
+    assert_same_bits(model, before)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("architecture", ["qwen3-moe", "mixtral"])
+def test_experts_that_files_have_one_by_one_return_from_there(
+    architecture: str, shards: int, wrapped: Any, tmp_path: Path
+) -> None:
+    model = build(architecture)
+    before, expected = bits(model), model(**prompt(3)).logits
+    model.save_pretrained(tmp_path)
+    names = Checkpoint(tmp_path).names
+    assert "model.layers.0.mlp.experts.down_proj" not in names
+    rt = wrapped(model, checkpoint=str(tmp_path), shards=shards).elastic
+    layers = rt.status().layers
+    parts = range(1, layers * shards, 2)
+    change = rt.drop(range(layers)) if shards == 1 else rt.drop(shards=parts)
+    assert change.layers == tuple(range(layers))
+    rt.restore()
     assert torch.equal(model(**prompt(3)).logits, expected)
     assert_same_bits(model, before)
 

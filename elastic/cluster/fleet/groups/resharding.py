@@ -13,7 +13,7 @@ from functools import partial
 from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.groups import targets
-from elastic.cluster.fleet.groups.caps.reach import blocks_by_degree, note_reach
+from elastic.cluster.fleet.groups.caps.reach import largest_instances, note_reach
 from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, close_stages, compare_weights, measure
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Group
@@ -160,8 +160,7 @@ class ReshardingGroups(Groups):
     def capacity(self, degrees: Sequence[int]) -> dict[str, dict[int, int]]:
         """Return the blocks that an instance could have, of each rank and degree; see `Fleet.capacity`."""
         serving = {instance.name: instance.kv_format for instance in self._ranks.serving()}
-        rooms = measure(self._ranks, serving)
-        return {name: blocks_by_degree(name, rooms[name], kv, degrees) for name, kv in serving.items()}
+        return largest_instances(measure(self._ranks, serving), serving, degrees)
 
     def budgets(self) -> Budgets:
         """Return what ranks tell of themselves, for who plans drops. Raises `StateError` where none serves."""

@@ -157,11 +157,11 @@ class Books:
         self.rooms = rooms
         self._groups = [frozenset(parts) for parts, _ in format.groups]
         self._every = range(shape.layers * shape.shards)
+        self._all = frozenset(self._every)
         self._layer = shape.shards  # of its shards
         self.pages = {rank: room.usable_pages + room.weights_of(shape.weights[rank]) for rank, room in rooms.items()}
         """For weights of decoder layers, keys and values, and what steps take that have these."""
         self._held: dict[tuple[str, LayerPath], _Held] = {}
-        self._weights: dict[tuple[str, frozenset[int]], int] = {}
 
     def sector_pages(self, rank: str, shards: Iterable[int]) -> int:
         """Count the pages that a sector needs at a rank, in these shards: those of a part that several share once."""
@@ -172,7 +172,7 @@ class Books:
     def free(self, rank: str, shape: Shape, caps: Mapping[str, int]) -> int:
         """Count the pages that are left at a rank when every instance has all of its cap."""
         held = sum(caps[home] * max(self._kv(rank, path).pages) for home, path in shape.paths.items())
-        return self.pages[rank] - self._weight_pages(rank, shape.weights[rank]) - held
+        return self.pages[rank] - self.rooms[rank].weights_of(shape.weights[rank]) - held
 
     def left(self, flip: LayerFlip, shape: Shape, caps: Mapping[str, int]) -> int:
         """Count the pages that a flip leaves its target."""
@@ -187,17 +187,17 @@ class Books:
         for shards in layers_of(shape.weights_of(flip), self._layer):
             first = min(shards) // self._layer * self._layer
             have = shape.weights[flip.target].intersection(range(first, first + self._layer))
-            weights += self._weight_pages(flip.target, have | shards) - self._weight_pages(flip.target, have)
+            weights += room.weights_of(have | shards) - room.weights_of(have)
         return caps[flip.home] * (more + room.step_pages(len(new), beside=len(held.parts))) + weights
 
     def alone(self, home: str) -> int:
         """Count the sectors that an instance has by itself, with all weights there."""
-        pages = self.pages[home] - self.rooms[home].weights_of(self._every)
+        pages = self.pages[home] - self.rooms[home].weights_of(self._all)
         return min(self.rooms[home].most_sectors, max(0, pages) // self.sector_pages(home, self._every))
 
     def staged(self, home: str) -> int:
         """Count the sectors that an instance can have by itself with room left for a layer of another like it."""
-        pages, every = self.pages[home] - self.rooms[home].weights_of(self._every), self._every
+        pages, every = self.pages[home] - self.rooms[home].weights_of(self._all), self._every
         return min(self.alone(home), max(0, pages) // (self.sector_pages(home, every) + self._layer_pages(home)))
 
     def staging(self, caps: Mapping[str, int]) -> dict[str, int]:
@@ -242,12 +242,6 @@ class Books:
     def _by_group(self, room: Room, parts: Collection[int]) -> list[int]:
         """Return the pages of a sector in parts of the KV cache, for each group of layers."""
         return [sum(room.sector_pages[part] for part in parts if part in group) for group in self._groups]
-
-    def _weight_pages(self, rank: str, shards: frozenset[int]) -> int:
-        pages = self._weights.get((rank, shards))
-        if pages is None:
-            pages = self._weights[rank, shards] = self.rooms[rank].weights_of(shards)
-        return pages
 
     def _layer_pages(self, rank: str) -> int:
         """Return the pages that a sector needs at a rank in the layer that needs most."""

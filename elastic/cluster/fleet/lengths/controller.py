@@ -9,8 +9,8 @@ from typing import Protocol
 
 from elastic import clock
 from elastic.cluster.fleet.dispatcher import Dispatcher
-from elastic.cluster.fleet.groups.results import Resharded
-from elastic.cluster.fleet.instance import request_blocks
+from elastic.cluster.fleet.groups.results import GroupStatus, Resharded
+from elastic.cluster.fleet.instance import Instance, request_blocks
 from elastic.cluster.fleet.lengths.readings import Capacity, LengthReadings
 from elastic.cluster.fleet.overload.readings import block_bytes
 from elastic.cluster.fleet.overload.shares import ShareVerbs
@@ -52,6 +52,7 @@ class LengthController:
         self._readings = LengthReadings(dispatcher)
         self._capacity: Capacity = {}
         self._measured: _Limits = frozenset()  # as they were when capacity was measured
+        self._noted: tuple[dict[Instance, str], Capacity] = ({}, {})  # when instances came to know what they reach
         self._measuring = False  # or asked for
         self._lock = clock.make_lock()
         self._changing: tuple[frozenset[str], ...] = ()  # ranks of the changes that are asked for, and not done
@@ -93,8 +94,12 @@ class LengthController:
         """
         self._ask_to_measure()
         self._note_reach()
+        groups = self._verbs.groups()
+        if (plan := self._plan_at_rest(groups)) is not None:
+            self.reason = plan.reason
+            return plan
         changing = frozenset[str]().union(*self._changing)
-        snapshot = self._readings.read(self._verbs.groups(), self._capacity, changing)
+        snapshot = self._readings.read(groups, self._capacity, changing)
         if snapshot is None:
             return None
         plan = self._policy.decide(snapshot, self._state)
@@ -119,6 +124,16 @@ class LengthController:
         return done
 
     # -- inside
+
+    def _plan_at_rest(self, groups: Sequence[GroupStatus]) -> LengthPlan | None:
+        """Return what is to be done where nothing is: most ticks find that, and a snapshot is of every request."""
+        with self._dispatcher.lock:
+            if groups or self._dispatcher.queue or not self._dispatcher.instances:
+                return None
+            plan = self._policy.at_rest(self._state)
+            if plan is not None:
+                self._dispatcher.promised = {}
+            return plan
 
     def _price_of(self, up: ScaleUp) -> str:
         """Say what it costs, as the arbiter does; empty, if the request waits no more."""
@@ -188,8 +203,11 @@ class LengthController:
     def _note_reach(self) -> None:
         """Have instances know what they could hold with others of their host, so that requests wait for it."""
         with self._dispatcher.lock:
-            serving = [i for i in self._dispatcher.instances.values() if i.state == "serving"]
-            capacities = [(i, i.hello.host, self._capacity.get(i.name, {})) for i in serving]
+            hosts = {i: i.hello.host for i in self._dispatcher.instances.values() if i.state == "serving"}
+            if (hosts, self._capacity) == self._noted:
+                return
+            self._noted = hosts, self._capacity
+            capacities = [(i, host, self._capacity.get(i.name, {})) for i, host in hosts.items()]
             largest = largest_together((host, blocks_at) for _, host, blocks_at in capacities)
             for instance, host, blocks_at in capacities:
                 reached = [min(blocks, largest.get((host, n), 0)) for n, blocks in blocks_at.items() if n > 1]

@@ -79,10 +79,8 @@ def _reading(
     instances: Sequence[Instance], unit: _Unit, capacity: Capacity, usual: int | None, changing: frozenset[str]
 ) -> InstanceReading:
     first, records = instances[0], [record for instance in instances for record in instance.records.values()]
-    tables = [capacity.get(instance.name, {}) for instance in instances]
-    degrees = [degree for degree in tables[0] if all(degree in table for table in tables)]
-    blocks = {degree: min(table[degree] for table in tables) for degree in degrees}
     degree = len(instances)
+    blocks = dict(_least([capacity.get(instance.name, {}) for instance in instances]))
     whole = blocks.get(degree) if unit.partial else None
     if degree == 1 or unit.partners:
         blocks[degree] = sum(instance.load.total_blocks for instance in instances)
@@ -102,6 +100,14 @@ def _reading(
         slots,
         whole,
     )
+
+
+def _least(tables: Sequence[Mapping[int, int]]) -> Mapping[int, int]:
+    """Return the least of some tables at each degree that all of them have."""
+    first, *others = tables
+    if not others:
+        return first
+    return {degree: min(table[degree] for table in tables) for degree in first if all(degree in t for t in others)}
 
 
 def _kv(kv: KVFormat, record: RequestRecord) -> LiveTokens:

@@ -34,6 +34,7 @@ MOST_PASSED = 64
 """A request is sent past so many that wait for room at the most; so what a tick takes does not grow with the queue."""
 MOST_REGRETS = 3
 """The dwell doubles with each time in a row that instances parted too early, so many times at most."""
+AT_REST = "all is well"
 
 Ranks = frozenset[str]
 
@@ -113,6 +114,15 @@ class LengthPolicy:
     def decide(self, snapshot: LengthSnapshot, state: LengthState | None = None) -> LengthPlan:
         """Return the plan for now; its `state` is to be given at the next tick."""
         return _Decision(self.settings, snapshot, state or LengthState()).plan()
+
+    def at_rest(self, state: LengthState) -> LengthPlan | None:
+        """Return the plan for a fleet in which nobody waits and all ranks are by themselves, whatever they compute.
+
+        None: they were not just now, so `decide` has to see it.
+        """
+        if state.large or state.targets:
+            return None
+        return LengthPlan((), (), (), (), (), AT_REST, state)
 
 
 class _Decision:
@@ -347,7 +357,7 @@ class _Decision:
             return "instances take no new requests, so that they can part"
         if self.left:
             return "requests wait for room"
-        return "all is well"
+        return AT_REST
 
 
 def _by_load(candidate: InstanceDraft) -> tuple[float, int, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from elastic.cluster.control.stage_questions import Room
@@ -15,7 +15,23 @@ from elastic.engines.pipeline.path import LayerPath
 from elastic.planning.arrangement.caps import largest_caps
 
 
-def blocks_by_degree(home: str, room: Room, format: KVFormat, degrees: Iterable[int]) -> dict[int, int]:
+def largest_instances(
+    rooms: Mapping[str, Room], formats: Mapping[str, KVFormat], degrees: Sequence[int]
+) -> dict[str, dict[int, int]]:
+    """Return `blocks_by_degree` of each rank; ranks with the same memory have the same, which is planned once."""
+    known: dict[tuple[Room, KVFormat], dict[int, int]] = {}
+    found = {}
+    for name, format in formats.items():
+        room = rooms[name]
+        path = LayerPath.alone("", room.path.layers, room.path.shards)
+        key = replace(room, path=path, committed_sectors=0, step_s=0.0), format
+        if key not in known:
+            known[key] = blocks_by_degree(*key, degrees)
+        found[name] = dict(known[key])
+    return found
+
+
+def blocks_by_degree(room: Room, format: KVFormat, degrees: Iterable[int]) -> dict[int, int]:
     """Return the blocks of one instance by the number of ranks, all with the memory of this one, that share its layers.
 
     Degrees for which its layers are not cut are left out.
@@ -23,12 +39,12 @@ def blocks_by_degree(home: str, room: Room, format: KVFormat, degrees: Iterable[
     blocks = {}
     for degree in degrees:
         if room.path.shards % degree == 0:
-            names = [home, *(f"{home}, {number}" for number in range(1, degree))]
+            names = [str(number) for number in range(degree)]
             paths = {name: LayerPath.alone(name, room.path.layers, room.path.shards) for name in names}
             now = Shape(paths, dict.fromkeys(names, room.resident))
             apart = replace(now, weights=dict.fromkeys(names, frozenset(range(len(room.path.ranks)))))
             books = Books(dict.fromkeys(names, room), format, now)
-            blocks[degree] = _reachable(books, parallel(apart, degree), home) * sector_blocks(room, format)
+            blocks[degree] = _reachable(books, parallel(apart, degree), names[0]) * sector_blocks(room, format)
     return blocks
 
 

@@ -144,6 +144,24 @@ def world() -> Iterator[Callable[..., World]]:
         one.fleet.stop(drain=False)
 
 
+def test_a_fleet_at_rest_is_not_looked_at_request_by_request(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = world()
+    w.ask(2, "short")
+    w.tick()
+    reads = list[object]()
+    read = w.controller._readings.read
+    monkeypatch.setattr(w.controller._readings, "read", lambda *given: reads.append(given) or read(*given))
+    w.tick()
+    assert (reads, w.controller.reason) == ([], "all is well")
+    w.ask(12, "long")
+    w.tick()
+    w.tick()
+    assert len(reads) == 2, "somebody waits, then ranks share layers"
+    assert w.verbs.groups()
+
+
 def test_requests_go_to_the_least_loaded(world: Callable[..., World]) -> None:
     w = world()
     for name in "abcd":

@@ -30,7 +30,7 @@ def rank_with(prompt: float, decode: float, world: dict[str, GroupRank], name: s
 
 
 def told(rank: GroupRank) -> dict[int, int]:
-    return blocks_by_degree(rank.name, rank.on_measure_room(None), kv_of(SHARDS), (1, 2, 4))  # type: ignore[arg-type]
+    return blocks_by_degree(rank.on_measure_room(None), kv_of(SHARDS), (1, 2, 4))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("prompt", "decode"), [(3.0, 0.0), (0.0, 12.0), (2.5, 12.0)])

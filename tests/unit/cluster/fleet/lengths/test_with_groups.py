@@ -14,6 +14,7 @@ from elastic import CapacityError, ConfigError, StateError
 from elastic.cluster.control import stage_questions as ask
 from elastic.cluster.control.messages import Submit
 from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.fleet.groups.caps import reach
 from elastic.cluster.fleet.lengths.controller import LengthController
 from elastic.config import Lengths
 from elastic.engines.base import Request
@@ -151,6 +152,18 @@ def test_what_a_degree_holds_is_what_an_instance_of_it_can_have(worlds: Any) -> 
         assert w.fleet._dispatcher.instances["r0"].group_blocks == w.capacity[degree]
         assert w.fleet.capacity((1, 2, 4))["r0"] == w.capacity, "measured in a group"
         assert w.fleet.reshard("r0", tp=1).status == "applied"
+
+
+def test_ranks_with_the_same_memory_are_planned_once(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    w, planned = worlds(4), list[object]()
+    plan = reach.blocks_by_degree
+    monkeypatch.setattr(reach, "blocks_by_degree", lambda *given: planned.append(given) or plan(*given))
+    assert w.fleet.capacity((1, 2, 4)) == dict.fromkeys(("r0", "r1", "r2", "r3"), w.capacity)
+    assert len(planned) == 1
+    w.ranks[2].budget -= SECTOR * 6 * SHARDS
+    found = w.fleet.capacity((1, 2, 4))
+    assert len(planned) == 3
+    assert found["r2"][1] < found["r0"][1] == w.capacity[1]
 
 
 @pytest.mark.parametrize("degree", [2, 4])

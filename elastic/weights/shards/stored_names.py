@@ -16,12 +16,16 @@ Blocks = dict[str, list[tuple[str, tuple[int, ...]]]]
 def blocks_of(model: Any, files: Checkpoint) -> Blocks:
     """Return for parameters that the files have in several entries, or under another name, these and where they begin.
 
-    What transformers does to entries when it loads the model is read from its own rules; those that do more than to
-    stack experts are left out.
+    What transformers does to entries when it loads the model, or the one inside an adapter, is read from its own rules;
+    those that do more than to stack experts are left out.
     """
+    from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
+    model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if model is None:
+        return {}
     rules = get_model_conversion_mapping(model)
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]

@@ -1,0 +1,155 @@
+"""What two ranks of one host do to each other: the seconds of an exchange, and how much more slowly one reads memory
+while the other does. Each is a process on a core of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import secrets
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from elastic.cluster.peers.hub import PeerHub
+from elastic.engines.pipeline.transport import Key
+from elastic.errors import StateError
+from elastic.planning.measured_cost import LinearLatency
+
+SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18)
+"""Bytes of an exchange."""
+WIDTH = 1024
+"""Of hidden states: weights of 8 MiB are multiplied before and behind each exchange."""
+READ_BYTES = 256 << 20
+"""More than caches hold."""
+WAIT_S = 60.0
+
+
+def measure_link(repeats: int = 100) -> LinearLatency:
+    """Fit the seconds in which two ranks send each other so many bytes and have both.
+
+    They are what a product of some weights and an exchange take longer than the product, in the median: whoever has
+    waited computes with cold caches. Raises `StateError` where this process may run on one core alone.
+    """
+    cores, key = _two_cores(), secrets.token_bytes(16)
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    child = context.Process(target=_exchange, args=("r1", "r0", key, theirs, repeats, cores[1]), daemon=True)
+    child.start()
+    allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    try:
+        taken = _exchange("r0", "r1", key, ours, repeats, cores[0])
+        child.join(WAIT_S)
+    finally:
+        os.sched_setaffinity(0, allowed)
+        torch.set_num_threads(threads)
+        child.kill()
+    return line_through({size: statistics.median(seconds) for size, seconds in taken.items()})
+
+
+def measure_contention(rounds: int = 15) -> float:
+    """Return by how much longer products with weights that no cache holds take while another core has such, too.
+
+    The median of pairs: with the other one idle, and busy. Raises as `measure_link`.
+    """
+    cores = _two_cores()
+    context = multiprocessing.get_context("spawn")
+    busy, ready, over = context.Event(), context.Event(), context.Event()
+    child = context.Process(target=_read, args=(busy, ready, over, cores[1]), daemon=True)
+    child.start()
+    allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    try:
+        os.sched_setaffinity(0, {cores[0]})
+        torch.set_num_threads(1)
+        weights = _large_weights()
+        if not ready.wait(WAIT_S):
+            raise StateError(f"no process on core {cores[1]} was ready within {WAIT_S:.0f} s; measure again")
+        return max(0.0, statistics.median(_pair(weights, busy) for _ in range(rounds)) - 1)
+    finally:
+        over.set()
+        busy.set()
+        os.sched_setaffinity(0, allowed)
+        torch.set_num_threads(threads)
+        child.join(10)
+        child.kill()
+
+
+def line_through(seconds: Mapping[int, float]) -> LinearLatency:
+    """Return the line through the seconds of the fewest and of the most bytes: neither coefficient is below zero."""
+    few, many = min(seconds), max(seconds)
+    each = max(0.0, (seconds[many] - seconds[few]) / (many - few))
+    return LinearLatency(max(0.0, seconds[few] - each * few), each)
+
+
+def _two_cores() -> Sequence[int]:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        raise StateError("this process may run on one core alone: there is no other rank to measure beside")
+    return cores
+
+
+def _pair(weights: torch.Tensor, busy: Any) -> float:
+    """Return the seconds of a product beside another process that reads, over those of one by itself."""
+    alone_s = _product_s(weights)
+    busy.set()
+    time.sleep(0.02)
+    beside_s = _product_s(weights)
+    busy.clear()
+    time.sleep(0.02)
+    return beside_s / alone_s
+
+
+def _read(busy: Any, ready: Any, over: Any, core: int) -> None:
+    """Compute products on another core while `busy` is set."""
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    weights = _large_weights()
+    _product_s(weights)
+    ready.set()
+    while not over.is_set():
+        busy.wait()
+        _product_s(weights, 1)
+
+
+def _large_weights() -> torch.Tensor:
+    return torch.zeros(READ_BYTES // 4 // WIDTH, WIDTH).add_(1.0)
+
+
+def _product_s(weights: torch.Tensor, times: int = 3) -> float:
+    hidden = torch.zeros(1, WIDTH)
+    begin = time.perf_counter()
+    for _ in range(times):
+        torch.nn.functional.linear(hidden, weights)
+    return time.perf_counter() - begin
+
+
+def _exchange(name: str, other: str, key: bytes, pipe: Connection, repeats: int, core: int) -> dict[int, list[float]]:
+    """Exchange tensors with another rank again and again; return the seconds of each, by bytes."""
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    weights, hidden = torch.zeros(2 * WIDTH, WIDTH), torch.zeros(1, WIDTH)
+    hub = PeerHub(name, key)
+    try:
+        pipe.send(hub.address)
+        hub.meet({other: pipe.recv()})
+        transport, step = hub.transport("r0"), 0
+        found: dict[int, list[float]] = {size: [] for size in SIZES}
+        for size, taken in found.items():
+            tensor = torch.zeros(size // 4)
+            for _ in range(repeats):
+                begin, step = time.perf_counter(), step + 1
+                torch.nn.functional.linear(hidden, weights)
+                middle = time.perf_counter()
+                transport.send(other, tensor, Key(step, 0))
+                transport.receive(other, tensor, Key(step, 0))
+                transport.forget(step)
+                torch.nn.functional.linear(hidden, weights)
+                taken.append(time.perf_counter() - middle - (middle - begin))
+        pipe.send("done")
+        pipe.recv()
+        return found
+    finally:
+        hub.close()

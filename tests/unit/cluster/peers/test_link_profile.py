@@ -1,0 +1,40 @@
+"""What ranks of one host do to each other, measured by two processes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from elastic.cluster.peers import link_profile
+from elastic.cluster.peers.link_profile import line_through, measure_contention, measure_link
+from elastic.errors import StateError
+
+
+def test_the_line_goes_through_the_fewest_and_the_most_bytes() -> None:
+    line = line_through({100: 3.0, 200: 9.0, 1100: 8.0})
+    assert line.fixed_s + 100 * line.each_s == pytest.approx(3.0)
+    assert line.fixed_s + 1100 * line.each_s == pytest.approx(8.0)
+
+
+def test_no_part_of_it_is_below_zero() -> None:
+    assert line_through({100: 3.0, 200: 1.0}).each_s == 0.0
+    assert line_through({100: 1.0, 200: 9.0}).fixed_s == 0.0
+
+
+def test_one_core_tells_nothing_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    for measure in (measure_link, measure_contention):
+        with pytest.raises(StateError, match="one core alone"):
+            measure()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need a core each")
+def test_two_processes_measure_and_leave_this_one_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_profile, "READ_BYTES", 8 << 20)
+    cores = os.sched_getaffinity(0)
+    link, contention = measure_link(repeats=3), measure_contention(rounds=1)
+    assert link.fixed_s + link.each_s > 0
+    assert contention >= 0
+    assert os.sched_getaffinity(0) == cores
