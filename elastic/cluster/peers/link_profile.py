@@ -136,8 +136,8 @@ def _exchange(name: str, other: str, key: bytes, pipe: Connection, repeats: int,
         pipe.send(hub.address)
         hub.meet({other: pipe.recv()})
         transport, step = hub.transport("r0"), 0
-        found: dict[int, list[float]] = {size: [] for size in SIZES}
-        for size, taken in found.items():
+        timings: dict[int, list[float]] = {size: [] for size in SIZES}
+        for size, taken in timings.items():
             tensor = torch.zeros(size // 4)
             for _ in range(repeats):
                 begin, step = time.perf_counter(), step + 1
@@ -150,6 +150,6 @@ def _exchange(name: str, other: str, key: bytes, pipe: Connection, repeats: int,
                 taken.append(time.perf_counter() - middle - (middle - begin))
         pipe.send("done")
         pipe.recv()
-        return found
+        return timings
     finally:
         hub.close()

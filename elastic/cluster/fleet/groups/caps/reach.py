@@ -19,16 +19,16 @@ def largest_instances(
     rooms: Mapping[str, Room], formats: Mapping[str, KVFormat], degrees: Sequence[int]
 ) -> dict[str, dict[int, int]]:
     """Return `blocks_by_degree` of each rank; ranks with the same memory have the same, which is planned once."""
-    known: dict[tuple[Room, KVFormat], dict[int, int]] = {}
-    found = {}
+    by_room: dict[tuple[Room, KVFormat], dict[int, int]] = {}
+    by_rank = {}
     for name, format in formats.items():
         room = rooms[name]
         path = LayerPath.alone("", room.path.layers, room.path.shards)
         key = replace(room, path=path, committed_sectors=0, step_s=0.0), format
-        if key not in known:
-            known[key] = blocks_by_degree(*key, degrees)
-        found[name] = dict(known[key])
-    return found
+        if key not in by_room:
+            by_room[key] = blocks_by_degree(*key, degrees)
+        by_rank[name] = dict(by_room[key])
+    return by_rank
 
 
 def blocks_by_degree(room: Room, format: KVFormat, degrees: Iterable[int]) -> dict[int, int]:
