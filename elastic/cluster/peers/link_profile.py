@@ -32,18 +32,24 @@ def measure_link(repeats: int = 100) -> LinearLatency:
     """Fit the seconds in which two ranks send each other so many bytes and have both.
 
     They are what a product of some weights and an exchange take longer than the product, in the median: whoever has
-    waited computes with cold caches. Raises `StateError` where this process may run on one core alone.
+    waited computes with cold caches. Raises `StateError` where this process may run on one core alone, or the other one
+    ends too early.
     """
     cores, key = _two_cores(), secrets.token_bytes(16)
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
     child = context.Process(target=_exchange, args=("r1", "r0", key, theirs, repeats, cores[1]), daemon=True)
     child.start()
+    theirs.close()  # so that its end is the end of the pipe
     allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
     try:
         taken = _exchange("r0", "r1", key, ours, repeats, cores[0])
         child.join(WAIT_S)
+    except (EOFError, ConnectionError) as error:
+        child.join(WAIT_S)
+        raise StateError(f"the process on core {cores[1]} ended with {child.exitcode}; measure again") from error
     finally:
+        ours.close()
         os.sched_setaffinity(0, allowed)
         torch.set_num_threads(threads)
         child.kill()

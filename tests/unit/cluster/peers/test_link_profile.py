@@ -30,6 +30,14 @@ def test_one_core_tells_nothing_of_two_ranks(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
+def test_the_end_of_the_other_process_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere = 1 << 15
+    monkeypatch.setattr(link_profile, "_two_cores", lambda: (min(os.sched_getaffinity(0)), nowhere))
+    with pytest.raises(StateError, match=f"core {nowhere} ended with 1"):
+        measure_link()
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need a core each")
 def test_two_processes_measure_and_leave_this_one_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_profile, "READ_BYTES", 8 << 20)
