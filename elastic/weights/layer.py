@@ -173,7 +173,10 @@ class WeightUnit:
             return self.digests
         self.digests = {}
         synchronize(self.pool.backend.device)
-        digests = {name: self._digest(name) for name in self.slots if name not in self._parted}
+        digests = {}
+        for name in [each for each in self.slots if each not in self._parted]:
+            parameter = self._at_place(name)
+            digests[name] = self.host_copies[name].digest if parameter is None else self.slots[name].digest(parameter)
         for piece in (piece for part in self.every for piece in self.pieces(part)):
             parameter = self._at_place(piece.name)
             stored = self.host_copies[piece.name].tensor if parameter is None else parameter
@@ -369,11 +372,6 @@ class WeightUnit:
             for name, slot in self.slots.items():
                 slot.put(contents[name])
         self._version_shown = self.version()
-
-    def _digest(self, name: str) -> int:
-        """Return the digest of a full parameter that is resident, or in the host store."""
-        parameter = self._at_place(name)
-        return self.host_copies[name].digest if parameter is None else self.slots[name].digest(parameter)
 
     def _at_place(self, name: str) -> torch.Tensor | None:
         """Return a full parameter, any shape, as it lies in pages; None: it is packed, absent, or kept by the host."""

@@ -106,7 +106,9 @@ class Membership:
                 self._dispatcher.end_answers(record, range(record.request.n), "failed", delivery, error)
             back = [record for record in back if record.left]
             self._dispatcher.requeue(self._dispatcher.held.hold(instance, back), delivery)
-            self._remember(instance)
+            self._past[instance.name] = rank_status(instance, None)
+            while len(self._past) > MOST_GONE:
+                del self._past[next(iter(self._past))]
             if not asked:
                 self._log.count(ranks_lost=1, requests_resumed=resumption.requests)
                 self._log.add(
@@ -159,11 +161,6 @@ class Membership:
             )  # fmt: skip
         if memory is not None:
             memory.close()
-
-    def _remember(self, instance: Instance) -> None:
-        self._past[instance.name] = rank_status(instance, None)
-        while len(self._past) > MOST_GONE:
-            del self._past[next(iter(self._past))]
 
     def statuses(self, now: float) -> tuple[RankStatus, ...]:
         """Return what is known of each rank, also of the last ones that have gone."""

@@ -42,11 +42,11 @@ class RankSpec:
 
 def rank_places(texts: Sequence[str]) -> tuple[RankPlace, ...]:
     """Return what a fleet is told of places, to be asked for by the process that has them."""
-    return tuple(_rank_place(text, Place.parse(text)) for text in texts)
-
-
-def _rank_place(text: str, place: Place) -> RankPlace:
-    return RankPlace(text, place.name, _memory(place), place.budget_bytes, total_bytes(place.device))
+    places = [Place.parse(text) for text in texts]
+    return tuple(
+        RankPlace(text, place.name, _memory(place), place.budget_bytes, total_bytes(place.device))
+        for text, place in zip(texts, places, strict=True)
+    )
 
 
 def _memory(place: Place) -> str:

@@ -252,14 +252,11 @@ class RecoveringEngine(LayerExchange):
                 if self.on_impossible is None:
                     self._loop.fail(name, error)
                 else:
-                    self._leave(sequence.request.id)
-                    self.on_impossible(sequence.request.id, error)
-
-    def _leave(self, request: str) -> None:
-        """Forget a request, and tell its listener nothing more."""
-        for name in self._requests.sequences(request):
-            self._loop.scheduler.export(name)
-        self._requests.forget(request, "moved")
+                    request = sequence.request.id
+                    for answer in self._requests.sequences(request):
+                        scheduler.export(answer)
+                    self._requests.forget(request, "moved")
+                    self.on_impossible(request, error)
 
     def _part(self, path: LayerPath) -> None:
         """Have nothing to do with other ranks any more, as a home."""

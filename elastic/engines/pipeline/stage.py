@@ -169,7 +169,11 @@ class GuestStage:
     def _run(self) -> None:
         keep = False
         try:
-            while not self.ended and self._do(self._next_item()):
+            while not self.ended:
+                with self._turn.step_expected() if self._runner.batch.rows else nullcontext():
+                    item = self._log.receive()  # sequences that are live here wait with it
+                if not self._do(item):
+                    break
                 with self._progress:
                     self._handled += 1
                     self._progress.notify_all()
@@ -182,11 +186,6 @@ class GuestStage:
                 self._answer(Failed(-1, str(error)))
         finally:
             self._end(keep=keep)
-
-    def _next_item(self) -> Any:
-        """Wait for what the home says next; sequences that are live here wait with it."""
-        with self._turn.step_expected() if self._runner.batch.rows else nullcontext():
-            return self._log.receive()
 
     def _do(self, item: Any) -> bool:
         """Do what an item says; return whether others may follow."""

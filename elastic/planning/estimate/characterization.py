@@ -30,14 +30,12 @@ def alone(estimates: Sequence[Estimate]) -> tuple[Estimate, tuple[Estimate, ...]
     if not full:
         raise ConfigError("nothing fits in full weights, to compare others with; give more devices, or larger ones")
     base = min(full, key=lambda each: (each.configuration.ranks, each.configuration.tp))
-    by_choice = [
-        sorted(
-            (each for each in fitting if _differing(each, base) == [choice]),
-            key=lambda each: each.configuration.ranks,
-        )
-        for choice in _CHOICES
-    ]
-    return base, tuple(each for alternatives in by_choice for each in alternatives)
+    by_choice: dict[str, list[Estimate]] = {choice: [] for choice in _CHOICES}
+    for each in sorted(fitting, key=lambda each: each.configuration.ranks):
+        differing = [c for c in _CHOICES if getattr(each.configuration, c) != getattr(base.configuration, c)]
+        if len(differing) == 1:
+            by_choice[differing[0]].append(each)
+    return base, tuple(each for alternatives in by_choice.values() for each in alternatives)
 
 
 def ratios(estimate: Estimate, base: Estimate) -> dict[str, float]:
@@ -49,10 +47,3 @@ def ranges(estimates: Sequence[Estimate]) -> dict[str, float]:
     """Return by how much the largest of each figure is above the smallest, of the configurations that fit."""
     fitting = [each for each in estimates if each.fits]
     return {name: max(map(figure, fitting)) / min(map(figure, fitting)) for name, figure in FIGURES.items()}
-
-
-def _differing(estimate: Estimate, other: Estimate) -> list[str]:
-    """Return in which choices two configurations differ."""
-    return [
-        choice for choice in _CHOICES if getattr(estimate.configuration, choice) != getattr(other.configuration, choice)
-    ]

@@ -35,10 +35,12 @@ class LogprobsFormat:
     def completion(self, tokens: Iterable[ReadToken], *, top: bool) -> JSON:
         """Return the log-probabilities of a completion; with `top`, the likeliest tokens and the token itself."""
         tokens = list(tokens)
-        tops = [None if token.logprobs is None else self._by_name(token.logprobs) for token in tokens]
+        entries = [token.logprobs for token in tokens]
+        ranked = [None if each is None else (*each.top, (each.token, each.logprob)) for each in entries]
+        tops = [None if each is None else {self._name(token): _finite(p) for token, p in each} for each in ranked]
         return {
             "tokens": [self._name(token.id) for token in tokens],
-            "token_logprobs": [None if t.logprobs is None else _finite(t.logprobs.logprob) for t in tokens],
+            "token_logprobs": [None if each is None else _finite(each.logprob) for each in entries],
             "top_logprobs": tops if top else None,
             "text_offset": [token.offset for token in tokens],
         }
@@ -46,10 +48,6 @@ class LogprobsFormat:
     def prompt(self, entries: Sequence[TokenLogprobs | None]) -> list[JSON | None]:
         """Return vLLM's `prompt_logprobs`: for each position the token's and the likeliest, by their ids."""
         return [None if entry is None else self._by_id(entry) for entry in entries]
-
-    def _by_name(self, entry: TokenLogprobs) -> dict[str, float]:
-        names = {self._name(token): _finite(logprob) for token, logprob in entry.top}
-        return {**names, self._name(entry.token): _finite(entry.logprob)}
 
     def _by_id(self, entry: TokenLogprobs) -> JSON:
         ranked = {entry.token: (entry.logprob, entry.rank)}

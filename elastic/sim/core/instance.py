@@ -148,7 +148,9 @@ class SimulatedInstance:
         if not self._in_flight:
             while self._between:
                 self._between.pop(0)()
-            self._share_out(self.batches())
+            if self._cohorts != self.batches() and not self.lost:
+                self._cohorts = self.batches()
+                self.scheduler.set_cohorts(self._cohorts)
         if self._between or self._cohorts != self.batches():
             return
         if not self.lost and not self.paused and not self._in_flight and self._begin_stretch():
@@ -190,12 +192,6 @@ class SimulatedInstance:
             self.beat()
 
     # -- inside
-
-    def _share_out(self, cohorts: int) -> None:
-        """Have as many steps be in flight from now on; none is."""
-        if cohorts != self._cohorts and not self.lost:
-            self._cohorts = cohorts
-            self.scheduler.set_cohorts(cohorts)
 
     def _open_memory(self, **answers: Any) -> SimulatedMemory:
         pages = self.pages

@@ -146,7 +146,11 @@ class Groups:
             return 0
         try:
             self._following = True
-            return sum(self._follow(group) for group in self._groups if all(map(self._ranks.there, group.members)))
+            followed = 0
+            for group in [each for each in self._groups if all(map(self._ranks.there, each.members))]:
+                with self._claims.of(group.members):
+                    followed += group in self._groups and follow(self._ranks, group)
+            return followed
         finally:
             self._following = False
             self._verbs.release()
@@ -214,10 +218,6 @@ class Groups:
         members = (group.members for group in self._groups if not together.isdisjoint(group.members))
         with self._claims.of(together.union(*members)):
             yield
-
-    def _follow(self, group: Group) -> bool:
-        with self._claims.of(group.members):
-            return group in self._groups and follow(self._ranks, group)
 
     def _plan(self, needed: int, rooms: Mapping[str, Room], whole: bool, most: int | None) -> DropPlan:
         layer_bytes, grouped = self.layer_bytes(), {name for group in self._groups for name in group.members}
