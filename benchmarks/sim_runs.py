@@ -310,6 +310,11 @@ class OthersWork:
         """The cores that they kept busy, in the mean."""
         return max(0.0, self._busy_s() - self._since_s) / (time.perf_counter() - self._at_s)
 
+    def add(self, own: Sequence[int]) -> None:
+        """Have more processes be own ones, which have begun since."""
+        self._own |= {pid: 0 for pid in own if pid not in self._own}
+        self.look()
+
     def look(self) -> None:
         """Note what the own processes have computed, as long as they are there: one that ends says nothing more."""
         for pid in self._own:
