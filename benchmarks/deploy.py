@@ -2,9 +2,14 @@
 
     python benchmarks/deploy.py
 
-choice: a random model is deployed in every configuration that two places of this machine allow. For each intent, the
-one that estimates from fingerprints choose is compared with the one that is measured to be best: its regret (target:
-5 %). re-plan: the intent changes again and again while requests arrive; none may be lost, and what is reached must be
+choice: a random model is deployed in every configuration that two places of this machine allow, round after round in
+random order, so that a change of the machine's pace does not tell on one of them alone. For each intent, the one that
+estimates from fingerprints choose is compared with the one that is measured to be best, round by round: its regret
+(median of the rounds; target: 5 %). What ranks do to each other, by exchanges and by memory that they share, is
+measured, too, once; `regret with assumed links` is that of the choice without. `others`: cores that other processes
+kept busy meanwhile. Beside them a stage that waits for the other one is served sooner than a rank that always computes,
+so figures are void where they are more than a few hundredths.
+re-plan: the intent changes again and again while requests arrive; none may be lost, and what is reached must be
 what was estimated to be best. harvest: requests arrive at a load below 30 % of a place, by turns beside a guest that
 measures fingerprints and without one; printed is the share of them that keeps their objectives (target: 4 points less
 at most). Ranks are processes.
@@ -12,21 +17,25 @@ at most). Ranks are processes.
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
 from common import SEED, arguments, finish, table
+from sim_runs import OthersWork
 
 from elastic.cluster.deployment.choice import settled
 from elastic.cluster.deployment.deployed import Deployed
 from elastic.cluster.deployment.deployments import Deployments
+from elastic.cluster.peers.link_profile import measure_contention, measure_link
 from elastic.engines.base import Output, Request
 from elastic.estimation.profile import measure_fingerprints
 from elastic.estimation.profiles.guest import ProfilingProcess
@@ -37,6 +46,8 @@ from elastic.planning.estimate.intent import Intent, Objective
 from elastic.planning.estimate.performance import Load
 
 FORMS = ("full", "int8")
+REQUESTS = 3
+"""Of each configuration in a round."""
 OBJECTIVES: tuple[Objective, ...] = ("latency", "cost", "memory", "gpu_hours")
 SLACK = 2.5
 """An objective is so many times the median without a guest."""
@@ -46,17 +57,22 @@ class Clocked:
     """Sends requests to a fleet, and notes when each has its tokens."""
 
     def __init__(self, fleet: Any, load: Load, vocabulary: int) -> None:
-        self._fleet, self._load, self._vocabulary = fleet, load, vocabulary
+        self.fleet, self._load, self._vocabulary = fleet, load, vocabulary
         self._choose = random.Random(SEED)
         self._changed = threading.Condition()
         self.told: dict[str, list[float]] = {}
         self.ended: dict[str, str] = {}
 
+    @property
+    def ranks(self) -> list[int]:
+        """The process ids of the ranks that serve."""
+        return [rank.pid for rank in self.fleet.status().ranks if rank.serves]
+
     def send(self) -> str:
         prompt = tuple(self._choose.randrange(3, self._vocabulary) for _ in range(self._load.prompt))
         request = Request(prompt, self._load.new)
         self.told[request.id] = [time.perf_counter()]
-        self._fleet.submit(request, self._hear)
+        self.fleet.submit(request, self._hear)
         return request.id
 
     def seconds(self) -> float:
@@ -108,30 +124,74 @@ def forced(deployed: Deployed, configuration: Configuration, load: Load) -> bool
     return True
 
 
-def choice(fleet: Deployments, deployed: Deployed, load: Load, clocked: Clocked, rounds: int) -> list[dict[str, Any]]:
+def choice(deployed: Deployed, load: Load, clocked: Clocked, rounds: int) -> list[dict[str, Any]]:
     """Measure all configurations, and return the regret of what is chosen for each intent."""
-    measured: dict[Configuration, dict[str, float]] = {}
-    for option in deployed.chooser.options(load, Intent()):
-        configuration = option.configuration
-        if not option.estimate.fits or not forced(deployed, configuration, load):
-            continue
-        clocked.seconds()
-        latency_s = statistics.median(clocked.seconds() for _ in range(rounds))
-        nbytes = sum(deployed._book.reserved(deployed.name).values())
-        measured[configuration] = {
-            "latency": latency_s,
-            "cost": latency_s * nbytes,
-            "memory": nbytes,
-            "gpu_hours": latency_s * configuration.ranks,
-        }
+    others = OthersWork([os.getpid(), *clocked.ranks])
+    measured, estimated = measure(deployed, load, clocked, rounds, others), deployed.chooser.options(load, Intent())
+    others_cores = others.cores
+    seconds = {str(each.configuration): each.estimate.latency_s for each in estimated}
+    chosen = chosen_for(deployed, load)
+    profile = deployed.chooser.profile
+    assert profile is not None
+    deployed.chooser.profile = replace(profile, link=None, contention=0.0)
+    without = chosen_for(deployed, load)
+    deployed.chooser.profile = profile
     rows = []
+    for objective in OBJECTIVES:
+        metrics = {each: [metric[objective] for metric in taken] for each, taken in measured.items()}
+        least, regret = regret_of(chosen[objective], metrics)
+        _, before = regret_of(without[objective], metrics)
+        rows.append(
+            {"intent": objective, "chosen": str(chosen[objective]), "best": str(least), "regret": regret}
+            | {"chosen with assumed links": str(without[objective]), "regret with assumed links": before}
+            | {"others": others_cores}
+        )
+    for each, taken in measured.items():
+        median_s = statistics.median(metric["latency"] for metric in taken)
+        print(f"{each}: estimated {seconds[str(each)]:.3f} s, measured {median_s:.3f} s")
+    return rows
+
+
+def chosen_for(deployed: Deployed, load: Load) -> dict[Objective, Configuration]:
+    """Return the configuration that estimates choose for each intent."""
+    found: dict[Objective, Configuration] = {}
     for objective in OBJECTIVES:
         best = deployed.best(load, Intent(objective))
         assert isinstance(best, Deployment)
-        least = min(measured, key=lambda each: measured[each][objective])
-        regret = measured[best.configuration][objective] / measured[least][objective] - 1
-        rows.append({"intent": objective, "chosen": str(best.configuration), "best": str(least), "regret": regret})
-    return rows
+        found[objective] = best.configuration
+    return found
+
+
+def measure(
+    deployed: Deployed, load: Load, clocked: Clocked, rounds: int, others: OthersWork
+) -> dict[Configuration, list[dict[Objective, float]]]:
+    """Return for each configuration its metrics in each round, in which all are had in random order."""
+    fitting = [each.configuration for each in deployed.chooser.options(load, Intent()) if each.estimate.fits]
+    measured: dict[Configuration, list[dict[Objective, float]]] = {}
+    for _ in range(rounds):
+        for configuration in random.sample(fitting, len(fitting)):
+            if not forced(deployed, configuration, load):
+                continue
+            clocked.seconds()
+            latency_s = statistics.median(clocked.seconds() for _ in range(REQUESTS))
+            others.add(clocked.ranks)
+            nbytes = sum(deployed._book.reserved(deployed.name).values())
+            metrics: dict[Objective, float] = {
+                "latency": latency_s,
+                "cost": latency_s * nbytes,
+                "memory": nbytes,
+                "gpu_hours": latency_s * configuration.ranks,
+            }
+            measured.setdefault(configuration, []).append(metrics)
+    return measured
+
+
+def regret_of(chosen: Configuration, metrics: Mapping[Configuration, Sequence[float]]) -> tuple[Configuration, float]:
+    """Return the best configuration, in the median of rounds, and how much more the chosen one takes: in the median of
+    each round's ratio, as both were measured at about the same pace there."""
+    least = min(metrics, key=lambda each: statistics.median(metrics[each]))
+    ratios = [mine / best for mine, best in zip(metrics[chosen], metrics[least], strict=True)]
+    return least, statistics.median(ratios) - 1
 
 
 def replan(fleet: Deployments, deployed: Deployed, load: Load, clocked: Clocked, changes: int) -> dict[str, Any]:
@@ -185,7 +245,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         transformers.AutoModelForCausalLM.from_config(config).eval().save_pretrained(folder)
         store = ProfileStore(folder)
-        store.save(folder, measure_fingerprints(folder, FORMS, context=256, most_s=0.5 if options.quick else 3.0))
+        profile = measure_fingerprints(folder, FORMS, context=256, most_s=0.5 if options.quick else 3.0)
+        store.save(folder, replace(profile, link=measure_link(), contention=measure_contention()))
         devices = "cpu#a=1GiB,cpu#b=1GiB"
         options_of_fleets = {"beat_timeout_s": 20.0}
         made = Deployments(devices, weights=FORMS, replanning=None, store=store, fleet=options_of_fleets)
@@ -193,15 +254,19 @@ def main() -> None:
             fleet.deploy(folder, "latency", name="model", load=load)
             deployed = fleet._named("model")
             clocked = Clocked(fleet["model"], load, config.vocab_size)
-            chosen = choice(fleet, deployed, load, clocked, rounds)
+            chosen = choice(deployed, load, clocked, rounds)
             replanned = replan(fleet, deployed, load, clocked, 4 if options.quick else 20)
             fleet.intend("model", Intent("latency", quality_loss=0.0), load=load)
             busy_s = clocked.seconds()
             harvested = harvest(
                 folder, clocked, 0.2 / busy_s, 8.0 if options.quick else 60.0, 1 if options.quick else 3
             )
-    rows = [[row["intent"], row["chosen"], row["best"], f"{row['regret']:.1%}"] for row in chosen]
-    table(["intent", "chosen", "best measured", "regret"], rows)
+    rows = [
+        [f"{value:.1%}" if isinstance(value, float) else value for key, value in row.items() if key != "others"]
+        for row in chosen
+    ]
+    table(["intent", "chosen", "best measured", "regret", "with assumed links", "regret"], rows)
+    print(f"others kept {chosen[0]['others']:.2f} cores busy")
     for title, result in (("re-plan", replanned), ("harvest", harvested)):
         table([title, ""], [[name, f"{value:.4g}"] for name, value in result.items()])
     finish("deploy", options.device, {"choice": chosen, "re-plan": replanned, "harvest": harvested})

@@ -9,10 +9,11 @@ a variant are not shared). Prompts, answers and batches are such as no fingerpri
 
 - `latency`: TTFT + (n - 1) TPOT of requests that are alone, TPOT of batches of 2 and 8: mean error at most 4.9 %, P90
   at most 10 %. Beside it the paper's method L2, which knows one prompt, and neither context nor batch
-- `memory`: bytes of the fullest rank: weights by its ledger, and what its process has more in its largest batch. A rank
-  that is alone is a fresh process, and keys and values are among it; those of several are in the processes that serve
-  the points, whose caches have as much as their caps say, so these have none. Mean error at most 3 % of each. Beside it
-  the paper's M1, divided evenly among the ranks
+- `memory`: bytes of the fullest rank: what it holds, and what its process has more in its largest batch. A rank that is
+  alone is a fresh process, and keys and values are among it, its weights by its ledger; of several, in the processes
+  that serve the points, it is the pages that the kernel has of their memory files and that are in use: weights, and a
+  page of keys and values in each layer. Mean error at most 3 % of each; that of the batches of several by themselves is
+  told, too. Beside it the paper's M1, divided evenly among the ranks
 - `cost`: processor seconds of measuring fingerprints: at least 6 times fewer than measuring the same batches in every
   configuration, 4 times fewer than in the whole model for each form (L1 and M1); and the most bytes of a fingerprint's
   process over the share of the model that it has: at most 1.1
@@ -133,12 +134,14 @@ class Shape:
         rows = []
         alone = peaks(self.path, self.forms)
         for (form, tp, pp), taken in measured.items():
+            row: Row = {"shape": self.name, "form": form, "tp": tp, "pp": pp}
             if tp * pp == 1:
-                rank, real = self.rank(form), sum(alone[form])
-                ours = rank.fixed + rank.layers + rank.staging + self.batch_bytes(form)
+                rank, row["measured"] = self.rank(form), sum(alone[form])
+                row["ours"] = rank.fixed + rank.layers + rank.staging + self.batch_bytes(form)
             else:
-                ours, real = self.shared_bytes(form, tp, pp), max(taken.rank_bytes[: tp * pp])
-            rows.append({"shape": self.name, "form": form, "tp": tp, "pp": pp, "ours": ours, "measured": real})
+                row["batch"], row["measured_batch"] = self.served_batch_bytes(form), max(taken.batch_bytes[: tp * pp])
+                row["ours"], row["measured"] = self.shared_bytes(form, tp, pp), max(taken.rank_bytes[: tp * pp])
+            rows.append(row)
             rows[-1]["paper"] = self.paper_bytes(measured, tp, pp) if form == "full" and tp * pp > 1 else None
         return rows
 
@@ -153,15 +156,18 @@ class Shape:
         return estimator.rank(estimator.devices[0], range(self.layers), Configuration(weights=form), 8)
 
     def shared_bytes(self, form: str, tp: int, pp: int) -> int:
-        """Return the bytes of the fullest of several ranks that serve the points, without keys and values."""
+        """Return the bytes of the fullest of several ranks that serve the points, with a page of KV in each layer."""
         pages = self.estimator(Load(250, 12)).pages
-        weights = max(pages.layers(layers, form, tp) for layers in even_stages(self.layers, pp))
+        held = max(pages.layers(layers, form, tp) + len(layers) for layers in even_stages(self.layers, pp))
+        return (pages.fixed + held) * CPU_PAGE_BYTES + self.served_batch_bytes(form)
+
+    def served_batch_bytes(self, form: str) -> int:
+        """Return what the largest batch of the points takes at a rank."""
         chunks = [(prompt, min(prompt, STEP_TOKENS)) for _, prompt, _ in POINTS]
         prompts: list[Mix] = [((prompt - chunk, chunk),) for prompt, chunk in chunks]
         steps: list[Mix] = [((prompt + new + 4 * (batch - 1), 1),) * batch for batch, prompt, new in POINTS]
         most = max(bound_bytes(self.layout, mix, "full") for mix in prompts + steps)
-        batch_bytes = int(self.profile.activations[form] * most) + self.profile.scratch_bytes[form]
-        return (pages.fixed + weights) * CPU_PAGE_BYTES + batch_bytes
+        return int(self.profile.activations[form] * most) + self.profile.scratch_bytes[form]
 
     def batch_bytes(self, form: str) -> int:
         """Return what the largest of the batches that are measured takes, with its keys and values."""
@@ -246,11 +252,13 @@ def report(latency: Sequence[Row], memory: Sequence[Row], costs: Sequence[Row], 
 
 
 def memory_errors(rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Return the relative errors of bytes: of ranks that are alone, of several, and the paper's of several."""
+    """Return the relative errors of bytes: of ranks that are alone, of several, of what batches take at these, which is
+    little beside weights, and the paper's of several."""
     several = [row for row in rows if row["tp"] * row["pp"] > 1]
     return {
         "ours, one rank": [row["ours"] / row["measured"] - 1 for row in rows if row["tp"] * row["pp"] == 1],
         "ours, several ranks": [row["ours"] / row["measured"] - 1 for row in several],
+        "ours, their batches": [row["batch"] / max(1, row["measured_batch"]) - 1 for row in several],
         "paper, several ranks": [row["paper"] / row["measured"] - 1 for row in several if row["paper"] is not None],
     }
 

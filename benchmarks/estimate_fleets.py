@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,9 @@ class Measured:
     latency_s: dict[Point, float] = field(default_factory=dict)
     """From the first request to the last token of one alone; of batches, TPOT."""
     rank_bytes: tuple[int, ...] = ()
-    """Of each rank: weights by its ledger, and the most that its process had more outside of pages."""
+    """Of each rank: what it holds, and the most that its process had more outside of pages."""
+    batch_bytes: tuple[int, ...] = ()
+    """The second of these alone."""
 
 
 class OneRank:
@@ -106,7 +109,9 @@ def points(engine: elastic.Fleet, rounds: int, pp: int) -> Measured:
         for point in random.sample(POINTS, len(POINTS)):
             answers = serve(engine, point)
             taken[point].append((max(a.ttft_s for a in answers), tpot_s(answers)))
-    found = Measured(rank_bytes=tuple(most(engine, rank, each) for rank, each in zip(RANKS, rest, strict=True)))
+    batches = tuple(most(engine, rank, before) for rank, (_, before) in zip(RANKS, rest, strict=True))
+    held = tuple(nbytes + more for (nbytes, _), more in zip(rest, batches, strict=True))
+    found = Measured(rank_bytes=held, batch_bytes=batches)
     for point, pairs in taken.items():
         found.tpot_s[point] = found.latency_s[point] = statistics.median(tpot for _, tpot in pairs)
         if point[0] == 1:
@@ -135,21 +140,33 @@ def tpot_s(answers: Sequence[Answer]) -> float:
 
 
 def at_rest(engine: elastic.Fleet, rank: str) -> tuple[int, int]:
-    """Return the bytes of a rank's weights by its ledger, and of its process outside of pages; the most is looked for
-    from now on.
+    """Return the bytes that a rank holds, and of its process outside of pages; the most is looked for from now on.
 
-    Its other pages say nothing: it keeps some back for all variants, and has as much KV as caps say.
+    It holds the pages that the kernel has of its memory files, but for those that nobody uses: parked ones, and such as
+    are kept for the next keys and values. What is fixed is in no page, and counted by the ledger.
     """
-    view, pid = engine.look(rank), pid_of(engine, rank)
-    weights = sum(n for owner, n in view.status.places[0].owners.items() if owner.startswith(("layer:", "fixed:")))
+    (place,), pid = engine.look(rank).status.places, pid_of(engine, rank)
+    fixed = sum(nbytes for owner, nbytes in place.owners.items() if owner.startswith("fixed:"))
+    pages = memory_file_bytes(pid) - place.idle_bytes - place.parked_bytes
     Path(f"/proc/{pid}/clear_refs").write_text("5")
-    return weights, resident(pid, "VmRSS") - resident(pid, "RssShmem")
+    return fixed + pages, resident(pid, "VmRSS") - resident(pid, "RssShmem")
 
 
-def most(engine: elastic.Fleet, rank: str, rest: tuple[int, int]) -> int:
-    """Return the bytes of a rank's weights, and the most that its process had more outside of pages since."""
-    (weights, before), pid = rest, pid_of(engine, rank)
-    return weights + max(0, resident(pid, "VmHWM") - resident(pid, "RssShmem") - before)
+def most(engine: elastic.Fleet, rank: str, before: int) -> int:
+    """Return the most that a rank's process had more outside of pages since then."""
+    pid = pid_of(engine, rank)
+    return max(0, resident(pid, "VmHWM") - resident(pid, "RssShmem") - before)
+
+
+def memory_file_bytes(pid: int | str) -> int:
+    """Return the bytes that the kernel has of the memory files that a process has open."""
+    files = {}
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            if os.readlink(descriptor).startswith("/memfd:"):
+                told = descriptor.stat()
+                files[told.st_dev, told.st_ino] = 512 * told.st_blocks
+    return sum(files.values())
 
 
 def pid_of(engine: elastic.Fleet, rank: str) -> int:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import SEED
 from serving import fleet, prompt, warm_up
+from sim_behaviour import Behaviour, actions, bubble_share
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import elastic
@@ -23,6 +26,7 @@ from elastic.assets import MODEL_DIR
 from elastic.bench.traces.trace import Trace, TraceRequest
 from elastic.engines.base import Output, Request
 from elastic.engines.core.restart import RestartingScheduler
+from elastic.engines.pipeline.turn import StageTimes
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.instance import PlacePages
 from elastic.sim.report import Report
@@ -145,7 +149,16 @@ class System:
     """The share of the time in which prompts, and answers by fours, keep two ranks busy."""
     policy: Any = None
     tp: int = 1
-    """So many ranks share each layer from the start."""
+    """So many ranks share each layer from the start,"""
+    stages: int = 1
+    """or compute the layers one after another."""
+    kill: float | None = None
+    """When its second rank is killed, as a share of a run; none comes in its place."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether each rank computes all layers itself, as far as no policy has it otherwise."""
+        return self.tp == self.stages == 1
 
 
 @dataclass(frozen=True)
@@ -181,15 +194,27 @@ def serving(
 
     `begun` is called before they are.
     """
-    options = {"policy": system.policy, "shards": system.tp, "beat_timeout_s": BEAT_TIMEOUT_S}
+    options: dict[str, Any] = {"policy": system.policy, "shards": system.tp, "beat_timeout_s": BEAT_TIMEOUT_S}
+    options["replace"] = system.kill is None
     with fleet(path, CORES[: system.ranks], place=place, engine={**ENGINE, **engine}, **options) as started:
         warm_up(started)
         pages = pages_of(started, system.tp)
         begun(started)
-        if system.tp > 1:
-            started.reshard([instance.name for instance in started.status().instances], tp=system.tp)
+        if not system.alone:
+            together(started, system)
             warm_up(started)
         yield started, pages
+
+
+def together(engine: elastic.Fleet, system: System) -> None:
+    """Have ranks compute layers with each other, as the system has it."""
+    names = [instance.name for instance in engine.status().instances]
+    if system.tp > 1:
+        engine.reshard(names, tp=system.tp)
+    if system.stages > 1:
+        bounds = [LAYERS * stage // system.stages for stage in range(system.stages + 1)]
+        kept = {name: range(*pair) for name, pair in zip(names, pairwise(bounds), strict=True)}
+        engine.drop(layers={name: set(range(LAYERS)) - set(layers) for name, layers in kept.items()})
 
 
 def pages_of(engine: elastic.Fleet, parts: int) -> PlacePages:
@@ -209,22 +234,31 @@ class Played:
     """By the clock of all processes."""
     others: float
     """Cores that processes other than this one and the ranks kept busy meanwhile, in the mean."""
+    behaviour: Behaviour
 
 
-def played(engine: elastic.Fleet, trace: Trace) -> Played:
-    """Have the requests of a trace come when they are due; return what came of them, as the simulator tells it."""
+def played(engine: elastic.Fleet, trace: Trace, kill_s: float | None = None) -> Played:
+    """Have the requests of a trace come when they are due; return what came of them, as the simulator tells it.
+
+    The second rank is killed so long after the run began, if that is said.
+    """
     report, choose = Report(), random.Random(SEED)
-    others = OthersWork([os.getpid(), *(rank.pid for rank in engine.status().ranks)])
+    pids = [rank.pid for rank in engine.status().ranks if rank.serves]
+    others, before = OthersWork([os.getpid(), *pids]), stage_times(engine)
     prompts = [prompt(request.prompt_tokens, choose) for request in trace.requests]
     ended, lock = threading.Semaphore(0), threading.Lock()
-    begin_s = time.perf_counter()
+    begin_s, begin_wall_s = time.perf_counter(), time.time()
     stopping = threading.Event()
+    if kill_s is not None:
+        killer = threading.Timer(kill_s, os.kill, (pids[1], signal.SIGKILL))
+        killer.start()
 
     def sample() -> None:
         while not stopping.wait(SAMPLE_S):
             loads = [instance.load for instance in engine.status().instances]
             use = 1 - sum(load.free_blocks for load in loads) / max(1, sum(load.total_blocks for load in loads))
             running, waiting = (sum(getattr(load, name) for load in loads) for name in ("running", "waiting"))
+            others.look()
             at_s = time.perf_counter() - begin_s
             if at_s <= trace.duration_s:
                 report.sample(at_s, use, running, waiting)
@@ -248,14 +282,27 @@ def played(engine: elastic.Fleet, trace: Trace) -> Played:
             raise TimeoutError("a request has not ended after 120 s")
     stopping.set()
     sampler.join()
-    return Played(report, begin_s, others.cores)
+    events = ((event.kind, event.when_s - begin_wall_s) for event in engine.events())
+    spent = [since(before[name], times) for name, times in stage_times(engine).items() if name in before]
+    behaviour = Behaviour(actions(events, trace.duration_s), bubble_share(spent))
+    return Played(report, begin_s, others.cores, behaviour)
+
+
+def stage_times(engine: elastic.Fleet) -> dict[str, StageTimes]:
+    """Return what ranks that compute layers with each other have done with their time."""
+    names = [instance.name for instance in engine.status().instances if len(set(instance.path)) > 1]
+    return {name: engine.look(name).times for name in names}
+
+
+def since(before: StageTimes, now: StageTimes) -> StageTimes:
+    return StageTimes(now.busy_s - before.busy_s, now.bubble_s - before.bubble_s)
 
 
 class OthersWork:
     """What processes other than some compute, from its making on. For Linux."""
 
     def __init__(self, own: Sequence[int]) -> None:
-        self._own = own
+        self._own = dict.fromkeys(own, 0)  # and what each has computed, in ticks
         self._at_s, self._since_s = time.perf_counter(), self._busy_s()
 
     @property
@@ -263,12 +310,23 @@ class OthersWork:
         """The cores that they kept busy, in the mean."""
         return max(0.0, self._busy_s() - self._since_s) / (time.perf_counter() - self._at_s)
 
+    def add(self, own: Sequence[int]) -> None:
+        """Have more processes be own ones, which have begun since."""
+        self._own |= {pid: 0 for pid in own if pid not in self._own}
+        self.look()
+
+    def look(self) -> None:
+        """Note what the own processes have computed, as long as they are there: one that ends says nothing more."""
+        for pid in self._own:
+            with suppress(FileNotFoundError, ProcessLookupError):
+                ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+                self._own[pid] = sum(map(int, ticks))
+
     def _busy_s(self) -> float:
         """Return the processor seconds of all, since the machine began, without those of the own processes."""
         user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split()[1:9])
-        times = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in self._own]
-        own = sum(int(ticks) for pair in times for ticks in pair)
-        return (user + nice + system + sum(interrupts) - own) / os.sysconf("SC_CLK_TCK")
+        self.look()
+        return (user + nice + system + sum(interrupts) - sum(self._own.values())) / os.sysconf("SC_CLK_TCK")
 
 
 def _since(at_s: float | None, begin_s: float) -> float | None:

@@ -7,10 +7,11 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common import SEED
+from sim_behaviour import Behaviour
 from sim_fit import fit
 from sim_runs import (
     ENGINE,
@@ -24,6 +25,7 @@ from sim_runs import (
     played,
     recorded,
     serving,
+    together,
 )
 
 import elastic
@@ -36,8 +38,17 @@ from elastic.sim.report import Report
 
 PLACES = {"roomy": "cpu#{}=256MiB", "tight": "cpu#{}=40MiB"}
 OVERLOAD = elastic.Overload(pressure_ticks=2, queue_high_s=0.1, dwell_s=3.0)
-SYSTEMS = {"one": System(1, 0.3), "two": System(2, 0.5), "drop": System(2, 0.5, OVERLOAD), "tp": System(2, 0.5, tp=2)}
-"""In the first two requests wait until an instance has room for all that they may need."""
+SYSTEMS = {
+    "one": System(1, 0.3),
+    "two": System(2, 0.5),
+    "drop": System(2, 0.5, OVERLOAD),
+    "tp": System(2, 0.5, tp=2),
+    "stages": System(2, 0.4, stages=2),
+    "two-killed": System(2, 0.3, kill=0.4),
+    "tp-killed": System(2, 0.3, tp=2, kill=0.4),
+}
+"""In the first two requests wait until an instance has room for all that they may need. The last two lose a rank, with
+which they end: they serve one kind of requests."""
 SECONDS, QUICK_S = 14.0, 6.0
 LENGTHS = {  # median and sigma of the logarithm, of prompts and answers
     "conv": ((300.0, 0.8), (80.0, 0.5)),
@@ -72,6 +83,13 @@ class RealRun:
     """Process ids, in the order of instances."""
     others: float
     """Cores that other processes kept busy meanwhile, in the mean."""
+    behaviour: Behaviour
+
+    @property
+    def kill_s(self) -> float | None:
+        """When its second rank is killed; None: it is not."""
+        share = SYSTEMS[self.system].kill
+        return None if share is None else share * self.trace.duration_s
 
 
 @dataclass
@@ -128,7 +146,7 @@ class Served:
         folder.mkdir()
 
         def calibrate(engine: elastic.Fleet, number: int = 0) -> str:
-            trace = calibration(0.4 * self._seconds, chosen_one.ranks, SEED + number)
+            trace = calibration(0.4 * self._seconds, len(engine.status().instances), SEED + number)
             run, measured.alone[f"{name} {number}"] = self._played(engine, trace, folder)
             measured.messages_s += run.report.queued_s.read(0.1)
             return f"{name} {number}"
@@ -143,9 +161,10 @@ class Served:
                     step for count in (1, 2) for step in self._played(engine, few_at_once(count), folder)[1]
                 ]
             self._cost = self._cost or fit(measured.alone).cost
-            for number, load in enumerate(loads, 1):
+            for number, load in enumerate(loads if chosen_one.kill is None else loads[:1], 1):
                 trace = self._trace(load, memory, chosen_one, pages)
-                run, steps = self._played(engine, trace, folder)
+                pids = tuple(rank.pid for rank in engine.status().ranks)
+                run, steps = self._played(engine, trace, folder, chosen_one.kill)
                 with by_themselves(engine, chosen_one):
                     after = calibrate(engine, number)
                 real = RealRun(
@@ -159,18 +178,22 @@ class Served:
                     steps,
                     (before, after),
                     run.begin_s,
-                    tuple(rank.pid for rank in engine.status().ranks),
+                    pids,
                     run.others,
+                    behaviour_of(run, chosen_one, steps),
                 )
                 measured.runs.append(real)
                 before = after
                 print(f"{load}, {name}: {len(trace.requests)} requests; others {run.others:.2f} cores", flush=True)
 
-    def _played(self, engine: elastic.Fleet, trace: Trace, folder: Path) -> tuple[Played, list[TimedStep]]:
-        """Have requests come; return what came of them and the steps that were computed."""
+    def _played(
+        self, engine: elastic.Fleet, trace: Trace, folder: Path, kill: float | None = None
+    ) -> tuple[Played, list[TimedStep]]:
+        """Have requests come; return what came of them and the steps that were computed. A rank is killed but once."""
+        kill_s, tries = (None, self._tries) if kill is None else (kill * trace.duration_s, 1)
         found: list[tuple[Played, list[TimedStep]]] = []
-        while not found or (len(found) < self._tries and found[-1][0].others > MOST_OTHERS):
-            run = played(engine, trace)
+        while not found or (len(found) < tries and found[-1][0].others > MOST_OTHERS):
+            run = played(engine, trace, kill_s)
             found.append((run, recorded(folder, run.begin_s)))
         return min(found, key=lambda each: each[0].others)
 
@@ -186,16 +209,29 @@ class Served:
 def by_themselves(engine: elastic.Fleet, system: System) -> Iterator[None]:
     """Have each rank compute all layers itself, and afterwards as the system has it."""
     names = [instance.name for instance in engine.status().instances]
-    if system.tp > 1:
+    apart = not system.alone and len(names) > 1
+    if apart and system.tp > 1:
         engine.reshard(names, tp=1)
+    elif apart:
+        engine.restore()
     until_s = time.perf_counter() + RESTORED_S
     while any(len(instance.ranks) > 1 for instance in engine.status().instances):
         if time.perf_counter() > until_s:
             raise TimeoutError(f"layers that were dropped are not restored after {RESTORED_S} s")
         time.sleep(0.1)
     yield
-    if system.tp > 1:
-        engine.reshard(names, tp=system.tp)
+    if apart:
+        together(engine, system)
+
+
+def behaviour_of(run: Played, system: System, steps: Sequence[TimedStep]) -> Behaviour:
+    """Return how a real fleet behaved, as far as the system has it: bubbles of stages, steps of shared layers."""
+    told = run.behaviour
+    if system.stages == 1 or system.kill is not None:
+        told = replace(told, bubbles=None)
+    if system.tp > 1 and system.kill is None and steps:
+        told = replace(told, shared_step_s=statistics.mean(step.seconds for step in steps))
+    return told
 
 
 def load_of(name: str, busy: float, seconds: float, cost: LayerCost) -> Load:

@@ -15,23 +15,28 @@ real ones were: by each of their steps, which leaves the schedule, and in the me
 schedule and what steps cost beside each other. Not those that share layers: their steps wait for each other.
 
 Targets: mean error over the runs at most .05 for tokens/s, P50 of TTFT and TPOT, and KV use, .10 for P95; where two
-systems differ by .05 or more in a figure, the same order. Each simulator has a null: the same without the attention
-term, or with batches of a fourth of the tokens. The targets tell the two apart only where the simulator meets all of
-them and its null does not; `verdicts` says both.
+systems differ by .05 or more in a figure, the same order; and in every run (`sim_behaviour.py`) as many actions but for
+one, each within a second of the real one, the share of bubbles of two stages within .03, and the seconds of a step that
+two ranks share within .05. In the runs of two of the systems a rank is killed. Each simulator has a null: the same
+without the attention term, or with batches of a fourth of the tokens. The targets tell the two apart only where the
+simulator meets all of them and its null does not; `verdicts` says both.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import pickle
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common import arguments, finish, table
+from sim_behaviour import LIMITS, Behaviour, above_limits, actions, bubble_share, median_differences, most_off
 from sim_fit import Fitted, fit, messages_s, with_shared_layers
 from sim_runs import (
     ENGINE,
@@ -46,8 +51,9 @@ from elastic.bench.traces.trace import Trace
 from elastic.cluster.fleet.planning.policies import chosen
 from elastic.sim.core.fleet import RankModel
 from elastic.sim.core.instance import EngineOptions
+from elastic.sim.mechanisms.fleet import ElasticFleet
 from elastic.sim.mechanisms.model import LayeredModel, Links
-from elastic.sim.policies import Mechanisms
+from elastic.sim.policies import Fault, Mechanisms
 from elastic.sim.run import Run
 from elastic.sim.scenario import FleetOptions, Scenario, SimulatedModel
 from elastic.sim.workload import RequestSource
@@ -73,6 +79,14 @@ NULLS = {
 """Simulator -> what is known to be wrong, and must fail where it passes."""
 
 
+@dataclass(frozen=True)
+class Simulated:
+    """What came of a run of the simulator."""
+
+    figures: dict[str, float]
+    behaviour: Behaviour
+
+
 def fitted_to(measured: Measured) -> dict[str, Fitted]:
     """Return costs with attention and without."""
     found = {}
@@ -82,15 +96,15 @@ def fitted_to(measured: Measured) -> dict[str, Fitted]:
     return found
 
 
-def simulated(real: RealRun, fitted: Fitted, message_s: float) -> list[dict[str, float]]:
-    """Return the figures of some runs of the simulator, each with other noise."""
+def simulated(real: RealRun, fitted: Fitted, message_s: float) -> list[Simulated]:
+    """Return some runs of the simulator, each with other noise."""
     fitted = fitted.at_pace_of(real.calibrations)
     model = rank_model(real, fitted, message_s)
     return [simulated_once(real, model, fitted, seed) for seed in range(SEEDS)]
 
 
-def simulated_paced(real: RealRun, fitted: Fitted, message_s: float, within_s: float, smaller: int) -> dict[str, float]:
-    """Return the figures of a run in which each rank is as fast as the real one was then; see `PACED`."""
+def simulated_paced(real: RealRun, fitted: Fitted, message_s: float, within_s: float, smaller: int) -> Simulated:
+    """Return a run in which each rank is as fast as the real one was then; see `PACED`."""
     fitted = fitted.at_pace_of(real.calibrations)
     paces = fitted.paces_of(real.steps, real.begin_s - LEAD_S, within_s)
     waited_s = messages_s([real.begin_s + request.arrival_s for request in real.trace.requests], real.steps)
@@ -113,12 +127,15 @@ def rank_model(real: RealRun, fitted: Fitted, message_s: float) -> RankModel:
     )
 
 
-def simulated_once(real: RealRun, model: RankModel, fitted: Fitted, seed: int = 0) -> dict[str, float]:
+def simulated_once(real: RealRun, model: RankModel, fitted: Fitted, seed: int = 0) -> Simulated:
     trace, system = later(real.trace), SYSTEMS[real.system]
     links = Links(bytes_s=LINK_BYTES_S, hop_s=fitted.hop_s, core_s=fitted.core_s)
     layered = LayeredModel(model, system.tp, system.tp, PAGE_BYTES, 4 * HIDDEN, links=links)
-    plain = system.policy is None and system.tp == 1
-    mechanisms = Mechanisms(chosen(system.policy), layered, tp=system.tp)
+    plain = system.policy is None and system.alone and system.kill is None
+    faults = () if real.kill_s is None else (Fault(LEAD_S + real.kill_s, "kill", 1),)
+    mechanisms = Mechanisms(
+        chosen(system.policy), layered, tp=system.tp, stages=system.stages, faults=faults, moves=bool(faults)
+    )
     scenario = Scenario(
         trace.source,
         trace.duration_s,
@@ -128,19 +145,37 @@ def simulated_once(real: RealRun, model: RankModel, fitted: Fitted, seed: int = 
         seed=seed,
     )
     run = Run(scenario)
+    steps_s = seconds_of_steps(run)
     run.play()
     run.report.samples = [sample for sample in run.report.samples if LEAD_S < sample.at_s <= trace.duration_s]
-    return figures(run.report)
+    done = actions(((each.kind, each.at_s - LEAD_S) for each in run.report.actions), real.trace.duration_s)
+    step_s = statistics.mean(steps_s) if steps_s else None
+    return Simulated(figures(run.report), Behaviour(done, bubble_share(run.report.stages.values()), step_s))
 
 
-def median(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(run[name] for run in runs) for name in FIGURES}
+def seconds_of_steps(run: Run) -> list[float]:
+    """Return a list that will have the seconds of each step of which several ranks compute layers."""
+    found: list[float] = []
+
+    def noted(execute: Any, step: Any) -> Any:
+        begin_s, future = run.clock.now, execute(step)
+        future.add_done_callback(lambda done: None if done.exception() else found.append(run.clock.now - begin_s))
+        return future
+
+    for fleet in run.fleets:
+        for rank in fleet.world.ranks.values() if isinstance(fleet, ElasticFleet) else ():
+            rank.steps.execute = partial(noted, rank.steps.execute)  # type: ignore[method-assign]
+    return found
 
 
-def spread(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def median(runs: Sequence[Simulated]) -> dict[str, float]:
+    return {name: statistics.median(run.figures[name] for run in runs) for name in FIGURES}
+
+
+def spread(runs: Sequence[Simulated]) -> dict[str, float]:
     """Return by how much one run is off their median, in the mean: a real run is no surer than that."""
     middle = median(runs)
-    return {name: statistics.mean(abs(run[name] / middle[name] - 1) for run in runs) for name in FIGURES}
+    return {name: statistics.mean(abs(run.figures[name] / middle[name] - 1) for run in runs) for name in FIGURES}
 
 
 def later(trace: Trace) -> Trace:
@@ -155,11 +190,13 @@ def errors(run: Mapping[str, Any], name: str) -> dict[str, float]:
 
 
 def judged(runs: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
-    """Return the mean error of each figure, which miss their targets, and pairs of systems in another order."""
+    """Return the mean error of each figure, by how much the worst run behaves otherwise, which of these miss their
+    targets, and pairs of systems in another order."""
     every = [errors(run, name) for run in runs]
     mean = {figure: statistics.mean(each[figure] for each in every) for figure in FIGURES}
     missed = [figure for figure, most in TARGETS.items() if most is not None and mean[figure] > most]
-    return {"mean_error": mean, "missed": missed, "turned": turned(runs, name)}
+    off = most_off([run["off"][name] for run in runs])
+    return {"mean_error": mean, "off": off, "missed": missed + above_limits(off), "turned": turned(runs, name)}
 
 
 def turned(runs: Sequence[Mapping[str, Any]], name: str) -> list[str]:
@@ -200,13 +237,16 @@ def compared(measured: Measured, fitted: Mapping[str, Fitted]) -> list[dict[str,
     for real in measured.runs:
         run: dict[str, Any] = {"load": real.load, "memory": real.memory, "system": real.system, "real": real.figures}
         found = {name: simulated(real, each, message_s) for name, each in fitted.items()}
-        run |= {name: median(each) for name, each in found.items()} | {"spread": spread(found["simulated"])}
         told = ["simulated"]
-        if SYSTEMS[real.system].tp == 1:
+        if SYSTEMS[real.system].alone:
             run["pace"] = fitted["simulated"].pace_over(real.calibrations, real.steps)
             for name, (costs, within_s, smaller) in PACED.items():
-                run[name] = simulated_paced(real, fitted[costs], message_s, within_s, smaller)
+                found[name] = [simulated_paced(real, fitted[costs], message_s, within_s, smaller)]
             told += [name for name in PACED if name in NULLS]
+        run |= {name: median(each) for name, each in found.items()} | {"spread": spread(found["simulated"])}
+        behaved = {name: [each.behaviour for each in every] for name, every in found.items()}
+        run["off"] = {name: median_differences(real.behaviour, every) for name, every in behaved.items()}
+        run["behaved"] = {"real": vars(real.behaviour), **{name: vars(every[0]) for name, every in behaved.items()}}
         runs.append({**run, "requests": len(real.trace.requests), "others": real.others})
         each = [f"{f} {run['real'][f]:.3g}/" + "/".join(f"{run[name][f]:.3g}" for name in told) for f in FIGURES]
         print(f"{real.load}, {real.fleet}, real/{'/'.join(told)}: {', '.join(each)}", flush=True)
@@ -247,7 +287,7 @@ def main() -> None:
     fitted = fitted_to(measured)
     runs = compared(measured, fitted)
     results = {name: judged(runs, name) for name in fitted}
-    paced = [run for run in runs if SYSTEMS[run["system"]].tp == 1]
+    paced = [run for run in runs if SYSTEMS[run["system"]].alone]
     results |= {name: judged(paced, name) for name in PACED if paced}
     results["simulated"]["spread"] = {f: statistics.mean(run["spread"][f] for run in runs) for f in FIGURES}
     for name, each in fitted.items():
@@ -257,6 +297,11 @@ def main() -> None:
         for figure in FIGURES
     ]
     table(["mean error", *results, "target"], rows)
+    rows = [
+        [name, *(f"{each['off'].get(name, math.nan):.3f}" for each in results.values()), LIMITS[name]]
+        for name in LIMITS
+    ]
+    table(["worst run is off by", *results, "target"], rows)
     for name in results:
         print(f"{name}: missed {results[name]['missed'] or 'nothing'}, turned {results[name]['turned'] or 'nothing'}")
     found = verdicts(results)

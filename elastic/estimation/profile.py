@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,7 +22,7 @@ from elastic.estimation.fingerprint import fingerprint, take_layers
 from elastic.estimation.kv_room import KVBlockCapacity
 from elastic.estimation.model_layout import LayerKind, ModelLayout, layout_of
 from elastic.estimation.weight_pages import WeightPages, kernel_target
-from elastic.estimation.work import window_of
+from elastic.estimation.work import layer_work, window_of
 from elastic.planning.estimate.configuration import FULL, parts_of
 from elastic.planning.estimate.devices import CPU_PAGE_BYTES, CUDA_PAGE_BYTES
 from elastic.planning.estimate.layer_cost import LayerCost, r_squared
@@ -33,6 +36,9 @@ CACHED_BYTES = 64 << 20
 _CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 ROUNDS = 5
 _SEQUENCES = 9
+_WIDTH = 1024
+_LEAST_READ = 8 << 20
+"""Bytes of a product that takes much longer than its call."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,7 @@ def measure_fingerprints(
     kept: dict[str, int] = {}
     for kind in layout.kinds:
         chosen = fingerprint_layers(kind, target.type)
+        rate = reading_rate(len(chosen) * kind.full.nbytes, target, pace)
         for name in forms:
             small = (
                 take_layers(model, chosen) if not isinstance(model, str | Path) else fingerprint(model, chosen, dtype)
@@ -97,10 +104,44 @@ def measure_fingerprints(
                 block = engine.kv_format.block_tokens
                 share = measured_share(engine, layout, largest(mixes), parts_of(name)[1])
             cost = LayerCost.fit(measured.layer, window_of(layout.config, kind), block)
-            layers[kind.name, name], explained[kind.name, name] = cost, r_squared(cost, measured.layer)
+            layers[kind.name, name] = cost.with_reading(least_bytes(layout, kind, name, target.type) / rate)
+            explained[kind.name, name] = r_squared(cost, measured.layer)
             around.setdefault(name, LayerCost.fit(measured.rest, attention=False))
             taken[name], kept[name] = max(share, taken.get(name, 0.0)), kept_bytes()
     return CostProfile(target.type, layers, around, activations=taken, scratch_bytes=kept, r_squared=explained)
+
+
+def reading_rate(nbytes: int, device: torch.device, pace: Pace | None = None) -> float:
+    """Return the bytes of weights that are read a second for a product with one token.
+
+    Weights are of about `nbytes`: caches hold as much of them as of layers that are as large.
+    """
+    rows = max(nbytes, _LEAST_READ) // 4 // _WIDTH
+    weights = torch.empty(rows, _WIDTH, dtype=torch.float32, device=device).fill_(1.0)
+    hidden, taken = torch.ones(1, _WIDTH, dtype=torch.float32, device=device), []
+    for _ in range(ROUNDS + 1):
+        _finish(device)
+        began_s = time.perf_counter()
+        torch.nn.functional.linear(hidden, weights)
+        _finish(device)
+        taken.append(time.perf_counter() - began_s)
+        if pace is not None:
+            pace(taken[-1])
+    return weights.nbytes / statistics.median(taken[1:])
+
+
+def least_bytes(layout: ModelLayout, kind: LayerKind, form: str, device: str) -> float:
+    """Return the bytes of weights that a layer in a form reads for one token."""
+    page_bytes = CPU_PAGE_BYTES if device == "cpu" else CUDA_PAGE_BYTES
+    weights, kv = parts_of(form)
+    pages = WeightPages(layout, page_bytes, kernel_target(device, ""))
+    works = layer_work(pages, kind, weights, layout.kv_shape(kv), 1)
+    return math.fsum(work.least_met * work.weight_bytes for work in works)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def fingerprint_layers(kind: LayerKind, device: str = "cpu") -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from elastic.engines.base import Listener, Output
 from elastic.engines.continuous.active_requests import OUTCOMES
+from elastic.engines.pipeline.turn import StageTimes
 from elastic.sim.quantiles import QuantileSketch
 from elastic.sim.workload import RequestArrival
 
@@ -75,6 +76,8 @@ class Report(RequestFigures):
     """Where models are that were placed, or why they have no place."""
     devices: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What of them is in use, where models were placed."""
+    stages: dict[str, StageTimes] = field(default_factory=dict)
+    """What ranks that computed layers with others did with their time meanwhile."""
     tokens: int = 0
     prompt_tokens: int = 0
     first_s: float | None = None
@@ -137,6 +140,7 @@ class Report(RequestFigures):
             "by_model": {name: each.described() for name, each in sorted(self.by_model.items())},
             "placements": self.placements,
             "devices": self.devices,
+            "stages": {rank: {"busy_s": each.busy_s, "bubble_s": each.bubble_s} for rank, each in self.stages.items()},
             "kv_use": {"mean": sum(uses) / len(uses) if uses else 0.0, "max": max(uses, default=0.0)},
             "action_counts": dict(sorted(self.action_counts.items())),
             "actions": [vars(action) for action in self.actions],

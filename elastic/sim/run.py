@@ -88,6 +88,8 @@ class Run:
             for event in fleet.log.events():
                 words = ", ".join(filter(None, (event.rank, event.why)))
                 self.report.action(event.when_s, event.kind, words, event.seconds)
+            if isinstance(fleet, ElasticFleet):
+                self.report.stages |= fleet.stage_times()
         if self.deployments is not None:
             self.report.placements = self.deployments.placements()
             self.report.devices = self.deployments.use(self.report.last_s)

@@ -37,6 +37,9 @@ class LayerCost:
     """The most tokens that a token sees; None: all before it."""
     block: int = 1
     """A step of one token reads whole blocks of so many tokens."""
+    overhead: float = 0.0
+    """Of the seconds of products those of calls, not of weights: every rank that shares the layer has them, and others
+    that read memory do not make them more."""
 
     def batch(self, chunks: Sequence[Chunk]) -> float:
         """Return the seconds of a batch; 0.0 for none."""
@@ -55,8 +58,8 @@ class LayerCost:
 
         Heads of keys and values are in so many parts.
         """
-        kept = 1 - cut_share + cut_share / tp
-        matrices = tuple((tokens, kept * seconds) for tokens, seconds in self.matrices)
+        kept, overhead = 1 - cut_share + cut_share / tp, self.overhead
+        matrices = tuple((tokens, overhead + kept * (seconds - overhead)) for tokens, seconds in self.matrices)
         return replace(
             self, matrices=matrices, pair=self.pair / tp, prefix=self.prefix / kv_parts, seen=self.seen / kv_parts
         )
@@ -64,9 +67,9 @@ class LayerCost:
     def beside(self, contention: float) -> LayerCost:
         """Return the cost while others read the same memory, from which it reads by that share more slowly.
 
-        What a batch of the fewest tokens takes is taken to be reading weights.
+        What a batch of the fewest tokens takes besides overhead is taken to be reading weights.
         """
-        reading = contention * self.matrices[0][1]
+        reading = contention * (self.matrices[0][1] - self.overhead)
         return replace(
             self,
             matrices=tuple((tokens, seconds + reading) for tokens, seconds in self.matrices),
@@ -77,8 +80,12 @@ class LayerCost:
     def times(self, factor: float) -> LayerCost:
         """Return so many times these seconds."""
         matrices = tuple((tokens, factor * seconds) for tokens, seconds in self.matrices)
-        terms = {name: factor * getattr(self, name) for name in ("chunk", "pair", "prefix", "seen")}
+        terms = {name: factor * getattr(self, name) for name in ("chunk", "pair", "prefix", "seen", "overhead")}
         return replace(self, matrices=matrices, **terms)
+
+    def with_reading(self, seconds: float) -> LayerCost:
+        """Return the cost where a batch of the fewest tokens reads weights for so long: the rest is overhead."""
+        return replace(self, overhead=max(0.0, self.matrices[0][1] - seconds))
 
     @classmethod
     def fit(
@@ -112,9 +119,9 @@ class LayerCost:
         """Make one of its fields, as JSON has them. Raises `ValueError`, `KeyError` or `TypeError` for what is none."""
         matrices = tuple((int(tokens), float(seconds)) for tokens, seconds in fields["matrices"])
         chunk, pair, prefix, seen = terms = [float(fields[name]) for name in ("chunk", "pair", "prefix", "seen")]
-        window = None if fields["window"] is None else int(fields["window"])
-        cost = cls(matrices, chunk, pair, prefix, seen, window, int(fields["block"]))
-        values = [*(seconds for _, seconds in matrices), *terms]
+        window, overhead = None if fields["window"] is None else int(fields["window"]), float(fields["overhead"])
+        cost = cls(matrices, chunk, pair, prefix, seen, window, int(fields["block"]), overhead)
+        values = [*(seconds for _, seconds in matrices), *terms, overhead]
         ascending = all(few < many for (few, _), (many, _) in pairwise(matrices))
         if len(matrices) < 2 or not ascending or not all(math.isfinite(value) and value >= 0 for value in values):
             raise ValueError(f"{cost} is no cost")

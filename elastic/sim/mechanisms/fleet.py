@@ -24,6 +24,7 @@ from elastic.cluster.fleet.records.memory_file import hold_memory
 from elastic.cluster.fleet.supervisor import Supervisor
 from elastic.cluster.rank.spec import RankSpec
 from elastic.engines.core.kv_state import KVDirectory, KVSource
+from elastic.engines.pipeline.turn import StageTimes
 from elastic.errors import ElasticError
 from elastic.memory.backends.shared_file import host_name, share
 from elastic.sim.core.executor import LocalExecutor
@@ -152,6 +153,11 @@ class ElasticFleet(SimulatedFleet):
     def reason(self) -> str:
         """What the policy of overloads or lengths said last."""
         return self._threads.reason
+
+    def stage_times(self) -> dict[str, StageTimes]:
+        """Return what ranks did with their time, of those that computed layers with others, while they did."""
+        times = {name: turn.times for name, turn in self.world.turns.items()}
+        return {name: each for name, each in times.items() if each.busy_s or each.bubble_s}
 
     def check(self) -> None:
         """Recount. Raises `IntegrityError`."""

@@ -14,9 +14,10 @@ from elastic.errors import RankLost
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.clock import VirtualClock
 from elastic.sim.core.executor import AnswerEnds
-from elastic.sim.core.host import ComputeTurn, Counting
+from elastic.sim.core.host import Counting
 from elastic.sim.core.step_seconds import StepNoise
 from elastic.sim.mechanisms.model import LayeredModel, StepParts
+from elastic.sim.mechanisms.stage_turn import StageTurn
 from elastic.sim.mechanisms.wires import Wires
 
 MOST_LEGS = 16
@@ -77,7 +78,7 @@ class PathExecutor:
         clock: VirtualClock,
         model: LayeredModel,
         wires: Wires,
-        turns: dict[str, ComputeTurn],
+        turns: dict[str, StageTurn],
         answers: AnswerEnds,
         noise: StepNoise,
         factor: Callable[[str, int], float],
@@ -86,14 +87,15 @@ class PathExecutor:
         self.path = path
         self._clock, self._model, self._wires, self._turns = clock, model, wires, turns
         self._answers, self._noise, self._factor = answers, noise, factor
-        self._in_flight: dict[Future[StepResult], None] = {}
+        self._in_flight: dict[Future[StepResult], tuple[str, ...]] = {}  # and the ranks that have a part in it
         self._arrived_s: dict[tuple[str, ...], float] = {}
 
     def execute(self, step: Step) -> Future[StepResult]:
         """Have a step go by the path as it is now."""
         self._answers.note(step.added, step.removed)
         future: Future[StepResult] = Future()
-        self._in_flight[future] = None
+        self._in_flight[future] = tuple({self.path.home, *self.path.ranks})
+        self._expect(future, 1)
         chunks = [Chunk(chunk.sequence, chunk.start, len(chunk.tokens)) for chunk in step.chunks]
         parts = self._model.parts(chunks)
         parts = parts.times(self._noise(parts.alone_s(self._model.layers)))
@@ -108,8 +110,8 @@ class PathExecutor:
 
     def lose(self, rank: str) -> None:
         """Have all steps in flight be lost with a rank."""
-        lost, self._in_flight = self._in_flight, {}
-        for future in lost:
+        for future in list(self._in_flight):
+            self._end(future)
             future.set_exception(RankLost(f"rank {rank!r} was lost", rank=rank))
 
     def _go(
@@ -151,5 +153,14 @@ class PathExecutor:
         if legs:
             self._go(step, future, legs, before, nbytes)
         else:
-            del self._in_flight[future]
+            self._end(future)
             future.set_result(self._answers.result(step))
+
+    def _end(self, future: Future[StepResult]) -> None:
+        """Have a step be in flight no more."""
+        self._expect(future, -1)
+        del self._in_flight[future]
+
+    def _expect(self, future: Future[StepResult], steps: int) -> None:
+        for rank in self._in_flight[future]:
+            self._turns[rank].expect(steps)

@@ -17,13 +17,14 @@ from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.written_blocks import Blocks, DirtyBlockTracker
 from elastic.errors import RankLost, StateError
 from elastic.planning.sharding.heads import kv_parts
-from elastic.sim.core.host import ComputeTurn, Counting
+from elastic.sim.core.host import Counting
 from elastic.sim.mechanisms.books import RankBooks
 from elastic.sim.mechanisms.instance import RankInstance
 from elastic.sim.mechanisms.model import LayeredModel
 from elastic.sim.mechanisms.moves import MOVES, RequestMoves
 from elastic.sim.mechanisms.path_executor import PathExecutor
 from elastic.sim.mechanisms.recovery import come_home
+from elastic.sim.mechanisms.stage_turn import StageTurn
 from elastic.sim.mechanisms.weights import PLACE, Weights
 from elastic.sim.mechanisms.wires import Wires
 from elastic.types import RankMemory
@@ -35,7 +36,7 @@ class World:
     def __init__(self, model: LayeredModel, wires: Wires) -> None:
         self.model, self.wires = model, wires
         self.ranks: dict[str, SimulatedRank] = {}
-        self.turns: dict[str, ComputeTurn] = {}
+        self.turns: dict[str, StageTurn] = {}
 
     def factor(self, rank: str, layer: int) -> float:
         """Return how much longer, or shorter, a layer takes at a rank than in full."""
@@ -54,7 +55,7 @@ class SimulatedRank:
         self.moves = RequestMoves(instance, world.wires)
         self.stages: set[str] = set()
         self.written: DirtyBlockTracker | None = None
-        turn = world.turns[instance.name] = ComputeTurn(instance.local.host)
+        turn = world.turns[instance.name] = StageTurn(instance.local.host, instance.clock)
         self.turn = turn
         local = instance.local
         self.steps = PathExecutor(

@@ -28,6 +28,7 @@ WITHOUT_OPTIONS = {
     "reshard_real",
     "reshard_schedulers",
     "serving",
+    "sim_behaviour",
     "sim_fit",
     "sim_runs",
     "sim_served",

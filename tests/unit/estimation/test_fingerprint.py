@@ -11,11 +11,13 @@ import torch
 from elastic.assets import MODEL_DIR
 from elastic.engines.continuous import ContinuousEngine
 from elastic.errors import ConfigError
+from elastic.estimation import profile as measuring
 from elastic.estimation.estimate import estimate
 from elastic.estimation.fingerprint import fingerprint, paper_fingerprints, take_layers
 from elastic.estimation.model_layout import layout_of
-from elastic.estimation.profile import fingerprint_layers, measure_fingerprints
+from elastic.estimation.profile import fingerprint_layers, least_bytes, measure_fingerprints, reading_rate
 from elastic.memory.checkpoint_file import Checkpoint
+from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.estimate.performance import Load
 from support import architectures
 
@@ -108,3 +110,27 @@ def test_keys_and_values_in_8_bits_are_measured_in_8_bits(monkeypatch: pytest.Mo
     full, eight = estimate(model, "cpu=4MiB", weights=("int8",), **options)
     assert (full.basis, full.why_not, eight.why_not) == ("measured", "", "")
     assert full.latency_s != eight.latency_s
+
+
+@pytest.mark.parametrize(("rate", "overhead"), [(1e30, 1.0), (1e-30, 0.0)])
+def test_what_a_layer_takes_besides_reading_its_weights_is_overhead(
+    rate: float, overhead: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "reading_rate", lambda *_: rate)
+    profile = measure_fingerprints(architectures.build("llama-gqa"), context=32, step_tokens=16, most_s=0.05)
+    for cost in profile.layers.values():
+        assert isinstance(cost, LayerCost)
+        assert cost.overhead == pytest.approx(overhead * cost.matrices[0][1])
+
+
+def test_the_rate_of_reading_is_measured_at_the_pace_of_who_measures() -> None:
+    taken: list[float] = []
+    assert reading_rate(1, torch.device("cpu"), taken.append) > 0
+    assert len(taken) == measuring.ROUNDS + 1
+
+
+def test_one_token_reads_all_weights_of_a_dense_layer_and_some_experts_of_a_sparse_one() -> None:
+    dense, sparse = (layout_of(architectures.build(name)) for name in ("llama-gqa", "qwen3-moe"))
+    weights = sum(parameter.nbytes for parameter in dense.kinds[0].module.parameters())
+    assert least_bytes(dense, dense.kinds[0], "full", "cpu") == weights
+    assert least_bytes(sparse, sparse.kinds[0], "full", "cpu") < sparse.kinds[0].full.nbytes

@@ -10,13 +10,15 @@ import pytest
 from elastic.engines.base import Request
 from elastic.engines.core.step import ScheduledChunk, SequenceState, Step
 from elastic.engines.pipeline.path import LayerPath
+from elastic.engines.pipeline.turn import StageTimes
 from elastic.planning.pipeline import chunk_cost
 from elastic.sim.core.clock import VirtualClock, stream
 from elastic.sim.core.executor import AnswerEnds
-from elastic.sim.core.host import ComputeTurn, SharedHost
+from elastic.sim.core.host import SharedHost
 from elastic.sim.core.step_seconds import Noise
 from elastic.sim.mechanisms.model import LayeredModel, Links
 from elastic.sim.mechanisms.path_executor import PathExecutor
+from elastic.sim.mechanisms.stage_turn import StageTurn
 from elastic.sim.mechanisms.wires import Wires
 from support.planning.pipelines import run_pipeline
 from support.sim.fixed_seconds import FixedSeconds
@@ -25,9 +27,7 @@ from support.sim.layered_fleet import model
 RANKS = ("a", "b", "c", "h")
 
 
-def executor(
-    layered: LayeredModel, path: LayerPath, clock: VirtualClock, turns: dict[str, ComputeTurn]
-) -> PathExecutor:
+def executor(layered: LayeredModel, path: LayerPath, clock: VirtualClock, turns: dict[str, StageTurn]) -> PathExecutor:
     wires, noise = Wires(clock, layered.links), Noise(0.0, stream(0, "none"))
     return PathExecutor(clock, layered, wires, turns, AnswerEnds({}), noise, lambda rank, layer: 1.0, path)
 
@@ -41,7 +41,7 @@ def step(number: int, tokens: int) -> Step:
 def ends(layered: LayeredModel, home: str, ranks: Sequence[str], sizes: Sequence[int]) -> list[float]:
     """Have steps of so many tokens, all given at once, go by a path; return when each was over."""
     clock = VirtualClock()
-    turns = {rank: ComputeTurn(SharedHost(clock)) for rank in RANKS}
+    turns = {rank: StageTurn(SharedHost(clock), clock) for rank in RANKS}
     made, found = executor(layered, LayerPath(home, tuple(ranks), shards=layered.shards), clock, turns), []
     for number, tokens in enumerate(sizes):
         made.execute(step(number, tokens)).add_done_callback(lambda _: found.append(clock.now))
@@ -91,7 +91,7 @@ def test_what_is_not_cut_every_rank_of_a_layer_computes() -> None:
 def test_steps_of_two_instances_take_turns_between_exchanges() -> None:
     layered = model(shards=2, kv_shards=2, links=Links(bytes_s=1e12, hop_s=0.0))
     clock = VirtualClock()
-    turns, done = {rank: ComputeTurn(SharedHost(clock)) for rank in RANKS}, []
+    turns, done = {rank: StageTurn(SharedHost(clock), clock) for rank in RANKS}, []
     for home, tokens in (("a", 100), ("b", 10)):
         made = executor(layered, LayerPath(home, tuple("abababab"), shards=2), clock, turns)
         made.execute(step(0, tokens)).add_done_callback(lambda _, home=home: done.append((home, clock.now)))
@@ -106,7 +106,7 @@ def test_while_ranks_exchange_neither_of_them_computes_for_another_instance() ->
 
     def last_s(layered: LayeredModel, homes: str) -> float:
         clock = VirtualClock()
-        turns = {rank: ComputeTurn(SharedHost(clock)) for rank in RANKS}
+        turns = {rank: StageTurn(SharedHost(clock), clock) for rank in RANKS}
         for home in homes:
             executor(layered, LayerPath(home, tuple("abababab"), shards=2), clock, turns).execute(step(0, 50))
         clock.run()
@@ -116,13 +116,33 @@ def test_while_ranks_exchange_neither_of_them_computes_for_another_instance() ->
     assert last_s(layered, "ab") == pytest.approx(last_s(free, "ab") + 16 * 0.003)
 
 
+def test_a_stage_has_bubbles_while_a_step_is_elsewhere_and_none_once_it_is_over() -> None:
+    clock, layered = VirtualClock(), model(links=Links(bytes_s=1e12, hop_s=0.002))
+    turns = {rank: StageTurn(SharedHost(clock), clock) for rank in RANKS}
+    made = executor(layered, LayerPath("a", tuple("aaab")), clock, turns)
+    clock.run(1.0)
+    made.execute(step(0, 50))
+    clock.run()
+    over_s = clock.now - 1.0
+    clock.run(clock.now + 5.0)
+    layer_s, rest_s = parts_s(layered, 50)
+    assert turns["a"].times.busy_s == pytest.approx(3 * layer_s + rest_s)
+    assert turns["b"].times.busy_s == pytest.approx(layer_s)
+    for rank in "ab":
+        assert turns[rank].times.busy_s + turns[rank].times.bubble_s == pytest.approx(over_s)
+    assert turns["c"].times == StageTimes()
+
+
 def test_a_rank_that_hangs_ends_no_step_and_one_that_is_lost_fails_it() -> None:
     clock, layered = VirtualClock(), model()
-    turns = {rank: ComputeTurn(SharedHost(clock)) for rank in RANKS}
+    turns = {rank: StageTurn(SharedHost(clock), clock) for rank in RANKS}
     made = executor(layered, LayerPath("a", tuple("aabb")), clock, turns)
     turns["b"].hangs = True
     future = made.execute(step(0, 10))
     clock.run()
     assert not future.done()
     made.lose("b")
+    before = turns["a"].times
+    clock.run(clock.now + 5.0)
+    assert turns["a"].times == before
     assert "was lost" in str(future.exception())

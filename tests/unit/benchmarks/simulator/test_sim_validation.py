@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from sim_behaviour import Behaviour
 from sim_fit import Fitted
 from sim_runs import TimedStep
 from sim_served import FIGURES, SYSTEMS, Measured, RealRun, calibration, load_of
@@ -43,7 +44,8 @@ def run(system: str = "one", load: str = "conv", memory: str = "roomy", *, real:
         name: {figure: value.get(figure, real) if isinstance(value, Mapping) else value for figure in FIGURES}
         for name, value in told.items()
     }
-    return {"system": system, "load": load, "memory": memory, "real": dict.fromkeys(FIGURES, real), **figures}
+    run = {"system": system, "load": load, "memory": memory, "real": dict.fromkeys(FIGURES, real)}
+    return {**run, **figures, "off": {name: {} for name in told}}
 
 
 def test_errors_are_relative_to_the_real_figures_and_have_no_sign() -> None:
@@ -142,12 +144,13 @@ def served(cost: LayerCost, trace: Trace, system: str, load: str, memory: str, s
     made: list[RecordedExecutor] = []
     known = Fitted(cost, 0.0, (), {})
     ranks = tuple(range(SYSTEMS[system].ranks))
-    asked = RealRun(load, load, memory, system, trace, PLACES[memory], {}, [], ("before", "after"), LEAD_S, ranks, 0.0)
+    about = (load, load, memory, system, trace, PLACES[memory])
+    asked = RealRun(*about, {}, [], ("before", "after"), LEAD_S, ranks, 0.0, Behaviour())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fleet, "LocalExecutor", lambda *options: RecordedExecutor(made, *options))
-        figures = simulated_once(asked, replace(rank_model(asked, known, 0.0), noise=NOISE), known, seed)
+        told = simulated_once(asked, replace(rank_model(asked, known, 0.0), noise=NOISE), known, seed)
     steps = sorted((step for each in made for step in each.steps), key=lambda step: step.begin_s)
-    return replace(asked, figures=figures, steps=steps)
+    return replace(asked, figures=told.figures, behaviour=told.behaviour, steps=steps)
 
 
 def measured(cost: LayerCost) -> Measured:
@@ -176,3 +179,20 @@ def test_a_simulator_without_the_attention_term_fails_where_the_right_one_passes
     assert bool(results["without attention"]["missed"]) == attention
     told = {name: verdict["tells_simulator_from_null"] for name, verdict in verdicts(results).items()}
     assert told == {"simulated": attention, "each step's pace": True, "each second's pace": attention}
+
+
+@pytest.mark.parametrize("system", ["two-killed", "tp-killed"])
+def test_a_rank_is_killed_in_a_simulated_run_when_it_is_in_the_real_one(system: str) -> None:
+    trace = load_of("conv", 0.3, SECONDS, WITH_ATTENTION).trace(7)
+    found = served(WITH_ATTENTION, trace, system, "conv", "roomy", 0)
+    assert found.kill_s == SYSTEMS[system].kill * trace.duration_s  # type: ignore[operator]
+    lost = [at_s for kind, at_s in found.behaviour.actions if kind == "lost"]
+    assert lost == [pytest.approx(found.kill_s, abs=0.01)]
+
+
+def test_stages_of_a_simulated_run_have_bubbles() -> None:
+    trace = load_of("conv", 0.3, SECONDS, WITH_ATTENTION).trace(7)
+    bubbles = served(WITH_ATTENTION, trace, "stages", "conv", "roomy", 0).behaviour.bubbles
+    assert bubbles is not None
+    assert 0 < bubbles < 1
+    assert served(WITH_ATTENTION, trace, "two", "conv", "roomy", 0).behaviour.bubbles is None

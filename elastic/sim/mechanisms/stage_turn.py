@@ -1,0 +1,48 @@
+"""What a simulated rank does with its time while it computes layers of several instances."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastic.engines.pipeline.turn import StageTimes
+from elastic.sim.core.clock import VirtualClock
+from elastic.sim.core.host import Computer, ComputeTurn
+
+
+class StageTurn(ComputeTurn):
+    """A turn that counts as the real `Turn` does: when it is taken, and when it is not while steps are in flight."""
+
+    def __init__(self, host: Computer, clock: VirtualClock) -> None:
+        super().__init__(host)
+        self._clock = clock
+        self._expected = 0  # steps in flight that have a part here
+        self._busy_s = self._bubble_s = self._counted_s = 0.0
+
+    @property
+    def times(self) -> StageTimes:
+        """What was done until now; only its seconds of computing, and of bubbles."""
+        self._count()
+        return StageTimes(self._busy_s, self._bubble_s)
+
+    def expect(self, steps: int) -> None:
+        """Have so many more steps be in flight that have a part here; they are fewer below 0."""
+        self._count()
+        self._expected += steps
+
+    def take(self, begin: Callable[[], object]) -> None:
+        """See `ComputeTurn`."""
+        self._count()
+        super().take(begin)
+
+    def give_back(self) -> None:
+        """See `ComputeTurn`."""
+        self._count()
+        super().give_back()
+
+    def _count(self) -> None:
+        """Count the time since something changed last."""
+        past_s, self._counted_s = self._clock.now - self._counted_s, self._clock.now
+        if self._taken:
+            self._busy_s += past_s
+        elif self._expected:
+            self._bubble_s += past_s
