@@ -196,14 +196,14 @@ def _upscale(
     added = round(count * scale) - count
     each, rest = divmod(added, max(1, count))
     more = set(choose.sample(range(count), rest))
-    found = list(requests)
+    upscaled = list(requests)
     for i, request in enumerate(requests):
         until_s = requests[i + 1].arrival_s if i + 1 < count else duration_s
         near = requests[max(0, i - NEAREST // 2) : i + NEAREST // 2 + 1]
         for _ in range(each + (i in more)):
             at_s = request.arrival_s + choose.random() * (until_s - request.arrival_s)
-            found.append(replace(choose.choice(near), arrival_s=at_s))
-    return tuple(sorted(found, key=lambda request: request.arrival_s))
+            upscaled.append(replace(choose.choice(near), arrival_s=at_s))
+    return tuple(sorted(upscaled, key=lambda request: request.arrival_s))
 
 
 def _fit(request: TraceRequest, most: int | None) -> TraceRequest:
