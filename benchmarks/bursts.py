@@ -24,7 +24,7 @@ BEFORE, AFTER, LOW = 0.4, 0.6, 2.0
 """The calms before and after a burst, and one without, in times that a request lasts."""
 LONGEST = 560
 """Tokens of a prompt and its answer."""
-MOST_COPIES = 4
+MOST_COPIES = 8
 """Of each request of a recorded trace, in the mean."""
 TIMES, SIXTHS = 4.0, 6
 """The length of a recorded trace, in times that a request lasts, and in how many parts bursts are looked for."""
@@ -80,6 +80,12 @@ class Rates:
             begin += length_s
         return found
 
+    def work(self, arrival: Arrival) -> float:
+        """Return to how many drawn requests one that comes is alike, of a recorded trace by its tokens."""
+        if arrival.part == "trace":
+            return need(arrival.request) * self.fit / self.capacity
+        return float(arrival.part != "begun")
+
     def begun(self, choose: random.Random) -> list[Arrival]:
         """Draw as many requests as live in a calm, with a rest of their answers."""
         found = []
@@ -101,9 +107,10 @@ class RecordedTrace:
     """A file of arrivals and lengths, scaled so that its mean need is `CALM` of what two instances have.
 
     Lengths are scaled to the mean need of drawn requests, at most `LONGEST`. Of the file a stretch is taken in which
-    requests come as often as they do at `Rates.calm` when some are left out, by chance, or when copies of some come
-    soon behind them; so bursts are as long, and as steep, as they were recorded. The stretch with the most requests at
-    its densest, over its mean, is measured; the next one apart from it is for tuning.
+    requests come as often as it takes when some are left out, by chance, or when copies of some come soon behind them;
+    so bursts are as long, and as steep, as they were recorded. A request needs its memory while its answer is
+    generated: whoever has short answers comes more often for the same mean need than drawn requests do. The stretch
+    with the most requests at its densest, over its mean, is measured; the next one apart from it is for tuning.
     """
 
     path: Path
@@ -113,16 +120,25 @@ class RecordedTrace:
         choose = random.Random(seed)
         length_s = share * TIMES * rates.lasts_s
         whole = read_trace(self.path)
-        starts = burstiest(whole, length_s, rates.calm * length_s / MOST_COPIES)
+        starts = burstiest(whole, length_s)
         if len(starts) < 2:
-            raise ConfigError(f"{self.path} has no two stretches of {length_s:.0f} s with enough requests")
+            raise ConfigError(f"{self.path} has no two stretches of {length_s:.0f} s; take another")
         start_s = starts[tuning]
         cut = with_mean_need(whole.cut(start_s, start_s + length_s), rates.capacity / rates.fit)
-        scale = rates.calm * length_s / len(cut.requests)
+        held = sum((r.prompt_tokens + r.output_tokens) * r.output_tokens for r in cut.requests)
+        scale = rates.calm * length_s * held_when_drawn() / held
+        if scale > MOST_COPIES:
+            raise ConfigError(f"{self.path} has {scale:.0f} times too few requests in {length_s:.0f} s; take another")
         scaled = cut.with_rate(scale, "thin" if scale <= 1 else "upscale", seed=seed)
         requests = ((r.arrival_s, prompt(r.prompt_tokens, choose), r.output_tokens) for r in scaled.requests)
         found = [Arrival(at_s, "trace", Request(tokens, most, ignore_eos=True)) for at_s, tokens, most in requests]
         return rates.begun(choose) + found
+
+
+def held_when_drawn(count: int = 500) -> float:
+    """Return the mean of what a drawn request needs times how many tokens it generates: how long it has that."""
+    choose = random.Random(0)
+    return sum(need(request) * request.max_tokens for request in (drawn(choose) for _ in range(count))) / count
 
 
 def with_mean_need(trace: Trace, tokens: float) -> Trace:
@@ -135,16 +151,16 @@ def with_mean_need(trace: Trace, tokens: float) -> Trace:
     return found
 
 
-def burstiest(trace: Trace, length_s: float, least: float) -> list[float]:
+def burstiest(trace: Trace, length_s: float) -> list[float]:
     """Return where stretches of this length begin, those first whose densest sixth has the most of their requests.
 
-    None of them overlap. One with fewer than `least` requests, or than half as many as the mean, is none.
+    None of them overlap; one with fewer than half as many requests as the mean is none.
     """
     counts: dict[int, list[int]] = {}
     for request in trace.requests:
         number, within_s = divmod(request.arrival_s, length_s)
         counts.setdefault(int(number), [0] * SIXTHS)[int(SIXTHS * within_s / length_s)] += 1
     full = {number: parts for number, parts in counts.items() if (number + 1) * length_s <= trace.duration_s}
-    least = max(least, 0.5 * sum(map(sum, full.values())) / max(1, len(full)))
+    least = 0.5 * sum(map(sum, full.values())) / max(1, len(full))
     dense = {number: max(parts) / sum(parts) for number, parts in full.items() if sum(parts) >= least}
     return [number * length_s for number in sorted(dense, key=lambda number: -dense[number])]

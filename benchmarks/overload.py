@@ -8,7 +8,7 @@ share of .63. Each round plays one trace to all systems, in random order, with f
 - `wait`: a request waits until one of the instances has room for all that it may need
 - `recompute`, `swap`: it begins sooner, and may be evicted; see `evicting.py` (vLLM, InferCept)
 - `migrate`: as `wait`, and requests move to the instance that has more room (Llumnix)
-- `pipeline`: the instances are two stages from the start, each with half of the layers
+- `pipeline`: the instances are two stages from the start, each with about half of the layers
 - `drop`: they become that when they are overloaded, and part again (KunServe). Only if they are named,
   `drop-uncoordinated` and `drop-lookahead`: without coordinated copies, and with steps of equal cost besides
 
@@ -262,7 +262,7 @@ def compared(figures: dict[str, Figures]) -> dict[str, Any]:
 def conditions(wait: Figures, rates: Rates, arrivals: Sequence[Sequence[Arrival]]) -> dict[str, Any]:
     """Tell whether the traces were such as they should be, by what became of `wait`."""
     calm, most = (statistics.median(values) for values in zip(*(p.needs for p in wait.rounds), strict=True))
-    offered = statistics.median(sum(a.part != "begun" for a in each) / each[-1].at_s for each in arrivals)
+    offered = statistics.median(sum(map(rates.work, each)) / each[-1].at_s for each in arrivals)
     share = statistics.median(played.queue_share for played in wait.rounds)
     return {
         "need_in_calm": calm,

@@ -98,17 +98,22 @@ def test_a_recorded_trace_is_scaled_to_the_memory_and_keeps_its_bursts(monkeypat
     times = [8 * k + at_s for k in range(60) for at_s in (*range(4), *(4 + n / 10 for n in range(40)))]
     whole = Trace(tuple(TraceRequest(float(at_s), 900, 300) for at_s in times), "x")
     monkeypatch.setattr(bursts, "read_trace", lambda path: whole)
-    for calm in (0.7, 20.0):
+    for calm in (0.3, 9.0):
         rates = replace(RATES, calm=calm, capacity=10_000, fit=50.0)
         arrivals = bursts.RecordedTrace(Path("x")).trace(rates, 0)
         found = [arrival for arrival in arrivals if arrival.part == "trace"]
-        length_s = bursts.TIMES * rates.lasts_s
-        assert len(found) == round(calm * length_s)
+        held = sum(bursts.need(arrival.request) * arrival.request.max_tokens for arrival in found)
+        expected = calm * bursts.held_when_drawn() * bursts.TIMES * rates.lasts_s
+        assert held == pytest.approx(expected, abs=0.51 * 200 * 50), "half a request off, at the most"
+        assert sum(map(rates.work, arrivals)) == pytest.approx(len(found), rel=0.01)
         assert sum(bursts.need(arrival.request) for arrival in found) / len(found) == pytest.approx(200, rel=0.01)
         assert sum(arrival.at_s >= 4 for arrival in found) / len(found) == pytest.approx(40 / 44, abs=0.1)
         assert len(arrivals) - len(found) == round(bursts.CALM * rates.fit)
-    with pytest.raises(ConfigError, match="no two stretches of 8 s with enough requests"):
+    with pytest.raises(ConfigError, match="times too few requests in 8 s"):
         bursts.RecordedTrace(Path("x")).trace(replace(rates, calm=30.0), 0)
+    monkeypatch.setattr(bursts, "read_trace", lambda path: Trace(whole.requests[:60], "x"))
+    with pytest.raises(ConfigError, match="no two stretches of 8 s"):
+        bursts.RecordedTrace(Path("x")).trace(rates, 0)
 
 
 def test_a_setting_reaches_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
