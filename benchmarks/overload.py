@@ -341,7 +341,8 @@ class Row:
                 events.update({f"{name}: {kind}": count for kind, count in one.events.items()})
         chosen = {name: asdict(setting) for name, setting in settings.items()}
         figures_ = {**told, **compared(figures), "events": dict(events)}
-        return {**figures_, "requests": sum(map(len, traces)), "tuned": chosen}
+        file = {} if self.recorded is None else {"file": self.recorded.path.name}
+        return {**figures_, **file, "requests": sum(map(len, traces)), "tuned": chosen}
 
 
 def rates_kept(path: Path, quick: bool, kept: Kept) -> Rates:
