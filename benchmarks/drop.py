@@ -42,8 +42,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from bursts import Arrival, Rates, drawn, drawn_in
 from common import KEEP, SEED, Kept, arguments, finish, paired, percentiles, ratio, table
-from overload import BLOCK_TOKENS, ENGINE, LAYERS, OVERLOAD, PLACE, Arrival, Rates, drawn, drawn_in, play, rates_kept
+from overload import BLOCK_TOKENS, ENGINE, LAYERS, OVERLOAD, PLACE, play, rates_kept
 from serving import Answer, Load, flat, fleet, in_process, prompt, save_model, served, summary, warm_up
 from transformers import AutoModelForCausalLM
 

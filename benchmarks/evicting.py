@@ -47,8 +47,12 @@ class TensorSwappingScheduler(SwappingScheduler):
 SCHEDULERS = dict(zip(WAYS, (RecomputingScheduler, TensorSwappingScheduler), strict=True))
 
 
-def install(way: str) -> None:
-    """Have engines that are made in this process from now on evict in one of the `WAYS`."""
+def install(way: str, spare: int = 1) -> None:
+    """Have engines that are made in this process from now on evict in one of the `WAYS`.
+
+    `spare`: see `OptimisticBlocks`.
+    """
+    OptimisticBlocks.spare = spare
     engine_module.BlockManager = OptimisticBlocks  # type: ignore[misc]
     engine_module.RestartingScheduler = SCHEDULERS[way]  # type: ignore[misc]
     ContinuousEngine._tell_kv = _tell_without_journal  # type: ignore[method-assign]
@@ -63,11 +67,11 @@ def _tell_without_journal(engine: ContinuousEngine) -> None:
 class Installed:
     """As the engine's option `step_budget`: no budget, but a rank that reads it installs one of the `WAYS`."""
 
-    def __init__(self, way: str) -> None:
-        self.way = way
+    def __init__(self, way: str, spare: int = 1) -> None:
+        self.way, self.spare = way, spare
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return install, (self.way,)
+        return install, (self.way, self.spare)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ from elastic.engines.continuous.chunk_profile import fit_cost
 from elastic.engines.core.step import SequenceState
 from elastic.engines.core.step_budget import CostBudget, StepBudget, TokenBudget
 from elastic.engines.executor.paged_cache import RequestSlice
-from elastic.planning.pipeline.chunk_cost import ChunkCost
+from elastic.planning.pipeline.chunk_cost import ChunkCost, ModelCost
 
 LAYERS, LONGEST, MOST = 12, 4096, 1024
 BUDGETS = (128, 256, 512)
@@ -72,13 +72,13 @@ def save_model(folder: Path, layers: int) -> Path:
     return folder
 
 
-def fitted(path: Path, quick: bool) -> ChunkCost:
+def fitted(path: Path, quick: bool) -> ModelCost:
     """Fit the cost of chunks in this process, on one core."""
     model = LlamaForCausalLM.from_pretrained(path).eval().requires_grad_(False)
     elastic.wrap(model, places=["cpu#0=2GiB"])
     engine = ContinuousEngine(model, max_batch_tokens=MOST, share_prefixes=False)
     try:
-        return fit_cost(engine, MOST, most_s=2.0 if quick else 10.0).whole
+        return fit_cost(engine, MOST, most_s=2.0 if quick else 10.0)
     finally:
         engine.stop(drain=False)
         elastic.unwrap(model)
@@ -236,7 +236,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = save_model(Path(folder), layers)
         share = kept.take("attention share", lambda: attention_share(path, options.quick))
-        cost = ChunkCost(**kept.take("cost", lambda: asdict(fitted(path, options.quick))))
+        cost = ChunkCost(**kept.take("cost", lambda: asdict(fitted(path, options.quick).whole)))
         ways = ways_of(cost, options.tokens)
         played: dict[str, list[Played]] = {name: [] for name in ways}
 

@@ -1,6 +1,6 @@
 """A burst that needs more KV cache than two instances have: what requests wait for, by what is done about it.
 
-    python benchmarks/overload.py [--only burst low] [--systems NAME …] [--rounds 5] [--keep FILE]
+    python benchmarks/overload.py [--only burst low] [--trace FILE] [--systems NAME …] [--rounds 5] [--keep FILE]
 
 Two ranks, pinned to a core each, serve the Llama of 40M parameters of `serving.py`: 156 MiB of layers in 246 MiB, a
 share of .63. Each round plays one trace to all systems, in random order, with fresh processes:
@@ -8,20 +8,26 @@ share of .63. Each round plays one trace to all systems, in random order, with f
 - `wait`: a request waits until one of the instances has room for all that it may need
 - `recompute`, `swap`: it begins sooner, and may be evicted; see `evicting.py` (vLLM, InferCept)
 - `migrate`: as `wait`, and requests move to the instance that has more room (Llumnix)
-- `pipeline`: the instances are two stages from the start, each with half of the layers
+- `pipeline`: the instances are two stages from the start, each with about half of the layers
 - `drop`: they become that when they are overloaded, and part again (KunServe). Only if they are named,
   `drop-uncoordinated` and `drop-lookahead`: without coordinated copies, and with steps of equal cost besides
 
-All have the same engine, blocks and bounds of a step. The conditions were fixed before `drop` was measured, and rates
-are set by `wait` alone, so that they hold on any machine. Before the rounds `wait` serves a fixed number of requests
-at a time, each followed by another: as many as need .575 of the KV cache of both instances, which gives the calm rate
-and how long a request lasts, and twice as many as the cache has room for, which gives the most that it serves. The
-need of a request is its prompt and the most that it may generate. A trace begins with as many requests as live in the
-calm, with a rest of their answers, which no figure counts; then come a calm, a burst of twice as many requests as the
-cache has room for at twice the most that `wait` serves, and another calm: Poisson processes, but with as many requests
-as they bring on average. Told with the results, of `wait`: need over capacity in the first calm, and at the most, and
-the share of TTFT that was waiting for KV; the trace is void if it is below .6, or if the need at the most is below 1.
-Compute is saturated, and the trace void, if `wait` with memory to spare serves less than comes.
+All have the same engine. Before the rounds each but `drop` is tuned (`tuning.py`): its own knobs, tokens of a step and
+of a block are searched for the shortest P99 of TTFT on `--calibrations` traces that no round plays; `drop` has what was
+fixed before, from which each search begins, so that no baseline is worse off on these. What was chosen is told. The
+conditions were fixed before `drop` was measured, and rates are set by `wait` alone, as fixed, so that they hold on any
+machine. Before the rounds `wait` serves a fixed number of requests at a time, each followed by another: as many as need
+.575 of the KV cache of both instances, which gives the calm rate and how long a request lasts, and twice as many as the
+cache has room for, which gives the most that it serves. The need of a request is its prompt and the most that it may
+generate. A trace begins with as many requests as live in the calm, with a rest of their answers, which no figure
+counts; then come a calm, a burst of twice as many requests as the cache has room for at twice the most that `wait`
+serves, and another calm: Poisson processes, but with as many requests as they bring on average. Told with the results,
+of `wait`: need over capacity in the first calm, and at the most, and the share of TTFT that was waiting for KV; the
+trace is void if it is below .6, or if the need at the most is below 1. Compute is saturated, and the trace void, if
+`wait` with memory to spare serves less than comes.
+
+`--trace FILE` adds the row `trace`: a stretch of a recorded trace (Azure, BurstGPT, ...) with bursts where it has them,
+scaled so that its mean need is .575 of the KV cache (`bursts.py`); another stretch of it is for tuning.
 
 Targets: P99 TTFT of `drop` a fourth of the best other's at most, P50 TPOT at most 1.25 of it, violations of five times
 the best P50 TTFT .07 fewer. `low` is the calm without a burst, `drop` against `wait`: P99 TTFT at most 1.02, nothing
@@ -37,97 +43,37 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from bursts import BEFORE, CALM, Arrival, Rates, RecordedTrace, drawn, need
 from common import KEEP, SEED, Kept, arguments, finish, percentiles, ratio, table
 from evicting import WAYS, Installed, given_by_present_need
-from serving import Answer, Load, flat, fleet, prompt, save_model, summary, warm_up
+from serving import Answer, Load, flat, fleet, save_model, summary, warm_up
+from tuning import FIXED, KNOBS, Setting, shown, tuned
 
 import elastic
-from elastic.engines.base import Request
+from elastic.cluster.fleet.planning import balance
 
 PLACE, ROOMY = "cpu#{}=246MiB", "cpu#{}=1GiB"
 LAYERS, BLOCK_TOKENS = 12, 32
 ENGINE = {"block_tokens": BLOCK_TOKENS, "max_requests": 64, "max_batch_tokens": 256, "share_prefixes": False}
 OVERLOAD = elastic.Overload(pressure_ticks=2, queue_high_s=0.1, dwell_s=3.0)
-CALM, FULL, ROOM = 0.575, 2.0, 4.0
+FULL, ROOM = 2.0, 4.0
 """Need over capacity while rates are measured; the last with memory to spare."""
-BURST, BURST_RATE = 2.0, 2.0
-"""Requests of a burst, of those that there is room for; and how many come a second, of the most that `wait` serves."""
-BEFORE, AFTER, LOW = 0.4, 0.6, 2.0
-"""The calms before and after a burst, and one without, in times that a request lasts."""
 WINDOWS = 6
-ROWS = ("burst", "low")
+TUNING = 1000
+"""Of seeds: those of rounds are below."""
+ROWS = ("burst", "low", "trace")
 SYSTEMS = ("wait", *WAYS, "migrate", "pipeline", "drop")
 ABLATION = {
     "drop-uncoordinated": replace(OVERLOAD, coordinated=False),
     "drop-lookahead": replace(OVERLOAD, lookahead=True),
 }
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A request of the trace."""
-
-    at_s: float
-    part: str
-    request: Request
-
-
-def drawn(choose: random.Random) -> Request:
-    """Draw a prompt of 24 to 384 tokens and an answer of 16 to 176, most of them short."""
-    tokens = prompt(min(384, int(choose.lognormvariate(4.5, 0.6)) + 24), choose)
-    return Request(tokens, min(176, int(choose.lognormvariate(4.3, 0.4)) + 16), ignore_eos=True)
-
-
-def need(request: Request) -> int:
-    return len(request.prompt) + request.max_tokens
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What `wait` serves on this machine."""
-
-    capacity: int
-    """Tokens of KV cache at both instances."""
-    fit: float
-    """Requests that they have room for."""
-    calm: float
-    """Requests a second while they need `CALM` of the capacity."""
-    most: float
-    compute: float
-    """The same without want of memory."""
-    lasts_s: float
-    """A request, in the calm."""
-    ttft_s: float
-    """P50, in the calm."""
-
-    def trace(self, seed: int, *, burst: bool = True, share: float = 1.0) -> list[Arrival]:
-        """Draw arrivals, of a share of the times; `begun` are there from the start, with a rest of their answers."""
-        choose = random.Random(seed)
-        found, begin = [], 0.0
-        for _ in range(round(CALM * self.fit)):
-            request = drawn(choose)
-            left = replace(request, max_tokens=1 + int(choose.random() * request.max_tokens))
-            found.append(Arrival(0.0, "begun", left))
-        burst_s = BURST * self.fit / (BURST_RATE * self.most)
-        around = {"calm": BEFORE * self.lasts_s, "burst": burst_s, "after": AFTER * self.lasts_s}
-        lengths = around if burst else {"calm": LOW * self.lasts_s}
-        for part, whole_s in lengths.items():
-            length_s = share * whole_s
-            found += drawn_in(choose, part, begin, length_s, self.calm if part != "burst" else BURST_RATE * self.most)
-            begin += length_s
-        return found
-
-
-def drawn_in(choose: random.Random, part: str, begin_s: float, length_s: float, rate: float) -> list[Arrival]:
-    """Draw a Poisson process that brings as many requests as it does on average."""
-    times = sorted(begin_s + choose.random() * length_s for _ in range(round(rate * length_s)))
-    return [Arrival(at_s, part, drawn(choose)) for at_s in times]
 
 
 def measured(path: Path, quick: bool) -> Rates:
@@ -168,18 +114,20 @@ def closed_loop(engine: elastic.Fleet, live: int, count: int) -> tuple[float, fl
 
 
 @contextmanager
-def system(name: str, path: Path, place: str = PLACE) -> Iterator[elastic.Fleet]:
+def system(name: str, path: Path, place: str = PLACE, setting: Setting = FIXED) -> Iterator[elastic.Fleet]:
     """Serve with two ranks in one of the ways."""
     policy: Any = {"migrate": "balance", "drop": OVERLOAD, **ABLATION}.get(name)
-    options = {**ENGINE, **({"step_budget": Installed(name)} if name in WAYS else {})}
+    budget = {"step_budget": Installed(name, setting.spare)} if name in WAYS else {}
+    options = {**ENGINE, **setting.engine, **budget}
     with ExitStack() as stack:
         if name in WAYS:
             stack.enter_context(given_by_present_need())
+        stack.enter_context(patch.object(balance, "WORTH", setting.worth))
         engine = stack.enter_context(fleet(path, [(0,), (1,)], place=place, engine=options, policy=policy))
         warm_up(engine)
         if name == "pipeline":
             first, second = (instance.name for instance in engine.status().instances)
-            engine.drop(layers={first: range(LAYERS // 2, LAYERS), second: range(LAYERS // 2)})
+            engine.drop(layers={first: range(setting.cut, LAYERS), second: range(setting.cut)})
             warm_up(engine)
         yield engine
 
@@ -208,13 +156,14 @@ class Played:
     """Mean TTFT by when requests came, in parts of the trace that are equally long."""
     answers: list[list[int]]
     needs: tuple[float, float]
-    """What requests that had not ended needed, of the capacity: on average in the first calm, and at the most."""
+    """What requests that had not ended needed, of the capacity: on average in the first calm, or in all of a recorded
+    trace, and at the most."""
     stalls: int
     """Times that a live sequence was left out of a step for want of blocks, or evicted."""
     events: dict[str, int]
 
     @classmethod
-    def of(cls, engine: elastic.Fleet, load: Load, arrivals: Sequence[Arrival], rates: Rates) -> Played:
+    def of(cls, engine: elastic.Fleet, load: Load, arrivals: Sequence[Arrival], rates: Rates, calm_s: float) -> Played:
         every: list[tuple[Arrival, Answer]] = [(a, load.answers[a.request.id]) for a in arrivals]
         pairs = [(arrival, answer) for arrival, answer in every if arrival.part != "begun"]
         waited = sum(answer.queued_s for _, answer in pairs)
@@ -226,7 +175,7 @@ class Played:
             queue_share=waited / sum(answer.ttft_s for _, answer in pairs),
             windows=by_window(pairs),
             answers=[answer.tokens for _, answer in every],
-            needs=needs(every, rates),
+            needs=needs(every, rates, calm_s),
             stalls=sum(engine.look(rank.name).stats.stalls for rank in engine.status().ranks),
             events=dict(Counter(event.kind for event in engine.events())),
         )
@@ -275,15 +224,15 @@ def by_window(pairs: Sequence[tuple[Arrival, Answer]]) -> list[float]:
     return [statistics.mean(part) if part else 0.0 for part in parts]
 
 
-def needs(pairs: Sequence[tuple[Arrival, Answer]], rates: Rates) -> tuple[float, float]:
-    """Return what requests in the system needed, of the capacity: on average in the first calm, and at the most."""
+def needs(pairs: Sequence[tuple[Arrival, Answer]], rates: Rates, calm_s: float) -> tuple[float, float]:
+    """Return what requests in the system needed, of the capacity: on average in so many seconds, and at the most."""
     begin = min(answer.sent_s - arrival.at_s for arrival, answer in pairs)
 
     def at(moment: float) -> float:
         live = (a.request for a, answer in pairs if a.at_s <= moment < answer.at_s[-1] - begin)
         return sum(map(need, live)) / rates.capacity
 
-    calm = statistics.mean(at(BEFORE * rates.lasts_s * i / 50) for i in range(50))
+    calm = statistics.mean(at(calm_s * i / 50) for i in range(50))
     return calm, max(at(arrival.at_s) for arrival, _ in pairs)
 
 
@@ -313,7 +262,7 @@ def compared(figures: dict[str, Figures]) -> dict[str, Any]:
 def conditions(wait: Figures, rates: Rates, arrivals: Sequence[Sequence[Arrival]]) -> dict[str, Any]:
     """Tell whether the traces were such as they should be, by what became of `wait`."""
     calm, most = (statistics.median(values) for values in zip(*(p.needs for p in wait.rounds), strict=True))
-    offered = statistics.median(sum(a.part != "begun" for a in each) / each[-1].at_s for each in arrivals)
+    offered = statistics.median(sum(map(rates.work, each)) / each[-1].at_s for each in arrivals)
     share = statistics.median(played.queue_share for played in wait.rounds)
     return {
         "need_in_calm": calm,
@@ -333,29 +282,51 @@ class Row:
     rates: Rates
     kept: Kept
     quick: bool
+    recorded: RecordedTrace | None = None
 
-    def trace(self, round_: int) -> list[Arrival]:
-        return self.rates.trace(SEED + round_, burst=self.name != "low", share=0.3 if self.quick else 1.0)
+    def trace(self, seed: int) -> list[Arrival]:
+        """Return the arrivals of a round, or of a trace for tuning."""
+        share = 0.3 if self.quick else 1.0
+        if self.recorded is not None:
+            return self.recorded.trace(self.rates, SEED + seed, tuning=seed >= TUNING, share=share)
+        return self.rates.trace(SEED + seed, burst=self.name != "low", share=share)
 
-    def play(self, name: str, round_: int) -> Played:
+    def tuned(self, systems: Sequence[str], calibrations: int) -> dict[str, Setting]:
+        """Find the best setting of each baseline, on so many traces; 0: all have what is fixed."""
+        found = {}
+        for name in systems if calibrations else ():
+            if name in KNOBS:
+                knobs = {knob: values[:1] for knob, values in KNOBS[name].items()} if self.quick else KNOBS[name]
+                found[name], tried = tuned(knobs, lambda setting, name=name: self._p99_s(name, setting, calibrations))
+                table([f"{self.name}, {name}: tried", "P99 TTFT, s"], [(k, f"{v:.2f}") for k, v in tried.items()])
+                print(f"{self.name}, {name} serves with {found[name]}", flush=True)
+        return found
+
+    def _p99_s(self, name: str, setting: Setting, calibrations: int) -> float:
+        played = [self.play(name, TUNING + number, setting) for number in range(calibrations)]
+        return statistics.median(percentiles([each.ttft for each in played], 0.99))
+
+    def play(self, name: str, round_: int, setting: Setting = FIXED) -> Played:
         """Play the trace of a round to a system."""
-        found = self.kept.take(f"{self.name}, {round_}, {name}", lambda: self._played(name, round_))
+        what = f"{self.name}, {round_}, {name}" + (f", {shown(setting)}" if setting != FIXED else "")
+        found = self.kept.take(what, lambda: self._played(name, round_, setting))
         played = Played(**{**found, "needs": tuple(found["needs"])})
         p99 = percentiles([played.ttft], 0.99)[0]
-        print(f"{self.name}, round {round_}, {name}: P99 {p99:.2f} s", flush=True)
+        print(f"{what}: P99 {p99:.2f} s", flush=True)
         return played
 
-    def _played(self, name: str, round_: int) -> dict[str, Any]:
+    def _played(self, name: str, round_: int, setting: Setting) -> dict[str, Any]:
         arrivals = self.trace(round_)
-        with system(name, self.path) as engine:
-            return asdict(Played.of(engine, play(engine, arrivals), arrivals, self.rates))
+        calm_s = BEFORE * self.rates.lasts_s if self.recorded is None else arrivals[-1].at_s
+        with system(name, self.path, setting=setting) as engine:
+            return asdict(Played.of(engine, play(engine, arrivals), arrivals, self.rates, calm_s))
 
-    def told(self, systems: Sequence[str], rounds: int) -> dict[str, Any]:
+    def told(self, systems: Sequence[str], rounds: int, settings: Mapping[str, Setting]) -> dict[str, Any]:
         """Play all rounds; return what came of them."""
         played: dict[str, list[Played]] = {name: [] for name in systems}
         for round_ in range(rounds):
             for name in random.sample(systems, len(systems)):
-                played[name].append(self.play(name, round_))
+                played[name].append(self.play(name, round_, settings.get(name, FIXED)))
         figures = {name: Figures(rounds) for name, rounds in played.items()}
         traces = [self.trace(round_) for round_ in range(rounds)]
         told: dict[str, Any] = {name: one.told() for name, one in figures.items()}
@@ -368,7 +339,10 @@ class Row:
         for name, rounds_ in played.items():
             for one in rounds_:
                 events.update({f"{name}: {kind}": count for kind, count in one.events.items()})
-        return {**told, **compared(figures), "events": dict(events), "requests": sum(map(len, traces))}
+        chosen = {name: asdict(setting) for name, setting in settings.items()}
+        figures_ = {**told, **compared(figures), "events": dict(events)}
+        file = {} if self.recorded is None else {"file": self.recorded.path.name}
+        return {**figures_, **file, "requests": sum(map(len, traces)), "tuned": chosen}
 
 
 def rates_kept(path: Path, quick: bool, kept: Kept) -> Rates:
@@ -380,6 +354,8 @@ def main() -> None:
     more = {
         "systems": {"nargs": "*", "choices": (*SYSTEMS, *ABLATION), "default": list(SYSTEMS), "help": "systems to try"},
         "only": {"nargs": "*", "choices": ROWS, "default": list(ROWS), "help": "rows to take"},
+        "trace": {"type": Path, "help": "a file of recorded arrivals and lengths, for the row of that name"},
+        "calibrations": {"type": int, "default": 1, "help": "traces to tune baselines on; 0: they are not tuned"},
         "keep": KEEP,
     }
     options = arguments(__doc__.splitlines()[0], **more)
@@ -393,10 +369,11 @@ def main() -> None:
         rates = rates_kept(path, options.quick, kept)
         results["rates"] = vars(rates)
         table(["rates", ""], list(flat(results["rates"])))
-        for name in options.only:
-            row = Row(name, path, rates, kept, options.quick)
+        for name in options.only if options.trace else [name for name in options.only if name != "trace"]:
+            recorded = RecordedTrace(options.trace) if name == "trace" else None
+            row = Row(name, path, rates, kept, options.quick, recorded)
             systems = ["wait", "drop"] if name == "low" else options.systems
-            results[name] = row.told(systems, rounds)
+            results[name] = row.told(systems, rounds, row.tuned(systems, options.calibrations))
             table([name, ""], list(flat(results[name])))
     finish("overload", "cpu", results)
 

@@ -41,6 +41,7 @@ BENCHMARKS = (
     "overload",
     "sim_validation",
     "drop",
+    "stages",
     "reshard",
     "microbatches",
     "migrate",

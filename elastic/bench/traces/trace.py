@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 from elastic.errors import ConfigError
 
-RateMethod = Literal["thin", "stretch"]
-RATE_METHODS: tuple[RateMethod, ...] = ("thin", "stretch")
+RateMethod = Literal["thin", "upscale", "stretch"]
+RATE_METHODS: tuple[RateMethod, ...] = ("thin", "upscale", "stretch")
+NEAREST = 16
+"""Requests of which one gives a copy its lengths."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Scaling:
     """The changes to a trace after it was read."""
 
     kept: float = 1.0
-    """The share of the requests that thinning kept."""
+    """The share of the requests that thinning kept; above 1: how many upscaling made of each, in the mean."""
     pace: float = 1.0
     """Seconds of the source that go by in one."""
     tokens: float = 1.0
@@ -37,7 +39,7 @@ class Scaling:
     clipped: int = 0
     """The number of requests that were longer, and were shortened."""
     seed: int = 0
-    """The seed of the choice that thinning made."""
+    """The seed of the choices that thinning or upscaling made."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,9 @@ class Trace:
         """Scale the requests per second.
 
         `thin` keeps `scale` of the requests, a seeded choice without replacement, at their times: bursts stay as steep
-        as they were. `stretch` keeps all and divides the times by `scale`: everything gets slower or faster. One
-        may follow the other.
+        as they were. `upscale` adds copies up to `scale` times as many, each at a time before the next request: bursts
+        and calms stay where they were, as long as they were. (TraceUpscaler, EuroSys 2024) `stretch` keeps all and
+        divides the times by `scale`: everything gets slower or faster. It may follow one of the others, or come first.
         """
         require_positive(f"rate scale {scale}", scale)
         if method not in RATE_METHODS:
@@ -103,9 +106,11 @@ class Trace:
             requests = tuple(replace(r, arrival_s=r.arrival_s / scale) for r in self.requests)
             return replace(self, requests=requests, scaling=replace(self.scaling, pace=self.scaling.pace * scale))
         if self.scaling.kept != 1:
-            raise ConfigError("this trace was thinned already")
+            raise ConfigError("this trace was thinned or upscaled already")
         scaling = replace(self.scaling, kept=scale, seed=seed)
-        return replace(self, requests=_thin(self.requests, scale, seed), scaling=scaling)
+        if method == "thin":
+            return replace(self, requests=_thin(self.requests, scale, seed), scaling=scaling)
+        return replace(self, requests=_upscale(self.requests, scale, seed, self.duration_s), scaling=scaling)
 
     def with_tokens(self, scale: float = 1.0, *, most: int | None = None) -> Trace:
         """Scale the tokens of prompts and outputs, to at least one of each.
@@ -173,10 +178,32 @@ def require_positive(subject: str, value: float) -> None:
 
 def _thin(requests: tuple[TraceRequest, ...], scale: float, seed: int) -> tuple[TraceRequest, ...]:
     if scale > 1:
-        raise ConfigError(f"rate scale {scale:g}: thinning only takes requests away; use the method 'stretch' above 1")
+        raise ConfigError(
+            f"rate scale {scale:g}: thinning only takes requests away; use the method 'upscale' or 'stretch' above 1"
+        )
     kept = max(1, round(len(requests) * scale)) if requests else 0
     chosen = sorted(random.Random(seed).sample(range(len(requests)), kept))
     return tuple(requests[i] for i in chosen)
+
+
+def _upscale(
+    requests: tuple[TraceRequest, ...], scale: float, seed: int, duration_s: float
+) -> tuple[TraceRequest, ...]:
+    """Add copies in the gaps behind requests, as many behind one as another but for a seeded choice."""
+    if scale < 1:
+        raise ConfigError(f"rate scale {scale:g}: upscaling only adds requests; use the method 'thin' below 1")
+    choose, count = random.Random(seed), len(requests)
+    added = round(count * scale) - count
+    each, rest = divmod(added, max(1, count))
+    more = set(choose.sample(range(count), rest))
+    upscaled = list(requests)
+    for i, request in enumerate(requests):
+        until_s = requests[i + 1].arrival_s if i + 1 < count else duration_s
+        near = requests[max(0, i - NEAREST // 2) : i + NEAREST // 2 + 1]
+        for _ in range(each + (i in more)):
+            at_s = request.arrival_s + choose.random() * (until_s - request.arrival_s)
+            upscaled.append(replace(choose.choice(near), arrival_s=at_s))
+    return tuple(sorted(upscaled, key=lambda request: request.arrival_s))
 
 
 def _fit(request: TraceRequest, most: int | None) -> TraceRequest:

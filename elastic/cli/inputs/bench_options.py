@@ -81,7 +81,10 @@ def _add_trace(run: ArgumentParser) -> None:
     run.add_argument("--window", default=None, metavar="A:B", help="of --trace: from second A to before second B")
     run.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="times as many requests a second")
     run.add_argument(
-        "--rate-method", default="thin", choices=("thin", "stretch"), help="leave requests out, or change the pace"
+        "--rate-method",
+        default="thin",
+        choices=("thin", "upscale", "stretch"),
+        help="leave requests out, add copies in the gaps between them, or change the pace",
     )
     run.add_argument("--token-scale", type=float, default=1.0, metavar="X", help="times as many tokens")
     run.add_argument(

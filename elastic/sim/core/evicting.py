@@ -6,8 +6,8 @@ and steps, for comparison: where live sequences ask for more blocks than there a
 - `recompute`: its keys and values are computed again from its tokens, before new requests, once there is room (vLLM)
 - `swap`: they go to memory of the host, and come back first in, first out, before new requests (InferCept)
 
-Tuned against thrashing: whoever begins, or goes on, leaves a free block for each sequence that lives. The memory of the
-host is not of the budget.
+Against thrashing whoever begins, or goes on, leaves a free block for each sequence that lives, or `spare` of them. The
+memory of the host is not of the budget.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from elastic.sim.core.stretch import StretchingScheduler
 class OptimisticBlocks(BlockManager):
     """Blocks for whoever asks first, with no promise of more."""
 
+    spare = 1
+    """Blocks that whoever begins, or goes on, leaves free for each sequence that lives."""
+
     def __init__(self, *args: Any, **options: Any) -> None:
         self.evicted: set[str] = set()
         """Sequences that had to give theirs back at some time."""
@@ -44,7 +47,7 @@ class OptimisticBlocks(BlockManager):
     def free_blocks(self) -> int:
         """Count the blocks that new sequences may have: none before those that were evicted."""
         with self.memory.lock:
-            return 0 if self.evicted_wait else max(0, self._free(0) - self.running)
+            return 0 if self.evicted_wait else max(0, self._free(0) - self.spare * self.running)
 
     def lack(self, wanted: Sequence[tuple[BlockTable, int]], spare: int = 0) -> bool:
         """Tell whether there are too few blocks for tables to hold so many tokens each, and to spare some."""
@@ -58,7 +61,7 @@ class OptimisticBlocks(BlockManager):
     def admit(self, sequence: str, tokens: Sequence[int], most: int, *, share: bool, **named: bytes) -> int | None:
         """Give a sequence blocks for its first tokens, none of them shared; None if there is no room for it now."""
         with self.memory.lock:
-            if self.lack([(self._tables[sequence], min(len(tokens), most))], spare=self.running):
+            if self.lack([(self._tables[sequence], min(len(tokens), most))], spare=self.spare * self.running):
                 return None
             return super().admit(sequence, tokens, most, share=False, **named)
 

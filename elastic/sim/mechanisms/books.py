@@ -20,6 +20,12 @@ class Guest:
     """For which there is room."""
     shards: set[int] = field(default_factory=set)
     coming: set[int] = field(default_factory=set)
+    epoch: int = 0
+    """Of the path by which its shards are computed here."""
+    ended: bool = False
+    """Whether it has gone, and only its keys and values are kept."""
+    told: bool = False
+    """Whether others may read these."""
 
 
 class RankBooks:
@@ -37,6 +43,11 @@ class RankBooks:
         """Shards of its own whose keys and values come home."""
 
     @property
+    def homes(self) -> dict[str, Guest]:
+        """Those that this rank is a stage of."""
+        return {home: guest for home, guest in self.guests.items() if not guest.ended}
+
+    @property
     def own(self) -> set[int]:
         """The shards whose keys and values, of its own instance, have memory here."""
         return set(self.path.shards_of(self.name)) | self.coming
@@ -44,7 +55,7 @@ class RankBooks:
     @property
     def needed(self) -> set[int]:
         """The shards that are computed here."""
-        guests = (guest.shards for guest in self.guests.values())
+        guests = (guest.shards for guest in self.homes.values())
         return set(self.path.shards_of(self.name)).union(*guests)
 
     @property
@@ -79,14 +90,39 @@ class RankBooks:
 
     def open(self, home: str, sectors: int) -> None:
         """Be a stage of a home."""
-        if home in self.guests:
+        if home in self.homes:
             raise StateError(f"rank {self.name!r} is a stage of {home!r} already")
         self.guests[home] = Guest(sectors)
 
-    def close(self, home: str) -> None:
-        """Be none any more; unknown: nothing happens."""
-        if self.guests.pop(home, None) is not None:
-            self.settle()
+    def close(self, home: str, kept: int | None = None) -> None:
+        """Be none any more; unknown: nothing happens. Of one that has gone so many sectors can be `kept`."""
+        guest = self.guests.pop(home, None)
+        if guest is None:
+            return
+        if kept is not None and guest.shards:
+            self.guests[home] = Guest(kept, guest.shards, epoch=guest.epoch, ended=True)
+        self.settle()
+
+    def kept(self, home: str, epoch: int) -> Guest:
+        """Return what is kept of a home that has gone, as it was computed by the path of an epoch: others may read it.
+
+        Raises `StateError` where there is nothing, or the path here was another.
+        """
+        guest = self.guests.get(home)
+        if guest is None or not guest.ended or guest.epoch != epoch:
+            raise StateError(f"nothing that was computed for {home!r} by path {epoch} is kept at {self.name!r}")
+        guest.told = True
+        return guest
+
+    def leave_homes(self) -> None:
+        """Be a stage of nobody; what is kept stays."""
+        self.guests = {home: guest for home, guest in self.guests.items() if guest.ended}
+
+    def free_kept(self) -> bool:
+        """Give up what is kept and nobody was told of; return whether there was something."""
+        before = len(self.guests)
+        self.guests = {home: guest for home, guest in self.guests.items() if not guest.ended or guest.told}
+        return len(self.guests) < before
 
     def allot(self, home: str, sectors: int) -> None:
         """Keep room for so many sectors of a home."""
@@ -123,7 +159,7 @@ class RankBooks:
             self.coming -= shards
         elif home in self.guests:
             guest = self.guests[home]
-            guest.shards = shards
+            guest.shards, guest.epoch = shards, path.epoch
             guest.coming -= shards
         self.settle()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +20,13 @@ from elastic.cluster.control.messages import (
 )
 from elastic.engines.core.block_pool import BlockTable
 from elastic.engines.core.kv_journal import KVJournal
-from elastic.engines.core.kv_state import SectorPages, SequenceKV
+from elastic.engines.core.kv_state import KVSource, LayersKV, SectorPages, SequenceKV
 from elastic.engines.core.sequence import Sequence as LiveSequence
 from elastic.engines.core.step import SequenceState
+from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ElasticError, Overloaded, StateError
+from elastic.planning.sharding.heads import kv_parts
+from elastic.sim.mechanisms.books import Guest
 from elastic.sim.mechanisms.instance import RankInstance
 from elastic.sim.mechanisms.wires import Wires
 
@@ -49,26 +52,37 @@ class RequestMoves:
     def report(self) -> None:
         """Tell from now on, after each step, what has changed of where keys and values are."""
         self._reports = True
-        self._begin_journal()
+        self.tell_kv(LayerPath.alone(self._instance.name, self._instance.model.layers, self._instance.model.shards))
 
-    def follow(self, *, whole: bool) -> None:
-        """Tell so while all of it is here (`whole`), and only then."""
+    def tell_kv(self, path: LayerPath) -> None:
+        """Tell so, first all that there is, unless that is told already: of the layers that are computed here alone."""
         scheduler, memory = self._instance.scheduler, self._instance.memory
-        if not self._reports or whole is (scheduler.journal is not None):
+        if not self._reports or scheduler.journal is not None:
             return
-        if not whole:
-            journal, scheduler.journal = scheduler.journal, None
-            assert journal is not None
-            journal.stop(scheduler.sequences)
-            memory.log = None
-            return
-        journal = self._begin_journal()
-        assert memory.log is not None
-        memory.log[:] = memory.mapped
+        memory.log = memory.mapped
+        mapped = partial(self._mapped_since, self._parts_of(path.shards_of(path.home)))
+        journal = KVJournal(self._instance.note, mapped, self._instance.blocks.release, path.epoch)
         for sequence in scheduler.sequences.values():
             if sequence.computed:
                 journal.note(sequence.kv())
                 sequence.noted = tuple(map(len, sequence.table.blocks))
+        scheduler.journal = journal
+
+    def tell_no_kv(self) -> None:
+        """Tell that what was told means nothing any more, and nothing of it until `tell_kv`."""
+        scheduler = self._instance.scheduler
+        journal, scheduler.journal = scheduler.journal, None
+        if journal is not None:
+            journal.stop(scheduler.sequences)
+            self._instance.memory.log = None
+            self._instance.tell([], [])
+
+    def kept_layers(self, guest: Guest, sectors: Iterable[int]) -> LayersKV:
+        """Say where the keys and values of one that has gone are kept here, of so many sectors in each part."""
+        model, memory = self._instance.model, self._instance.hello.memory
+        pages = dict.fromkeys(sectors, tuple(range(model.part_pages)))
+        file = None if memory is None else memory.file
+        return LayersKV(file, model.page_bytes, model.kv, dict.fromkeys(self._parts_of(guest.shards), pages))
 
     def answer(self, question: MOVES) -> Any:
         """Answer. Raises errors of Elastic."""
@@ -144,7 +158,8 @@ class RequestMoves:
             else:
                 done.set_result(self._attach(message.states))
 
-        self._receive_between(message.states, message.kv).add_done_callback(copied)
+        kv = [each for each in message.kv if is_told(message.source, each)]
+        self._receive_between(message.states, kv).add_done_callback(copied)
         return done
 
     def _attach(self, states: Sequence[SequenceState]) -> dict[str, int]:
@@ -204,16 +219,27 @@ class RequestMoves:
         self._instance.between_steps(act)
         return done
 
-    def _begin_journal(self) -> KVJournal:
-        instance = self._instance
-        log = instance.memory.log = instance.memory.mapped
-        parts = len(instance.model.kv.groups[0][0])
-        pages = tuple(range(parts * instance.model.part_pages))
+    def _parts_of(self, shards: Iterable[int]) -> tuple[int, ...]:
+        """Return the parts of the KV cache that shards have."""
+        return kv_parts(shards, self._instance.model.shards, self._instance.model.kv_shards)
 
-        def mapped() -> list[SectorPages]:
-            sectors = [SectorPages(group, sector, pages) for group, sector in log]
-            log.clear()
-            return sectors
+    def _mapped_since(self, parts: tuple[int, ...]) -> list[SectorPages]:
+        """Take the log of sectors: return where they are in the parts that are computed here."""
+        memory = self._instance.memory
+        log, memory.log = memory.log or [], []
+        pages = tuple(range(len(parts) * self._instance.model.part_pages))
+        return [SectorPages(group, sector, pages, parts) for group, sector in log]
 
-        journal = instance.scheduler.journal = KVJournal(instance.note, mapped, instance.blocks.release)
-        return journal
+
+def is_told(source: KVSource, kv: SequenceKV) -> bool:
+    """Return whether all that is computed of a sequence can be found, in every layer."""
+    layers = {layer: each for each in source.by_layers() for layer, sectors in each.pages.items() if sectors}
+    for group, (parts, _) in enumerate(source.format.groups):
+        blocks = kv.blocks[group][: -(-kv.computed // source.format.block_tokens)]
+        for part in parts:
+            if part not in layers:
+                return False
+            size, sectors = layers[part].sector_blocks(part), layers[part].pages[part]
+            if any(block // size not in sectors for block in blocks):
+                return False
+    return True

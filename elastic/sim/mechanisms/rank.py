@@ -127,7 +127,7 @@ class SimulatedRank:
 
     def batches(self) -> int:
         """Return how many steps of its instance may be in flight, so that the stages are busy."""
-        guests, ranks = self.books.guests, self.world.ranks
+        guests, ranks = self.books.homes, self.world.ranks
         others = {home: ranks[home].instance.scheduler.steps for home, guest in guests.items() if guest.shards}
         return self._batches.of(self.path, self.instance.scheduler.steps, others)
 
@@ -135,10 +135,11 @@ class SimulatedRank:
         """Have steps be computed beside those of others, where there are some; by itself else. Done between two."""
 
         def switch() -> None:
-            alone = not (self.path.guests or self.stages or self.books.guests)
+            alone = not (self.path.guests or self.stages or self.books.homes)
             self.instance.executor = self.instance.local if alone else self.steps
             self.instance.whole = not self.path.guests
-            self.moves.follow(whole=not self.path.guests)
+            if self._flipping is None:
+                self.moves.tell_kv(self.path)
 
         return self._between(switch)
 
@@ -163,9 +164,12 @@ class SimulatedRank:
             case ask.DetachStage(rank):
                 self.stages.discard(rank)
                 return self.follow()
-            case ask.CloseStage(home):
-                books.close(home)
+            case ask.CloseStage(home, keep):
+                books.close(home, self.world.ranks[home].instance.memory.allocated if keep else None)
                 return self.follow()
+            case ask.KeptLayers(home, epoch):
+                mapped = self.world.ranks[home].instance.memory.mapped
+                return self.moves.kept_layers(books.kept(home, epoch), [sector for _, sector in mapped])
             case ask.Allot(home, sectors):
                 return self._allot(home, sectors)
             case ask.LayersMemory(home, shards):
@@ -210,7 +214,7 @@ class SimulatedRank:
         return self.instance.load()
 
     def _allot(self, home: str, sectors: int) -> None:
-        guest = self.books.guests[home]
+        guest = self.books.homes[home]
         mapped = self.world.ranks[home].instance.memory.allocated
         if guest.shards and sectors < mapped:
             raise StateError(f"{mapped} sectors of {home!r} are in use at rank {self.name!r}; {sectors} are too few")
@@ -258,6 +262,7 @@ class SimulatedRank:
         instance, world = self.instance, self.world
         paused, began_s, blocks = instance.paused, instance.clock.now, self._exchange.take()
         instance.paused = True
+        self.moves.tell_no_kv()
         block_bytes, form = len(blocks[0]) * world.model.kv.block_bytes, (world.model.shards, world.model.kv_shards)
         nbytes = {
             (source, target): block_bytes * len(world.ranks[target]._new_parts(self.name, kv_parts(shards, *form)))

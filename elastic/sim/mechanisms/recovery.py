@@ -13,6 +13,7 @@ from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError, Overloaded
 from elastic.sim.mechanisms.books import RankBooks
 from elastic.sim.mechanisms.instance import RankInstance
+from elastic.sim.mechanisms.moves import RequestMoves
 
 
 class RecoverableRank(Protocol):
@@ -24,6 +25,8 @@ class RecoverableRank(Protocol):
     def books(self) -> RankBooks: ...
     @property
     def instance(self) -> RankInstance: ...
+    @property
+    def moves(self) -> RequestMoves: ...
     def lose(self, rank: str) -> None: ...
     def begin_alone(self) -> None: ...
 
@@ -33,7 +36,7 @@ def come_home(rank: RecoverableRank, lost: str, memories: Collection[str], elsew
 
     `memories` are of those that have gone, where they can still be read; weights of shards that are `elsewhere` come
     from other ranks, the others from the checkpoint. Other instances' keys and values leave at once: these come home,
-    too.
+    too. What is kept of one that has gone stays, unless its room is needed before others were told of it.
     """
     done: Future[int] = Future()
     rank.lose(lost)
@@ -46,11 +49,12 @@ def _begin(rank: RecoverableRank, lost: str, readable: bool, elsewhere: frozense
     books, instance, model = rank.books, rank.instance, rank.books.model
     scheduler, memory, path = instance.scheduler, instance.memory, books.path
     gone = lost in path.guests and not readable
+    rank.moves.tell_no_kv()
     again = scheduler.restart(None if gone else set(scheduler.unkeepable()))
     away = frozenset(shard for shard, at in enumerate(path.ranks) if at != rank.name)
     resident, fetched = (model.weight_pages(shards) for shards in (books.resident, books.resident | elsewhere))
     read = model.weight_pages(books.every) - fetched
-    books.guests.clear()
+    books.leave_homes()
     books.coming.clear()
     books.resident = books.every
     books.path = replace(LayerPath.alone(rank.name, path.layers, path.shards), epoch=path.epoch + 1)
@@ -59,8 +63,10 @@ def _begin(rank: RecoverableRank, lost: str, readable: bool, elsewhere: frozense
         try:
             books.settle()
             break
-        except CapacityError:  # the youngest has no room without the others
-            if not scheduler.begun:
+        except CapacityError:
+            if books.free_kept():
+                continue
+            if not scheduler.begun:  # else the youngest has no room without the others
                 raise
             again += scheduler.restart(scheduler.begun[-1:])
     copied = memory.allocated * model.kv_pages(away) * model.page_bytes if away else 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic.planning.pipeline.chunk_cost import Chunk
+from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
 from support.planning.halving import Batch
 
 
@@ -59,3 +60,19 @@ def by_tokens(chunks: Sequence[Chunk], budget: int) -> tuple[Batch, ...]:
                 batches.append(tuple(batch))
                 batch, room = [], budget
     return (*batches, tuple(batch)) if batch else tuple(batches)
+
+
+def heavy_tail(seed: int, count: int = 40) -> list[Chunk]:
+    """Return prompts of 64 to 4,096 tokens; few are long."""
+    choose = random.Random(seed)
+    return [Chunk(str(i), 0, int(64 * min(64, choose.paretovariate(1.0)))) for i in range(count)]
+
+
+def tokens(batch: Sequence[Chunk]) -> int:
+    """Count the tokens of a batch."""
+    return sum(chunk.tokens for chunk in batch)
+
+
+def bubbles(batches: Sequence[Sequence[Chunk]], cost: ChunkCost) -> float:
+    """Return what two stages wait beyond what is lost at the ends, (s - 1) / (m + s - 1)."""
+    return run_pipeline([[cost.batch(batch) / 2] * 2 for batch in batches]).bubbles - 1 / (len(batches) + 1)

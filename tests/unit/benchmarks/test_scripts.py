@@ -14,6 +14,7 @@ SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 OPTIONAL = {"vllm", "cuda.bindings"}
 """Packages that not every machine has."""
 WITHOUT_OPTIONS = {
+    "bursts",
     "common",
     "estimate_fleets",
     "estimate_memory",
@@ -32,6 +33,7 @@ WITHOUT_OPTIONS = {
     "sim_fit",
     "sim_runs",
     "sim_served",
+    "tuning",
 }
 
 

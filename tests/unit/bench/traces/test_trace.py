@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
+from math import ceil
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,6 +59,37 @@ def test_thinning_keeps_a_share_of_the_requests_at_their_times(trace: Trace, sca
     assert thin.duration_s == trace.duration_s or trace.window is None
 
 
+@given(traces, st.floats(1, 20), st.integers(0, 5))
+def test_upscaling_adds_requests_in_the_gaps_behind_others(trace: Trace, scale: float, seed: int) -> None:
+    cut = trace.cut(0, 1001)
+    more = cut.with_rate(scale, "upscale", seed=seed)
+    assert len(more.requests) == round(scale * len(cut.requests))
+    added = list(more.requests)
+    for request in cut.requests:
+        added.remove(request)  # all are there, at their times
+    times = [request.arrival_s for request in cut.requests]
+    gaps = Counter(bisect_right(times, request.arrival_s) - 1 for request in added if request.arrival_s not in times)
+    assert not gaps.keys() - range(len(times)), "nothing comes before the first"
+    assert max(gaps.values(), default=0) <= ceil(scale - 1)
+    assert more.requests[-1].arrival_s <= cut.duration_s
+    assert {(r.prompt_tokens, r.output_tokens) for r in added} <= {
+        (r.prompt_tokens, r.output_tokens) for r in cut.requests
+    }
+    assert list(more.requests) == sorted(more.requests, key=lambda r: r.arrival_s)
+    assert more == cut.with_rate(scale, "upscale", seed=seed)
+    assert more.duration_s == cut.duration_s
+    assert more.described()["rate_scale"] == scale
+
+
+def test_upscaling_leaves_bursts_and_calms_where_they_were() -> None:
+    times = [10 * number for number in range(10)] + [100 + number / 10 for number in range(100)] + [200, 300]
+    trace = Trace(tuple(TraceRequest(float(at_s), 5, 5) for at_s in times), "x").cut(0, 400)
+    more = trace.with_rate(7.5, "upscale")
+    for begin_s, end_s in ((0, 100), (100, 110), (110, 400)):
+        before, after = (sum(begin_s <= r.arrival_s < end_s for r in t.requests) for t in (trace, more))
+        assert after == pytest.approx(7.5 * before, rel=0.1, abs=7.5)  # of the burst's last the copies come in its gap
+
+
 @given(traces, st.floats(0.01, 10))
 def test_stretching_keeps_every_request_and_divides_the_time(trace: Trace, scale: float) -> None:
     cut = trace.cut(0, 1001)
@@ -104,10 +139,12 @@ def test_what_makes_no_sense_is_refused_in_words() -> None:
         trace.cut(3, 2)
     with pytest.raises(ConfigError, match="cut once, before it is scaled"):
         trace.with_rate(0.5).cut(0, 2)
-    with pytest.raises(ConfigError, match="this trace was thinned already"):
+    with pytest.raises(ConfigError, match="this trace was thinned or upscaled already"):
         trace.with_rate(0.5).with_rate(0.5)
-    with pytest.raises(ConfigError, match="thinning only takes requests away; use the method 'stretch'"):
+    with pytest.raises(ConfigError, match="thinning only takes requests away; use the method 'upscale' or"):
         trace.with_rate(2.0)
+    with pytest.raises(ConfigError, match="upscaling only adds requests; use the method 'thin'"):
+        trace.with_rate(0.5, "upscale")
     with pytest.raises(ConfigError, match="rate method 'skip' is not known"):
         trace.with_rate(0.5, "skip")  # type: ignore[arg-type]
     for scale in (0, -1, float("nan"), float("inf")):

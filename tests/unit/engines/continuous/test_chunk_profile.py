@@ -1,17 +1,20 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from elastic.engines.base import Output, Request
+from elastic.engines.base import Output, Request, SampledToken
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.continuous.chunk_profile import fit_cost, profile_chunks
+from elastic.engines.core.step import SequenceState, StepResult
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ConfigError, StateError
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
 from support import architectures
+from support.planning.halving import halve
+from support.planning.pipelines import bubbles, by_tokens, heavy_tail, tokens
 from support.wrapped_model import small
 
 MIXES = [((0, 5),), ((0, 9), (16, 1), (7, 20)), ((40, 1),) * 3, ((30, 8),), ((0, 33), (0, 2)), ((12, 4),)]
@@ -101,3 +104,43 @@ def test_steps_are_of_equal_cost_only_while_other_ranks_compute_layers(engine: C
     tokens = budget.tokens((), queue)
     engine._home.path = LayerPath.alone("", count)
     assert 64 // 4 <= tokens < 64
+
+
+def scheduled(engine: ContinuousEngine, queue: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Return the steps that an engine would compute of prompts that all wait from the start."""
+    scheduler, batches = engine._loop.scheduler, []
+    for prompt in queue:
+        request = Request((1,) * prompt.tokens, 1, ignore_eos=True, id=prompt.request)
+        scheduler.add([SequenceState(request.id, request, 0, 0)])
+    while (step := scheduler.schedule()) is not None:
+        batches.append([Chunk(chunk.sequence, chunk.start, len(chunk.tokens)) for chunk in step.chunks])
+        samples = sum(chunk.samples for chunk in step.chunks)
+        scheduler.update(step, StepResult((SampledToken(1),) * samples))
+    return batches
+
+
+@pytest.mark.parametrize("most", [256, 512, 2048])
+def test_what_serves_in_a_pipeline_is_held_against_figure_11(wrapped: Any, most: int) -> None:
+    """Steps are full before they cost their share where tokens are cheap; none is dearer than figure 11's dearest."""
+    model = architectures.build("qwen3")
+    wrapped(model, small(64 << 20))
+    engine = ContinuousEngine(model, block_tokens=32, max_batch_tokens=most, share_prefixes=False)
+    cost = ChunkCost(prefix=1e-6, own=1e-6, token=2e-4, chunk=1e-3, shared=5e-4)
+    engine.use_cost(cost)
+    count, ours, theirs = len(model.model.layers), 0.0, 0.0
+    engine._home.path = LayerPath("", ("",) * (count - 1) + ("other",), 1)
+    for seed in range(8):
+        queue = [prompt._replace(request=f"{seed} {prompt.request}") for prompt in heavy_tail(seed)]
+        batches = scheduled(engine, queue)
+        costs, dearest = [cost.batch(batch) for batch in batches], max(map(cost.batch, halve(queue, cost, most // 4)))
+        assert sum(map(tokens, batches)) == tokens(queue)
+        assert max(map(tokens, batches)) <= most
+        assert max(costs) <= 1.1 * dearest
+        equal = [c for c, batch in zip(costs[:-1], batches, strict=False) if tokens(batch) < most]
+        assert not equal or max(costs) <= 1.1 * min(equal)
+        ours += bubbles(batches, cost)
+        theirs += bubbles(by_tokens(queue, -(-tokens(queue) // len(batches))), cost)
+    assert ours <= 0.4 * theirs, "what KunServe says"
+    engine._home.path = LayerPath.alone("", count)
+    engine.stop(drain=False)
+    engine._blocks.check()

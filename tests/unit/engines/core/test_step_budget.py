@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import pytest
@@ -13,7 +12,7 @@ from elastic.engines.core.step_budget import CostBudget, TokenBudget
 from elastic.errors import ConfigError
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
 from support.planning.halving import halve
-from support.planning.pipelines import by_tokens, run_pipeline
+from support.planning.pipelines import bubbles, by_tokens, heavy_tail, tokens
 
 COST = ChunkCost(prefix=1e-6, own=1e-6, token=2e-4, chunk=1e-3, shared=5e-4)
 PROMPTS = st.lists(st.integers(1, 6000), min_size=1, max_size=12)
@@ -26,12 +25,6 @@ def queues(draw: st.DrawFn) -> list[Chunk]:
     sizes = st.one_of(st.integers(1, 40), st.integers(1, 3000), st.just(1))
     drawn = draw(st.lists(st.tuples(st.sampled_from([0, 0, 17, 4000]), sizes), min_size=1, max_size=20))
     return [Chunk(str(i), start, count) for i, (start, count) in enumerate(drawn)]
-
-
-def heavy_tail(seed: int, count: int = 40) -> list[Chunk]:
-    """Lengths from 1 to 64 times the least; few are long."""
-    choose = random.Random(seed)
-    return [Chunk(str(i), 0, int(64 * min(64, choose.paretovariate(1.0)))) for i in range(count)]
 
 
 def steps(budget: CostBudget | TokenBudget, prompts: Sequence[int | Chunk]) -> list[list[Chunk]]:
@@ -63,15 +56,6 @@ def test_tokens_are_conserved_and_their_order_is_kept(prompts: list[int]) -> Non
 def test_the_steps_of_one_long_prompt_cost_the_same(prompt: int) -> None:
     costs = [COST.batch(batch) for batch in steps(CostBudget(COST, 128, 8192), [prompt])[:-1]]
     assert max(costs) <= 1.1 * min(costs)
-
-
-def tokens(batch: Sequence[Chunk]) -> int:
-    return sum(chunk.tokens for chunk in batch)
-
-
-def bubbles(batches: Sequence[Sequence[Chunk]], cost: ChunkCost) -> float:
-    """What two stages wait beyond what is lost at the ends, (s - 1) / (m + s - 1)."""
-    return run_pipeline([[cost.batch(batch) / 2] * 2 for batch in batches]).bubbles - 1 / (len(batches) + 1)
 
 
 @given(queues())
