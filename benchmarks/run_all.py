@@ -69,6 +69,8 @@ GPU = (
     "decode",
     "streaming",
     "migrate",
+    "reshard",
+    "padding",
     "continuous",
     "resize",
 )
