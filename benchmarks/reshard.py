@@ -24,7 +24,8 @@ Targets were fixed before figures were taken; rows:
   budgets leave room for
 - `steps`: running answers while so many layers change their rank at each pause, and while instances stop for all of
   them: gaps over those at rest, the cores that the ranks use beside it, and by how much the longest pause is shorter
-  than the stop for all (of CUDA at least .8)
+  than the stop for all (of CUDA at least .8). `through host`: they stop, and all that a rank is to have goes through
+  host memory (Seesaw): the whole change over that at most .05, .3 of a CPU
 - `schedulers`: eight simulated ranks and the paper's arrivals: tokens a second over round robin and least load first at
   least 1.25
 - `order`: the same schedulers on two real ranks: the order is to be that of the simulated ones

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import reshard_through_host
 from common import SEED, Kept, percentiles, ratio
 from reshard_setting import BLOCK_TOKENS, ROOMY_SHARE, SHARDS, SHARE, Setting
 from serving import Answer, Load, fleet, prompt, summary, warm_up
@@ -29,6 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "all layers": {"layers_per_step": None},
     "stop for all": {"exchange": "stall"},
 }
+HOST = "through host"
 
 
 @contextmanager
@@ -98,17 +100,29 @@ def budgets_leave(engine: elastic.Fleet, degree: int) -> int:
 def steps(setting: Setting, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     """Gaps between tokens while layers change their rank, so many at a pause, over those at rest; up and down."""
     forms = dict(list(FORMS.items())[::3]) if quick else FORMS
-    figures: dict[str, dict[str, list[float]]] = {name: {} for name in forms}
+    figures: dict[str, dict[str, list[float]]] = {name: {} for name in (*forms, HOST)}
+
+    def take(engine: elastic.Fleet, name: str) -> None:
+        for key, value in transformed(engine, FORMS.get(name, reshard_through_host.FORM), setting).items():
+            figures[name].setdefault(key, []).append(value)
+
     for _ in range(1 if quick else min(rounds, 2)):
         with ranks(setting, share=ROOMY_SHARE, routing="round_robin") as engine:
             for name in random.sample(list(forms), len(forms)):
-                for key, value in transformed(engine, forms[name], setting).items():
-                    figures[name].setdefault(key, []).append(value)
+                take(engine, name)
+        through_host = setting.engine | {"step_budget": reshard_through_host.ThroughHost()}
+        with ranks(setting, share=ROOMY_SHARE, routing="round_robin", engine=through_host) as engine:
+            take(engine, HOST)
     stop_ms = statistics.median(figures["stop for all"]["stalled_ms"])
+    both_s = {
+        name: [up + down for up, down in zip(figure["up_s"], figure["down_s"], strict=True)]
+        for name, figure in figures.items()
+    }
     return {
         name: {
             "up_s": summary(figure["up_s"]),
             "down_s": summary(figure["down_s"]),
+            "up_and_down_over_through_host": ratio(both_s[name], both_s[HOST]),
             "stalled_ms": summary(figure["stalled_ms"]),
             "hidden_of_stop": 1 - statistics.median(figure["stalled_ms"]) / stop_ms,
             "moved_of_all_kv": summary(figure["moved_of_all_kv"]),

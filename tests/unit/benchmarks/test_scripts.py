@@ -29,6 +29,7 @@ WITHOUT_OPTIONS = {
     "reshard_real",
     "reshard_schedulers",
     "reshard_setting",
+    "reshard_through_host",
     "serving",
     "sim_fit",
     "sim_runs",
