@@ -1,6 +1,7 @@
 """What laying weights on pages costs, so that cuts in 2 and 4 are given back in place (AMOEBA, table 2, figure 10 b).
 
-    python benchmarks/padding.py [--products] [--device cuda:0]
+    python benchmarks/padding.py [--products]
+    python benchmarks/padding.py --device cuda:0
 
 By shapes alone, no weight is made, but with `--products`: pages of one matrix of the feed-forward network whole and
 in parts, and the bytes that padding adds, in percent of the weights. `padded`: one product over all parts, so that
@@ -11,9 +12,10 @@ larger than an even one, else even ones, and a page that two parts have in commo
 Experts are cut by experts. Pages are of 2 MiB, for the model inside of 4 to 64 KiB. Target: at most 14 % for all of
 the paper's models.
 
-`--products` has the time of both products of a dense network, `up` and `down`, in each form over that of plain weights,
-in bfloat16, for one token and for 64; where that is known, the form is chosen by it. Target, of a GPU: at most 1.001 in
-the form `padded`. `here` is plain, so it is 1 by itself. Networks above 512 MiB are left out on a CPU.
+`--products`, which a GPU always has, is the time of both products of a dense network, `up` and `down`, in each form
+over that of plain weights, in bfloat16, for one token and for 64; where that is known, the form is chosen by it.
+Target, of a GPU: at most 1.001 in the form `padded`. `here` is plain, so it is 1 by itself. Networks above 512 MiB are
+left out on a CPU.
 """
 
 from __future__ import annotations
@@ -191,6 +193,7 @@ def main() -> None:
         __doc__.splitlines()[0], products={"action": "store_true", "help": "measure products of dense networks, too"}
     )
     rows = [measure(case) for case in CASES]
+    options.products = options.products or options.device != "cpu"
     measured = [case for case in CASES if options.products and timed(case, options.device)]
     for case, row in zip(CASES, rows, strict=True):
         if case in (measured[:1] if options.quick else measured):

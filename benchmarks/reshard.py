@@ -5,6 +5,13 @@
 On two cores, with the Llama of 40M parameters of `serving.py`, its layers cut in four: ranks in 246 MiB, each a process
 pinned to one of the cores, except for `kv` (no model, and nothing of the library) and `weights` and `pages` (two models
 in this process, pinned to no core). All rows together are meant to take ten minutes on cores that do nothing else.
+
+    python benchmarks/reshard.py --device cuda:0
+
+On GPUs, all that there are or one, with twelve layers of Llama-3-8B; without `schedulers`, of which a GPU says nothing,
+and without `order` and `hybrid`, whose long requests would be longer than what the model was made for. What ranks read
+of each other goes through page-locked memory and sockets there, in one process, too.
+
 Targets were fixed before figures were taken; rows:
 
 - `kv`: of memory as large as a cache of 90 % use, what leaves and what stays: local part over the paper's base form at
@@ -17,7 +24,8 @@ Targets were fixed before figures were taken; rows:
   budgets leave room for
 - `steps`: running answers while so many layers change their rank at each pause, and while instances stop for all of
   them: gaps over those at rest, the cores that the ranks use beside it, and by how much the longest pause is shorter
-  than the stop for all (of CUDA at least .8)
+  than the stop for all (of CUDA at least .8). `through host`: they stop, and all that a rank is to have goes through
+  host memory (Seesaw): the whole change over that at most .05, .3 of a CPU
 - `schedulers`: eight simulated ranks and the paper's arrivals: tokens a second over round robin and least load first at
   least 1.25
 - `order`: the same schedulers on two real ranks: the order is to be that of the simulated ones
@@ -40,27 +48,30 @@ from reshard_local import kv, weights
 from reshard_pages import pages
 from reshard_real import order
 from reshard_schedulers import schedulers
-from serving import flat, save_model
+from reshard_setting import Setting
+from serving import flat
 
 ROWS = {row.__name__: row for row in (kv, weights, pages, context, steps, schedulers, order, hybrid)}
+ON_A_CPU = ("schedulers", "order", "hybrid")
 
 
 def main() -> None:
-    more = {"only": {"nargs": "*", "choices": list(ROWS), "default": list(ROWS), "help": "rows to take"}, "keep": KEEP}
+    more = {"only": {"nargs": "*", "choices": list(ROWS), "help": "rows to take"}, "keep": KEEP}
     options = arguments(__doc__.splitlines()[0], **more)
-    if options.device != "cpu":
-        sys.exit("this benchmark pins ranks to cores: it is for a CPU")
+    rows = [name for name in ROWS if options.device == "cpu" or name not in ON_A_CPU]
+    if wrong := sorted(set(options.only or ()).difference(rows)):
+        sys.exit(f"--only {' '.join(wrong)}: rows of a CPU alone; on {options.device} there are {', '.join(rows)}")
     rounds = 1 if options.quick else min(options.rounds, 5)
     results: dict[str, Any] = {}
     kept = Kept(options.keep)
     with tempfile.TemporaryDirectory() as folder:
-        path = save_model(Path(folder))
-        for name in options.only:
+        setting = Setting.make(Path(folder), options.device, quick=options.quick)
+        for name in options.only or rows:
             begin = time.perf_counter()
-            results[name] = ROWS[name](path, rounds, options.quick, kept)
+            results[name] = ROWS[name](setting, rounds, options.quick, kept)
             table([f"{name} ({time.perf_counter() - begin:.0f} s)", ""], list(flat(results[name])))
             print(flush=True)
-    finish("reshard", "cpu", results)
+    finish("reshard", options.device, results)
 
 
 if __name__ == "__main__":

@@ -14,32 +14,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import reshard_through_host
 from common import SEED, Kept, percentiles, ratio
+from reshard_setting import BLOCK_TOKENS, ROOMY_SHARE, SHARDS, SHARE, Setting
 from serving import Answer, Load, fleet, prompt, summary, warm_up
 
 import elastic
 from elastic.engines.base import Request
 
-PLACE, ROOMY = "cpu#{}=246MiB", "cpu#{}=512MiB"
-LAYERS, BLOCK_TOKENS, SHARDS, CONTEXT = 12, 32, 4, 8192
-TOKEN_BYTES = LAYERS * 2 * 8 * 64 * 4
-"""Keys and values of 8 heads of 64 in float32."""
-ENGINE = {"block_tokens": BLOCK_TOKENS, "max_requests": 64, "max_batch_tokens": 256, "share_prefixes": False}
 LENGTHS = elastic.Lengths(most_ranks=2, dwell_s=1.0, patience_s=5.0)
 OVERLOAD = elastic.Overload(pressure_ticks=2, queue_high_s=0.1, dwell_s=3.0)
 FORMS: dict[str, dict[str, Any]] = {
     "1 layer": {"layers_per_step": 1},
     "2 layers": {"layers_per_step": 2},
-    "all layers": {"layers_per_step": LAYERS},
+    "all layers": {"layers_per_step": None},
     "stop for all": {"exchange": "stall"},
 }
+HOST = "through host"
 
 
 @contextmanager
-def ranks(path: Path, count: int = 2, place: str = PLACE, **options: Any) -> Iterator[elastic.Fleet]:
-    """Serve with so many ranks, whose layers are cut; each has a core of two."""
-    cores = [(number % 2,) for number in range(count)]
-    with fleet(path, cores, place=place, engine=ENGINE, shards=SHARDS, beat_timeout_s=20.0, **options) as engine:
+def ranks(setting: Setting, count: int = 2, share: float = SHARE, **options: Any) -> Iterator[elastic.Fleet]:
+    """Serve with so many ranks, whose layers are cut and are such a share of their memory."""
+    places, cores = [setting.place(number, share) for number in range(count)], setting.cores(count)
+    options = {"engine": setting.engine, "shards": SHARDS, "beat_timeout_s": 20.0, **options}
+    with fleet(setting.path, cores, places=places, **options) as engine:
         warm_up(engine)
         yield engine
 
@@ -55,14 +54,14 @@ def reshard(engine: elastic.Fleet, tp: int, **options: Any) -> Any:
     return done
 
 
-def longest_served(engine: elastic.Fleet, degree: int) -> int:
+def longest_served(engine: elastic.Fleet, degree: int, positions: int) -> int:
     """Serve the longest request that the fleet says it can hold, and have a block more refused; return its tokens.
 
     Where the model was made for fewer tokens, a request of all of these is served.
     """
     predicted = max(blocks[degree] for blocks in engine.capacity((degree,)).values()) * BLOCK_TOKENS
     load, choose = Load(engine), random.Random(SEED)
-    tokens = min(predicted, CONTEXT)
+    tokens = min(predicted, positions)
     answer = load.submit(Request(prompt(tokens - 4, choose), 4, ignore_eos=True))
     load.wait()
     if answer.finish != "length":
@@ -74,44 +73,56 @@ def longest_served(engine: elastic.Fleet, degree: int) -> int:
     raise RuntimeError(f"a request of {predicted + BLOCK_TOKENS} tokens was taken")
 
 
-def context(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
+def context(setting: Setting, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     """The longest request at each degree, of ranks with the same budgets. Degree 4: four ranks on two cores."""
     found: dict[str, Any] = {}
     for degree in (1, 2) if quick else (1, 2, 4):
-        with ranks(path, max(2, degree)) as engine:
+        with ranks(setting, max(2, degree)) as engine:
             if degree > 1:
                 reshard(engine, degree)
-            left = budgets_leave(engine, degree)
-            tokens = longest_served(engine, degree)
+            left = budgets_leave(engine, degree) / setting.sizes.token_bytes
+            tokens = longest_served(engine, degree, setting.sizes.positions)
         found[f"tp={degree}"] = {"longest_tokens": tokens, "of_what_budgets_leave": tokens / left}
     longest = {name: figures["longest_tokens"] for name, figures in found.items()}
     return {**found, "over_tp1": {name: tokens / longest["tp=1"] for name, tokens in longest.items()}}
 
 
-def budgets_leave(engine: elastic.Fleet, degree: int) -> float:
-    """Return the tokens for which budgets have room beside weights that are there, and what is fixed."""
+def budgets_leave(engine: elastic.Fleet, degree: int) -> int:
+    """Return the bytes for which budgets have room beside weights that are there, and what is fixed."""
     left = 0
     for rank in engine.status().ranks[:degree]:
         (place,) = engine.look(rank.name).status.places
         kept = sum(n for owner, n in place.owners.items() if owner.startswith(("layer:", "fixed", "staging")))
         left += place.budget_bytes - kept
-    return left / TOKEN_BYTES
+    return left
 
 
-def steps(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
+def steps(setting: Setting, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     """Gaps between tokens while layers change their rank, so many at a pause, over those at rest; up and down."""
     forms = dict(list(FORMS.items())[::3]) if quick else FORMS
-    figures: dict[str, dict[str, list[float]]] = {name: {} for name in forms}
+    figures: dict[str, dict[str, list[float]]] = {name: {} for name in (*forms, HOST)}
+
+    def take(engine: elastic.Fleet, name: str) -> None:
+        for key, value in transformed(engine, FORMS.get(name, reshard_through_host.FORM), setting).items():
+            figures[name].setdefault(key, []).append(value)
+
     for _ in range(1 if quick else min(rounds, 2)):
-        with ranks(path, place=ROOMY, routing="round_robin") as engine:
+        with ranks(setting, share=ROOMY_SHARE, routing="round_robin") as engine:
             for name in random.sample(list(forms), len(forms)):
-                for key, value in transformed(engine, forms[name], quick).items():
-                    figures[name].setdefault(key, []).append(value)
+                take(engine, name)
+        through_host = setting.engine | {"step_budget": reshard_through_host.ThroughHost()}
+        with ranks(setting, share=ROOMY_SHARE, routing="round_robin", engine=through_host) as engine:
+            take(engine, HOST)
     stop_ms = statistics.median(figures["stop for all"]["stalled_ms"])
+    both_s = {
+        name: [up + down for up, down in zip(figure["up_s"], figure["down_s"], strict=True)]
+        for name, figure in figures.items()
+    }
     return {
         name: {
             "up_s": summary(figure["up_s"]),
             "down_s": summary(figure["down_s"]),
+            "up_and_down_over_through_host": ratio(both_s[name], both_s[HOST]),
             "stalled_ms": summary(figure["stalled_ms"]),
             "hidden_of_stop": 1 - statistics.median(figure["stalled_ms"]) / stop_ms,
             "moved_of_all_kv": summary(figure["moved_of_all_kv"]),
@@ -125,22 +136,22 @@ def steps(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     }
 
 
-def transformed(engine: elastic.Fleet, form: dict[str, Any], quick: bool) -> dict[str, float]:
+def transformed(engine: elastic.Fleet, form: dict[str, Any], setting: Setting) -> dict[str, float]:
     """Have ranks share layers and part again beside four long answers; return what these had of it."""
-    load, choose = Load(engine), random.Random(SEED)
-    asked = [Request(prompt(100 if quick else 500, choose), 1500, ignore_eos=True) for _ in range(4)]
+    load, choose, rest_s = Load(engine), random.Random(SEED), 0.3 if setting.quick else 1.0
+    asked = [Request(prompt(setting.prompt_tokens, choose), 1500, ignore_eos=True) for _ in range(4)]
     answers = [load.submit(request) for request in asked]
     while min(len(answer.tokens) for answer in answers) < 4:
         time.sleep(0.005)
     used = [cpu_s(engine)]
-    rest = timed(lambda: time.sleep(0.3 if quick else 1.0))
+    rest = timed(lambda: time.sleep(rest_s))
     used.append(cpu_s(engine))
     begin = time.perf_counter()
     up = reshard(engine, 2, **form)
     during = (begin, time.perf_counter())
     used.append(cpu_s(engine))
-    kv_bytes = TOKEN_BYTES * sum(len(r.prompt) + len(a.tokens) for r, a in zip(asked, answers, strict=True))
-    shared = timed(lambda: time.sleep(0.3 if quick else 1.0))
+    tokens = sum(len(r.prompt) + len(a.tokens) for r, a in zip(asked, answers, strict=True))
+    shared = timed(lambda: time.sleep(rest_s))
     down = reshard(engine, 1, **form)
     for request in asked:
         engine.cancel(request.id)
@@ -149,7 +160,7 @@ def transformed(engine: elastic.Fleet, form: dict[str, Any], quick: bool) -> dic
         "up_s": up.seconds,
         "down_s": down.seconds,
         "stalled_ms": max(up.stalled_ms, down.stalled_ms),
-        "moved_of_all_kv": up.moved_bytes / kv_bytes,
+        "moved_of_all_kv": up.moved_bytes / (tokens * setting.sizes.token_bytes),
         "longest_gap_s": max(gaps(answers, during)),
         "tpot_during_s": statistics.mean(gaps(answers, during)),
         "tpot_shared_s": statistics.mean(gaps(answers, shared)),
@@ -233,31 +244,31 @@ class Mix:
         return min((3 * self.longest["tp=1"]) // 2, (9 * self.longest["tp=2"]) // 10)
 
 
-def mix_of(path: Path, quick: bool, kept: Kept) -> Mix:
+def mix_of(setting: Setting, quick: bool, kept: Kept) -> Mix:
     """Measure what two ranks serve, if that is not known yet."""
 
     def take() -> dict[str, Any]:
-        with ranks(path) as engine:
+        with ranks(setting) as engine:
             sizes = {f"tp={d}": max(b[d] for b in engine.capacity((1, 2)).values()) * BLOCK_TOKENS for d in (1, 2)}
             return {"short_per_s": most_rate(engine, 8 if quick else 40), "longest": sizes}
 
     return Mix(**kept.take("mix", take))
 
 
-def hybrid(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
+def hybrid(setting: Setting, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     """Short and long requests: the long ones fit no rank by itself. TTFT of at most 3 s and TPOT of at most .2 s."""
-    mix = mix_of(path, quick, kept)
+    mix = mix_of(setting, quick, kept)
     rate = 0.5 * mix.short_per_s
     played: dict[str, list[Played]] = {name: [] for name in SYSTEMS}
     length_s, longs = (4.0, 1) if quick else (12.0, 2)
 
     def take(name: str, seed: int) -> dict[str, Any]:
-        with ranks(path, **SYSTEMS[name]) as engine:
+        with ranks(setting, **SYSTEMS[name]) as engine:
             if name == "tp2":
                 reshard(engine, 2)
             if name == "pipeline":
-                first, second = names(engine)
-                engine.drop(layers={first: range(LAYERS // 2, LAYERS), second: range(LAYERS // 2)})
+                (first, second), count = names(engine), setting.sizes.layers
+                engine.drop(layers={first: range(count // 2, count), second: range(count // 2)})
             return asdict(play(engine, trace(seed, rate, length_s, longs, mix.long_tokens)))
 
     for round_ in range(1 if quick else min(rounds, 3)):

@@ -10,47 +10,40 @@ fresh pages, and all of the old ones are unmapped (the paper's base).
 
 from __future__ import annotations
 
-import mmap
 import statistics
-import time
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
 import torch
-from common import Kept, paired, ratio
+from common import Kept, paired, ratio, seconds
+from reshard_memory import Memory, memory
+from reshard_setting import ROOMY_SHARE, SHARDS, Setting
 from serving import summary
 from transformers import AutoModelForCausalLM
 
 import elastic
+from support.cluster.joined_runtimes import joined
 
-PAGE = 64 << 10
-SHARDS, DEGREE = 4, 2
-USE = 0.9
+DEGREE, USE = 2, 0.9
 TOKENS, HEADS, DIM = 32, 8, 64
 """Of a block."""
 
 
-class Pages:
-    """Anonymous memory whose pages can be given back."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._map = mmap.mmap(-1, -(-nbytes // PAGE) * PAGE)
-        self.floats = torch.frombuffer(self._map, dtype=torch.float32)
-
-    def give_back(self) -> None:
-        """Unmap its pages; the addresses stay."""
-        self._map.madvise(mmap.MADV_DONTNEED)
-
-
-def kv(_: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
-    blocks = int(USE * (200 if quick else 2000))
+def kv(setting: Setting, rounds: int, quick: bool, _: Kept) -> dict[str, Any]:
+    device, peer = setting.device_of(0), setting.device_of(1)
+    blocks = int(USE * (200 if quick else 2000 if device == "cpu" else 20000))
     shape = (blocks, TOKENS, 2, HEADS, DIM)
     nbytes = 4 * blocks * TOKENS * 2 * HEADS * DIM
-    whole, kept, wire = Pages(nbytes), Pages(nbytes // DEGREE), torch.empty(nbytes // 4 // DEGREE)
-    parts = [Pages(nbytes // DEGREE) for _ in range(DEGREE)]
-    for memory in (whole, *parts):
-        memory.floats.fill_(1.0)
+    whole, kept = memory(device, nbytes), memory(device, nbytes // DEGREE)
+    parts = [memory(device, nbytes // DEGREE) for _ in range(DEGREE)]
+    wire = torch.empty(nbytes // 4 // DEGREE, device=peer)
+    host = torch.empty(nbytes // 4, pin_memory=device != "cpu")
     by_tokens = whole.floats[: nbytes // 4].view(shape)
     half, rest = HEADS // DEGREE, HEADS - HEADS // DEGREE
 
@@ -68,14 +61,15 @@ def kv(_: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
         host.copy_(whole.floats[: host.numel()])
         whole.floats[: host.numel()].copy_(host)
 
-    host = torch.empty(nbytes // 4)
     works = {
         "base, local": keep_by_tokens,
         "base, wire": send_by_tokens,
         "parts, wire": send_part,
         "through host and back": through_host,
     }
-    times = timed({**works, "parts, local": parts[1].give_back}, (whole, kept, *parts), rounds)
+    times = timed({**works, "parts, local": parts[1].give_back}, (whole, kept, *parts), device, rounds)
+    for each in (whole, kept, *parts):
+        each.close()
     base = [a + b for a, b in zip(times["base, local"], times["base, wire"], strict=True)]
     ours = [a + b for a, b in zip(times["parts, local"], times["parts, wire"], strict=True)]
     return {
@@ -88,38 +82,38 @@ def kv(_: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     }
 
 
-def timed(works: dict[str, Callable[[], Any]], memories: Sequence[Pages], rounds: int) -> dict[str, list[float]]:
+def timed(
+    works: dict[str, Callable[[], Any]], memories: Sequence[Memory], device: str, rounds: int
+) -> dict[str, list[float]]:
     """Return the seconds of each work, each time on memory that is there."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds + 1):
         for name, work in works.items():
-            for memory in memories:
-                memory.floats.fill_(1.0)
-            begin = time.perf_counter()
-            work()
-            times[name].append(time.perf_counter() - begin)
+            for each in memories:
+                each.fill()
+            times[name].append(seconds(work, device))
     return {name: values[1:] for name, values in times.items()}
 
 
-def weights(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
-    rank, peer = (wrapped(path, number) for number in range(2))
-    runtime, layers = rank.elastic, rank.config.num_hidden_layers
+def weights(setting: Setting, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
+    rank, peer = (wrapped(setting, number, ROOMY_SHARE) for number in range(2))
+    runtime, layers, device = rank.elastic, rank.config.num_hidden_layers, setting.device_of(0)
     gone = tuple(layer * SHARDS + part for layer in range(layers) for part in range(SHARDS // DEGREE, SHARDS))
+    reading = ExitStack()
+    if setting.device != "cpu":  # no file has the memory of a GPU
+        joined(reading, r0=runtime, r1=peer.elastic)
     source = peer.elastic.weights_source(shards=gone)
     runtime.digests(shards=gone)
     up, down, freed, pauses = [], [], [], []
     for _ in range(rounds + 1):
         before = used(runtime)
-        begin = time.perf_counter()
-        runtime.drop(shards=gone)
-        middle = time.perf_counter()
+        up.append(1e3 * seconds(partial(runtime.drop, shards=gone), device) / layers)
         freed.append(before - used(runtime))
         pauses.append(runtime.events()[-1].pause_ms)
-        runtime.fetch((), source, shards=gone)
-        up.append(1e3 * (middle - begin) / layers)
-        down.append(1e3 * (time.perf_counter() - middle) / layers)
-    swap = partial_swap(rank, rounds)
-    through_host = [1e3 * value / layers for value in released(runtime, tuple(range(layers)), rounds)]
+        down.append(1e3 * seconds(partial(runtime.fetch, (), source, shards=gone), device) / layers)
+    swap = partial_swap(rank, device, rounds)
+    through_host = [1e3 * value / layers for value in released(runtime, tuple(range(layers)), device, rounds)]
+    reading.close()
     for model in (rank, peer):
         elastic.unwrap(model)
     return {
@@ -136,9 +130,10 @@ def weights(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     }
 
 
-def wrapped(path: Path, number: int) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    elastic.wrap(model, places=[f"cpu#{number}=1GiB"], shards=SHARDS, checkpoint=path)
+def wrapped(setting: Setting, number: int, share: float) -> Any:
+    """Load the model of a rank, of whose memory decoder layers are such a share."""
+    model = AutoModelForCausalLM.from_pretrained(setting.path).eval().to(setting.device_of(number))
+    elastic.wrap(model, places=[setting.place(number, share)], shards=SHARDS, checkpoint=setting.path)
     return model
 
 
@@ -147,29 +142,32 @@ def used(runtime: elastic.Runtime) -> int:
     return sum(nbytes for owner, nbytes in place.owners.items() if owner.startswith("layer:"))
 
 
-def partial_swap(model: Any, rounds: int) -> list[float]:
+def partial_swap(model: Any, device: str, rounds: int) -> list[float]:
     """Return the milliseconds of a layer: what stays of it is copied to fresh pages, the old ones are given back."""
     mlp = model.model.layers[0].mlp
-    sizes = [4 * projection.weight.numel() for projection in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    sizes = [projection.weight.nbytes for projection in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    old = [memory(device, nbytes) for nbytes in sizes]
+    fresh = [memory(device, nbytes // DEGREE) for nbytes in sizes]
 
     def swap() -> None:
-        for memory, nbytes in zip(old, sizes, strict=True):
-            fresh = Pages(nbytes // DEGREE)
-            fresh.floats[: nbytes // 4 // DEGREE].copy_(memory.floats[: nbytes // 4 // DEGREE])
-            memory.give_back()
+        for source, target, nbytes in zip(old, fresh, sizes, strict=True):
+            target.come_back()
+            target.floats[: nbytes // 4 // DEGREE].copy_(source.floats[: nbytes // 4 // DEGREE])
+            source.give_back()
 
     times = []
     for _ in range(rounds + 1):
-        old = [Pages(nbytes) for nbytes in sizes]
-        for memory in old:
-            memory.floats.fill_(1.0)
-        begin = time.perf_counter()
-        swap()
-        times.append(1e3 * (time.perf_counter() - begin))
+        for each in fresh:
+            each.give_back()
+        for each in old:
+            each.fill()
+        times.append(1e3 * seconds(swap, device))
+    for each in (*old, *fresh):
+        each.close()
     return times[1:]
 
 
-def released(runtime: elastic.Runtime, layers: tuple[int, ...], rounds: int) -> list[float]:
+def released(runtime: elastic.Runtime, layers: tuple[int, ...], device: str, rounds: int) -> list[float]:
     """Return the seconds in which all layers go to host memory, and come back: what a transformation by way of it
     does with the weights."""
 
@@ -177,4 +175,4 @@ def released(runtime: elastic.Runtime, layers: tuple[int, ...], rounds: int) -> 
         runtime.release(layers)
         runtime.restore(layers)
 
-    return paired({"host": there_and_back}, "cpu", rounds, 1)["host"]
+    return paired({"host": there_and_back}, device, rounds, 1)["host"]

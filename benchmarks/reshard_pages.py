@@ -18,33 +18,33 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from common import SEED, Kept
-from reshard_fleets import BLOCK_TOKENS, ENGINE, LAYERS, PLACE, SHARDS
-from reshard_local import DEGREE, USE
+from reshard_local import DEGREE, wrapped
+from reshard_setting import BLOCK_TOKENS, SHARE, Setting, Sizes
 from serving import Load, prompt, summary
-from transformers import AutoModelForCausalLM
 
 import elastic
 from elastic.cluster.control.stage_questions import PauseSteps
 from elastic.engines.base import Request
 from support.cluster.peak_pages import Owned, owned_pages
 
-STEPS = (1, 2, LAYERS)
+STEPS = (1, 2, None)
+"""Layers at a pause; None: all."""
 ANSWER = 160
 """Tokens: more than there are steps between the changes."""
 
 
-def pages(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
+def pages(setting: Setting, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     """Transient pages of a rank over those of the base form, by how many layers change at a pause."""
-    models = [wrapped(path, number) for number in range(DEGREE)]
+    models = [wrapped(setting, number, SHARE) for number in range(DEGREE)]
     figures: dict[str, list[float]] = {}
     try:
-        with elastic.Fleet.of(*models, engine=ENGINE, beat_timeout_s=60, routing="round_robin") as fleet:
-            asked = filled(fleet)
+        with elastic.Fleet.of(*models, engine=setting.engine, beat_timeout_s=60, routing="round_robin") as fleet:
+            asked = filled(fleet, setting.sizes)
             for _ in range(min(rounds, 2)):
                 for layers_per_step in STEPS[:1] if quick else STEPS:
                     up, down = (changed(fleet, models, tp, layers_per_step) for tp in (DEGREE, 1))
                     for name, counts in (("up", up), ("down", down)):
-                        key = f"{name}, {layers_per_step} layers at a pause"
+                        key = f"{name}, {layers_per_step or 'all'} layers at a pause"
                         figures.setdefault(key, []).append(max(map(over_base, counts, [name] * DEGREE, models)))
             for request in asked:
                 fleet.cancel(request)
@@ -54,24 +54,19 @@ def pages(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     return {f"{name}: of base": summary(values) for name, values in figures.items()}
 
 
-def wrapped(path: Path, number: int) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(path).eval()
-    elastic.wrap(model, places=[PLACE.format(number)], shards=SHARDS, checkpoint=path)
-    return model
-
-
-def filled(fleet: elastic.Fleet) -> list[str]:
-    """Have a request at each rank take most of its cache, and go on; return their names."""
+def filled(fleet: elastic.Fleet, sizes: Sizes) -> list[str]:
+    """Have as few requests at each rank as can take most of its cache, and go on; return their names."""
     load, choose = Load(fleet), random.Random(SEED)
     room = min(blocks[1] for blocks in fleet.capacity((1,)).values()) * BLOCK_TOKENS
-    tokens = int(USE * room) - ANSWER
-    answers = [load.submit(Request(prompt(tokens, choose), ANSWER, ignore_eos=True)) for _ in range(DEGREE)]
+    each = -(-int(sizes.use * room) // sizes.positions)
+    tokens = int(sizes.use * room) // each - ANSWER
+    answers = [load.submit(Request(prompt(tokens, choose), ANSWER, ignore_eos=True)) for _ in range(each * DEGREE)]
     while min(len(answer.tokens) for answer in answers) < 2:
         time.sleep(0.01)
     return list(load.answers)
 
 
-def changed(fleet: elastic.Fleet, models: list[Any], tp: int, layers_per_step: int) -> list[Owned]:
+def changed(fleet: elastic.Fleet, models: list[Any], tp: int, layers_per_step: int | None) -> list[Owned]:
     fleet._groups._ranks.ask_all(dict.fromkeys(("r0", "r1"), PauseSteps()))  # until layers have changed
     with ExitStack() as stack:
         counts = [stack.enter_context(owned_pages(model.elastic.pools[0])) for model in models]

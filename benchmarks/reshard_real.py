@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from common import SEED, Kept, ratio
 from reshard_fleets import LENGTHS, mix_of, ranks, trace
+from reshard_setting import Setting
 from serving import Load, summary
 
 import elastic
@@ -45,16 +46,16 @@ class InPlace:
         return replace(self._scheduler.decide(snapshot), state=LengthState())
 
 
-def order(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
+def order(setting: Setting, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     """Tokens a second, of prompts and answers, until all requests have ended; and how often instances changed."""
-    mix = mix_of(path, quick, kept)
+    mix = mix_of(setting, quick, kept)
     tokens: dict[str, list[float]] = {name: [] for name in NAMES}
     changes = dict.fromkeys(NAMES, 0)
     length_s, longs = (4.0, 1) if quick else (12.0, 3)
 
     def take(name: str, seed: int) -> tuple[float, int]:
         arrivals = trace(seed, BUSY * mix.short_per_s, length_s, longs, mix.long_tokens)
-        with ranks(path, policy=LENGTHS) as engine:
+        with ranks(setting, policy=LENGTHS) as engine:
             if name in OTHERS:
                 use(engine, InPlace(OTHERS[name]()))
             return served(engine, arrivals), sum(event.kind == "resharded" for event in engine.events())

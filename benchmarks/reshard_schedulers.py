@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from common import Kept, ratio
+from reshard_setting import Setting
 
 from support.planning.simulated_degrees import (
     Lengthwise,
@@ -68,7 +69,7 @@ def simulated(answers: tuple[int, int], rounds: int, minutes: float) -> dict[str
     }
 
 
-def schedulers(_: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
+def schedulers(_: Setting, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     minutes = 2 if quick else MINUTES
     loads, rounds = ANSWERS[:2] if quick else ANSWERS, min(rounds, 2)
     return {f"answers of {least}-{most}": simulated((least, most), rounds, minutes) for least, most in loads}

@@ -70,6 +70,8 @@ GPU = (
     "decode",
     "streaming",
     "migrate",
+    "reshard",
+    "padding",
     "continuous",
     "resize",
 )

@@ -80,22 +80,21 @@ class Load:
         return sum(len(answer.tokens) for answer in self.answers.values()) / (end - begin)
 
 
-def save_model(folder: Path) -> Path:
-    """Write the model that is served."""
+def save_model(folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32, **config: int) -> Path:
+    """Write the model that is served, made on a device; `config` is what is other than of the 40M parameters."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=12,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        dtype=torch.float32,
-        eos_token_id=None,
-    )
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    }
+    made = LlamaConfig(vocab_size=len(tokenizer), dtype=dtype, eos_token_id=None, **(sizes | config))
     torch.manual_seed(SEED)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    with torch.device(device):
+        LlamaForCausalLM(made).to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -106,12 +105,13 @@ def fleet(
     cores: Sequence[Sequence[int]],
     *,
     place: str = PLACE,
+    places: Sequence[str] = (),
     engine: dict[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[elastic.Fleet]:
-    """Serve with a rank on each of `cores`; `place` is a rank's memory, `{}` in it its number."""
-    places = [[place.format(number)] for number in range(len(cores))]
-    started = elastic.Fleet(path, ranks=places, cores=cores, engine=ENGINE | (engine or {}), **options)
+    """Serve with a rank on each of `cores`; `places` are their memory, or `place` is that of each, `{}` its number."""
+    memory = [[each] for each in places] or [[place.format(number)] for number in range(len(cores))]
+    started = elastic.Fleet(path, ranks=memory, cores=cores, engine=ENGINE | (engine or {}), **options)
     started.start()
     try:
         yield started

@@ -84,7 +84,8 @@ class Instance:
     def __post_init__(self) -> None:
         self.load: EngineLoad = self.hello.load
         self._alone_blocks = self.load.total_blocks  # the highest limit that it had by itself
-        self._changes = 0  # of its room and what it has
+        self.changes = 0
+        """Counts the times that its room, or what it has, became another."""
         self._full: tuple[str, int, int] | None = None  # a request for which it had no room: its id and answers, when
 
     @property
@@ -135,7 +136,7 @@ class Instance:
         if load.lost_rank != self.load.lost_rank:
             self.cut_off_s = now if load.lost_rank else None
         self.heard_s = now
-        self._changes += 1
+        self.changes += 1
         self.load = load
         if not self.group:
             self._alone_blocks = max(self._alone_blocks, load.total_blocks)
@@ -153,7 +154,7 @@ class Instance:
         if not self.records:
             self.progress_s = now  # it had nothing to do
         record.instance, record.begun = self.name, False
-        self._changes += 1
+        self.changes += 1
         self.records[record.request.id] = record
         self.given += 1
         prompt = max(0, len(record.hashes) - cached)
@@ -163,9 +164,15 @@ class Instance:
         """Keep room for a request that may come."""
         self.unheard[record.request.id] = _Unheard(all_blocks(self.kv_format, record), 0, now)
 
+    def take_back(self, record: RequestRecord) -> None:
+        """Note that a request which was to go elsewhere goes on here."""
+        self.changes += 1
+        self.records[record.request.id] = record
+        record.instance = self.name
+
     def take(self, record: RequestRecord) -> None:
         """Note that a request is not there any more."""
-        self._changes += 1
+        self.changes += 1
         self.records.pop(record.request.id, None)
         self.unheard.pop(record.request.id, None)
         record.instance = None
@@ -185,7 +192,7 @@ class Instance:
             return self.fits_alone(record.request)
         if needed <= self.free_blocks:
             return True
-        asked = record.request.id, new, self._changes
+        asked = record.request.id, new, self.changes
         if self._full == asked:  # the first that waits is asked about whenever any instance tells something
             return False
         if can_all_end(self.kv_format, [*self.records.values(), record], self.load.total_blocks):

@@ -263,10 +263,10 @@ class Mover:
             return
         with self._lock:
             if move.source.name in self._dispatcher.instances and record.instance is None:
-                move.source.records[move.request] = record
+                move.source.take_back(record)
                 if record.resumption is not None:
                     record.resumption.heard(move.request)
-                record.instance, record.had, record.resumption = move.source.name, {}, None
+                record.had, record.resumption = {}, None
                 record.kv, record.source = (), None
 
     def _release(self, move: _Move) -> None:

@@ -180,7 +180,7 @@ def _copy_stretch(
     pieces = _within(_pieces(source.pages[layer][sector], source.page_bytes, place * nbytes), count * nbytes)
     staged: torch.Tensor | None = None
     if reader.waits and sector in ranges.mapped:  # else it is found not to be there below
-        staged = torch.empty(count * nbytes, dtype=torch.uint8)
+        staged = _staging(count * nbytes, memory.kv.device)
         reader.read(staged.data_ptr(), pieces)
     with memory.lock:
         target = ranges.view(layer, torch.uint8)
@@ -198,10 +198,15 @@ def _copy_stretch(
 
 def _read(reader: MemoryReader, target: torch.Tensor, pieces: Pieces) -> None:
     """Read pieces side by side into a target, [bytes]."""
-    on_host = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
+    on_host = target if target.device.type == "cpu" else _staging(target.nbytes, target.device)
     reader.read(on_host.data_ptr(), pieces)
     if on_host is not target:
         target.copy_(on_host)
+
+
+def _staging(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return host memory, [bytes], from which a device is filled: page-locked for a GPU."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def _within(pieces: Iterable[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:

@@ -136,7 +136,18 @@ class LayerPath:
 
     def shards_of(self, rank: str) -> tuple[int, ...]:
         """Return the numbers of the shards that a rank computes, of all copies; with one shard and copy: its layers."""
-        return tuple(shard for shard, other in enumerate(self.ranks) if other == rank)
+        return self._shards.get(rank, ())
+
+    @cached_property
+    def _shards(self) -> Mapping[str, tuple[int, ...]]:
+        """The shards of each rank: a path never changes."""
+        shards: dict[str, list[int]] = {}
+        for shard, rank in enumerate(self.ranks):
+            shards.setdefault(rank, []).append(shard)
+        return {rank: tuple(numbers) for rank, numbers in shards.items()}
+
+    def __reduce__(self) -> tuple[type[LayerPath], tuple[object, ...]]:
+        return LayerPath, (self.home, self.ranks, self.epoch, self.shards, self.copies)  # without what it has found out
 
     def parts_of(self, rank: str) -> dict[int, tuple[int, ...]]:
         """Return the layers that a rank computes, of the first copy, and its shards of each, from 0 in each layer."""

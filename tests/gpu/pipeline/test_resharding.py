@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -83,6 +84,22 @@ def test_two_instances_share_every_layer_and_part_under_running_requests(
         end(heard, names, 60)
         assert fleet.status().totals.recomputed_tokens == 0
         fleet.check()
+
+
+def test_keys_and_values_come_by_way_of_page_locked_memory(simulator: ModuleType) -> None:
+    """So copies of them are as fast as the bus, and not staged by the driver while a lock is held."""
+    with fleet_of(2, (0,)) as (fleet, _):
+        heard = Collector()
+        names = begin(fleet, heard, 60)
+        for name in names:
+            heard.wait_for_tokens(name, 2)
+        before = simulator.count("pageable_h2d_bytes")
+        done = fleet.reshard(["r0", "r1"], tp=2)
+        pageable = simulator.count("pageable_h2d_bytes") - before
+        assert fleet.reshard("r0", tp=1).status == "applied"
+        assert (done.status, done.why) == ("applied", "")
+        assert pageable < done.moved_bytes // 10
+        end(heard, names, 60)
 
 
 @ON_ONE_AND_TWO

@@ -217,11 +217,14 @@ def test_a_prompt_longer_than_a_rank_can_hold_ends_while_short_ones_run(serve: C
 
 
 def ups_and_downs(served: Served, count: int) -> None:
-    """Change the degree so often, at random, while requests come and go: four at least, and one through each change."""
-    chance, tp = random.Random(count), 1
-    for _ in range(count):
+    """Change the degree at random until requests have lived through so many changes, while four at least come and go.
+
+    How many tokens come in a change is a matter of the machine: one that outlasts all requests does not count.
+    """
+    chance, tp, lived = random.Random(count), 1, 0
+    for _ in range(2 * count):
         left = [served.requests[name].max_tokens - len(served.heard.tokens[name]) for name in served.live()]
-        if max(left, default=0) < 200:  # in a change it gets 70 at the most
+        if max(left, default=0) < 200:
             served.submit([chance.randrange(3, 60)], tokens=300)
         while len(live := served.live()) < 4:
             served.submit([chance.randrange(3, 60)], tokens=chance.randrange(5, 60))
@@ -229,7 +232,10 @@ def ups_and_downs(served: Served, count: int) -> None:
         tp = chance.choice([degree for degree in (1, 2, 4) if degree != tp])
         done = served.fleet.reshard(served.names, tp=tp, layers_per_step=chance.choice([None, 1, 2]), timeout_s=20)
         assert done.status == "applied", done.why
-        assert not served.live().isdisjoint(live), "no request lived through the change"
+        lived += not served.live().isdisjoint(live)
+        if lived == count:
+            break
+    assert lived == count, "requests ended in most of the changes"
     served.fleet.reshard(served.names, tp=1)
     served.finish()
 

@@ -25,7 +25,8 @@ from elastic.errors import ConfigError
 logger = logging.getLogger(__name__)
 ACT_S = 30.0
 """How long instances may take to become one, or to part; where they may not, all serve on as they are."""
-_Limits = frozenset[tuple[str, int]]
+_Limits = tuple[tuple[Instance, ...], tuple[int, ...]]
+"""Instances that serve, and what each has by itself, or could have in its group."""
 LEAST_S = 0.005
 """Between two ticks at least: requests that come together are looked at together."""
 
@@ -51,8 +52,8 @@ class LengthController:
         self._policy, self._state = LengthPolicy(settings), LengthState()
         self._readings = LengthReadings(dispatcher)
         self._capacity: Capacity = {}
-        self._measured: _Limits = frozenset()  # as they were when capacity was measured
-        self._noted: tuple[dict[Instance, str], Capacity] = ({}, {})  # when instances came to know what they reach
+        self._measured: _Limits = ((), ())  # as they were when capacity was measured
+        self._noted: tuple[list[Instance], list[str], Capacity] = ([], [], {})  # when they came to know what they reach
         self._measuring = False  # or asked for
         self._lock = clock.make_lock()
         self._changing: tuple[frozenset[str], ...] = ()  # ranks of the changes that are asked for, and not done
@@ -174,24 +175,23 @@ class LengthController:
     def _ask_to_measure(self) -> None:
         """Have the other thread measure when ranks or limits are others than before; what is known holds until then."""
         limits = self._limits()
-        if limits and limits != self._measured and not self._measuring:
+        if limits[0] and limits != self._measured and not self._measuring:
             self._measuring = True
             self._changes.put(True)
 
     def _measure(self) -> None:
         """Ask ranks what instances of several of them could hold."""
         limits = self._limits()
-        if limits and not self._stopping.is_set():
+        if limits[0] and not self._stopping.is_set():
             self._verbs.get_ready()
             self._capacity = self._verbs.capacity(self._degrees)
             self._measured = limits
             self._wake.set()
 
     def _limits(self) -> _Limits:
-        """Return the ranks that serve, and what each has by itself, or could have in its group."""
-        with self._dispatcher.lock:
+        with self._dispatcher.lock:  # lists are faster: each tick asks
             serving = [i for i in self._dispatcher.instances.values() if i.state == "serving"]
-            return frozenset((i.name, i.group_blocks if i.group else i.load.total_blocks) for i in serving)
+            return tuple(serving), tuple([i.group_blocks if i.group else i.load.total_blocks for i in serving])
 
     @property
     def _degrees(self) -> tuple[int, ...]:
@@ -203,11 +203,12 @@ class LengthController:
     def _note_reach(self) -> None:
         """Have instances know what they could hold with others of their host, so that requests wait for it."""
         with self._dispatcher.lock:
-            hosts = {i: i.hello.host for i in self._dispatcher.instances.values() if i.state == "serving"}
-            if (hosts, self._capacity) == self._noted:
+            serving = [i for i in self._dispatcher.instances.values() if i.state == "serving"]
+            hosts = [i.client.hello.host for i in serving]
+            if (serving, hosts, self._capacity) == self._noted:
                 return
-            self._noted = hosts, self._capacity
-            capacities = [(i, host, self._capacity.get(i.name, {})) for i, host in hosts.items()]
+            self._noted = serving, hosts, self._capacity
+            capacities = [(i, host, self._capacity.get(i.name, {})) for i, host in zip(serving, hosts, strict=True)]
             largest = largest_together((host, blocks_at) for _, host, blocks_at in capacities)
             for instance, host, blocks_at in capacities:
                 reached = [min(blocks, largest.get((host, n), 0)) for n, blocks in blocks_at.items() if n > 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from elastic import clock
 from elastic.cluster.fleet.dispatcher import Dispatcher
@@ -19,10 +20,15 @@ Capacity = Mapping[str, Mapping[int, int]]
 
 
 class LengthReadings:
-    """Makes snapshots. A group whose ranks share layers is one instance; it has the name of its first rank."""
+    """Makes snapshots. A group whose ranks share layers is one instance; it has the name of its first rank.
+
+    What is read follows what changed: an instance of one rank is read again when something of it is another than
+    before, and where no request waits those of several ranks are read alone, as nothing else can be decided of.
+    """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
+        self._earlier: WeakKeyDictionary[Instance, tuple[object, InstanceReading]] = WeakKeyDictionary()
 
     def read(
         self, groups: Sequence[GroupStatus], capacity: Capacity, changing: Collection[str] = ()
@@ -37,14 +43,34 @@ class LengthReadings:
             if not serving:
                 return None
             usual, kv = dispatcher.answer_lengths.usual(), next(iter(serving.values())).kv_format
+            units = [unit for unit in _units(groups, serving) if dispatcher.queue or len(unit.ranks) > 1]
             readings = tuple(
-                _reading([serving[name] for name in unit.ranks], unit, capacity, usual, frozenset(changing))
-                for unit in _units(groups, serving)
+                self._read([serving[name] for name in unit.ranks], unit, capacity, usual, frozenset(changing))
+                for unit in units
             )
             waiting = tuple(
                 WaitingRequest(record.request.id, _kv(kv, record), record.arrived_s) for record in dispatcher.queue
             )
         return LengthSnapshot(clock.now(), readings, waiting)
+
+    def _read(
+        self,
+        instances: Sequence[Instance],
+        unit: _Unit,
+        capacity: Capacity,
+        usual: int | None,
+        changing: frozenset[str],
+    ) -> InstanceReading:
+        """Return what there is of a unit now; of one rank what was read before, if nothing of it has changed."""
+        if len(instances) > 1:
+            return _reading(instances, unit, capacity, usual, changing)
+        (instance,) = instances
+        expected = usual if instance.records else None
+        of = instance.changes, unit, capacity.get(instance.name), expected, instance.name in changing
+        earlier = self._earlier.get(instance)
+        if earlier is None or earlier[0] != of:
+            earlier = self._earlier[instance] = of, _reading(instances, unit, capacity, usual, changing)
+        return earlier[1]
 
 
 class _Unit(NamedTuple):

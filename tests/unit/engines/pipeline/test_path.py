@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -147,3 +149,12 @@ def test_stages_are_runs_of_layers_that_no_rank_has_two_of(ranks: str, shards: i
 
 def test_a_layer_that_is_shared_with_the_stage_before_is_no_stage() -> None:
     assert LayerPath("a", ("a", "a", "a", "b", "c", "c"), shards=2).stages == 2
+
+
+def test_shards_of_a_rank_are_looked_for_once_and_a_path_is_sent_without_them() -> None:
+    path = LayerPath("a", ("a", "b") * 3, shards=2)
+    before = pickle.dumps(path)
+    assert [path.shards_of(rank) for rank in "abc"] == [(0, 2, 4), (1, 3, 5), ()]
+    assert path.shards_of("b") is path.shards_of("b")
+    assert pickle.dumps(path) == before
+    assert pickle.loads(before) == path
