@@ -27,6 +27,7 @@ class RankViews:
         self._views: dict[str, tuple[float, RuntimeView]] = {}
         """By rank, and when it was asked for."""
         self._asking: set[str] = set()
+        self._outdated_s = float("-inf")
 
     def read(self) -> dict[str, RuntimeView]:
         """Return the last view of each rank that serves or drains; none of a rank that never answered."""
@@ -39,22 +40,29 @@ class RankViews:
             self._changed.wait_for(lambda: not self._asking.intersection(ranks), PATIENCE_S)
             return {name: self._views[name][1] for name in ranks if name in self._views}
 
+    def outdate(self) -> None:
+        """Have each rank asked again by the next reading, whatever was asked before: something has been done."""
+        with self._changed:
+            self._outdated_s = time.monotonic()
+
     def _ask(self, name: str) -> None:
         """Begin to ask a rank, unless that is under way, or its view is fresh. Under the lock."""
         asked_s, _ = self._views.get(name, (float("-inf"), None))
-        if name not in self._asking and time.monotonic() - asked_s > FRESH_S:
+        if name not in self._asking and asked_s <= max(time.monotonic() - FRESH_S, self._outdated_s):
             self._asking.add(name)
             threading.Thread(target=self._look, args=(name,), name="elastic-look", daemon=True).start()
 
     def _look(self, name: str) -> None:
-        asked_s, view = time.monotonic(), None
+        asked_s = float("-inf")
         try:
-            view = self._fleet.look(name)
+            while asked_s <= self._outdated_s:  # what was asked before something was done may not tell of it
+                asked_s = time.monotonic()
+                view = self._fleet.look(name)
+            with self._changed:
+                self._views[name] = asked_s, view
         except ElasticError:  # it is lost or ended: the fleet's status says so
             pass
         finally:
             with self._changed:
                 self._asking.discard(name)
-                if view is not None:
-                    self._views[name] = asked_s, view
                 self._changed.notify_all()

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
+from fastapi import Request, Response
+
 from elastic.errors import CapacityError, StateError
+from elastic.server.generation.bodies import JSONRoute
 from elastic.server.protocol.errors import APIError
+
+
+class ActingRoute(JSONRoute):
+    """A route behind which what ranks told before is out of date: who reads the status next sees what was done."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def acting(request: Request) -> Response:
+            try:
+                return await handle(request)
+            finally:
+                if (ranks := request.app.state.serving.ranks) is not None:
+                    ranks.outdate()
+
+        return acting
 
 
 async def act(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:

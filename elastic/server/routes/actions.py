@@ -20,7 +20,6 @@ from fastapi import APIRouter
 from elastic.config import parse_limit
 from elastic.errors import CapacityError, ConfigError
 from elastic.server.fleets.targets import ActionTargets, Target
-from elastic.server.generation.bodies import JSONRoute
 from elastic.server.generation.state import ServerState
 from elastic.server.protocol.actions import (
     ActionBody,
@@ -57,7 +56,7 @@ def closed() -> APIRouter:
 
 def routes(serving: ServerState) -> APIRouter:
     """Make the endpoints."""
-    router = APIRouter(route_class=JSONRoute)
+    router = APIRouter(route_class=acting.ActingRoute)
     targets = ActionTargets(serving.engine)
 
     @router.get("/elastic/actions")

@@ -22,9 +22,8 @@ from elastic.errors import StateError
 from elastic.planning.estimate.intent import Intent, Objective
 from elastic.planning.estimate.performance import USUAL_LOAD, Load
 from elastic.server.fleets.deployments import ServedDeployments
-from elastic.server.generation.bodies import JSONRoute
 from elastic.server.protocol.errors import APIError
-from elastic.server.routes.acting import act
+from elastic.server.routes.acting import ActingRoute, act
 from elastic.server.routes.catalogue import Catalogue
 from elastic.server.routes.status import plain
 
@@ -101,7 +100,7 @@ class UndeployBody(_Body):
 
 def routes(models: Catalogue) -> APIRouter:
     """Make the endpoints."""
-    router = APIRouter(route_class=JSONRoute)
+    router = APIRouter(route_class=ActingRoute)
 
     @router.post("/elastic/fleet/deploy")
     async def deploy(body: DeployBody) -> dict[str, Any]:

@@ -26,10 +26,9 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from elastic.server.fleets.fleet import FleetEngine
-from elastic.server.generation.bodies import JSONRoute
 from elastic.server.generation.state import ServerState
 from elastic.server.protocol.errors import APIError
-from elastic.server.routes.acting import act
+from elastic.server.routes.acting import ActingRoute, act
 from elastic.server.routes.status import plain
 
 ANSWERS = ("cmpl-", "chatcmpl-", "resp_")
@@ -168,7 +167,7 @@ Done = Callable[[Callable[[FleetEngine], dict[str, Any]]], Awaitable[dict[str, A
 
 def routes(serving: ServerState) -> APIRouter:
     """Make the endpoints."""
-    router = APIRouter(route_class=JSONRoute)
+    router = APIRouter(route_class=ActingRoute)
 
     @router.post("/elastic/fleet/move")
     async def move(body: MoveBody) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
+from elastic.cluster.control.messages import RuntimeView
 from elastic.server.fleets.fleet import as_fleet
 from elastic.server.fleets.views import RankViews
 from elastic.types import Release, ResizeKV
@@ -131,6 +132,39 @@ def test_a_view_stays_for_a_moment_and_goes_with_its_rank(fleet: FakeFleet, monk
     fleet.becomes("b", "serving")
     assert list(views.read()) == ["a", "b"]
     assert sorted(fleet.looked) == ["a", "b", "b"]
+
+
+def test_who_acts_sees_what_was_done(client: TestClient, fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic.server.fleets.views.FRESH_S", 3600)
+    for _ in range(2):
+        client.get("/elastic/status")
+    assert sorted(fleet.looked) == ["a", "b"]
+    client.post("/elastic/fleet/move", json={})  # of whatever it makes: it may have been done in part
+    client.get("/elastic/status")
+    assert sorted(fleet.looked) == ["a", "a", "b", "b"]
+
+
+def test_a_view_asked_for_before_something_was_done_is_asked_for_again(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic.server.fleets.views.PATIENCE_S", 30)
+    monkeypatch.setattr("elastic.server.fleets.views.FRESH_S", 3600)
+    look = fleet.look
+
+    def late(rank: str) -> RuntimeView:
+        view = look(rank)
+        fleet.released.wait()
+        return view
+
+    monkeypatch.setattr(fleet, "look", late)
+    views = RankViews(fleet)
+    reader = threading.Thread(target=views.read)
+    reader.start()
+    wait_until(lambda: sorted(fleet.looked) == ["a", "b"])
+    views.outdate()
+    fleet.released.set()
+    reader.join(30)
+    assert sorted(fleet.looked) == ["a", "a", "b", "b"]
 
 
 def test_many_look_at_once_and_each_rank_is_asked_once(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
