@@ -70,10 +70,10 @@ GPU = (
     "decode",
     "streaming",
     "migrate",
-    "reshard",
-    "padding",
     "continuous",
     "resize",
+    "reshard",
+    "padding",
 )
 """What hardware alone can say, the most wanted first."""
 SUITES = {"all": BENCHMARKS, "gpu": GPU}
