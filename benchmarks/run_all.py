@@ -5,7 +5,7 @@
 
 Writes `--results`/MACHINE.json, one entry for each benchmark; entries of benchmarks that are not run are kept. With
 `--minutes`, no benchmark begins after them and none goes on for longer than what is left; one that fails or is cut off
-leaves what it said last, and the others run all the same.
+leaves what it said last, and the figures it had by then if it keeps them. The others run all the same.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -76,22 +77,34 @@ GPU = (
     "padding",
 )
 """What hardware alone can say, the most wanted first."""
+KEEPING = {"drop", "microbatches", "overload", "reshard", "stages"}
+"""Those with `--keep`."""
 SUITES = {"all": BENCHMARKS, "gpu": GPU}
 
 
 def run(name: str, more: list[str], limit_s: float | None) -> dict[str, Any]:
-    """Run one benchmark in a process of its own; return its JSON line, or why there is none."""
-    command = [sys.executable, str(HERE / f"{name}.py"), *more]
+    """Run one benchmark in a process of its own; return its JSON line, or why there is none and what it had."""
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder) / "figures.json"
+        keep = ["--keep", str(kept)] if name in KEEPING else []
+        result, output = _run([sys.executable, str(HERE / f"{name}.py"), *more, *keep], limit_s)
+        if "failed" in result:
+            figures = {"figures": json.loads(kept.read_text())} if kept.exists() else {}
+            return {**result, "said": output.splitlines()[-5:], **figures}
+    print(output, flush=True)
+    return result
+
+
+def _run(command: list[str], limit_s: float | None) -> tuple[dict[str, Any], str]:
+    """Run a command; return its JSON line, or why there is none, and all that it wrote."""
     try:
         ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired as error:
-        said = (error.stdout or b"").decode(errors="replace")
-        return {"failed": f"cut off after {limit_s:.0f} s", "said": said.splitlines()[-5:]}
-    print(ended.stdout, flush=True)
+        return {"failed": f"cut off after {limit_s:.0f} s"}, (error.stdout or b"").decode(errors="replace")
     if ended.returncode:
-        return {"failed": f"exit code {ended.returncode}", "said": ended.stdout.splitlines()[-5:]}
+        return {"failed": f"exit code {ended.returncode}"}, ended.stdout
     lines = [line for line in ended.stdout.splitlines() if line.startswith('{"benchmark"')]
-    return json.loads(lines[-1])  # type: ignore[no-any-return]
+    return json.loads(lines[-1]), ended.stdout
 
 
 def main() -> None:
