@@ -135,6 +135,20 @@ def test_bytes_come_from_device_to_device(
     place.pool.check()
 
 
+def test_what_goes_to_host_memory_has_a_connection_of_its_own(place: Place, hubs: tuple[PeerHub, PeerHub]) -> None:
+    """Each is kept for the next reader to the same device."""
+    content, device = place.write(0), torch.device("cuda:0")
+    direct, by_host = hubs[1].open_memory(MEMORY, device), hubs[1].open_memory(MEMORY)
+    assert (direct.device, by_host.device) == (device, torch.device("cpu"))
+    for opened in (direct, by_host):
+        opened.close()
+    assert hubs[1].open_memory(MEMORY) is by_host
+    assert hubs[1].open_memory(MEMORY, device) is direct
+    assert torch.equal(read(by_host, "cuda:0", [(3, 9)]), content[3:12])
+    for opened in (direct, by_host):
+        opened.close()
+
+
 @READERS
 def test_what_is_not_there_is_said_and_the_next_question_answered(
     reader: str, place: Place, hubs: tuple[PeerHub, PeerHub]
