@@ -50,7 +50,7 @@ long: $(VENV)/installed ## the checks that take minutes
 
 simulate: $(SIMULATED_CUDA)/built ## the tests marked cuda on a simulated GPU: TESTS=, SCHEDULES=, SIMULATED_VENV=
 	$(SIMULATED) $(SIMULATED_PYTEST) -n 2 --dist worksteal --schedules "$(SCHEDULES)" $(TESTS)
-	$(SIMULATED) SIMCUDA_P2P=0 $(SIMULATED_PYTEST) tests/gpu/memory/test_two_devices.py  # that cannot reach each other
+	$(SIMULATED) SIMCUDA_P2P=0 $(SIMULATED_PYTEST) tests/gpu/memory/test_two_devices.py tests/gpu/memory/test_rank_memory.py  # that cannot reach each other
 
 rehearse: $(SIMULATED_CUDA)/built ## the benchmarks of make gpu with small sizes on a simulated GPU, to see that they run
 	mkdir -p build/rehearsal

@@ -244,7 +244,8 @@ def _read(
     pages = next(pages for pages in source.layers if pages.layer == unit.index)
     lies = unit.layout.pages(size) if unit.cut is None else unit.cut.pages(unit.layout, size).numbers(pages.shards)
     place_of = dict(zip(sorted(lies), pages.pages, strict=True))
-    with closing(open_memory(source.file, source.memory, weights.peers, coordinated=coordinated)) as reader:
+    device = buffer.pool.device
+    with closing(open_memory(source.file, source.memory, weights.peers, device, coordinated=coordinated)) as reader:
         most = (lambda: _PIECE_BYTES) if pace is None else lambda: pace.chunk
         for offset, nbytes in wanted:
             buffer.read(reader, _pieces(place_of, size, offset, nbytes, most), rate, pace, at=offset)

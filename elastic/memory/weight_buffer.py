@@ -10,7 +10,7 @@ import torch
 
 from elastic.errors import ElasticError
 from elastic.memory.backends.base import runs
-from elastic.memory.backends.rank_memory import MemoryReader
+from elastic.memory.backends.rank_memory import MemoryReader, read_into
 from elastic.memory.backends.streams import finish_queued_work
 from elastic.memory.background import janitor
 from elastic.memory.copy_engine import synchronize
@@ -233,13 +233,8 @@ class WeightBuffer:
                 logger.warning("pages of %s could not be given back yet: %s", self.pool.name, str(error))
 
     def _read_piece(self, reader: MemoryReader, address: int, offset: int, nbytes: int) -> None:
-        if self.pool.device.type != "cuda":
-            reader.read(address, [(offset, nbytes)])
-            return
-        staged = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        reader.read(staged.data_ptr(), [(offset, nbytes)])
         shown = MappedStorage(address, nbytes, self.pool.device, lambda: None)
-        shown.tensor(torch.uint8).copy_(staged)
+        read_into(reader, shown.tensor(torch.uint8), [(offset, nbytes)])
 
     def _map(self, slot: int, count: int, owner: str) -> int:
         with self.pool.mapping_lock:

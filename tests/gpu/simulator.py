@@ -26,6 +26,7 @@ COUNTERS = (
     "stream_sync",
     "event_sync",
     "memcpy",
+    "host_bytes",  # copied between host memory and a device
     "pageable_h2d",
     "pageable_h2d_bytes",
     "pageable_d2h",

@@ -53,6 +53,7 @@ def work(document: StatusDocument) -> Table | None:
         table.add_column(column)
     for rank in timed:
         times, wires = rank.times, rank.wires or ()
+        read = {wire.rank: wire.read_bytes + wire.copied_bytes for wire in wires}
         assert times is not None
         both_s = times.busy_s + times.bubble_s
         table.add_row(
@@ -62,7 +63,7 @@ def work(document: StatusDocument) -> Table | None:
             f"{times.bubble_s / both_s:.1%}" if both_s > 0 else "-",
             f"{times.waiting_s:,.1f}",
             Text(", ".join(f"{wire.rank} {mib(wire.sent_bytes)}, {mib(wire.received_bytes)}" for wire in wires)),
-            Text(", ".join(f"{wire.rank} {mib(wire.read_bytes)}" for wire in wires if wire.read_bytes)),
+            Text(", ".join(f"{rank} {mib(nbytes)}" for rank, nbytes in read.items() if nbytes)),
         )
     return table
 

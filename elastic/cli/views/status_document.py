@@ -39,6 +39,7 @@ class WireDocument:
     sent_bytes: int = 0
     received_bytes: int = 0
     read_bytes: int = 0
+    copied_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,9 @@ class Wire:
     received_bytes: int = 0
     """Hidden states, and parts of them, of all instances."""
     read_bytes: int = 0
-    """Keys, values and weights that were read in the other's memory."""
+    """Keys, values and weights that were read in the other's memory, and came by way of host memory."""
+    copied_bytes: int = 0
+    """Those that were copied from its GPU to one here."""
 
 
 @dataclass(frozen=True)

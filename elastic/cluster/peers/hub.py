@@ -10,20 +10,25 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+import torch
+
 from elastic.cluster.control import handshake
 from elastic.cluster.control.connection import SocketConnection
 from elastic.cluster.control.listener import LOOPBACK, Listener
 from elastic.cluster.peers.log import PeerLogConnection
-from elastic.cluster.peers.memory_reader import OtherMemories, RankMemoryReader
-from elastic.cluster.peers.memory_server import Copying, MemoryServer, at_once
-from elastic.cluster.peers.nixl_memory import NixlAgent, NixlMemoryReader
+from elastic.cluster.peers.memory import device as devices
+from elastic.cluster.peers.memory import nixl
+from elastic.cluster.peers.memory.nixl import NixlAgent, NixlBuffer, NixlMemoryReader
+from elastic.cluster.peers.memory.reader import OtherMemories, RankMemoryReader
+from elastic.cluster.peers.memory.server import Copying, MemoryServer, Offer, at_once
 from elastic.cluster.peers.transport import PeerTransport, TrafficCounter
 from elastic.errors import ElasticError, RankLost, StateError
+from elastic.memory.backends.rank_memory import CPU
 from elastic.memory.page_pool import PagePool
 from elastic.types import RankMemory
 
 Address = tuple[str, int]
-Kind = Literal["hidden states", "log", "memory", "nixl"]
+Kind = Literal["hidden states", "log", "memory", "device", "nixl"]
 
 
 @dataclass(frozen=True)
@@ -133,9 +138,11 @@ class PeerHub:
         """Have other ranks read the memory of these places; see `MemoryServer.serve`."""
         self._memory.serve(pools, copying)
 
-    def open_memory(self, memory: RankMemory, *, coordinated: bool = False) -> RankMemoryReader:
+    def open_memory(
+        self, memory: RankMemory, device: torch.device = CPU, *, coordinated: bool = False
+    ) -> RankMemoryReader:
         """Read the memory of another rank; see `Peers`. Raises `RankLost`."""
-        return self._others.open(memory, coordinated)
+        return self._others.open(memory, device, coordinated)
 
     @property
     def sending(self) -> bool:
@@ -179,7 +186,11 @@ class PeerHub:
     def _connect_hidden(self, home: str, rank: str) -> socket.socket:
         return self._connect(rank, home, "hidden states").detach()
 
-    def _connect_memory(self, memory: RankMemory, take_back: Callable[[RankMemoryReader], None]) -> RankMemoryReader:
+    def _connect_memory(
+        self, memory: RankMemory, device: torch.device, take_back: Callable[[RankMemoryReader], None]
+    ) -> RankMemoryReader:
+        if device.type == "cuda" and (reader := self._connect_device(memory, device, take_back)) is not None:
+            return reader
         count = partial(self._count_read, memory.rank)
         if self._bulk == "sockets":
             stream = self._connect(memory.rank, memory.place, "memory").detach()
@@ -191,8 +202,30 @@ class PeerHub:
             stream.close()
             raise RankLost(f"rank {memory.rank!r} cannot be read by NIXL: {error}", rank=memory.rank) from error
 
+    def _connect_device(
+        self, memory: RankMemory, device: torch.device, take_back: Callable[[RankMemoryReader], None]
+    ) -> RankMemoryReader | None:
+        """Return a reader from device to device; None where bytes have to go by way of host memory."""
+        stream = self._connect(memory.rank, memory.place, "device").detach()
+        try:
+            buffer = devices.accept(stream, device, memory.rank)
+        except OSError as error:
+            stream.close()
+            raise RankLost(f"rank {memory.rank!r} has gone: {error}", rank=memory.rank) from error
+        if buffer is None:
+            stream.close()
+            return None
+        count = partial(self._count_copied, memory.rank)
+        return devices.DeviceMemoryReader(buffer, device, memory, stream, take_back, count)
+
     def _count_read(self, rank: str, nbytes: int) -> None:
         self.wires.count(rank, read=nbytes)
+
+    def _count_copied(self, rank: str, nbytes: int) -> None:
+        self.wires.count(rank, copied=nbytes)
+
+    def _offer_nixl(self, pool: PagePool | None, stream: socket.socket) -> NixlBuffer:
+        return nixl.offer(self._nixl(), stream)
 
     def _nixl(self) -> NixlAgent:
         """Return NIXL's agent, made at the first call."""
@@ -250,8 +283,9 @@ class PeerHub:
                 if earlier is not None:
                     earlier.close()
                 self._arrived[hello.of] = connection
-            elif hello.kind in ("memory", "nixl"):
-                self._memory.attach(hello.of, connection.detach(), self._nixl if hello.kind == "nixl" else None)
+            elif hello.kind in ("memory", "device", "nixl"):
+                offers: dict[Kind, Offer] = {"device": devices.offer, "nixl": self._offer_nixl}
+                self._memory.attach(hello.of, connection.detach(), offers.get(hello.kind))
             else:
                 self._attach(hello, connection.detach())
             self._changed.notify_all()

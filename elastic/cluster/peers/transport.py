@@ -27,12 +27,16 @@ class TrafficCounter:
         self._lock = threading.Lock()
         self._by_rank: dict[str, Wire] = {}
 
-    def count(self, rank: str, *, sent: int = 0, received: int = 0, read: int = 0) -> None:
+    def count(self, rank: str, *, sent: int = 0, received: int = 0, read: int = 0, copied: int = 0) -> None:
         """Add bytes; see `Wire`."""
         with self._lock:
             wire = self._by_rank.get(rank) or Wire(rank)
             self._by_rank[rank] = Wire(
-                rank, wire.sent_bytes + sent, wire.received_bytes + received, wire.read_bytes + read
+                rank,
+                wire.sent_bytes + sent,
+                wire.received_bytes + received,
+                wire.read_bytes + read,
+                wire.copied_bytes + copied,
             )
 
     def read(self) -> tuple[Wire, ...]:

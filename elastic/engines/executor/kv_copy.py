@@ -11,8 +11,8 @@ from elastic.engines.core.kv_state import KVSource, LayersKV
 from elastic.errors import StateError
 from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.sector_space import SectorSpace
-from elastic.memory.backends.rank_memory import MemoryReader, Peers, Pieces, open_memory
-from elastic.memory.backends.streams import finish_queued_work
+from elastic.memory.backends.rank_memory import MemoryReader, Peers, open_memory, read_into, staging
+from elastic.memory.backends.streams import finish_current_stream, finish_queued_work
 from elastic.memory.rate_limit import YieldingPace
 
 Pairs = Sequence[tuple[int, int]]
@@ -93,7 +93,7 @@ class BlockCopier:
         if not self._wanted():
             raise StateError("the blocks that keys and values were copied to were given up")
         with nullcontext() if self._pace is None else self._pace.copying(shown.nbytes):
-            _read(reader, shown, _within(pieces, shown.nbytes))
+            read_into(reader, shown, _within(pieces, shown.nbytes))
 
 
 def copy_layers(
@@ -116,8 +116,9 @@ def copy_layers(
     where it is read over the network (`peers`), and that rank has gone.
     """
     copied = 0
-    with closing(open_memory(source.file, source.memory, peers, coordinated=pace is not None)) as reader:
-        finish_queued_work(memory.kv.device)  # what was in the blocks may still be read
+    device = memory.kv.device
+    with closing(open_memory(source.file, source.memory, peers, device, coordinated=pace is not None)) as reader:
+        finish_queued_work(device)  # what was in the blocks may still be read
         for layer in layers:
             group = memory.group_of(layer)
             stretches = _stretches(memory, source, layer, None if blocks is None else blocks[group])
@@ -180,7 +181,7 @@ def _copy_stretch(
     pieces = _within(_pieces(source.pages[layer][sector], source.page_bytes, place * nbytes), count * nbytes)
     staged: torch.Tensor | None = None
     if reader.waits and sector in ranges.mapped:  # else it is found not to be there below
-        staged = _staging(count * nbytes, memory.kv.device)
+        staged = staging(reader, count * nbytes, memory.kv.device)
         reader.read(staged.data_ptr(), pieces)
     with memory.lock:
         target = ranges.view(layer, torch.uint8)
@@ -190,23 +191,11 @@ def _copy_stretch(
             return 0
         shown = target[first * nbytes : (first + count) * nbytes]
         if staged is None:
-            _read(reader, shown, pieces)
+            read_into(reader, shown, pieces)
         else:
             shown.copy_(staged)
+            finish_current_stream(shown.device)  # so that no copy is queued on a sector that is unmapped
     return count * nbytes
-
-
-def _read(reader: MemoryReader, target: torch.Tensor, pieces: Pieces) -> None:
-    """Read pieces side by side into a target, [bytes]."""
-    on_host = target if target.device.type == "cpu" else _staging(target.nbytes, target.device)
-    reader.read(on_host.data_ptr(), pieces)
-    if on_host is not target:
-        target.copy_(on_host)
-
-
-def _staging(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return host memory, [bytes], from which a device is filled: page-locked for a GPU."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def _within(pieces: Iterable[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:

@@ -45,7 +45,8 @@ class CudaBackend:
     never released, as torch may use it without a retain of its own.
     """
 
-    def __init__(self, device: torch.device, page_bytes: int | None = None) -> None:
+    def __init__(self, device: torch.device, page_bytes: int | None = None, *, shareable: bool = False) -> None:
+        """`shareable`: pages can be exported to other processes of the host."""
         require_cuda(device)
         index = device.index or 0
         self.device = torch.device("cuda", index)
@@ -56,6 +57,8 @@ class CudaBackend:
         self._properties = cu.CUmemAllocationProp()
         self._properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._properties.location = self._location(index)
+        if shareable:
+            self._properties.requestedHandleTypes = self._descriptors
         devices = range(torch.cuda.device_count())
         self._access = [self._access_of(other) for other in devices if other == index or can_access(other, index)]
         minimum = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
@@ -66,6 +69,11 @@ class CudaBackend:
         self._handles: dict[int, Any] = {}  # page -> driver handle
         self._mapped: dict[int, int] = {}  # address -> page
         self._closed = False
+
+    @property
+    def _descriptors(self) -> Any:
+        """The kind of handle that processes hand each other as a file descriptor."""
+        return self._cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     @property
     def mappings(self) -> int:
@@ -121,6 +129,33 @@ class CudaBackend:
 
     def shared_file(self) -> None:
         return None
+
+    def export(self, page: int) -> int:
+        """Return a file descriptor of a page's memory for another process; the caller closes it.
+
+        Who adopts it keeps the memory from being given back. Raises `StateError` where the driver refuses.
+        """
+        with self._current():
+            return int(self._call("cuMemExportToShareableHandle", self._handles[page], self._descriptors, 0))
+
+    def adopt(self, page: int, descriptor: int) -> None:
+        """Have memory that another process exported, of a page's size, be a page until `destroy` lets go of it.
+
+        Pages are for this device alone from then on: what others reach of that memory is not known here.
+        """
+        with self._current():
+            self._handles[page] = self._call("cuMemImportFromShareableHandle", descriptor, self._descriptors)
+        self._access = [self._access_of(self.device.index)]
+
+    def copy(self, address: int, source: int, nbytes: int) -> None:
+        """Copy bytes between addresses that the device reaches, on this thread's stream of it, and wait for them.
+
+        torch would copy on a stream of the device whose memory the source is, and make a context there for it.
+        """
+        stream = torch.cuda.current_stream(self.device)
+        with self._current():
+            self._call("cuMemcpyAsync", address, source, nbytes, stream.cuda_stream)
+            self._call("cuStreamSynchronize", stream.cuda_stream)
 
     def close(self) -> None:
         if self._closed:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from elastic.errors import StateError
 from elastic.memory.backends.libc import libc
 from elastic.types import SharedFile as SharedFile
@@ -63,6 +65,7 @@ class OpenFile:
     """
 
     waits = False
+    device = torch.device("cpu")
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

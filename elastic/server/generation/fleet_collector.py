@@ -38,9 +38,12 @@ _TIMES = {
     "bubble_seconds": ("bubble_s", "Seconds in which a rank did not, while steps waited for other ranks."),
     "hidden_states_wait_seconds": ("waiting_s", "Seconds that steps waited for hidden states, added up over steps."),
 }
-_WIRES = {"sent": "sent_bytes", "received": "received_bytes", "read": "read_bytes"}
+_WIRES = {"sent": "sent_bytes", "received": "received_bytes", "read": "read_bytes", "copied": "copied_bytes"}
 """By kind."""
-_WIRES_HELP = "Hidden states sent to and received from another rank, the peer; what was read in its memory, by a wire."
+_WIRES_HELP = (
+    "Hidden states sent to and received from another rank, the peer; what was read in its memory by a wire, or copied "
+    "from its GPU to one here."
+)
 
 
 class FleetCollector:

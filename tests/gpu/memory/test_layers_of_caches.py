@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastic.cluster.peers.hub import PeerHub
-from elastic.cluster.peers.memory_server import MappedPlace
+from elastic.cluster.peers.memory.server import MappedPlace
 from elastic.engines.core.kv_state import KVFormat, KVSource, LayersKV, SectorPages
 from elastic.engines.executor.kv_copy import BlockCopier, copy_layers
 from elastic.kvcache.storage.guest import GuestMemory
@@ -200,19 +200,20 @@ def test_blocks_are_copied_from_a_cpu_behind_what_reads_them_here(stack: ExitSta
 
 
 @pytest.mark.parametrize("side", [False, True])
-@pytest.mark.parametrize("how", ["sent", "copied"])
+@pytest.mark.parametrize("how", ["sent", "copied to the host", "copied beside"])
 def test_pages_are_given_to_other_ranks_behind_what_writes_them(stack: ExitStack, how: str, side: bool) -> None:
     memory = home_of(stack, kv_pool(stack, "cuda:0"), 1)
     ((_, sector),) = memory.mapped_sectors
     (page,), nbytes = memory.layer_pages((1,))[1][sector], memory.kv.pool.page_bytes
     place, pieces = MappedPlace(memory.kv.pool), [(page * nbytes + start, 100) for start in (0, nbytes // 2)]
     here, there = (stack.enter_context(end) for end in socket.socketpair())
-    taken = torch.zeros(200, dtype=torch.uint8)
+    taken = torch.zeros(200, dtype=torch.uint8, device="cuda:0" if how == "copied beside" else "cpu")
     with queued(memory.kv.device, side):
         content(memory, 1, sector).fill_(9)
-    if how == "copied":
-        place.copy(taken.data_ptr(), pieces)
-    else:
+    if how == "sent":
         place.send(here, pieces)
         taken.copy_(torch.frombuffer(bytearray(there.recv(200, socket.MSG_WAITALL)), dtype=torch.uint8))
-    assert taken.tolist() == [9] * 200
+    else:
+        place.copy(taken, pieces)
+    with queued(memory.kv.device, side=True):  # it is there on return, for any stream
+        assert taken.tolist() == [9] * 200

@@ -57,7 +57,7 @@ def assert_plain(answers: list[list[int]]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", ["in-process", "local"])
 def test_ranks_drop_layers_that_each_other_has_and_restore_them(launch: str, options: dict[str, Any]) -> None:
-    """Between processes their weights, keys and values go over sockets, as each has its GPU for itself."""
+    """Their weights, keys and values go from device to device, also between processes."""
     heard = Collector()
     with Fleet(str(MODEL_DIR), ranks=RANKS, launch=launch, **options) as fleet:
         answers = served(fleet, heard, "whole")
@@ -65,6 +65,9 @@ def test_ranks_drop_layers_that_each_other_has_and_restore_them(launch: str, opt
         answers += served(fleet, heard, "in two stages")
         assert fleet.restore().fetched_bytes > 0
         answers += served(fleet, heard, "whole again")
+        wires = [wire for rank in fleet.status().ranks for wire in fleet.look(rank.name).wires]
+        assert sum(wire.copied_bytes for wire in wires) > 0
+        assert sum(wire.read_bytes for wire in wires) == 0
         fleet.check()
     for turn in range(3):
         assert_plain(answers[turn * len(PROMPTS) :][: len(PROMPTS)])

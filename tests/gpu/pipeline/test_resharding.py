@@ -12,6 +12,7 @@ import torch
 
 import elastic
 from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.peers.memory import device as devices_of_ranks
 from elastic.engines.base import Request
 from support import architectures
 from support.pipeline.wide_model import GPU_PAGE, LAYERS, SHARDS, wide
@@ -86,8 +87,31 @@ def test_two_instances_share_every_layer_and_part_under_running_requests(
         fleet.check()
 
 
-def test_keys_and_values_come_by_way_of_page_locked_memory(simulator: ModuleType) -> None:
+@ON_ONE_AND_TWO
+def test_keys_values_and_weights_go_from_device_to_device(devices: tuple[int, ...], simulator: ModuleType) -> None:
+    with fleet_of(2, devices) as (fleet, _):
+        heard = Collector()
+        names = begin(fleet, heard, 60)
+        for name in names:
+            heard.wait_for_tokens(name, 2)
+        before = simulator.count("host_bytes")
+        done = fleet.reshard(["r0", "r1"], tp=2)
+        back = fleet.reshard("r0", tp=1)
+        passed_host = simulator.count("host_bytes") - before
+        assert [(each.status, each.why) for each in (done, back)] == [("applied", "")] * 2
+        wires = [wire for rank in ("r0", "r1") for wire in fleet.look(rank).wires]
+        moved = done.moved_bytes + back.moved_bytes + back.fetched_bytes
+        assert sum(wire.copied_bytes for wire in wires) == moved
+        assert sum(wire.read_bytes for wire in wires) == 0
+        assert passed_host < moved // 10, "what steps need meanwhile"
+        end(heard, names, 60)
+
+
+def test_without_buffers_keys_and_values_come_by_way_of_page_locked_memory(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So copies of them are as fast as the bus, and not staged by the driver while a lock is held."""
+    monkeypatch.setattr(devices_of_ranks, "_made_for", lambda pool: None)
     with fleet_of(2, (0,)) as (fleet, _):
         heard = Collector()
         names = begin(fleet, heard, 60)

@@ -28,11 +28,18 @@ class Pages:
         self.reservations[address] = pages * PAGE
         return address
 
-    def create(self, device: int = 0) -> Any:
+    def create(self, device: int = 0, *, shareable: bool = False) -> Any:
         properties = driver.CUmemAllocationProp()
         properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location = location(device)
+        if shareable:
+            properties.requestedHandleTypes = descriptors()
         self.handles.append(done(driver.cuMemCreate(PAGE, properties, 0)))
+        return self.handles[-1]
+
+    def adopt(self, descriptor: int) -> Any:
+        """Import memory; return its handle."""
+        self.handles.append(done(driver.cuMemImportFromShareableHandle(descriptor, descriptors())))
         return self.handles[-1]
 
     def release(self, handle: Any) -> None:
@@ -69,6 +76,11 @@ class Pages:
             self.release(handle)
         for address, size in self.reservations.items():
             done(driver.cuMemAddressFree(address, size))
+
+
+def descriptors() -> Any:
+    """The kind of handle that is a file descriptor."""
+    return driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
 def location(device: int) -> Any:

@@ -1,9 +1,10 @@
-"""The rules that contexts, streams, events, page-locked memory and kernels have, each broken on purpose."""
+"""The rules that contexts, streams, events, page-locked and shared memory and kernels have, each broken on purpose."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from gpu.simulation.operators import BROKEN_RULES
-from gpu.simulation.pages import PAGE, done, driver
+from gpu.simulation.pages import PAGE, Pages, at, descriptors, done, driver
 from gpu.simulation.test_rules import N, child, reported, zeros
 
 pytestmark = pytest.mark.cuda
@@ -122,3 +123,51 @@ def test_a_context_is_released_as_often_as_it_was_retained_and_not_under_what_it
     assert ended.returncode == BROKEN_RULES
     assert "reset by its last release, with memory in it" in ended.stderr
     assert "released more often than it was retained" in ended.stderr
+
+
+# ---- memory that processes share
+
+
+@pytest.fixture
+def pages() -> Iterator[Pages]:
+    pages = Pages()
+    yield pages
+    pages.close()
+
+
+def test_memory_that_was_not_made_for_it_is_not_exported(simulator: ModuleType, pages: Pages) -> None:
+    handles = [pages.create(), pages.create(shareable=True)]
+    pages.release(handles[1])
+    for handle, words in zip(handles, ("not created for handles of that type", "was released"), strict=True):
+        code, _ = driver.cuMemExportToShareableHandle(handle, descriptors(), 0)
+        assert code == driver.CUresult.CUDA_ERROR_INVALID_VALUE
+        reported(simulator, "cuMemExportToShareableHandle", words)
+
+
+def test_what_is_no_memory_of_a_device_is_not_imported(pages: Pages) -> None:
+    descriptor = os.memfd_create("something else")
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
+        pages.adopt(descriptor)
+    os.close(descriptor)
+
+
+def test_shared_memory_lives_until_all_have_let_go_of_it(pages: Pages) -> None:
+    free = torch.cuda.mem_get_info()[0]
+    address, handle = pages.reserve(2), pages.create(shareable=True)
+    descriptor = done(driver.cuMemExportToShareableHandle(handle, descriptors(), 0))
+    imported = pages.adopt(descriptor)
+    os.close(descriptor)
+    for i, each in enumerate((handle, imported)):
+        pages.map(address + i * PAGE, each)
+        pages.grant(address + i * PAGE)
+    assert bool(at(address).isnan().all())
+    at(address).fill_(3)
+    assert bool((at(address + PAGE) == 3).all())
+    torch.cuda.synchronize()
+    pages.unmap(address)
+    pages.release(handle)
+    assert bool((at(address + PAGE) == 3).all())
+    pages.release(imported)
+    assert torch.cuda.mem_get_info()[0] == free - PAGE, "it is mapped"
+    pages.unmap(address + PAGE)
+    assert torch.cuda.mem_get_info()[0] == free

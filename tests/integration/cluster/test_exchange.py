@@ -19,7 +19,7 @@ from elastic.assets import MODEL_DIR
 from elastic.cluster.control.handshake import make_key_file
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.launch.join import JoinLauncher
-from elastic.cluster.peers.memory_reader import RankMemoryReader
+from elastic.cluster.peers.memory.reader import RankMemoryReader
 from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
 from elastic.errors import StateError

@@ -78,7 +78,7 @@ class FakeFleet(FakeEngine):
             self.released.wait()
             raise RankLost(f"rank {rank} hangs", rank=rank)
         self._require(rank)
-        wires = (Wire("b", 100, 200, 300),) if rank == "a" else ()
+        wires = (Wire("b", 100, 200, 300, 400),) if rank == "a" else ()
         return RuntimeView(
             status(), RequestStats(running=2, step_tokens=7, steps_by_tokens=(1, 1, 1)), events(), ControllerHealth(),
             StageTimes(6.0, 2.0, 3.0, 0.25), wires,

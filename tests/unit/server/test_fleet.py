@@ -106,7 +106,7 @@ def test_metrics_have_bubbles_and_wires_of_each_rank(client: TestClient) -> None
     assert found["elastic_iteration_tokens_total_count", *a] == 3
     assert found["elastic_iteration_tokens_total_sum", *a] == 7
     assert [found["elastic_iteration_tokens_total_bucket", a[0], f"le={n}.0", a[1]] for n in (1, 2, 4)] == [1, 2, 3]
-    wires = {"sent": 100, "received": 200, "read": 300}
+    wires = {"sent": 100, "received": 200, "read": 300, "copied": 400}
     told = {key[1:]: value for key, value in found.items() if key[0].startswith("elastic_wire")}
     assert told == {(a[0], f"kind={kind}", "peer=b", a[1]): nbytes for kind, nbytes in wires.items()}
     assert found["elastic_wire_bytes_total", a[0], "kind=sent", "peer=b", a[1]] == 100
@@ -198,7 +198,7 @@ def test_the_status_of_a_fleet(client: TestClient) -> None:
     assert status["ranks"][0]["traffic"]["running"] == 2
     assert status["ranks"][0]["times"] == {"busy_s": 6.0, "bubble_s": 2.0, "waiting_s": 3.0, "load": 0.25}
     assert status["ranks"][0]["utilization"] is None
-    wire = {"rank": "b", "sent_bytes": 100, "received_bytes": 200, "read_bytes": 300}
+    wire = {"rank": "b", "sent_bytes": 100, "received_bytes": 200, "read_bytes": 300, "copied_bytes": 400}
     assert [rank["wires"] for rank in status["ranks"]] == [[wire], []]
     assert status["instances"][0]["load"]["free_blocks"] == 30
     assert status["fleet_events"][0]["why"] == "it was killed"

@@ -98,14 +98,14 @@ def test_without_the_other_process_the_checkpoint_is_read_or_nothing_changes(
 class OtherRank:
     """`Peers` with one rank, whose answers come from its memory file until it is lost."""
 
-    name, waits = "here", True
+    name, waits, device = "here", True, torch.device("cpu")
 
     def __init__(self, file: SharedFile) -> None:
         self._file = file
         self.lost = False
         self.asked: list[bool] = []
 
-    def open_memory(self, memory: RankMemory, *, coordinated: bool) -> OtherRank:
+    def open_memory(self, memory: RankMemory, device: torch.device, *, coordinated: bool) -> OtherRank:
         assert memory == RankMemory("there", "cpu#peer")
         self.asked.append(coordinated)
         return self

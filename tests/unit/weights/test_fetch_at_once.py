@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from elastic import ConfigError, RankLost, StateError
 from elastic.actions import fetch
@@ -26,7 +27,7 @@ PACE = YieldingPace(lambda seconds: True, lambda: 0.0)
 class OtherRank:
     """A reader of the memory of one rank, which the test may hold up or lose."""
 
-    waits = True
+    waits, device = True, torch.device("cpu")
 
     def __init__(self, ranks: OtherRanks, name: str) -> None:
         self._ranks, self._name = ranks, name
@@ -56,7 +57,7 @@ class OtherRanks:
         """Bytes, by rank."""
         self.on_read: Callable[[str], object] = lambda name: None
 
-    def open_memory(self, memory: RankMemory, *, coordinated: bool) -> OtherRank:
+    def open_memory(self, memory: RankMemory, device: torch.device, *, coordinated: bool) -> OtherRank:
         return OtherRank(self, memory.rank)
 
 

@@ -52,6 +52,7 @@ CUresult copy(Address to_address, Address from_address, size_t bytes, Stream *st
         memmove((void *)to_address, (void *)from_address, bytes);
         return CUDA_SUCCESS;
     }
+    if (!to.device || !from.device) counter("host_bytes") += bytes;
     Work work;
     work.name = to.device && from.device ? "memcpy D2D" : to.device ? "memcpy H2D" : "memcpy D2H";
     if (from.known()) work.accesses.push_back({from_address, bytes, 0, from.device ? SIM_COPY : SIM_HOST, 0});

@@ -81,9 +81,11 @@ struct Physical {
     size_t bytes;
     off_t offset;
     bool plain;  // from cudaMalloc, not from cuMemCreate
-    bool held;   // by a handle
+    int held;    // by so many handles
     std::set<Address> shown_at;
     CUmemAllocationProp properties;
+    int file = -1;          // of its own, which other processes may have, too; -1: it is in the device's
+    bool imported = false;  // another process made it, whose device counts its bytes
 };
 
 struct Mapping {
@@ -114,6 +116,8 @@ char *window(int device, Address address);
 Address find_addresses(size_t bytes, size_t alignment);
 bool reserved(Address address, size_t bytes);
 Physical *create(int device, size_t bytes, bool plain);
+Physical *create_shareable(int device, size_t bytes);
+Physical *import_shared(int file);
 void destroy_if_unused(Physical *physical);
 Mapping *mapping_at(Address address);
 bool overlaps_mapping(Address address, size_t bytes);

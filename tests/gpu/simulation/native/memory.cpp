@@ -4,6 +4,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,9 +23,11 @@ namespace {
 constexpr size_t SPACE = 8ull << 40;  // addresses; the windows of the devices follow
 constexpr size_t ALIGNMENT = 2 << 20;
 constexpr int READ_WRITE = PROT_READ | PROT_WRITE;
+constexpr const char *SHAREABLE = "simulated-cuda-of-device-";
 constexpr size_t LARGE = 64 << 20;  // beyond it memory is not poisoned, and goes back to the system when it is freed
 Address space_begin = 0;
 Address next_address = 0;
+std::set<Physical *> shareable;  // that are in files of their own
 
 void must(bool done, const char *what) {
     if (done) return;
@@ -132,13 +135,60 @@ Physical *create(int device, size_t bytes, bool plain) {
     off_t offset = take(devices[device], bytes);
     if (offset < 0) return nullptr;
     if (settings.poison) memset(devices[device].contents + offset, 0xFF, std::min(bytes, LARGE));
-    return new Physical{device, bytes, offset, plain, true, {}, {}};
+    return new Physical{device, bytes, offset, plain, 1, {}, {}};
+}
+
+// Physical memory in a file of its own, so that its descriptor is all that another process needs.
+Physical *create_shareable(int device, size_t bytes) {
+    if (devices[device].used + bytes > settings.capacity) return nullptr;
+    int file = memfd_create((SHAREABLE + std::to_string(device)).c_str(), MFD_CLOEXEC);
+    must(file >= 0 && !ftruncate(file, bytes), "shareable memory of the simulated device");
+    if (settings.poison) {
+        std::vector<char> nan(std::min(bytes, LARGE), (char)0xFF);
+        must(pwrite(file, nan.data(), nan.size(), 0) == (ssize_t)nan.size(), "shareable memory");
+    }
+    devices[device].used += bytes;
+    Physical *physical = new Physical{device, bytes, 0, false, 1, {}, {}, file};
+    shareable.insert(physical);
+    return physical;
+}
+
+// The memory that a descriptor is of: the same object where this process has it already; null: it is of none.
+Physical *import_shared(int file) {
+    struct stat facts, own;
+    char path[64], name[128] = {};
+    snprintf(path, sizeof path, "/proc/self/fd/%d", file);
+    if (fstat(file, &facts) || readlink(path, name, sizeof name - 1) < 0) return nullptr;
+    size_t prefix = strlen("/memfd:") + strlen(SHAREABLE);
+    if (strncmp(name, (std::string("/memfd:") + SHAREABLE).c_str(), prefix)) return nullptr;
+    int device = atoi(name + prefix);
+    if (device >= settings.devices) return nullptr;
+    for (Physical *physical : shareable) {
+        must(!fstat(physical->file, &own), "shareable memory");
+        if (own.st_ino != facts.st_ino || own.st_dev != facts.st_dev) continue;
+        physical->held++;
+        return physical;
+    }
+    CUmemAllocationProp properties = {};
+    properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, device};
+    Physical *physical = new Physical{device, (size_t)facts.st_size, 0, false, 1, {}, properties, dup(file), true};
+    shareable.insert(physical);
+    return physical;
 }
 
 // Memory lives as long as a handle or a mapping of it.
 void destroy_if_unused(Physical *physical) {
     if (physical->held || !physical->shown_at.empty()) return;
-    give_back(devices[physical->device], physical->offset, physical->bytes);
+    Device &device = devices[physical->device];
+    if (physical->file < 0) {
+        give_back(device, physical->offset, physical->bytes);
+    } else {
+        close(physical->file);
+        shareable.erase(physical);
+        if (!physical->imported) device.used -= physical->bytes;
+    }
     delete physical;
 }
 
@@ -175,7 +225,7 @@ void grant(Mapping &mapping, int device, int rights) {
         must(reserve_pages(at, mapping.bytes, MAP_FIXED), "window of the simulated device");
     } else {
         const Physical &physical = *mapping.physical;
-        int file = devices[physical.device].file;
+        int file = physical.file < 0 ? devices[physical.device].file : physical.file;
         void *shown = mmap(at, mapping.bytes, rights, MAP_SHARED | MAP_FIXED, file, physical.offset);
         must(shown != MAP_FAILED, "window of the simulated device");
     }

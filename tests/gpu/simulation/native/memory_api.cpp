@@ -1,6 +1,7 @@
 // Virtual memory management and plain allocations, with the documented rules of each call.
 #include "driver.h"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 
 #include <cstdio>
@@ -21,6 +22,16 @@ bool on_known_device(const CUmemLocation &location) {
 
 bool supported(const CUmemAllocationProp *properties) {
     return properties && properties->type == CU_MEM_ALLOCATION_TYPE_PINNED && on_known_device(properties->location);
+}
+
+bool shareable(const CUmemAllocationProp &properties) {
+    return properties.requestedHandleTypes == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+}
+
+CUmemGenericAllocationHandle new_handle(Physical *physical) {
+    static CUmemGenericAllocationHandle last = 0xA110C0000;
+    handles[++last] = physical;
+    return last;
 }
 
 CUresult refuse(const char *call, Address address, size_t bytes, const char *rule) {
@@ -62,17 +73,44 @@ EXPORT CUresult cuMemGetAllocationGranularity(size_t *granularity, const CUmemAl
 
 EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *properties,
                             unsigned long long flags) {
-    static CUmemGenericAllocationHandle last = 0xA110C0000;
     ENTER(cuMemCreate)
     NEED_CONTEXT
     UNSAFE_IN_CAPTURE(cuMemCreate)
     if (flags || !in_pages(bytes)) return CUDA_ERROR_INVALID_VALUE;
     if (!supported(properties)) return CUDA_ERROR_INVALID_DEVICE;
-    Physical *physical = create(properties->location.id, bytes, false);
+    if (properties->requestedHandleTypes && !shareable(*properties)) return CUDA_ERROR_NOT_SUPPORTED;
+    int device = properties->location.id;
+    Physical *physical = shareable(*properties) ? create_shareable(device, bytes) : create(device, bytes, false);
     if (!physical) return CUDA_ERROR_OUT_OF_MEMORY;
     physical->properties = *properties;
-    *handle = ++last;
-    handles[last] = physical;
+    *handle = new_handle(physical);
+    return CUDA_SUCCESS;
+}
+
+// For other processes, which import it: only of memory that was made for that.
+EXPORT CUresult cuMemExportToShareableHandle(void *exported, CUmemGenericAllocationHandle handle,
+                                             CUmemAllocationHandleType type, unsigned long long flags) {
+    ENTER(cuMemExportToShareableHandle)
+    auto found = handles.find(handle);
+    if (found == handles.end())
+        return refuse("cuMemExportToShareableHandle", handle, 0, "the handle does not exist, or was released");
+    if (flags || !type || found->second->properties.requestedHandleTypes != type)
+        return refuse("cuMemExportToShareableHandle", handle, 0, "it was not created for handles of that type");
+    int file = fcntl(found->second->file, F_DUPFD_CLOEXEC, 0);
+    if (file < 0) return CUDA_ERROR_OPERATING_SYSTEM;
+    *(int *)exported = file;
+    return CUDA_SUCCESS;
+}
+
+// The memory lives until whoever imported it has released and unmapped it, too.
+EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *exported,
+                                               CUmemAllocationHandleType type) {
+    ENTER(cuMemImportFromShareableHandle)
+    NEED_CONTEXT
+    if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_NOT_SUPPORTED;
+    Physical *physical = import_shared((int)(intptr_t)exported);
+    if (!physical) return CUDA_ERROR_INVALID_VALUE;
+    *handle = new_handle(physical);
     return CUDA_SUCCESS;
 }
 
@@ -82,7 +120,7 @@ EXPORT CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
     UNSAFE_IN_CAPTURE(cuMemRelease)
     auto found = handles.find(handle);
     if (found == handles.end()) return refuse("cuMemRelease", handle, 0, "the handle does not exist, or was released");
-    found->second->held = false;
+    found->second->held--;
     destroy_if_unused(found->second);
     handles.erase(found);
     return CUDA_SUCCESS;
@@ -190,7 +228,7 @@ EXPORT CUresult cuMemAlloc(CUdeviceptr *pointer, size_t bytes) {
     Address address = find_addresses(bytes, 0);
     Physical *physical = address ? create(current_device(), bytes, true) : nullptr;
     if (!physical) return CUDA_ERROR_OUT_OF_MEMORY;
-    physical->held = false;  // the mapping alone keeps it
+    physical->held = 0;  // the mapping alone keeps it
     reservations[address] = bytes;
     plain_allocations.insert(address);
     Mapping &mapping = add_mapping(address, bytes, physical);

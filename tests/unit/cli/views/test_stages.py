@@ -102,13 +102,14 @@ def test_bubbles_and_wires_of_ranks_that_compute_together() -> None:
     said["ranks"][0]["times"] = {**times, "waiting_s": 0.0}
     assert work(read_status(said)) is None, "it computes alone"
     wires = [{"rank": "r1", "sent_bytes": 1 << 20, "received_bytes": 2 << 20, "read_bytes": 3 << 20}]
+    wires[0]["copied_bytes"] = 1 << 20
     said["ranks"][0] |= {"times": times, "wires": wires}
     table = work(read_status(said))
     assert table is not None
     console = Console(width=160, record=True)
     console.print(table)
     text = " ".join(console.export_text().split())
-    for words in ("10.0%", "r1 1.00 MiB, 2.00 MiB", "r1 3.00 MiB"):
+    for words in ("10.0%", "r1 1.00 MiB, 2.00 MiB", "r1 4.00 MiB"):
         assert words in text
 
 

@@ -17,7 +17,7 @@ import torch
 
 from elastic.cluster.control.status import Wire
 from elastic.cluster.peers.hub import PeerHub
-from elastic.cluster.peers.memory_reader import RankMemoryReader
+from elastic.cluster.peers.memory.reader import RankMemoryReader
 from elastic.errors import RankLost, StateError
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.backends.rank_memory import MemoryReader, open_memory

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.cluster.peers import nixl_memory
 from elastic.cluster.peers.hub import PeerHub
+from elastic.cluster.peers.memory.reader import BUFFER_BYTES, buffers_full
 from elastic.errors import BackendUnavailable
 from support.child_process import in_child
 
@@ -28,12 +28,12 @@ def test_nobody_imports_it_unasked() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6))
 def test_what_is_read_fills_buffers_in_order(pieces: list[tuple[int, int]]) -> None:
-    full = nixl_memory.BUFFER_BYTES // 4
+    full = BUFFER_BYTES // 4
     pieces = [(offset * full, nbytes * full + offset) for offset, nbytes in pieces]
-    parts = list(nixl_memory.buffers_full(pieces))
+    parts = list(buffers_full(pieces))
     sizes = [sum(nbytes for _, nbytes in part) for part in parts]
-    assert all(size == nixl_memory.BUFFER_BYTES for size in sizes[:-1])
-    assert all(0 < size <= nixl_memory.BUFFER_BYTES for size in sizes)
+    assert all(size == BUFFER_BYTES for size in sizes[:-1])
+    assert all(0 < size <= BUFFER_BYTES for size in sizes)
     assert joined([piece for part in parts for piece in part]) == joined(pieces)
 
 

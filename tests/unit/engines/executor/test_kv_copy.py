@@ -277,14 +277,14 @@ class OtherRank:
         self.asked: list[int] = []
         self.meanwhile: Callable[[], object] = lambda: None
 
-    def open_memory(self, memory: RankMemory, *, coordinated: bool) -> AnsweringRank:
+    def open_memory(self, memory: RankMemory, device: torch.device, *, coordinated: bool) -> AnsweringRank:
         self.coordinated = coordinated
         assert memory == RankMemory("there", "cpu#test")
         return AnsweringRank(self)
 
 
 class AnsweringRank:
-    waits = True
+    waits, device = True, torch.device("cpu")
 
     def __init__(self, rank: OtherRank) -> None:
         self._rank = rank

@@ -12,22 +12,39 @@ import ctypes
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Protocol
+
+import torch
 
 from elastic.errors import RankLost, StateError
-from elastic.memory.backends.rank_memory import Pieces
+from elastic.memory.backends.rank_memory import CPU, Pieces
 from elastic.types import RankMemory
 
 HEAD, PAIR, ANSWER = struct.Struct("<I?"), struct.Struct("<qq"), struct.Struct("<q")
 MOST_PIECES, MOST_BYTES = 1 << 16, 1 << 30
 """The bounds on one question."""
+BUFFER_BYTES = 4 << 20
+"""Of a buffer through which bytes go between two ranks."""
+
+
+class Buffer(Protocol):
+    """What bytes go through between two ranks, [BUFFER_BYTES]; each end has one of its own, or a share in one."""
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """All of it, [BUFFER_BYTES], where the memory is that is read."""
+
+    def close(self) -> None:
+        """Let go of it at one end, which does so once."""
 
 
 class RankMemoryReader:
     """A `MemoryReader` on a connection. It is one thread's at a time, but for `lost`."""
 
     waits = True
+    device = CPU
 
     def __init__(
         self,
@@ -105,24 +122,44 @@ class RankMemoryReader:
             done += received
 
 
+class BufferReader(RankMemoryReader):
+    """A reader whose bytes go through a buffer, which ends with it."""
+
+    _buffer: Buffer
+
+    def read(self, address: int, pieces: Pieces) -> None:
+        """Copy pieces side by side to an address; see `MemoryReader`."""
+        for part in buffers_full(pieces):
+            super().read(address, part)
+            address += sum(nbytes for _, nbytes in part)
+
+    def end(self) -> None:
+        """End the connection."""
+        self._buffer.close()
+        super().end()
+
+
+Connect = Callable[[RankMemory, torch.device, Callable[[RankMemoryReader], None]], RankMemoryReader]
+
+
 class OtherMemories:
     """The connections on which a rank reads the memory of others: each is kept for the next reader. Thread-safe."""
 
-    def __init__(self, connect: Callable[[RankMemory, Callable[[RankMemoryReader], None]], RankMemoryReader]) -> None:
+    def __init__(self, connect: Connect) -> None:
         """`connect` makes a reader, which goes back by the call that it is given; it may wait, and raise `RankLost`."""
         self._connect = connect
         self._lock = threading.Lock()
-        self._idle: list[RankMemoryReader] = []
-        self._reading: set[RankMemoryReader] = set()
+        self._idle: list[tuple[RankMemoryReader, torch.device]] = []
+        self._reading: dict[RankMemoryReader, torch.device] = {}
         self._closed = False
 
-    def open(self, memory: RankMemory, coordinated: bool) -> RankMemoryReader:
-        """Return a reader of a rank's memory. Raises `RankLost`."""
-        reader = self._kept(memory) or self._connect(memory, self._take_back)
+    def open(self, memory: RankMemory, device: torch.device, coordinated: bool) -> RankMemoryReader:
+        """Return a reader of a rank's memory, to a device if that is possible. Raises `RankLost`."""
+        reader = self._kept(memory, device) or self._connect(memory, device, self._take_back)
         reader.coordinated = coordinated
         with self._lock:
             if not self._closed:
-                self._reading.add(reader)
+                self._reading[reader] = device
                 return reader
         reader.end()
         raise StateError("the connections of this rank were closed")
@@ -130,9 +167,9 @@ class OtherMemories:
     def lost(self, rank: str | None, reason: str) -> None:
         """Have whoever reads the memory of a rank (None: any) get `RankLost`."""
         with self._lock:
-            for reader in [reader for reader in self._idle if rank in (None, reader.memory.rank)]:
-                self._idle.remove(reader)
-                reader.end()
+            for idle in [idle for idle in self._idle if rank in (None, idle[0].memory.rank)]:
+                self._idle.remove(idle)
+                idle[0].end()
             reading = [reader for reader in self._reading if rank in (None, reader.memory.rank)]
             for reader in reading:  # under the lock: who reads does not close it meanwhile
                 reader.lost(reason)
@@ -143,26 +180,52 @@ class OtherMemories:
             self._closed = True
         self.lost(None, "the connections of this rank were closed")
 
-    def _kept(self, memory: RankMemory) -> RankMemoryReader | None:
+    def _kept(self, memory: RankMemory, device: torch.device) -> RankMemoryReader | None:
         with self._lock:
-            for reader in [reader for reader in self._idle if reader.memory == memory]:
-                self._idle.remove(reader)
-                if reader.usable:
-                    return reader
-                reader.end()
+            for idle in [idle for idle in self._idle if (idle[0].memory, idle[1]) == (memory, device)]:
+                self._idle.remove(idle)
+                if idle[0].usable:
+                    return idle[0]
+                idle[0].end()
         return None
 
     def _take_back(self, reader: RankMemoryReader) -> None:
         with self._lock:
-            if reader not in self._reading:
+            device = self._reading.pop(reader, None)
+            if device is None:
                 return
-            self._reading.remove(reader)
             if self._closed or not reader.usable:
                 reader.end()
             else:
-                self._idle.append(reader)
+                self._idle.append((reader, device))
+
+
+def read_exactly(stream: socket.socket, nbytes: int) -> bytes:
+    """Return the next bytes of a connection, so many. Raises `OSError` where it ends before."""
+    encoded = b""
+    while len(encoded) < nbytes:
+        part = stream.recv(nbytes - len(encoded), socket.MSG_WAITALL)
+        if not part:
+            raise ConnectionResetError("the other end has gone")
+        encoded += part
+    return encoded
 
 
 def encode(pieces: Pieces, coordinated: bool) -> bytes:
     """Return a question."""
     return HEAD.pack(len(pieces), coordinated) + b"".join(PAIR.pack(*piece) for piece in pieces)
+
+
+def buffers_full(pieces: Pieces) -> Iterator[list[tuple[int, int]]]:
+    """Cut pieces (offset, bytes) into lists of as many bytes as a buffer has."""
+    part, left = list[tuple[int, int]](), BUFFER_BYTES
+    for offset, nbytes in pieces:
+        while nbytes:
+            taken = min(nbytes, left)
+            part.append((offset, taken))
+            offset, nbytes, left = offset + taken, nbytes - taken, left - taken
+            if not left:
+                yield part
+                part, left = [], BUFFER_BYTES
+    if part:
+        yield part

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import socket
@@ -13,17 +12,30 @@ from typing import Protocol
 
 import torch
 
-from elastic.cluster.peers.memory_reader import ANSWER, HEAD, MOST_BYTES, MOST_PIECES, PAIR
-from elastic.cluster.peers.nixl_memory import BUFFER_BYTES, NixlAgent, NixlBuffer
+from elastic.cluster.peers.memory.reader import (
+    ANSWER,
+    BUFFER_BYTES,
+    HEAD,
+    MOST_BYTES,
+    MOST_PIECES,
+    PAIR,
+    Buffer,
+    read_exactly,
+)
 from elastic.errors import BackendUnavailable, ElasticError, StateError
 from elastic.memory.backends.rank_memory import Pieces
-from elastic.memory.backends.streams import finish_queued_work
+from elastic.memory.backends.streams import finish_current_stream, finish_queued_work
 from elastic.memory.mapped_storage import MappedStorage
 from elastic.memory.page_pool import PagePool
 
 logger = logging.getLogger(__name__)
 Copying = Callable[[int], AbstractContextManager[None]]
 """What the sending of so many bytes is done in."""
+Offer = Callable[[PagePool | None, socket.socket], Buffer | None]
+"""Makes a buffer for what is read of a place, if there is that place, and tells the other end of a connection of it.
+
+None: there is none. Raises `OSError` where the other end goes away, `BackendUnavailable` without what it needs here.
+"""
 
 
 def at_once(nbytes: int) -> AbstractContextManager[None]:
@@ -40,8 +52,8 @@ class ServedPlace(Protocol):
     def send(self, stream: socket.socket, pieces: Pieces) -> None:
         """Send pieces. Raises `OSError`, also where they are there no more: nothing may follow then."""
 
-    def copy(self, address: int, pieces: Pieces) -> None:
-        """Copy pieces side by side to an address in host memory. Raises `OSError` as `send`."""
+    def copy(self, target: torch.Tensor, pieces: Pieces) -> None:
+        """Copy pieces side by side into host memory, or that of the place's device, [bytes]. Raises as `send`."""
 
     def close(self) -> None:
         """Let go of it."""
@@ -70,12 +82,11 @@ class FilePlace:
                     raise BrokenPipeError("the memory file was cut")
                 offset += sent
 
-    def copy(self, address: int, pieces: Pieces) -> None:
-        """Copy pieces of the file to an address."""
-        for offset, count in pieces:
-            if os.preadv(self._file, [(ctypes.c_char * count).from_address(address)], offset) < count:
+    def copy(self, target: torch.Tensor, pieces: Pieces) -> None:
+        """Copy pieces of the file into host memory, [bytes]."""
+        for part, (offset, count) in zip(_parts(target, pieces), pieces, strict=True):
+            if os.preadv(self._file, [memoryview(part.numpy())], offset) < count:  # type: ignore[arg-type]
                 raise BrokenPipeError("the memory file was cut")
-            address += count
 
     def close(self) -> None:
         """Let go of the file."""
@@ -103,13 +114,14 @@ class MappedPlace:
         for piece in pieces:
             stream.sendall(memoryview(self._content(*piece).numpy()))  # type: ignore[arg-type]
 
-    def copy(self, address: int, pieces: Pieces) -> None:
-        """Copy what is in pages to an address."""
+    def copy(self, target: torch.Tensor, pieces: Pieces) -> None:
+        """Copy what is in pages into memory of their device, or by way of page-locked memory, [bytes]."""
         finish_queued_work(self._pool.device)
-        for piece in pieces:
-            content = self._content(*piece)
-            ctypes.memmove(address, content.data_ptr(), content.nbytes)
-            address += content.nbytes
+        for part, piece in zip(_parts(target, pieces), pieces, strict=True):
+            if part.device == self._pool.device:
+                self._copy(part, piece[0])
+            else:
+                part.copy_(self._content(*piece))
 
     def close(self) -> None:
         """Nothing is held between two questions."""
@@ -117,14 +129,19 @@ class MappedPlace:
     def _content(self, offset: int, count: int) -> torch.Tensor:
         """Return bytes of pages, which stay as they are while they are copied. Raises `OSError`."""
         content = torch.empty(count, dtype=torch.uint8, pin_memory=self._pool.device.type == "cuda")
-        first, skip = divmod(offset, self._pool.page_bytes)
+        self._copy(content, offset)
+        return content
+
+    def _copy(self, target: torch.Tensor, offset: int) -> None:
+        """Copy bytes of pages, which stay as they are while they are copied. Raises `OSError`."""
+        count, (first, skip) = len(target), divmod(offset, self._pool.page_bytes)
         try:
             with self._pool.mapping_lock, self._window(first, -(-(skip + count) // self._pool.page_bytes)) as pages:
-                content.copy_(pages[skip : skip + count])
+                target.copy_(pages[skip : skip + count])
+                finish_current_stream(self._pool.device)  # what comes next is on other streams, and unmaps
                 del pages
         except ElasticError as error:
             raise BrokenPipeError(str(error)) from error
-        return content
 
     @contextmanager
     def _window(self, first: int, count: int) -> Iterator[torch.Tensor]:
@@ -158,13 +175,13 @@ class MemoryServer:
         with self._lock:
             self._pools, self._copying = {pool.name: pool for pool in pools}, copying
 
-    def attach(self, place: str, stream: socket.socket, nixl: Callable[[], NixlAgent] | None = None) -> None:
-        """Answer what is asked about a place on a connection, until it ends; with `nixl`, by that."""
+    def attach(self, place: str, stream: socket.socket, offer: Offer | None = None) -> None:
+        """Answer what is asked about a place on a connection, until it ends; by the buffer that `offer` makes."""
         with self._lock:
             if self._closed:
                 stream.close()
                 return
-            thread = threading.Thread(target=self._run, args=(place, stream, nixl), name="elastic-memory", daemon=True)
+            thread = threading.Thread(target=self._run, args=(place, stream, offer), name="elastic-memory", daemon=True)
             self._streams[stream] = thread
             thread.start()
 
@@ -179,18 +196,16 @@ class MemoryServer:
         for thread in threads:
             thread.join()
 
-    def _run(self, place: str, stream: socket.socket, nixl: Callable[[], NixlAgent] | None) -> None:
+    def _run(self, place: str, stream: socket.socket, offer: Offer | None) -> None:
         with suppress(OSError), ExitStack() as stack:  # the other end has gone
             stack.callback(self._end, stream)
-            buffer = None
-            if nixl is not None:
-                try:
-                    agent = nixl()
-                except BackendUnavailable as error:
-                    logger.warning("another rank cannot read this one's memory: %s", error)
-                    return
-                buffer = stack.enter_context(closing(NixlBuffer(agent)))
-                agent.greet(stream, buffer)
+            try:
+                buffer = None if offer is None else offer(self._pool(place), stream)
+            except BackendUnavailable as error:
+                logger.warning("another rank cannot read this one's memory: %s", error)
+                return
+            if buffer is not None:
+                stack.enter_context(closing(buffer))
             question = read_question(stream)
             try:
                 served = stack.enter_context(closing(self._open(place)))
@@ -210,7 +225,7 @@ class MemoryServer:
         self,
         served: ServedPlace,
         stream: socket.socket,
-        buffer: NixlBuffer | None,
+        buffer: Buffer | None,
         pieces: Pieces,
         coordinated: bool,
     ) -> None:
@@ -224,15 +239,18 @@ class MemoryServer:
             return
         with self._copying(nbytes) if coordinated else nullcontext():
             if buffer is not None:
-                served.copy(buffer.address, pieces)
+                served.copy(buffer.bytes[:nbytes], pieces)
                 stream.sendall(ANSWER.pack(nbytes))
                 return
             stream.sendall(ANSWER.pack(nbytes), socket.MSG_MORE)
             served.send(stream, pieces)
 
-    def _open(self, place: str) -> ServedPlace:
+    def _pool(self, place: str) -> PagePool | None:
         with self._lock:
-            pool = self._pools.get(place)
+            return self._pools.get(place)
+
+    def _open(self, place: str) -> ServedPlace:
+        pool = self._pool(place)
         if pool is None:
             raise StateError(f"it has no place {place!r}; it serves {', '.join(self._pools) or 'none'}")
         file = pool.backend.shared_file()
@@ -244,23 +262,18 @@ def read_question(stream: socket.socket) -> tuple[Pieces, bool]:
 
     Raises `OSError` at the end of the connection, and for what is no question.
     """
-    count, coordinated = HEAD.unpack(_read(stream, HEAD.size))
+    count, coordinated = HEAD.unpack(read_exactly(stream, HEAD.size))
     if count > MOST_PIECES:
         raise ConnectionAbortedError(f"{count:,} pieces were asked for at once")
-    pieces = [(offset, nbytes) for offset, nbytes in PAIR.iter_unpack(_read(stream, count * PAIR.size))]
+    pieces = [(offset, nbytes) for offset, nbytes in PAIR.iter_unpack(read_exactly(stream, count * PAIR.size))]
     if sum(max(0, nbytes) for _, nbytes in pieces) > MOST_BYTES:
         raise ConnectionAbortedError("too much was asked for at once")
     return pieces, coordinated
 
 
-def _read(stream: socket.socket, nbytes: int) -> bytes:
-    encoded = b""
-    while len(encoded) < nbytes:
-        part = stream.recv(nbytes - len(encoded), socket.MSG_WAITALL)
-        if not part:
-            raise ConnectionResetError("the other end has gone")
-        encoded += part
-    return encoded
+def _parts(target: torch.Tensor, pieces: Pieces) -> tuple[torch.Tensor, ...]:
+    """Cut a tensor, [bytes], into what pieces go to."""
+    return torch.split(target, [count for _, count in pieces])
 
 
 def _refuse(stream: socket.socket, error: Exception) -> None:

@@ -19,12 +19,10 @@ from uuid import uuid4
 
 import torch
 
-from elastic.cluster.peers.memory_reader import RankMemoryReader
+from elastic.cluster.peers.memory.reader import BUFFER_BYTES, BufferReader, RankMemoryReader
 from elastic.errors import BackendUnavailable
-from elastic.memory.backends.rank_memory import Pieces
 from elastic.types import RankMemory
 
-BUFFER_BYTES = 4 << 20
 POLL_S = 2e-5
 GREETING_S = 60.0
 """How long the other end may take to have NIXL."""
@@ -36,9 +34,9 @@ class NixlBuffer:
 
     def __init__(self, agent: NixlAgent) -> None:
         self._agent = agent
-        self._bytes = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
-        self.address = self._bytes.data_ptr()
-        self._registered = agent.register(self._bytes)
+        self.bytes = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
+        self.address = self.bytes.data_ptr()
+        self._registered = agent.register(self.bytes)
 
     def close(self) -> None:
         """Have NIXL forget it. Can be called twice."""
@@ -111,8 +109,21 @@ class NixlAgent:
             raise ConnectionResetError(f"NIXL: {error}") from error
 
 
-class NixlMemoryReader(RankMemoryReader):
+def offer(agent: NixlAgent, stream: socket.socket) -> NixlBuffer:
+    """Make a buffer, and tell the other end of a connection how to read it. Raises `OSError`."""
+    buffer = NixlBuffer(agent)
+    try:
+        agent.greet(stream, buffer)
+    except BaseException:
+        buffer.close()
+        raise
+    return buffer
+
+
+class NixlMemoryReader(BufferReader):
     """A `MemoryReader` whose bytes come by NIXL."""
+
+    _buffer: NixlBuffer
 
     def __init__(
         self,
@@ -142,36 +153,10 @@ class NixlMemoryReader(RankMemoryReader):
         stream.settimeout(None)
         return self._agent.meet(bytes(metadata))
 
-    def read(self, address: int, pieces: Pieces) -> None:
-        """Copy pieces side by side to an address; see `MemoryReader`."""
-        for part in buffers_full(pieces):
-            super().read(address, part)
-            address += sum(nbytes for _, nbytes in part)
-
-    def end(self) -> None:
-        """End the connection."""
-        self._buffer.close()
-        super().end()
-
     def _take(self, address: int, nbytes: int) -> None:
         if nbytes:
             self._agent.read(self._remote, self._address, self._buffer, nbytes, lambda: self._gone)
             ctypes.memmove(address, self._buffer.address, nbytes)
-
-
-def buffers_full(pieces: Pieces) -> Iterator[list[tuple[int, int]]]:
-    """Cut pieces (offset, bytes) into lists of as many bytes as a buffer has."""
-    part, left = list[tuple[int, int]](), BUFFER_BYTES
-    for offset, nbytes in pieces:
-        while nbytes:
-            taken = min(nbytes, left)
-            part.append((offset, taken))
-            offset, nbytes, left = offset + taken, nbytes - taken, left - taken
-            if not left:
-                yield part
-                part, left = [], BUFFER_BYTES
-    if part:
-        yield part
 
 
 def _api() -> Any:
