@@ -31,6 +31,10 @@ class Costs(Protocol):
     def rest(self, weights: str, kv: KVShape) -> BatchCost:
         """Return the cost of what is around the layers."""
 
+    @property
+    def link_basis(self) -> str:
+        """Where those of links are from: "measured", or "assumed" (their latency, if not their rate, is)."""
+
     def link(self) -> LinearLatency:
         """Return the seconds for so many bytes from one device to another."""
 
@@ -40,6 +44,8 @@ class Costs(Protocol):
 
 class SheetCosts:
     """Seconds at the rates of a data sheet: no less than these."""
+
+    link_basis = "assumed"
 
     def __init__(self, pages: WeightPages, device: DeviceKind) -> None:
         self.pages = pages
@@ -90,6 +96,11 @@ class MeasuredCosts:
     def rest(self, weights: str, kv: KVShape) -> BatchCost:
         """Return the cost of what is around the layers."""
         return self.profile.around[form_of(weights, kv.form)]
+
+    @property
+    def link_basis(self) -> str:
+        """Where those of links are from."""
+        return "assumed" if self.profile.link is None else "measured"
 
     def link(self) -> LinearLatency:
         """Return the seconds for so many bytes."""

@@ -105,7 +105,7 @@ def merged(earlier: CostProfile, measured: CostProfile) -> CostProfile:
         {**earlier.activations, **measured.activations},
         {**earlier.scratch_bytes, **measured.scratch_bytes},
         {**earlier.r_squared, **measured.r_squared},
-        measured.contention or earlier.contention,
+        (measured if measured.link is not None else earlier).contention,
     )
 
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from elastic.cluster.peers import link_profile
-from elastic.cluster.peers.link_profile import line_through, measure_contention, measure_link
+from elastic.cluster.peers.link_profile import (
+    BURST,
+    LinkProfilingProcess,
+    _Exchanges,
+    line_through,
+    measure_contention,
+    measure_link,
+)
 from elastic.errors import StateError
+from support.processes import wait_for_end, wait_until
 
 
 def test_the_line_goes_through_the_fewest_and_the_most_bytes() -> None:
@@ -20,6 +29,21 @@ def test_the_line_goes_through_the_fewest_and_the_most_bytes() -> None:
 def test_no_part_of_it_is_below_zero() -> None:
     assert line_through({100: 3.0, 200: 1.0}).each_s == 0.0
     assert line_through({100: 1.0, 200: 9.0}).fixed_s == 0.0
+
+
+def test_whoever_has_rested_meets_the_other_one_before_it_is_timed() -> None:
+    class Transport:
+        def send(self, *_: object) -> None:
+            told.append("exchange")
+
+        def receive(self, *_: object) -> None: ...
+        def forget(self, step: int) -> None: ...
+
+    told: list[str] = []
+    exchanges = _Exchanges(Transport(), "other")  # type: ignore[arg-type]
+    taken = exchanges.measure(1024, BURST + 1, lambda seconds: told.append("rest"))
+    assert len(taken) == 2 * BURST
+    assert told == [*["exchange"] * (BURST + 2), "rest"] * 2
 
 
 def test_one_core_tells_nothing_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,3 +70,22 @@ def test_two_processes_measure_and_leave_this_one_as_it_was(monkeypatch: pytest.
     assert link.fixed_s + link.each_s > 0
     assert contention >= 0
     assert os.sched_getaffinity(0) == cores
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need a core each")
+def test_a_guest_measures_both_and_a_cancelled_one_leaves_no_process() -> None:
+    guest = LinkProfilingProcess(0.9, repeats=1, rounds=1)
+    wait_until(lambda: guest.ended, timeout_s=120)
+    measured = guest.result()
+    assert measured.layers == measured.around == {}
+    assert measured.link is not None
+    assert measured.contention >= 0
+
+    guest = LinkProfilingProcess(0.9, repeats=1 << 20)
+    children = Path(f"/proc/{guest._process.pid}/task/{guest._process.pid}/children")
+    wait_until(lambda: len(children.read_text().split()) > 1, timeout_s=120)  # multiprocessing has one of its own
+    started = [int(pid) for pid in children.read_text().split()]
+    guest.cancel()
+    for pid in started:
+        wait_for_end(pid)
