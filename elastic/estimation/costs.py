@@ -14,6 +14,7 @@ from elastic.estimation.work import layer_work, rest_work
 from elastic.planning.estimate.configuration import form_of
 from elastic.planning.estimate.devices import LINK_LATENCY_S, DeviceKind
 from elastic.planning.estimate.layer_cost import LayerCost
+from elastic.planning.estimate.performance import NO_HANDOVERS, Handovers
 from elastic.planning.estimate.roofline import BatchCost, Roofline, sharded_cost
 from elastic.planning.measured_cost import LinearLatency
 
@@ -38,6 +39,10 @@ class Costs(Protocol):
     def link(self) -> LinearLatency:
         """Return the seconds for so many bytes from one device to another."""
 
+    @property
+    def handovers(self) -> Handovers:
+        """What engines take around links."""
+
     def beside(self, cost: BatchCost, others: int) -> BatchCost:
         """Return a cost while so many other devices compute."""
 
@@ -46,6 +51,7 @@ class SheetCosts:
     """Seconds at the rates of a data sheet: no less than these."""
 
     link_basis = "assumed"
+    handovers = NO_HANDOVERS
 
     def __init__(self, pages: WeightPages, device: DeviceKind) -> None:
         self.pages = pages
@@ -105,6 +111,11 @@ class MeasuredCosts:
     def link(self) -> LinearLatency:
         """Return the seconds for so many bytes."""
         return _link(self.device) if self.profile.link is None else self.profile.link
+
+    @property
+    def handovers(self) -> Handovers:
+        """What engines take around links."""
+        return self.profile.handovers
 
     def beside(self, cost: BatchCost, others: int) -> BatchCost:
         """Return a cost while so many others read the same memory."""

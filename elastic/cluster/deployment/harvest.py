@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from elastic.cluster.deployment.devices import DeviceBook
-from elastic.cluster.peers.link_profile import LinkProfilingProcess, link_guest_bytes
+from elastic.cluster.fleet.profiling.guest import LinkProfilingProcess, link_guest_bytes
 from elastic.errors import CapacityError, ElasticError, StateError
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.profiles.guest import SHARE, ProfilingProcess, guest_bytes

@@ -1,21 +1,15 @@
 """What two ranks of one host do to each other: the seconds of an exchange, and how much more slowly one reads memory
-while the other does. Each is a process on a core of its own.
-
-As a program it is a guest that measures both beside what is served, for a share of its time (`LinkProfilingProcess`).
-"""
+while the other does. Each is a process on a core of its own."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import os
 import secrets
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,14 +20,15 @@ from elastic.cluster.peers.transport import PeerTransport
 from elastic.engines.continuous.chunk_profile import Pace
 from elastic.engines.pipeline.transport import Key
 from elastic.errors import StateError
-from elastic.estimation.profile import CostProfile
-from elastic.estimation.profiles.guest import SHARE, GuestProcess, end_with_parent, rest_behind, run_guest
+from elastic.estimation.profiles.guest import end_with_parent
 from elastic.planning.measured_cost import LinearLatency
 
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18)
 """Bytes of an exchange."""
 WIDTH = 1024
-"""Of hidden states: weights of 8 MiB are multiplied before and behind each exchange."""
+"""Of hidden states."""
+WEIGHT_BYTES = 2 * WIDTH * WIDTH * 4
+"""Of the weights that are multiplied before and behind each exchange."""
 READ_BYTES = 256 << 20
 """More than caches hold."""
 WAIT_S = 60.0
@@ -41,19 +36,6 @@ REPEATS, ROUNDS = 100, 15
 """Exchanges of each size, and pairs of products, of which the median counts."""
 BURST = 8
 """So many exchanges follow each other, before both processes rest."""
-
-
-class LinkProfilingProcess(GuestProcess):
-    """A guest that measures a link and contention, with a process on each of two cores. The profile has no layers."""
-
-    def __init__(self, share: float = SHARE, *, repeats: int = REPEATS, rounds: int = ROUNDS) -> None:
-        arguments = ["--share", str(share), "--repeats", str(repeats), "--rounds", str(rounds)]
-        super().__init__("elastic.cluster.peers.link_profile", arguments)
-
-
-def link_guest_bytes() -> int:
-    """Return the memory that each of the two processes of a guest takes."""
-    return READ_BYTES + 2 * WIDTH * WIDTH * 4
 
 
 def measure_link(repeats: int = REPEATS, pace: Pace | None = None) -> LinearLatency:
@@ -221,22 +203,3 @@ class _Exchanges:
         self._transport.send(self._other, tensor, key)
         self._transport.receive(self._other, tensor, key)
         self._transport.forget(self._step)
-
-
-def _main() -> int:
-    parser = argparse.ArgumentParser(description="measure a link and contention beside what is served")
-    parser.add_argument("--share", type=float, default=SHARE)
-    parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    options = parser.parse_args()
-    pace = partial(rest_behind, options.share)
-
-    def measure() -> CostProfile:
-        link = measure_link(options.repeats, pace)
-        return CostProfile("cpu", {}, {}, link, contention=measure_contention(options.rounds, pace))
-
-    return run_guest(measure)
-
-
-if __name__ == "__main__":
-    sys.exit(_main())

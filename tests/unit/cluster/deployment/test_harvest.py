@@ -25,7 +25,7 @@ from elastic.estimation.profiles.store import ProfileStore, merged
 from elastic.planning.deployment.placing import Deployment
 from elastic.planning.estimate.devices import SHEETS, Device, DeviceKind, of_cpu
 from elastic.planning.estimate.intent import Intent
-from elastic.planning.estimate.performance import Load
+from elastic.planning.estimate.performance import Handovers, Load
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from support import architectures
@@ -40,7 +40,7 @@ LINK = LinearLatency(1e-3, 1e-9)
 
 def profile(form: str) -> CostProfile:
     if form == LINKS:
-        return CostProfile("cpu", {}, {}, LINK, contention=0.2)
+        return CostProfile("cpu", {}, {}, LINK, contention=0.2, handovers=Handovers(1e-3, 2e-4))
     cost = ChunkCost(0, 0, 1e-5, 1e-4, 0)
     return CostProfile("cpu", {("layer", form): cost}, {form: cost})
 
@@ -148,8 +148,8 @@ def test_then_links_are_measured_between_ranks_that_exchange_and_estimates_are_m
     guest.ended = True
     world.run(5)
     ((path, told),) = world.known
-    assert (path, told.link, told.contention) == (world.model.path, LINK, 0.2)
-    assert told.around.keys() == {"full", "int8"}
+    assert path == world.model.path
+    assert told == merged(profile("full"), profile("int8")).with_links(profile(LINKS))
     assert world.book.free() == {"cpu#a": 100, "cpu#b": 100}
     assert len(world.guests) == 1
 
@@ -211,11 +211,13 @@ def test_what_was_measured_of_links_decides_what_is_chosen(path: str, link: Line
     (told,) = links_of(shared, chooser.estimator(load).costs)
     assert (told.devices, told.basis) == (("cpu#a", "cpu#b"), basis)
 
-    chooser.profile = replace(chooser.profile, link=LinearLatency(1.0, 0.0))
-    alone = chooser.choose(load, Intent("latency"), states)
-    assert isinstance(alone, Deployment)
-    assert alone.configuration.ranks == 1
-    assert chooser.now(load, Intent("latency"), shared).latency_s > shared.estimate.latency_s + 1
+    slower: list[dict[str, Any]] = [{"link": LinearLatency(1.0, 0.0)}, {"link": link, "handovers": Handovers(1.0, 1.0)}]
+    for slow in slower:
+        chooser.profile = replace(chooser.profile, **slow)
+        alone = chooser.choose(load, Intent("latency"), states)
+        assert isinstance(alone, Deployment)
+        assert alone.configuration.ranks == 1
+        assert chooser.now(load, Intent("latency"), shared).latency_s > shared.estimate.latency_s + 1
 
 
 def test_a_link_without_contention_takes_the_place_of_one_with() -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
 from elastic.cluster.peers import link_profile
 from elastic.cluster.peers.link_profile import (
     BURST,
-    LinkProfilingProcess,
     _Exchanges,
     line_through,
     measure_contention,
     measure_link,
 )
 from elastic.errors import StateError
-from support.processes import wait_for_end, wait_until
 
 
 def test_the_line_goes_through_the_fewest_and_the_most_bytes() -> None:
@@ -70,22 +67,3 @@ def test_two_processes_measure_and_leave_this_one_as_it_was(monkeypatch: pytest.
     assert link.fixed_s + link.each_s > 0
     assert contention >= 0
     assert os.sched_getaffinity(0) == cores
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need a core each")
-def test_a_guest_measures_both_and_a_cancelled_one_leaves_no_process() -> None:
-    guest = LinkProfilingProcess(0.9, repeats=1, rounds=1)
-    wait_until(lambda: guest.ended, timeout_s=120)
-    measured = guest.result()
-    assert measured.layers == measured.around == {}
-    assert measured.link is not None
-    assert measured.contention >= 0
-
-    guest = LinkProfilingProcess(0.9, repeats=1 << 20)
-    children = Path(f"/proc/{guest._process.pid}/task/{guest._process.pid}/children")
-    wait_until(lambda: len(children.read_text().split()) > 1, timeout_s=120)  # multiprocessing has one of its own
-    started = [int(pid) for pid in children.read_text().split()]
-    guest.cancel()
-    for pid in started:
-        wait_for_end(pid)
