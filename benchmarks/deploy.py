@@ -35,7 +35,7 @@ from sim_runs import OthersWork
 from elastic.cluster.deployment.choice import settled
 from elastic.cluster.deployment.deployed import Deployed
 from elastic.cluster.deployment.deployments import Deployments
-from elastic.cluster.peers.link_profile import measure_contention, measure_link
+from elastic.cluster.fleet.profiling.guest import measure_two_ranks
 from elastic.engines.base import Output, Request
 from elastic.estimation.profile import measure_fingerprints
 from elastic.estimation.profiles.guest import ProfilingProcess
@@ -246,7 +246,7 @@ def main() -> None:
         transformers.AutoModelForCausalLM.from_config(config).eval().save_pretrained(folder)
         store = ProfileStore(folder)
         profile = measure_fingerprints(folder, FORMS, context=256, most_s=0.5 if options.quick else 3.0)
-        store.save(folder, replace(profile, link=measure_link(), contention=measure_contention()))
+        store.save(folder, profile.with_links(measure_two_ranks()))
         devices = "cpu#a=1GiB,cpu#b=1GiB"
         options_of_fleets = {"beat_timeout_s": 20.0}
         made = Deployments(devices, weights=FORMS, replanning=None, store=store, fleet=options_of_fleets)

@@ -26,7 +26,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from estimate_fleets import Measured, measure
 from estimate_memory import MIXES, peaks
 from estimate_shapes import CONTEXT, DEGREES, FORMS, POINTS, STEP_TOKENS, save, shapes
 
-from elastic.cluster.peers.link_profile import measure_contention, measure_link
+from elastic.cluster.fleet.profiling.guest import measure_two_ranks
 from elastic.engines.continuous.chunk_profile import Mix, profile_chunks
 from elastic.estimation.activations import bound_bytes
 from elastic.estimation.estimate import Estimator
@@ -45,10 +44,12 @@ from elastic.estimation.kv_room import KVBlockCapacity, kv_shape_of
 from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.profile import (
     ROUNDS,
+    CostProfile,
     engine_for,
     fingerprint_layers,
     measure_fingerprints,
 )
+from elastic.estimation.profiles.store import to_json
 from elastic.planning.estimate.configuration import Configuration
 from elastic.planning.estimate.devices import CPU_PAGE_BYTES, Device, of_cpu
 from elastic.planning.estimate.paper import OUTPUTS, Latency, MemoryParts, extrapolated_latency
@@ -65,13 +66,11 @@ Row = dict[str, Any]
 class Shape:
     """One model, what its fingerprints tell of it, and the errors of that."""
 
-    def __init__(
-        self, name: str, path: Path, forms: Sequence[str], most_s: float, link: Any, contention: float
-    ) -> None:
+    def __init__(self, name: str, path: Path, forms: Sequence[str], most_s: float, links: CostProfile) -> None:
         self.name, self.path, self.forms, self.most_s = name, path, forms, most_s
         self.layout: ModelLayout = layout_of(str(path), torch.float32)
         found = measure_fingerprints(path, forms, context=CONTEXT, step_tokens=STEP_TOKENS, most_s=most_s)
-        self.profile = replace(found, link=link, contention=contention)
+        self.profile = found.with_links(links)
 
     @property
     def layers(self) -> int:
@@ -271,7 +270,7 @@ def _whole(row: Row, who: str) -> list[float]:
 def main() -> None:
     options = arguments(__doc__.splitlines()[0], only={"nargs": "*", "default": []})
     rounds, most_s, forms = (1, 0.3, FORMS[:2]) if options.quick else (2, 1.0, FORMS)
-    link, contention = measure_link(), measure_contention()
+    links = measure_two_ranks()
     latency: list[Row] = []
     memory: list[Row] = []
     costs: list[Row] = []
@@ -280,7 +279,7 @@ def main() -> None:
         if options.only and name not in options.only:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            shape = Shape(name, save(config, Path(folder)), forms, most_s, link, contention)
+            shape = Shape(name, save(config, Path(folder)), forms, most_s, links)
             measured = measure(Path(folder), shape.layers, rounds, forms)
             latency += shape.latency(measured)
             memory += shape.memory(measured)
@@ -291,7 +290,7 @@ def main() -> None:
     finish(
         "estimate",
         options.device,
-        {**sums, "link": [link.fixed_s, link.each_s], "contention": contention, "rows": rows},
+        {**sums, "links": {key: to_json(links)[key] for key in ("link", "contention", "handovers")}, "rows": rows},
     )
 
 

@@ -32,7 +32,7 @@ from serving import Answer, Load, fleet, prompt, save_model, summary, warm_up
 
 import elastic
 from elastic.cluster.fleet.planning.policies import chosen
-from elastic.cluster.peers.link_profile import measure_contention, measure_link
+from elastic.cluster.fleet.profiling.guest import measure_two_ranks
 from elastic.engines.base import Output, Request
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
 from elastic.sim.core.clock import VirtualClock
@@ -70,21 +70,25 @@ class Costs:
     hop_s: float
     byte_s: float
     contention: float
+    stage_s: float
+    """That the engine of a stage takes for each batch besides."""
 
     @classmethod
     def measured(cls, path: Path, quick: bool) -> Costs:
         """Measure them in this process, and between two."""
-        cost, link, step = fitted(path, quick), measure_link(20 if quick else 100), [Chunk("", PROMPT, 1)]
+        cost, step = fitted(path, quick), [Chunk("", PROMPT, 1)]
         rest = cost.rest.batch(step) / cost.whole.batch(step)
-        contention = measure_contention(3 if quick else 15)
-        return cls(asdict(cost.whole), rest, link.fixed_s, link.each_s, contention)
+        links = measure_two_ranks(20, 3, 1) if quick else measure_two_ranks()
+        link = links.link
+        assert link is not None
+        return cls(asdict(cost.whole), rest, link.fixed_s, link.each_s, links.contention, links.handovers.stage_s)
 
     def model(self, contention: float) -> LayeredModel:
         """Return ranks that have memory to spare."""
         weights, block = LAYERS * LAYER_PAGES, LAYERS * KV_PAGES
         pages = PlacePages(weights + BLOCKS * block, weights, block, 1, LAYERS, LAYER_PAGES)
         rank = RankModel(EngineOptions(**ENGINE), pages, ChunkCost(**self.chunks), contention=contention)
-        links = Links(bytes_s=1 / max(self.byte_s, 1e-12), hop_s=self.hop_s)
+        links = Links(bytes_s=1 / max(self.byte_s, 1e-12), hop_s=self.hop_s, stage_s=self.stage_s)
         return LayeredModel(rank, page_bytes=PAGE_BYTES, token_bytes=HIDDEN_BYTES, rest=self.rest, links=links)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from elastic.planning.arrangement.drop import PlannedGroup
 from elastic.planning.arrangement.stages import Held
@@ -39,7 +40,7 @@ class GroupReading:
     busy: bool = False
     """True while an action on it is under way."""
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The names of its instances: they are its own name, too."""
         return tuple(member.held.name for member in self.members)

@@ -14,6 +14,7 @@ from elastic.estimation.work import layer_work, rest_work
 from elastic.planning.estimate.configuration import form_of
 from elastic.planning.estimate.devices import LINK_LATENCY_S, DeviceKind
 from elastic.planning.estimate.layer_cost import LayerCost
+from elastic.planning.estimate.performance import NO_HANDOVERS, Handovers
 from elastic.planning.estimate.roofline import BatchCost, Roofline, sharded_cost
 from elastic.planning.measured_cost import LinearLatency
 
@@ -31,8 +32,16 @@ class Costs(Protocol):
     def rest(self, weights: str, kv: KVShape) -> BatchCost:
         """Return the cost of what is around the layers."""
 
+    @property
+    def link_basis(self) -> str:
+        """Where those of links are from: "measured", or "assumed" (their latency, if not their rate, is)."""
+
     def link(self) -> LinearLatency:
         """Return the seconds for so many bytes from one device to another."""
+
+    @property
+    def handovers(self) -> Handovers:
+        """What engines take around links."""
 
     def beside(self, cost: BatchCost, others: int) -> BatchCost:
         """Return a cost while so many other devices compute."""
@@ -40,6 +49,9 @@ class Costs(Protocol):
 
 class SheetCosts:
     """Seconds at the rates of a data sheet: no less than these."""
+
+    link_basis = "assumed"
+    handovers = NO_HANDOVERS
 
     def __init__(self, pages: WeightPages, device: DeviceKind) -> None:
         self.pages = pages
@@ -91,9 +103,19 @@ class MeasuredCosts:
         """Return the cost of what is around the layers."""
         return self.profile.around[form_of(weights, kv.form)]
 
+    @property
+    def link_basis(self) -> str:
+        """Where those of links are from."""
+        return "assumed" if self.profile.link is None else "measured"
+
     def link(self) -> LinearLatency:
         """Return the seconds for so many bytes."""
         return _link(self.device) if self.profile.link is None else self.profile.link
+
+    @property
+    def handovers(self) -> Handovers:
+        """What engines take around links."""
+        return self.profile.handovers
 
     def beside(self, cost: BatchCost, others: int) -> BatchCost:
         """Return a cost while so many others read the same memory."""

@@ -309,6 +309,7 @@ class Estimator:
             self.layout.config.hidden_size * self.layout.dtype.itemsize,
             self.step_tokens,
             self._parts(stages, layers, rest, tp * len(stages) - 1) if len(stages) > 1 else (),
+            self.costs.handovers,
         )
 
     def _parts(

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from elastic.estimation.work import layer_work, window_of
 from elastic.planning.estimate.configuration import FULL, parts_of
 from elastic.planning.estimate.devices import CPU_PAGE_BYTES, CUDA_PAGE_BYTES
 from elastic.planning.estimate.layer_cost import LayerCost, r_squared
+from elastic.planning.estimate.performance import NO_HANDOVERS, Handovers
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from elastic.quant.kernels.workspace import kept_bytes
@@ -64,6 +65,12 @@ class CostProfile:
     """(kind of layer, form) -> the share of the variance of what was measured that its cost explains."""
     contention: float = 0.0
     """By how much more slowly a rank reads for each other one that reads from the same memory meanwhile."""
+    handovers: Handovers = NO_HANDOVERS
+    """What the engine takes around links, besides `link`."""
+
+    def with_links(self, other: CostProfile) -> CostProfile:
+        """Return it with what another one says of links: what two ranks do to each other."""
+        return replace(self, link=other.link, contention=other.contention, handovers=other.handovers)
 
 
 def measure_fingerprints(

@@ -7,14 +7,13 @@ import math
 import os
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
 
 from elastic.cli.inputs.checks import require_at_least
 from elastic.cli.inputs.intent_options import intent_of, load_of, losses_of, names_of
-from elastic.cluster.peers.link_profile import measure_contention, measure_link
+from elastic.cluster.fleet.profiling.guest import measure_two_ranks
 from elastic.errors import ConfigError
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import WEIGHTS
@@ -86,7 +85,7 @@ def _profile(options: Namespace, forms: Sequence[str], load: Load) -> CostProfil
     profile = measure_fingerprints(options.model, forms, device=device, context=load.tokens)
     if not others or device != "cpu" or len(os.sched_getaffinity(0)) < 2:
         return profile
-    return replace(profile, link=measure_link(), contention=measure_contention())
+    return profile.with_links(measure_two_ranks())
 
 
 def _configurations(estimates: Sequence[Estimate], intent: str) -> Table:

@@ -84,9 +84,10 @@ def deployments(document: StatusDocument) -> list[Panel]:
     """Draw a line for each deployed model, and one for each device; nothing where there are none."""
     if not document.deployments:
         return []
-    models = Table("model", "configuration", "changes", "", box=None, padding=(0, 1, 0, 0))
+    models = Table("model", "configuration", "links", "changes", "", box=None, padding=(0, 1, 0, 0))
     for each in document.deployments:
-        models.add_row(Text(each.name), Text(each.configuration), f"{each.changes:,}", Text(each.reason))
+        links = ", ".join(dict.fromkeys(link.basis for link in each.links))
+        models.add_row(Text(each.name), Text(each.configuration), links, f"{each.changes:,}", Text(each.reason))
     devices = Table("device", "free", "of", "load", "models", "", box=None, padding=(0, 1, 0, 0))
     for device in document.devices:
         measured = f"{device.guest} is measured" if device.guest else ""

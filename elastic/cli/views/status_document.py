@@ -123,6 +123,15 @@ class FleetDocument:
 
 
 @dataclass(frozen=True)
+class LinkDocument:
+    """Two devices whose ranks exchange what they compute."""
+
+    devices: tuple[str, str]
+    basis: str
+    """Where the seconds are from that estimates have of it."""
+
+
+@dataclass(frozen=True)
 class DeploymentDocument:
     """A model that is deployed by an intent."""
 
@@ -131,6 +140,7 @@ class DeploymentDocument:
     reason: str = ""
     """What re-planning said last."""
     changes: int = 0
+    links: tuple[LinkDocument, ...] = ()
 
 
 @dataclass(frozen=True)

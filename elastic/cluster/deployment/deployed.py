@@ -15,7 +15,7 @@ from elastic.cluster.deployment.devices import DeviceBook
 from elastic.cluster.deployment.hysteresis import Hysteresis, Replanning
 from elastic.cluster.deployment.load_meter import LoadMeter
 from elastic.cluster.deployment.price import priced
-from elastic.cluster.deployment.status import DeploymentStatus, Replanned, StageStatus, TransitionStep
+from elastic.cluster.deployment.status import DeploymentStatus, Replanned, TransitionStep, links_of, stages_of
 from elastic.cluster.deployment.steps import apart, same, steps_between, whole
 from elastic.cluster.deployment.transition import DeploymentTransition, observed
 from elastic.cluster.fleet.fleet import Fleet
@@ -52,9 +52,8 @@ class Deployed:
         replicas: ReplicaRange = ReplicaRange(),  # noqa: B008  (frozen)
     ) -> None:
         self.name, self.path, self.intent, self.replicas = name, path, intent, replicas
-        self.chooser = chooser
+        self.chooser, self.changes = chooser, 0
         chooser.profile = store.load(path, chooser.devices[0].kind.type, self.forms)
-        self.changes = 0
         self._book, self._settings = book, settings
         self._lock = threading.RLock()  # one change at a time
         self._kept_bytes = chooser.kept_bytes()
@@ -65,14 +64,12 @@ class Deployed:
         self._above_limits = False  # whether ranks had more keys and values than their limits when these were set
         self.meter = LoadMeter(load)
         states = book.states(name, self._kept_bytes)
+
+        def of(count: int, load: Load) -> Deployment | Refusal:
+            return chooser.choose(load, intent, states, replicas=count)
+
         within = replicas.within(len(states))
-        chosen = best_deployment(
-            within,
-            load,
-            intent.objective,
-            lambda count, load: chooser.choose(load, intent, states, replicas=count),
-            better=settings.better,
-        )
+        chosen = best_deployment(within, load, intent.objective, of, better=settings.better)
         if isinstance(chosen, Refusal):
             raise no_place(name, chosen)
         self.plan = chosen
@@ -95,6 +92,11 @@ class Deployed:
     def load(self) -> Load:
         """The requests that it is planned for: those of the last minute, and no less than is expected."""
         return self.chooser.bounded(self.meter.load)
+
+    @property
+    def links(self) -> tuple[tuple[str, str], ...]:
+        """Devices of which the ranks exchange what they compute."""
+        return self.plan.links
 
     @property
     def ranks(self) -> dict[str, str]:
@@ -210,14 +212,11 @@ class Deployed:
 
     def status(self) -> DeploymentStatus:
         """Return what it is."""
-        stages = tuple(
-            StageStatus((stage.layers[0], stage.layers[-1]), stage.devices, stage.nbytes) for stage in self.plan.stages
-        )
         return DeploymentStatus(
             self.name,
             self.path,
             str(self.plan.configuration),
-            stages,
+            stages_of(self.plan),
             self.intent,
             self.load,
             self.plan.estimate,
@@ -225,6 +224,7 @@ class Deployed:
             self.changes,
             len(self.plan.instances),
             str(self.replicas),
+            links_of(self.plan, self.chooser.estimator(Load(1, 1)).costs),
         )
 
     # -- inside

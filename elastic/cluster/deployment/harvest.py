@@ -1,13 +1,16 @@
-"""Profiling in spare time: fingerprints are measured on devices that have little to do. (iServe, 4.2 and 8.6)"""
+"""Profiling in spare time: fingerprints, and what ranks do to each other, are measured on devices that have little to
+do. (iServe, 4.2 and 8.6)"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Protocol
 
 from elastic.cluster.deployment.devices import DeviceBook
+from elastic.cluster.fleet.profiling.guest import LinkProfilingProcess, link_guest_bytes
 from elastic.errors import CapacityError, ElasticError, StateError
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.profiles.guest import SHARE, ProfilingProcess, guest_bytes
@@ -19,6 +22,8 @@ SPARE_LOAD = 0.3
 REST_S = 10.0
 """Behind one that was cancelled none begins so soon."""
 CONTEXT = 512
+LINKS = "links"
+"""Instead of a form: what two ranks do to each other."""
 _WHO = "a guest that measures"
 
 
@@ -39,19 +44,31 @@ class Measured(Protocol):
 
     @property
     def forms(self) -> tuple[str, ...]: ...
+    @property
+    def links(self) -> Sequence[tuple[str, str]]:
+        """Devices of which the ranks exchange what they compute."""
 
 
 Starter = Callable[[str, Sequence[str], str], Measuring]
 
 
 def _start(model: str, forms: Sequence[str], device: str) -> Measuring:
+    if LINKS in forms:
+        return LinkProfilingProcess(SHARE)
     return ProfilingProcess(model, forms, device, context=CONTEXT, share=SHARE)
+
+
+def _needed_bytes(model: str | Path, forms: Sequence[str], context: int) -> int:
+    return link_guest_bytes() if LINKS in forms else guest_bytes(model, forms, context)
 
 
 class Harvester:
     """Measures what is not known of models, a form at a time, one guest in all. One thread's at a time.
 
-    `stored` is called with a model's directory and its profile as soon as all its forms are known.
+    When all forms of a model are known, and it could have several ranks on CPUs of this host, links between them and
+    contention are measured, too, on two devices at a time: by preference such as exchange in its deployment. They are
+    alike for all models. `stored` is called with a model's directory and its profile as soon as all its forms are
+    known, and again when links are.
     """
 
     def __init__(
@@ -60,12 +77,14 @@ class Harvester:
         store: ProfileStore,
         stored: Callable[[str, CostProfile], object],
         start: Starter = _start,
-        needs: Callable[[str | Path, Sequence[str], int], int] = guest_bytes,
+        needs: Callable[[str | Path, Sequence[str], int], int] = _needed_bytes,
     ) -> None:
         self._book, self._store, self._stored, self._start, self._needs = book, store, stored, start, needs
         self._guest: Measuring | None = None
         self._model: Measured | None = None
-        self._device = ""
+        self._form = ""
+        self._devices: tuple[str, ...] = ()
+        self._links: CostProfile | None = None  # of whichever model they were measured for
         self._not_before_s = 0.0
         self._failed: set[tuple[str, str]] = set()  # (path, form) that cannot be measured
         self.cancelled = 0
@@ -74,7 +93,7 @@ class Harvester:
     @property
     def at(self) -> dict[str, str]:
         """Device -> the model that is measured there."""
-        return {self._device: self._model.name} if self._model is not None else {}
+        return {} if self._model is None else dict.fromkeys(self._devices, self._model.name)
 
     def tick(self, now_s: float, models: Sequence[Measured]) -> None:
         """Look at the guest, or begin with one."""
@@ -84,6 +103,7 @@ class Harvester:
             for model in models:
                 if missing := self._missing(model):
                     self._begin(model, missing[0])
+                if self._guest is not None:
                     return
 
     def stop(self) -> None:
@@ -121,47 +141,75 @@ class Harvester:
 
     def _missing(self, model: Measured) -> list[str]:
         profile = self._store.load(model.path, self._kind)
-        measured = profile.around if profile is not None else {}
-        return [form for form in model.forms if form not in measured and (model.path, form) not in self._failed]
+        measured = set(profile.around) if profile is not None else set()
+        wanted = [*model.forms]
+        if measured.issuperset(model.forms) and self._kind == "cpu" and len(self._book.devices) > 1:
+            wanted.append(LINKS)
+        if profile is not None and profile.link is not None:
+            measured.add(LINKS)
+        return [form for form in wanted if form not in measured and (model.path, form) not in self._failed]
 
     def _begin(self, model: Measured, form: str) -> None:
+        if form == LINKS and (links := self._links) is not None:
+            self._keep(model, form, lambda: links)
+            return
         try:
             nbytes = self._needs(model.path, (form,), CONTEXT)
         except ElasticError as error:
             self._give_up(model, form, error)
             return
-        for device in self._book.devices:
+        for devices in self._choices(model, form):
             try:
-                self.require_spare(device, nbytes)
-                self._book.reserve(_WHO, {device: nbytes})
+                for device in devices:
+                    self.require_spare(device, nbytes)
+                self._book.reserve(_WHO, dict.fromkeys(devices, nbytes))
             except (CapacityError, StateError):
                 continue
-            self._guest = self._start(model.path, (form,), device.partition("#")[0])
-            self._model, self._device = model, device
+            self._guest = self._start(model.path, (form,), devices[0].partition("#")[0])
+            self._model, self._form, self._devices = model, form, devices
             return
+
+    def _choices(self, model: Measured, form: str) -> Iterator[tuple[str, ...]]:
+        """Yield where a guest could measure, what is best first."""
+        if form == LINKS:
+            yield from model.links
+            yield from combinations(self._book.devices, 2)
+        else:
+            yield from ((device,) for device in self._book.devices)
 
     def _watch(self, now_s: float, guest: Measuring, model: Measured, models: Sequence[Measured]) -> None:
         gone = all(model is not each for each in models)
-        busy = self._book.busy
-        others = max(0.0, busy.others().get(self._device, 0.0) - SHARE)  # the guest is one of them
-        if gone or busy.recent().get(self._device, 0.0) + others >= SPARE_LOAD:
+        if gone or any(self._load_beside(device) >= SPARE_LOAD for device in self._devices):
             guest.cancel()
             self.cancelled += not gone
             self._not_before_s = now_s + REST_S
             self._leave()
         elif guest.ended:
-            form = next(iter(self._missing(model)), "")
-            try:
-                self._store.save(model.path, guest.result())
-            except ElasticError as error:
-                self._give_up(model, form, error)
+            form = self._form
             self._leave()
-            if (profile := self.known(model)) is not None:
-                self._stored(model.path, profile)
+            self._keep(model, form, guest.result)
+
+    def _load_beside(self, device: str) -> float:
+        """Return the load of a device beside the guest, which others see as one of theirs."""
+        busy = self._book.busy
+        return busy.recent().get(device, 0.0) + max(0.0, busy.others().get(device, 0.0) - SHARE)
+
+    def _keep(self, model: Measured, form: str, result: Callable[[], CostProfile]) -> None:
+        """Keep what was measured, and tell of it where all forms of the model are known."""
+        try:
+            profile = result()
+            self._store.save(model.path, profile)
+        except ElasticError as error:
+            self._give_up(model, form, error)
+            return
+        if form == LINKS:
+            self._links = profile
+        if (whole := self.known(model)) is not None:
+            self._stored(model.path, whole)
 
     def _leave(self) -> None:
         self._guest = self._model = None
-        self._device = ""
+        self._form, self._devices = "", ()
         self._book.release(_WHO)
 
     def _give_up(self, model: Measured, form: str, error: ElasticError) -> None:

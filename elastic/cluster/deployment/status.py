@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from elastic.estimation.costs import Costs
+from elastic.planning.deployment.placing import Deployment
 from elastic.planning.estimate.intent import Intent
 from elastic.planning.estimate.performance import Load
 from elastic.planning.estimate.ranking import Estimate
@@ -59,6 +61,28 @@ class StageStatus:
 
 
 @dataclass(frozen=True)
+class LinkStatus:
+    """Two devices whose ranks exchange what they compute, and what estimates take that to cost."""
+
+    devices: tuple[str, str]
+    basis: str
+    """`measured`: between two ranks of this host. `assumed`: the rate is that of the data sheet, if there is one."""
+    fixed_s: float
+    byte_s: float
+
+
+def stages_of(plan: Deployment) -> tuple[StageStatus, ...]:
+    """Return the stages of all instances."""
+    return tuple(StageStatus((stage.layers[0], stage.layers[-1]), stage.devices, stage.nbytes) for stage in plan.stages)
+
+
+def links_of(plan: Deployment, costs: Costs) -> tuple[LinkStatus, ...]:
+    """Return the links of all instances; what was measured of two ranks stands for all of a kind of devices."""
+    link = costs.link()
+    return tuple(LinkStatus(pair, costs.link_basis, link.fixed_s, link.each_s) for pair in plan.links)
+
+
+@dataclass(frozen=True)
 class DeploymentStatus:
     """A model that is deployed."""
 
@@ -79,6 +103,7 @@ class DeploymentStatus:
     """Instances that have the configuration."""
     replica_range: str = "1"
     """How many there may be: a number, or such as "1-4", in which it follows the load."""
+    links: tuple[LinkStatus, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from elastic import clock
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.instance import Instance, all_blocks, blocks_of
 from elastic.cluster.fleet.moves import Mover
 from elastic.cluster.fleet.planning.balance import InstanceBooks, Movable, Move, plan_moves
+from elastic.cluster.fleet.planning.router import freeness
 from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.errors import ElasticError
 
@@ -44,21 +46,36 @@ class Balancer:
             serving = [i for i in self._dispatcher.instances.values() if i.state == "serving" and not i.group]
             if len(serving) < 2:
                 return None
-            books = [
-                InstanceBooks(
-                    instance.name,
-                    instance.load.total_blocks,
-                    tuple(self._movable(instance, record) for record in instance.records.values()),
-                    instance.hello.max_requests,
-                )
-                for instance in serving
-            ]
             head = self._dispatcher.queue[0] if self._dispatcher.queue else None
             waiting = all_blocks(serving[0].kv_format, head) if head is not None else None
+            if waiting is None:
+                serving = _furthest_apart(serving)
+            books = [self._books(instance) for instance in serving]
         return next(iter(plan_moves(books, waiting)), None)
+
+    def _books(self, instance: Instance) -> InstanceBooks:
+        requests = tuple(self._movable(instance, record) for record in instance.records.values())
+        return InstanceBooks(instance.name, instance.load.total_blocks, requests, instance.hello.max_requests)
 
     def _movable(self, instance: Instance, record: RequestRecord) -> Movable:
         kv, prompt = instance.kv_format, len(record.request.prompt)
         held = sum(blocks_of(kv, prompt + len(answer.tokens)) for answer in record.live)
         steady = record.begun and not record.moving and not record.cancelled and record.request.id not in self._rests
         return Movable(record.request.id, held, all_blocks(kv, record), record.left, steady)
+
+
+def _furthest_apart(instances: Sequence[Instance]) -> list[Instance]:
+    """Return the least free instance and the freest other one, the only ones between which anything moves."""
+    freeness_of = [_freeness(instance) for instance in instances]
+    least = min(range(len(instances)), key=freeness_of.__getitem__)
+    most = max((number for number in range(len(instances)) if number != least), key=freeness_of.__getitem__)
+    return [instances[least], instances[most]]
+
+
+def _freeness(instance: Instance) -> float:
+    """Return its freeness as books have it: by all that its requests may need."""
+    records, total = instance.records, instance.load.total_blocks
+    if not records:
+        return freeness(total, 0)
+    needed = sum([all_blocks(instance.kv_format, record) for record in records.values()])
+    return freeness(total - needed, instance.sequences)

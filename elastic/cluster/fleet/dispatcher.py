@@ -154,6 +154,7 @@ class Dispatcher:
             if self.instances.get(instance.name) is not instance:
                 return None  # it was given up: others go on with what it had
             instance.hear(news.load, now)
+            instance.changes += 1  # of what it has
             if news.kv is not None and instance.directory is not None:
                 instance.directory.apply(news.kv)
             instance.forms.extend(map(self.form, news.forms))

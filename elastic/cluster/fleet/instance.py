@@ -116,6 +116,8 @@ class Instance:
     @property
     def sequences(self) -> int:
         """Answers that it was given and that have not ended."""
+        if not self.records:
+            return 0
         return sum([record.left for record in self.records.values()])  # a list is faster: every request asks for it
 
     @property
@@ -136,8 +138,9 @@ class Instance:
         if load.lost_rank != self.load.lost_rank:
             self.cut_off_s = now if load.lost_rank else None
         self.heard_s = now
-        self.changes += 1
-        self.load = load
+        if load != self.load:  # most signs of life say nothing new
+            self.changes += 1
+            self.load = load
         if not self.group:
             self._alone_blocks = max(self._alone_blocks, load.total_blocks)
 

@@ -3,6 +3,7 @@ while the other does. Each is a process on a core of its own."""
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import secrets
@@ -15,35 +16,44 @@ from typing import Any
 import torch
 
 from elastic.cluster.peers.hub import PeerHub
+from elastic.cluster.peers.transport import PeerTransport
+from elastic.engines.continuous.chunk_profile import Pace
 from elastic.engines.pipeline.transport import Key
 from elastic.errors import StateError
+from elastic.estimation.profiles.guest import end_with_parent
 from elastic.planning.measured_cost import LinearLatency
 
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18)
 """Bytes of an exchange."""
 WIDTH = 1024
-"""Of hidden states: weights of 8 MiB are multiplied before and behind each exchange."""
+"""Of hidden states."""
+WEIGHT_BYTES = 2 * WIDTH * WIDTH * 4
+"""Of the weights that are multiplied before and behind each exchange."""
 READ_BYTES = 256 << 20
 """More than caches hold."""
 WAIT_S = 60.0
+REPEATS, ROUNDS = 100, 15
+"""Exchanges of each size, and pairs of products, of which the median counts."""
+BURST = 8
+"""So many exchanges follow each other, before both processes rest."""
 
 
-def measure_link(repeats: int = 100) -> LinearLatency:
+def measure_link(repeats: int = REPEATS, pace: Pace | None = None) -> LinearLatency:
     """Fit the seconds in which two ranks send each other so many bytes and have both.
 
     They are what a product of some weights and an exchange take longer than the product, in the median: whoever has
-    waited computes with cold caches. Raises `StateError` where this process may run on one core alone, or the other one
-    ends too early.
+    waited computes with cold caches. `pace` is called behind each few exchanges by both processes, and may wait; it is
+    pickled. Raises `StateError` where this process may run on one core alone, or the other one ends too early.
     """
     cores, key = _two_cores(), secrets.token_bytes(16)
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
-    child = context.Process(target=_exchange, args=("r1", "r0", key, theirs, repeats, cores[1]), daemon=True)
+    child = context.Process(target=_exchange, args=("r1", "r0", key, theirs, repeats, cores[1], pace), daemon=True)
     child.start()
     theirs.close()  # so that its end is the end of the pipe
     allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
     try:
-        taken = _exchange("r0", "r1", key, ours, repeats, cores[0])
+        taken = _exchange("r0", "r1", key, ours, repeats, cores[0], pace)
         child.join(WAIT_S)
     except (EOFError, ConnectionError) as error:
         child.join(WAIT_S)
@@ -56,10 +66,10 @@ def measure_link(repeats: int = 100) -> LinearLatency:
     return line_through({size: statistics.median(seconds) for size, seconds in taken.items()})
 
 
-def measure_contention(rounds: int = 15) -> float:
+def measure_contention(rounds: int = ROUNDS, pace: Pace | None = None) -> float:
     """Return by how much longer products with weights that no cache holds take while another core has such, too.
 
-    The median of pairs: with the other one idle, and busy. Raises as `measure_link`.
+    The median of pairs: with the other one idle, and busy. `pace` is called behind each. Raises as `measure_link`.
     """
     cores = _two_cores()
     context = multiprocessing.get_context("spawn")
@@ -73,7 +83,7 @@ def measure_contention(rounds: int = 15) -> float:
         weights = _large_weights()
         if not ready.wait(WAIT_S):
             raise StateError(f"no process on core {cores[1]} was ready within {WAIT_S:.0f} s; measure again")
-        return max(0.0, statistics.median(_pair(weights, busy) for _ in range(rounds)) - 1)
+        return max(0.0, statistics.median(_pair(weights, busy, pace) for _ in range(rounds)) - 1)
     finally:
         over.set()
         busy.set()
@@ -97,7 +107,7 @@ def _two_cores() -> Sequence[int]:
     return cores
 
 
-def _pair(weights: torch.Tensor, busy: Any) -> float:
+def _pair(weights: torch.Tensor, busy: Any, pace: Pace | None) -> float:
     """Return the seconds of a product beside another process that reads, over those of one by itself."""
     alone_s = _product_s(weights)
     busy.set()
@@ -105,11 +115,14 @@ def _pair(weights: torch.Tensor, busy: Any) -> float:
     beside_s = _product_s(weights)
     busy.clear()
     time.sleep(0.02)
+    if pace is not None:
+        pace(alone_s + beside_s)
     return beside_s / alone_s
 
 
 def _read(busy: Any, ready: Any, over: Any, core: int) -> None:
     """Compute products on another core while `busy` is set."""
+    end_with_parent()
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     weights = _large_weights()
@@ -132,30 +145,61 @@ def _product_s(weights: torch.Tensor, times: int = 3) -> float:
     return time.perf_counter() - begin
 
 
-def _exchange(name: str, other: str, key: bytes, pipe: Connection, repeats: int, core: int) -> dict[int, list[float]]:
+def _exchange(
+    name: str, other: str, key: bytes, pipe: Connection, repeats: int, core: int, pace: Pace | None
+) -> dict[int, list[float]]:
     """Exchange tensors with another rank again and again; return the seconds of each, by bytes."""
+    if name != "r0":
+        end_with_parent()
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
-    weights, hidden = torch.zeros(2 * WIDTH, WIDTH), torch.zeros(1, WIDTH)
     hub = PeerHub(name, key)
     try:
         pipe.send(hub.address)
         hub.meet({other: pipe.recv()})
-        transport, step = hub.transport("r0"), 0
-        timings: dict[int, list[float]] = {size: [] for size in SIZES}
-        for size, taken in timings.items():
-            tensor = torch.zeros(size // 4)
-            for _ in range(repeats):
-                begin, step = time.perf_counter(), step + 1
-                torch.nn.functional.linear(hidden, weights)
-                middle = time.perf_counter()
-                transport.send(other, tensor, Key(step, 0))
-                transport.receive(other, tensor, Key(step, 0))
-                transport.forget(step)
-                torch.nn.functional.linear(hidden, weights)
-                taken.append(time.perf_counter() - middle - (middle - begin))
+        exchanges = _Exchanges(hub.transport("r0"), other)
+        timings = {size: exchanges.measure(size, repeats, pace) for size in SIZES}
         pipe.send("done")
         pipe.recv()
         return timings
     finally:
         hub.close()
+
+
+class _Exchanges:
+    """One rank's side of exchanges with another one, which does the same."""
+
+    def __init__(self, transport: PeerTransport, other: str) -> None:
+        self._transport, self._other, self._step = transport, other, 0
+        self._weights, self._hidden = torch.zeros(2 * WIDTH, WIDTH), torch.zeros(1, WIDTH)
+
+    def measure(self, size: int, repeats: int, pace: Pace | None) -> list[float]:
+        """Return the seconds of at least so many exchanges of some bytes.
+
+        Whoever has rested meets the other one again before it is timed, and the first of each burst does not count:
+        caches are as cold for it as the rest was long.
+        """
+        tensor, taken = torch.zeros(size // 4), list[float]()
+        for _ in range(math.ceil(repeats / BURST)):
+            self._swap(tensor)
+            began_s = time.perf_counter()
+            taken += [self._timed(tensor) for _ in range(BURST + 1)][1:]
+            if pace is not None:
+                pace(time.perf_counter() - began_s)
+        return taken
+
+    def _timed(self, tensor: torch.Tensor) -> float:
+        """Return by how much longer a product and an exchange take than a product."""
+        begin = time.perf_counter()
+        torch.nn.functional.linear(self._hidden, self._weights)
+        middle = time.perf_counter()
+        self._swap(tensor)
+        torch.nn.functional.linear(self._hidden, self._weights)
+        return time.perf_counter() - middle - (middle - begin)
+
+    def _swap(self, tensor: torch.Tensor) -> None:
+        self._step += 1
+        key = Key(self._step, 0)
+        self._transport.send(self._other, tensor, key)
+        self._transport.receive(self._other, tensor, key)
+        self._transport.forget(self._step)

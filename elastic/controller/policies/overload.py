@@ -82,7 +82,8 @@ class OverloadPolicy:
         state = state or OverloadState()
         now = snapshot.at_s
         groups = snapshot.groups
-        states = [self._observe(snapshot, group, _carried(state.groups, group, now)) for group in groups]
+        carried = _carried(state.groups, groups)
+        states = [self._observe(snapshot, group, before) for group, before in zip(groups, carried, strict=True)]
         queue_ticks = state.queue_ticks + 1 if self._queue_need(snapshot) > 0 else 0
         drops, reason, short = self._drops(snapshot, states, queue_ticks)
         restores: tuple[int, ...] = ()
@@ -136,16 +137,19 @@ class OverloadPolicy:
     def _observe(self, snapshot: FleetSnapshot, group: GroupReading, state: GroupState) -> GroupState:
         """Count and time what is seen of a group."""
         now, overload = snapshot.at_s, self._overload(group)
-        eased = not overload and _has_dropped(group, len(snapshot.layer_bytes)) and self._eased(snapshot, group)
+        eases = not overload and _has_dropped(group, len(snapshot.layer_bytes)) and self._eased(snapshot, group)
         idle = not group.running and not group.committed_bytes and not group.waiting_bytes
         since = now if state.idle_since_s is None else state.idle_since_s
-        return replace(
-            state,
-            pressed=state.pressed + 1 if overload else 0,
-            eased=state.eased + 1 if eased else 0,
-            pressed_s=now if overload else state.pressed_s,
-            idle_since_s=since if idle else None,
-        )
+        pressed, pressed_s = (state.pressed + 1, now) if overload else (0, state.pressed_s)
+        eased, idle_since_s = state.eased + 1 if eases else 0, since if idle else None
+        if (pressed, pressed_s, eased, idle_since_s) == (
+            state.pressed,
+            state.pressed_s,
+            state.eased,
+            state.idle_since_s,
+        ):
+            return state  # as of most groups at most ticks
+        return replace(state, pressed=pressed, pressed_s=pressed_s, eased=eased, idle_since_s=idle_since_s)
 
     def _may_act(self, group: GroupReading, state: GroupState, now: float) -> bool:
         return not group.busy and now - state.acted_s >= self.settings.cooldown_s * (1 << state.failures)
@@ -313,16 +317,24 @@ def _rest(snapshot: FleetSnapshot, group: GroupReading) -> int:
     return held - sum(snapshot.layer_bytes)
 
 
-def _carried(states: Sequence[GroupState], group: GroupReading, now: float) -> GroupState:
-    """Return what is remembered of a group: of one that merged or parted, what its members bring with them."""
+def _carried(states: Sequence[GroupState], groups: Sequence[GroupReading]) -> list[GroupState]:
+    """Return what is remembered of each group; no two states are of the same instance."""
+    same = {state.names: state for state in states}
+    return [_settled(same[group.names], group) if group.names in same else _joined(states, group) for group in groups]
+
+
+def _settled(state: GroupState, group: GroupReading) -> GroupState:
+    """Return what is remembered of a group that is as it was, with the outcome of its last action."""
+    if group.busy or state.asked is None:
+        return state
+    failures = min(state.failures + 1, MOST_FAILURES) if state.asked == _layers(group) else 0
+    return replace(state, asked=None, failures=failures)
+
+
+def _joined(states: Sequence[GroupState], group: GroupReading) -> GroupState:
+    """Return what the members of a group that merged or parted bring with them."""
     names = set(group.names)
     old = [state for state in states if names & set(state.names)]
-    if len(old) == 1 and old[0].names == group.names:
-        state = old[0]
-        if group.busy or state.asked is None:
-            return state
-        failures = min(state.failures + 1, MOST_FAILURES) if state.asked == _layers(group) else 0
-        return replace(state, asked=None, failures=failures)
     return GroupState(
         group.names,
         pressed_s=max((state.pressed_s for state in old), default=-math.inf),

@@ -118,6 +118,11 @@ class LayerPath:
 
     def runs(self) -> tuple[tuple[tuple[str, ...], range], ...]:
         """Return the layers from first to last by the ranks that compute the first copy, in as few runs as possible."""
+        return self._runs
+
+    @cached_property
+    def _runs(self) -> tuple[tuple[tuple[str, ...], range], ...]:
+        """What `runs` returns: each step asks for it."""
         runs, first = [], 0
         for ranks, same in groupby(map(self.holders, range(self.layers))):
             last = first + len(list(same))

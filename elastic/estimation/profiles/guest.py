@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,13 +33,12 @@ STEP_TOKENS = 256
 _PR_SET_PDEATHSIG = 1
 
 
-class ProfilingProcess:
-    """A process that measures; `ended` looks whether it has."""
+class GuestProcess:
+    """A module that runs as a process and measures; `ended` looks whether it has."""
 
-    def __init__(self, model: str | Path, forms: Sequence[str], device: str, *, context: int, share: float) -> None:
-        arguments = [str(model), *forms, "--device", device, "--context", str(context), "--share", str(share)]
+    def __init__(self, module: str, arguments: Sequence[str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "elastic.estimation.profiles.guest", *arguments],
+            [sys.executable, "-m", module, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -69,11 +69,43 @@ class ProfilingProcess:
         self._process.communicate()
 
 
+class ProfilingProcess(GuestProcess):
+    """A guest that measures fingerprints of a model."""
+
+    def __init__(self, model: str | Path, forms: Sequence[str], device: str, *, context: int, share: float) -> None:
+        arguments = [str(model), *forms, "--device", device, "--context", str(context), "--share", str(share)]
+        super().__init__("elastic.estimation.profiles.guest", arguments)
+
+
 def guest_bytes(model: str | Path, forms: Sequence[str], context: int) -> int:
     """Return the memory that the largest fingerprint takes in the engine. Raises `ConfigError`."""
     layout = layout_of(model, torch.float32)
     tokens = context + STEP_TOKENS
     return max(fingerprint_bytes(layout, kind, name, tokens) for kind in layout.kinds for name in forms)
+
+
+def rest_behind(share: float, seconds: float) -> None:
+    """Sleep behind something that took so long, so that it was that share of the time."""
+    time.sleep(seconds * (1 - share) / share)
+
+
+def end_with_parent() -> None:
+    """Have this process be killed when whoever started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def run_guest(measure: Callable[[], CostProfile]) -> int:
+    """Be a guest: measure, with the lowest priority, and print the profile, or why there is none."""
+    os.nice(19)
+    end_with_parent()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    try:
+        answer = to_json(measure())
+    except ElasticError as error:
+        answer = {"error": str(error)}
+    print(json.dumps(answer), flush=True)
+    return 0
 
 
 def _main() -> int:
@@ -84,26 +116,16 @@ def _main() -> int:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--share", type=float, default=SHARE)
     options = parser.parse_args()
-    os.nice(19)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
-    share = options.share
-    try:
-        answer = to_json(
-            measure_fingerprints(
-                options.model,
-                options.forms,
-                device=options.device,
-                context=options.context,
-                step_tokens=STEP_TOKENS,
-                pace=lambda seconds: time.sleep(seconds * (1 - share) / share),
-            )
+    return run_guest(
+        lambda: measure_fingerprints(
+            options.model,
+            options.forms,
+            device=options.device,
+            context=options.context,
+            step_tokens=STEP_TOKENS,
+            pace=partial(rest_behind, options.share),
         )
-    except ElasticError as error:
-        answer = {"error": str(error)}
-    print(json.dumps(answer), flush=True)
-    return 0
+    )
 
 
 if __name__ == "__main__":

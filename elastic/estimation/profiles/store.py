@@ -15,7 +15,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from elastic.errors import ConfigError
 from elastic.estimation.profile import CostProfile
 from elastic.planning.estimate.layer_cost import LayerCost
+from elastic.planning.estimate.performance import Handovers
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 
@@ -97,16 +98,9 @@ class ProfileStore:
 
 def merged(earlier: CostProfile, measured: CostProfile) -> CostProfile:
     """Return two measurements of one model as one; of what both have the second counts."""
-    return CostProfile(
-        earlier.device,
-        {**earlier.layers, **measured.layers},
-        {**earlier.around, **measured.around},
-        measured.link or earlier.link,
-        {**earlier.activations, **measured.activations},
-        {**earlier.scratch_bytes, **measured.scratch_bytes},
-        {**earlier.r_squared, **measured.r_squared},
-        measured.contention or earlier.contention,
-    )
+    fields = ("layers", "around", "activations", "scratch_bytes", "r_squared")
+    both: dict[str, Any] = {name: {**getattr(earlier, name), **getattr(measured, name)} for name in fields}
+    return replace(earlier, **both).with_links(measured if measured.link is not None else earlier)
 
 
 def model_digest(model: str | Path) -> str:
@@ -160,6 +154,7 @@ def to_json(profile: CostProfile) -> dict[str, Any]:
         "link": None if link is None else asdict(link),
         "r_squared": [[*key, value] for key, value in profile.r_squared.items()],
         "contention": profile.contention,
+        "handovers": asdict(profile.handovers),
         **{name: dict(getattr(profile, name)) for name in _FIGURES},
     }
 
@@ -178,6 +173,7 @@ def from_json(content: Mapping[str, Any]) -> CostProfile:
         {str(weights): int(nbytes) for weights, nbytes in content["scratch_bytes"].items()},
         {(str(kind), str(weights)): float(value) for kind, weights, value in content["r_squared"]},
         float(content.get("contention", 0.0)),
+        Handovers(**{name: float(value) for name, value in content.get("handovers", {}).items()}),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 from typing import Protocol
 
 from elastic.planning.deployment.assign import RankDemand, assign
@@ -58,6 +59,17 @@ class Deployment:
     def devices(self) -> tuple[str, ...]:
         """All devices that it is on."""
         return tuple(name for stage in self.stages for name in stage.devices)
+
+    @property
+    def links(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of devices whose ranks exchange what they compute: those of a stage, and of a stage and the next."""
+        pairs = dict[tuple[str, str], None]()
+        for stages in self.instances:
+            pairs |= dict.fromkeys(pair for stage in stages for pair in combinations(stage.devices, 2))
+            rounds = [*stages, stages[0]] if len(stages) > 2 else stages  # the last one gives tokens to the first
+            for stage, following in pairwise(rounds):
+                pairs |= dict.fromkeys(zip(stage.devices, following.devices, strict=True))
+        return tuple(pairs)
 
     @property
     def nbytes(self) -> int:

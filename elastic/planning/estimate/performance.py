@@ -19,6 +19,19 @@ NO_LINK = LinearLatency(0.0, 0.0)
 
 
 @dataclass(frozen=True)
+class Handovers:
+    """Seconds of a rank's processor that the engine takes around links, besides computing and what a link takes."""
+
+    stage_s: float = 0.0
+    """For each batch of a stage, of several: to take it, and to hand it on."""
+    exchange_s: float = 0.0
+    """For each exchange of ranks that share a layer."""
+
+
+NO_HANDOVERS = Handovers()
+
+
+@dataclass(frozen=True)
 class Load:
     """Requests that are all alike."""
 
@@ -69,15 +82,18 @@ class InstanceCost:
     """The most new tokens of one batch."""
     together: tuple[tuple[tuple[BatchCost, int], ...], ...] = ()
     """As `stages`, while all stages compute at the same time; (): they do not slow each other down."""
+    handovers: Handovers = NO_HANDOVERS
 
     def stage_s(self, stage: int, chunks: Sequence[Chunk], *, together: bool = False) -> float:
         """Return the seconds that a batch keeps one stage busy, while others are idle or, `together`, compute too."""
         if not chunks:
             return 0.0
         nbytes = self.token_bytes * sum(chunk.tokens for chunk in chunks)
-        exchanged = self.sums[stage] * self.all_reduce(nbytes) if self.sums else 0.0
+        each_s = self.all_reduce(nbytes) + self.handovers.exchange_s
+        around = self.sums[stage] * each_s if self.sums else 0.0
+        around += self.handovers.stage_s if len(self.stages) > 1 else 0.0
         parts = self.together[stage] if together and self.together else self.stages[stage]
-        return math.fsum(count * cost.batch(chunks) for cost, count in parts) + exchanged
+        return math.fsum(count * cost.batch(chunks) for cost, count in parts) + around
 
     def pass_s(self, chunks: Sequence[Chunk], *, together: bool = False) -> float:
         """Return the seconds of a batch through all stages, its tokens back at the first one."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from elastic.config import is_number, require
 from elastic.engines.core.kv_state import KVFormat
 from elastic.errors import ConfigError
+from elastic.planning.estimate.performance import Handovers
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost, ModelCost
 from elastic.planning.sharding.heads import kv_parts
 from elastic.planning.sharding.numbers import by_layer
@@ -29,12 +30,19 @@ class Links:
     core_s: float = 0.0
     """For each exchange of ranks that share a layer: each of them computes nothing else meanwhile, as where one core
     sends, receives and computes."""
+    stage_s: float = 0.0
+    """For each run of layers that a step has at one rank of several: to take the step there, and to hand it on."""
     answer_s: float = 5e-4
     """For a rank to answer the fleet."""
     flip_s: float = 1e-3
     """That an instance stands still when its steps take another way, besides what is copied in that time."""
     checkpoint_bytes_s: float = 2e9
     """Of weights that no rank has."""
+
+    @property
+    def handovers(self) -> Handovers:
+        """What stages and exchanges take of their ranks' own time."""
+        return Handovers(self.stage_s, self.core_s)
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for what cannot be."""

@@ -11,6 +11,7 @@ from functools import partial
 from elastic.engines.core.step import Step, StepResult
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import RankLost
+from elastic.planning.estimate.performance import Handovers
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.clock import VirtualClock
 from elastic.sim.core.executor import AnswerEnds
@@ -34,29 +35,28 @@ class Leg:
     """That its ranks have behind it, if they are several."""
 
 
-def legs_of(
-    path: LayerPath, parts: StepParts, factor: Callable[[str, int], float], exchange_s: float = 0.0
-) -> list[Leg]:
+def legs_of(path: LayerPath, parts: StepParts, factor: Callable[[str, int], float], handovers: Handovers) -> list[Leg]:
     """Return the legs of a step; `factor` is that of a rank's seconds in a layer, as of one in a variant.
 
-    `exchange_s` is what an exchange takes of each of its ranks' own time.
+    `handovers` are what stages and exchanges take of each of their ranks' own time.
 
     Embedding and head are at home, and count behind the last layer. Ranks that share layers exchange twice in each:
     heads, and what their parts of the network give. Before each exchange is a leg, so that others compute in between;
     of a run of many layers several exchanges are one.
     """
     legs: list[Leg] = []
+    stage_s = handovers.stage_s if len({path.home, *path.ranks}) > 1 else 0.0
     for holders, layers in path.runs():
         seconds = {
             rank: math.fsum(_layer_s(path, parts, rank, layer) * factor(rank, layer) for layer in layers)
             for rank in holders
         }
         if len(holders) == 1:
-            legs.append(Leg(seconds))
+            legs.append(Leg({rank: each + stage_s for rank, each in seconds.items()}))
             continue
         exchanges = 2 * len(layers)
         count = min(exchanges, MOST_LEGS)
-        leg = {rank: (each + exchanges * exchange_s) / count for rank, each in seconds.items()}
+        leg = {rank: (each + exchanges * handovers.exchange_s) / count for rank, each in seconds.items()}
         legs += [Leg(leg, exchanges * (i + 1) // count - exchanges * i // count) for i in range(count)]
     if set(legs[-1].seconds) == {path.home}:
         legs[-1] = Leg({path.home: legs[-1].seconds[path.home] + parts.rest_s})
@@ -100,7 +100,7 @@ class PathExecutor:
         parts = self._model.parts(chunks)
         parts = parts.times(self._noise(parts.alone_s(self._model.layers)))
         nbytes = self._model.token_bytes * sum(chunk.tokens for chunk in chunks)
-        legs = legs_of(self.path, parts, self._factor, self._model.links.core_s)
+        legs = legs_of(self.path, parts, self._factor, self._model.links.handovers)
         self._go(step, future, legs, (self.path.home,), nbytes)
         return future
 

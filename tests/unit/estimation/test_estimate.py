@@ -26,6 +26,7 @@ from elastic.estimation.model_layout import layout_of
 from elastic.estimation.profile import CostProfile
 from elastic.planning.estimate.configuration import FULL, Configuration
 from elastic.planning.estimate.intent import OBJECTIVES
+from elastic.planning.estimate.performance import Handovers
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from support import architectures
@@ -318,8 +319,8 @@ def test_the_command_measures_what_ranks_on_a_cpu_do_to_each_other(
     known = CostProfile("cpu", {(kind.name, "full"): cost}, {"full": cost})
     monkeypatch.setattr(command, "measure_fingerprints", lambda *_, **__: known)
     monkeypatch.setattr(command.os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(command, "measure_link", lambda: LinearLatency(5.0, 0.0))
-    monkeypatch.setattr(command, "measure_contention", lambda: 0.5)
+    links = CostProfile("cpu", {}, {}, LinearLatency(5.0, 0.0), contention=0.5, handovers=Handovers(0.1, 0.2))
+    monkeypatch.setattr(command, "measure_two_ranks", lambda: links)
     asked: list[CostProfile] = []
 
     def noted(*given: Any, profile: CostProfile, **options: Any) -> Any:
@@ -332,5 +333,5 @@ def test_the_command_measures_what_ranks_on_a_cpu_do_to_each_other(
         assert main(["estimate", str(MODEL_DIR), "--devices", devices, *options]) == 0
         assert f"links are {'measured, too' if measured else 'assumed'}" in capsys.readouterr().out
     several, one = asked
-    assert (several.link, several.contention) == (LinearLatency(5.0, 0.0), 0.5)
+    assert several == replace(links, layers=known.layers, around=known.around)
     assert one is known

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastic.cluster.fleet import balancer
+from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.overload.readings import FleetReadings
 from elastic.errors import ConfigError
 from elastic.sim.run import Run
 from elastic.sim.scenario import Scenario, parse_scenario, read_scenario, shipped
@@ -80,6 +84,26 @@ def test_layers_are_dropped_and_shared_in_one_run(tmp_path: Path) -> None:
     assert {"dropped", "resharded"} <= run.report.action_counts.keys()
     assert run.report.by_source["long"].count > 0, "none of these has room at one instance"
     assert run.report.requests["completed"] == run.report.requests["arrived"]
+
+
+def test_what_policies_leave_unread_decides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The document of a run is the same to the byte where every instance is read anew at each look."""
+    (tmp_path / "day.toml").write_text(SMALL_DAY)
+
+    def document() -> str:
+        run = Run(read_scenario(tmp_path / "day.toml"))
+        run.play()
+        return json.dumps(run.report.document())
+
+    def hear(instance: Instance, *said: Any) -> None:
+        instance.changes += 1
+        heard(instance, *said)
+
+    usual, heard = document(), Instance.hear
+    monkeypatch.setattr(Instance, "hear", hear)
+    monkeypatch.setattr(FleetReadings, "_earlier", property(lambda _: {}, lambda *_: None), raising=False)
+    monkeypatch.setattr(balancer, "_furthest_apart", lambda instances: instances)
+    assert document() == usual
 
 
 def test_faults_befall_instances_and_lose_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 from elastic import clock
 from elastic.cluster.fleet.dispatcher import Dispatcher
@@ -17,11 +18,15 @@ from elastic.planning.arrangement.stages import Held
 
 
 class FleetReadings:
-    """Makes snapshots, and remembers what each instance's capacity was with all layers."""
+    """Makes snapshots, and remembers what each instance's capacity was with all layers.
+
+    One by itself at which nothing waits is read again when something of it is another than before.
+    """
 
     def __init__(self, dispatcher: Dispatcher, *, moves: bool) -> None:
         self._dispatcher, self._moves = dispatcher, moves
         self._base: dict[tuple[str, ...], int] = {}  # ranks that share layers -> their blocks with all of them
+        self._earlier: WeakKeyDictionary[Instance, tuple[tuple[int, int], GroupReading]] = WeakKeyDictionary()
 
     def read(
         self, groups: Sequence[GroupStatus], layer_bytes: tuple[int, ...], *, busy: bool = False
@@ -31,7 +36,7 @@ class FleetReadings:
         `busy`: somebody has layers change their rank just now. A group that has lost a member is left out: it is
         about to part. Ranks that share layers are one instance, in the name of the first.
         """
-        dispatcher, now = self._dispatcher, clock.now()
+        dispatcher, now, layers = self._dispatcher, clock.now(), frozenset(range(len(layer_bytes)))
         with dispatcher.lock:
             serving = {i.name: i for i in dispatcher.instances.values() if i.state == "serving"}
             usual = dispatcher.answer_lengths.usual()
@@ -44,8 +49,7 @@ class FleetReadings:
             grouped = {name for group in groups for name in group.members}
             for name, instance in serving.items():
                 if name not in grouped:
-                    member = self._member((name,), serving, frozenset(range(len(layer_bytes))), whole=True)
-                    readings.append(_reading([instance], (member,), usual, now))
+                    readings.append(self._alone(instance, layers, usual, now))
             if not readings:
                 return None
             kv = next(iter(serving.values())).kv_format
@@ -54,7 +58,7 @@ class FleetReadings:
                 queue = [record for record in queue if any(i.fits_alone(record.request) for i in serving.values())]
             return FleetSnapshot(
                 clock.now(),
-                tuple(replace(reading, busy=busy) for reading in readings),
+                tuple(replace(reading, busy=True) for reading in readings) if busy else tuple(readings),
                 layer_bytes,
                 queued_bytes=sum(needed_bytes(kv, record, usual) for record in queue),
                 queue_s=max((now - record.arrived_s for record in queue), default=0.0),
@@ -62,6 +66,18 @@ class FleetReadings:
             )
 
     # -- inside, under the dispatcher's lock
+
+    def _alone(self, instance: Instance, layers: frozenset[int], usual: int | None, now: float) -> GroupReading:
+        names, of = (instance.name,), (instance.changes, len(layers))
+        earlier = self._earlier.get(instance)
+        if earlier is not None and earlier[0] == of:
+            self._base[names] = instance.load.total_blocks
+            return earlier[1]
+        member = self._member(names, {instance.name: instance}, layers, whole=True)
+        reading = _reading([instance], (member,), usual, now)
+        if not instance.load.waiting:  # else it tells how long, and by how much
+            self._earlier[instance] = of, reading
+        return reading
 
     def _group(
         self, serving: Mapping[str, Instance], group: GroupStatus, usual: int | None, now: float

@@ -102,6 +102,8 @@ class Swaps:
         Nothing waits, and what live requests have is at most `restore_below` of the cache that will be left, for
         `recovery_ticks` ticks, `dwell_s` after the swap at least.
         """
+        if not self._done:
+            return ()
         alone = {group.names[0]: group for group in snapshot.groups if len(group.members) == 1}
         there = {name for group in snapshot.groups for name in group.names}
         self._done = {rank: done for rank, done in self._done.items() if rank in there}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.fleet.groups.targets import sharing
@@ -13,6 +14,7 @@ from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.pipeline.path import LayerPath
 from elastic.planning.arrangement.stages import Held
 from elastic.planning.pipeline.chunk_cost import Chunk
+from elastic.planning.sharding.heads import kv_parts
 from elastic.planning.sharding.numbers import by_layer
 
 USUAL = Chunk("", 0, 256)
@@ -87,9 +89,23 @@ def _kv_bytes(rooms: Mapping[str, Room], kv: KVFormat) -> dict[str, list[int]]:
         pages = [sum(room.sector_pages[part] for part in parts) for parts, _ in kv.groups]
         sectors = room.committed_sectors * max(pages) / sum(pages)
         for rank in there.keys() & {*room.path.ranks}:
-            numbers = {shard % room.path.numbers for shard in room.path.shards_of(rank)}
-            for layer, parts in by_layer(numbers, room.path.shards).items():
-                shards = (layer * room.path.shards + part for part in parts)
-                needed = sum(room.sector_pages[part] for part in room.parts_of(shards))
+            path = room.path
+            shape = path.shards_of(rank), path.numbers, path.shards, room.sector_pages
+            for layer, needed in _sector_pages(*shape):
                 there[rank][layer] += int(sectors * needed) * room.page_bytes
     return there
+
+
+@lru_cache(maxsize=256)
+def _sector_pages(
+    shards: tuple[int, ...], numbers: int, of: int, sector_pages: tuple[int, ...]
+) -> tuple[tuple[int, int], ...]:
+    """Return each layer of shards, and the pages that a sector has in the parts of it that they need.
+
+    Ranks that are alike ask for the same, at every look.
+    """
+    each, layers = len(sector_pages) // (numbers // of), by_layer({shard % numbers for shard in shards}, of)
+    return tuple(
+        (layer, sum(sector_pages[part] for part in kv_parts({layer * of + part for part in parts}, of, each)))
+        for layer, parts in layers.items()
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -42,12 +43,12 @@ class InstanceReading:
     whole: int | None = None
     """KV that it has when its ranks share all layers. They do so now: None; else a change was stopped on its way."""
 
-    @property
+    @cached_property
     def degree(self) -> int:
         """The number of ranks that share each of its layers."""
         return len(self.ranks)
 
-    @property
+    @cached_property
     def room(self) -> int:
         """KV that live requests may have together."""
         return self.capacity.get(self.degree, 0)

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from elastic.cli.views.dashboard import frame
-from elastic.cli.views.fleet import ranks
+from elastic.cli.views.fleet import deployments, ranks
 from elastic.cli.views.stages import stages, work
 from elastic.cli.views.status_document import StatusDocument, read_status
 from support.serving.status_documents import fleet_document
@@ -134,3 +134,15 @@ def test_top_shows_the_grid_and_what_the_policy_said() -> None:
 def test_paths_that_make_no_sense_are_drawn_all_the_same() -> None:
     text = drawn(fleet({"r0": ["gone", "r1"], "r1": ["r0"]}, {"r0": [99]}))
     assert "2 layers of 2 instances" in text
+
+
+def test_deployments_say_where_the_seconds_of_their_links_are_from() -> None:
+    def deployed(name: str, *bases: str) -> dict[str, Any]:
+        links = [{"devices": ["cpu#a", "cpu#b"], "basis": basis, "fixed_s": 1e-4, "byte_s": 1e-9} for basis in bases]
+        return {"name": name, "configuration": "TP1 PP2 full", "links": links}
+
+    several = [deployed("one", "measured"), deployed("two", "assumed", "assumed"), deployed("three")]
+    console = Console(width=120, record=True)
+    console.print(deployments(fleet({"r0": ["r0"]}, {}, deployments=several))[0])
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert [line[5:-1] for line in lines if "TP1" in line] == [["measured", "0"], ["assumed", "0"], ["0"]]

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from elastic.cluster.deployment.choice import Chooser
 from elastic.cluster.deployment.deployments import Deployments
 from elastic.cluster.deployment.devices import DeviceBook
-from elastic.cluster.deployment.harvest import REST_S, SPARE_LOAD, Harvester
+from elastic.cluster.deployment.harvest import LINKS, REST_S, SPARE_LOAD, Harvester
 from elastic.cluster.deployment.hysteresis import Replanning
+from elastic.cluster.deployment.status import links_of
 from elastic.engines.base import Request
 from elastic.errors import CapacityError, ConfigError, StateError
+from elastic.estimation.device_list import parse_devices
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.profiles.guest import SHARE, ProfilingProcess
-from elastic.estimation.profiles.store import ProfileStore
+from elastic.estimation.profiles.store import ProfileStore, merged
 from elastic.planning.deployment.placing import Deployment
-from elastic.planning.estimate.devices import Device, of_cpu
-from elastic.planning.estimate.performance import Load
+from elastic.planning.estimate.devices import SHEETS, Device, DeviceKind, of_cpu
+from elastic.planning.estimate.intent import Intent
+from elastic.planning.estimate.performance import Handovers, Load
+from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from support import architectures
 from support.processes import wait_for_end, wait_until
@@ -29,7 +35,12 @@ from support.serving.generations import prompts, same_unless_close, serve
 NEEDED = 60
 
 
+LINK = LinearLatency(1e-3, 1e-9)
+
+
 def profile(form: str) -> CostProfile:
+    if form == LINKS:
+        return CostProfile("cpu", {}, {}, LINK, contention=0.2, handovers=Handovers(1e-3, 2e-4))
     cost = ChunkCost(0, 0, 1e-5, 1e-4, 0)
     return CostProfile("cpu", {("layer", form): cost}, {form: cost})
 
@@ -56,11 +67,12 @@ class Model:
     path: str
     name: str = "model"
     forms: tuple[str, ...] = ("full", "int8")
+    links: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass
 class World:
-    """Two devices, whose ranks compute as a test says, second by second."""
+    """Devices, whose ranks compute as a test says, second by second."""
 
     model: Model
     store: ProfileStore
@@ -68,10 +80,10 @@ class World:
     known: list[tuple[str, CostProfile]] = field(default_factory=list)
     now_s: float = 0.0
     busy_s: dict[str, float] = field(default_factory=lambda: {"cpu#a": 0.0, "cpu#b": 0.0})
+    kind: DeviceKind = of_cpu(100, 1.0, 1.0, 1.0)  # noqa: RUF009  (frozen)
 
     def __post_init__(self) -> None:
-        kind = of_cpu(100, 1.0, 1.0, 1.0)
-        self.book = DeviceBook([Device(name, kind, 100) for name in self.busy_s])
+        self.book = DeviceBook([Device(name, self.kind, 100) for name in self.busy_s])
         self.harvester = Harvester(
             self.book, self.store, lambda *told: self.known.append(told), self.start, lambda *_: NEEDED
         )
@@ -80,6 +92,10 @@ class World:
         assert device == "cpu"
         self.guests.append(FakeGuest(*weights, next(iter(self.harvester.at), "")))
         return self.guests[-1]
+
+    def knows(self, *forms: str) -> None:
+        for form in forms:
+            self.store.save(self.model.path, profile(form))
 
     others: dict[str, float] = field(default_factory=dict)
     """What NVML says of devices."""
@@ -114,12 +130,100 @@ def test_all_forms_are_measured_one_after_another_and_kept(world: World) -> None
         assert world.harvester.at == {"cpu#a": "model"}
         assert world.book.free()["cpu#a"] == 100 - NEEDED
         guest.ended = True
-    world.run(5)
+    world.run(1)
     assert len(world.guests) == 2
     assert world.book.free()["cpu#a"] == 100
     ((path, told),) = world.known
     assert (path, told) == (world.model.path, world.store.load(world.model.path, "cpu"))
     assert told.around.keys() == {"full", "int8"}
+
+
+def test_then_links_are_measured_between_ranks_that_exchange_and_estimates_are_made_of_them(world: World) -> None:
+    world.knows("full", "int8")
+    world.model.links = (("cpu#b", "cpu#a"),)
+    world.run(5)
+    (guest,) = world.guests
+    assert (guest.form, [*world.harvester.at]) == (LINKS, ["cpu#b", "cpu#a"])
+    assert world.book.free() == {"cpu#a": 100 - NEEDED, "cpu#b": 100 - NEEDED}
+    guest.ended = True
+    world.run(5)
+    ((path, told),) = world.known
+    assert path == world.model.path
+    assert told == merged(profile("full"), profile("int8")).with_links(profile(LINKS))
+    assert world.book.free() == {"cpu#a": 100, "cpu#b": 100}
+    assert len(world.guests) == 1
+
+
+def test_links_are_measured_where_both_devices_have_little_to_do(path: str, tmp_path: Path) -> None:
+    model = Model(path, links=(("cpu#a", "cpu#b"),))
+    world = World(model, ProfileStore(tmp_path, beside=False), busy_s=dict.fromkeys(("cpu#a", "cpu#b", "cpu#c"), 0.0))
+    world.knows("full", "int8")
+    world.run(10, b=0.5)
+    assert [*world.harvester.at] == ["cpu#a", "cpu#c"]
+    world.run(5, b=0.5, c=0.5)
+    assert world.guests[0].cancelled
+    assert world.harvester.at == {}
+    assert world.harvester.cancelled == 1
+
+
+def test_links_that_were_measured_for_one_model_are_those_of_others(world: World, tmp_path: Path) -> None:
+    other = Model(str(tmp_path / "other"), name="other")
+    architectures.build("llama-mha").save_pretrained(other.path)
+    world.knows("full", "int8")
+    for form in other.forms:
+        world.store.save(other.path, profile(form))
+    world.run(5)
+    world.guests[0].ended = True
+    world.run(5, [world.model, other])
+    assert len(world.guests) == 1
+    assert [(path, told.link) for path, told in world.known] == [(world.model.path, LINK), (other.path, LINK)]
+
+
+def test_links_that_must_wait_for_a_busy_device_keep_no_model_from_being_measured(world: World, tmp_path: Path) -> None:
+    other = Model(str(tmp_path / "other"), name="other")
+    architectures.build("llama-mha").save_pretrained(other.path)
+    world.knows("full", "int8")
+    world.run(10, [world.model, other], b=0.5)
+    assert [guest.form for guest in world.guests] == ["full"]
+    assert world.harvester.at == {"cpu#a": "other"}
+
+
+@pytest.mark.parametrize(("kind", "names"), [("h100", ("cuda:0", "cuda:1")), ("cpu", ("cpu#a",))])
+def test_links_of_gpus_and_of_a_device_by_itself_are_not_measured(path: str, kind: str, names: tuple[str, ...]) -> None:
+    whole = merged(profile("full"), profile("int8"))
+    store: Any = SimpleNamespace(load=lambda *_: whole)
+    sheet = SHEETS[kind] if kind in SHEETS else of_cpu(100, 1.0, 1.0, 1.0)
+    world = World(Model(path), store, busy_s=dict.fromkeys(names, 0.0), kind=sheet)
+    world.run(10)
+    assert world.guests == []
+
+
+@pytest.mark.parametrize(("link", "basis"), [(None, "assumed"), (LinearLatency(1e-5, 0.0), "measured")])
+def test_what_was_measured_of_links_decides_what_is_chosen(path: str, link: LinearLatency | None, basis: str) -> None:
+    devices, load = parse_devices("cpu#a=1GiB,cpu#b=1GiB"), Load(40, 20)
+    chooser, states = Chooser(path, devices, ("full",), ("full",)), DeviceBook(devices).states()
+    cost = ChunkCost(0, 0, 1e-5, 1e-2, 0)
+    layers = {(kind.name, "full"): cost for kind in chooser.layout.kinds}
+    chooser.profile = CostProfile("cpu", layers, {"full": cost}, link)
+    shared = chooser.choose(load, Intent("latency"), states)
+    assert isinstance(shared, Deployment)
+    assert shared.configuration.tp == 2
+    (told,) = links_of(shared, chooser.estimator(load).costs)
+    assert (told.devices, told.basis) == (("cpu#a", "cpu#b"), basis)
+
+    slower: list[dict[str, Any]] = [{"link": LinearLatency(1.0, 0.0)}, {"link": link, "handovers": Handovers(1.0, 1.0)}]
+    for slow in slower:
+        chooser.profile = replace(chooser.profile, **slow)
+        alone = chooser.choose(load, Intent("latency"), states)
+        assert isinstance(alone, Deployment)
+        assert alone.configuration.ranks == 1
+        assert chooser.now(load, Intent("latency"), shared).latency_s > shared.estimate.latency_s + 1
+
+
+def test_a_link_without_contention_takes_the_place_of_one_with() -> None:
+    earlier, measured = profile(LINKS), CostProfile("cpu", {}, {}, LinearLatency(2e-3, 0.0))
+    assert (merged(earlier, measured).link, merged(earlier, measured).contention) == (measured.link, 0.0)
+    assert merged(earlier, profile("full")).contention == 0.2
 
 
 def test_a_busy_device_has_no_guest(world: World) -> None:
@@ -193,8 +297,7 @@ def test_what_cannot_be_measured_is_not_tried_again(world: World) -> None:
 
 
 def test_what_is_known_is_not_measured(world: World) -> None:
-    for form in world.model.forms:
-        world.store.save(world.model.path, profile(form))
+    world.knows(*world.model.forms, LINKS)
     world.run(10)
     assert world.guests == []
 

@@ -7,7 +7,13 @@ import os
 import pytest
 
 from elastic.cluster.peers import link_profile
-from elastic.cluster.peers.link_profile import line_through, measure_contention, measure_link
+from elastic.cluster.peers.link_profile import (
+    BURST,
+    _Exchanges,
+    line_through,
+    measure_contention,
+    measure_link,
+)
 from elastic.errors import StateError
 
 
@@ -20,6 +26,21 @@ def test_the_line_goes_through_the_fewest_and_the_most_bytes() -> None:
 def test_no_part_of_it_is_below_zero() -> None:
     assert line_through({100: 3.0, 200: 1.0}).each_s == 0.0
     assert line_through({100: 1.0, 200: 9.0}).fixed_s == 0.0
+
+
+def test_whoever_has_rested_meets_the_other_one_before_it_is_timed() -> None:
+    class Transport:
+        def send(self, *_: object) -> None:
+            told.append("exchange")
+
+        def receive(self, *_: object) -> None: ...
+        def forget(self, step: int) -> None: ...
+
+    told: list[str] = []
+    exchanges = _Exchanges(Transport(), "other")  # type: ignore[arg-type]
+    taken = exchanges.measure(1024, BURST + 1, lambda seconds: told.append("rest"))
+    assert len(taken) == 2 * BURST
+    assert told == [*["exchange"] * (BURST + 2), "rest"] * 2
 
 
 def test_one_core_tells_nothing_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

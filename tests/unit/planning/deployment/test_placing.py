@@ -219,6 +219,19 @@ def test_hybrid_tries_what_is_below_theta_by_packing_and_then_the_others_by_spre
     assert preferred(on, "hybrid", 0) == preferred(on, "least-loaded")
 
 
+def test_links_are_between_ranks_that_share_layers_and_from_each_stage_to_the_next() -> None:
+    def links(*stages: Stage) -> tuple[tuple[str, str], ...]:
+        estimate = Estimate(Configuration(), (), (), "assumed", "", 1)
+        return Deployment(Configuration(), stages, 1, estimate, ()).links
+
+    first, second, third = Stage(range(2), ("a", "b"), 1), Stage(range(2, 4), ("c", "d"), 1), range(4, 6)
+    assert links(Stage(range(4), ("a",), 1)) == ()
+    assert links(first, second) == (("a", "b"), ("c", "d"), ("a", "c"), ("b", "d"))
+    assert links(*(replace(first, devices=(name,)) for name in "ab")) == (), "each has all layers: two replicas"
+    alone = [replace(stage, devices=(stage.devices[0],)) for stage in (first, second)]
+    assert links(*alone, Stage(third, ("e",), 1)) == (("a", "c"), ("c", "e"), ("e", "a")), "tokens go back"
+
+
 def test_what_cannot_be_says_why() -> None:
     option = Sized(Configuration(1, 1), (10,), why_not="layers in a variant are not shared")
     refused = place([option], states(100))

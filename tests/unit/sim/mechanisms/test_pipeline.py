@@ -116,6 +116,22 @@ def test_while_ranks_exchange_neither_of_them_computes_for_another_instance() ->
     assert last_s(layered, "ab") == pytest.approx(last_s(free, "ab") + 16 * 0.003)
 
 
+def test_each_run_of_layers_takes_of_its_rank_what_an_engine_does_around_links() -> None:
+    free = model(links=Links(bytes_s=1e12, hop_s=0.0))
+    layered = replace(free, links=replace(free.links, stage_s=0.003))
+
+    def busy_s(layered: LayeredModel, path: str) -> tuple[float, float]:
+        clock = VirtualClock()
+        turns = {rank: StageTurn(SharedHost(clock), clock) for rank in RANKS}
+        executor(layered, LayerPath("a", tuple(path)), clock, turns).execute(step(0, 50))
+        clock.run()
+        return turns["a"].times.busy_s, turns["b"].times.busy_s
+
+    for path, runs in (("aabb", (1, 1)), ("abab", (2, 2)), ("aaaa", (0, 0))):
+        more = [after - before for after, before in zip(busy_s(layered, path), busy_s(free, path), strict=True)]
+        assert more == pytest.approx([count * 0.003 for count in runs])
+
+
 def test_a_stage_has_bubbles_while_a_step_is_elsewhere_and_none_once_it_is_over() -> None:
     clock, layered = VirtualClock(), model(links=Links(bytes_s=1e12, hop_s=0.002))
     turns = {rank: StageTurn(SharedHost(clock), clock) for rank in RANKS}

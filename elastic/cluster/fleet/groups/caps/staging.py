@@ -28,7 +28,7 @@ class Staging:
         Raises `RankLost`.
         """
         serving = [instance.name for instance in self._ranks.serving()]
-        wanted = [name for name in alone if len(serving) > 1 and not self._is_tight()]
+        wanted = [*alone] if len(serving) > 1 and not self._is_tight() else []
         if new := [name for name in wanted if name not in self.caps]:
             caps = {name: self._cap_of(name) for name in new}
             self._ranks.set_caps(caps)

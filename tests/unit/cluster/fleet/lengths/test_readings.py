@@ -125,6 +125,10 @@ def test_what_has_not_changed_is_not_read_again(monkeypatch: pytest.MonkeyPatch)
         tick()
         assert read == dict.fromkeys(world.launcher.ranks, 1)
         tick()
+        world.launcher.ranks["r1"].beat()  # it says what it said before
+        tick()
+        assert read == dict.fromkeys(world.launcher.ranks, 1)
+        world.launcher.ranks["r1"].steps += 1
         world.launcher.ranks["r1"].beat()
         tick()
         assert read == dict.fromkeys(world.launcher.ranks, 1) | {"r1": 2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.results import GroupStatus
+from elastic.cluster.fleet.overload import readings as overload_readings
 from elastic.cluster.fleet.overload.readings import FleetReadings, block_bytes, needed_bytes
 from elastic.cluster.fleet.records.requests import new_record
+from elastic.controller.fleet_snapshot import GroupReading
 from elastic.engines.base import Output, Request
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.core.load import EngineLoad
@@ -96,6 +99,43 @@ def test_what_an_instance_has_no_blocks_for_waits_at_it(fleet: Fleet, launcher: 
     group = next(group for group in snapshot.groups if group.names == (home,))
     assert group.waiting_bytes == 16 * EACH // BLOCK  # the last of the two that have not begun
     assert group.queue_s > 0
+
+
+def test_what_has_not_changed_is_not_read_again(
+    fleet: Fleet, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, read = readings(fleet), Counter[str]()
+    real = overload_readings._reading
+
+    def counted(instances: Any, *rest: Any) -> GroupReading:
+        read.update(instance.name for instance in instances)
+        return real(instances, *rest)
+
+    monkeypatch.setattr(overload_readings, "_reading", counted)
+    first = seen.read((), WEIGHTS)
+    launcher.ranks["r0"].beat()
+    again, busy = seen.read((), WEIGHTS), seen.read((), WEIGHTS, busy=True)
+    assert first is not None and again is not None and busy is not None  # noqa: PT018
+    assert first.groups == again.groups
+    assert [group.busy for group in busy.groups] == [True, True]
+    assert read == {"r0": 1, "r1": 1}
+    fleet.submit(Request((1,) * 5, 11), Collector())
+    launcher.step()
+    after = seen.read((), WEIGHTS)
+    assert after is not None
+    assert [group.running for group in after.groups] == [1, 0]
+    assert read["r0"] == 2
+    assert seen.read((), (*WEIGHTS, 1)).groups[1].members[0].held.layers == frozenset(range(3))  # type: ignore[union-attr]
+
+
+def test_how_long_a_request_waits_is_read_anew(fleet: Fleet) -> None:
+    seen, instance = readings(fleet), fleet._dispatcher.instances["r0"]
+    fleet.submit(Request((1,) * 8, 8), Collector())
+    instance.hear(replace(instance.load, waiting=1), 0.0)
+    first, second = (seen.read((), WEIGHTS) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert second.groups[0].queue_s > first.groups[0].queue_s
 
 
 def test_a_group_has_the_capacity_of_its_members_and_remembers_what_they_had_alone(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +56,21 @@ def test_memory_is_a_limit_where_ranks_have_unlike_budgets() -> None:
     like = budgets(alone("a", 40, 3), alone("b", 40 + WEIGHT, 9, resident=ALL - {0}))  # b has dropped a layer
     assert [like.fitted(Held(name, ALL)).room_bytes for name in "ab"] == [None, None]
     assert like.fitted(Held("c", ALL)) == Held("c", ALL), "it came since"
+
+
+def test_the_pages_of_a_layer_are_those_of_all_parts_that_a_ranks_shards_of_it_need() -> None:
+    """Each layer has four shards and two parts of the cache; `b` computes the second half of the last two layers."""
+    path = LayerPath("a", ("a",) * 8 + ("a", "a", "b", "b") * 2, shards=4)
+    sectors, committed = (1, 2, 3, 4, 5, 6, 7, 8), 3
+    kv = KVFormat(4, "head_centric", "float32", 2, 8, ((tuple(range(8)), None),))
+    shared = replace(room(path, committed=committed, resident=frozenset(path.shards_of("a"))), sector_pages=sectors)
+    none = replace(room(LayerPath.alone("b", LAYERS, 4)), sector_pages=sectors)
+    told = budgets(shared, none, kv=kv)
+    pages = {rank: [nbytes // PAGE for nbytes in told._kv[rank]] for rank in "ab"}
+    assert pages == {
+        "a": [committed * (1 + 2), committed * (3 + 4), committed * 5, committed * 7],
+        "b": [0, 0, committed * 6, committed * 8],
+    }
 
 
 def test_layers_in_a_variant_count_as_what_they_are_when_they_return() -> None:

@@ -1,0 +1,72 @@
+"""The guest that measures links beside what is served: a process of the lowest priority, for a share of its time."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+
+from elastic.cluster.fleet.profiling.handovers import HANDOVER_ROUNDS, PLACE_BYTES, measure_handovers
+from elastic.cluster.peers.link_profile import (
+    READ_BYTES,
+    REPEATS,
+    ROUNDS,
+    WEIGHT_BYTES,
+    measure_contention,
+    measure_link,
+)
+from elastic.estimation.profile import CostProfile
+from elastic.estimation.profiles.guest import SHARE, GuestProcess, rest_behind, run_guest
+
+
+class LinkProfilingProcess(GuestProcess):
+    """A guest that measures what two ranks do to each other, on a core each. The profile has no layers."""
+
+    def __init__(
+        self,
+        share: float = SHARE,
+        *,
+        repeats: int = REPEATS,
+        rounds: int = ROUNDS,
+        handover_rounds: int = HANDOVER_ROUNDS,
+    ) -> None:
+        counts = {"--repeats": repeats, "--rounds": rounds, "--handover-rounds": handover_rounds}
+        arguments = [text for name, count in counts.items() for text in (name, str(count))]
+        super().__init__("elastic.cluster.fleet.profiling.guest", ["--share", str(share), *arguments])
+
+
+def link_guest_bytes() -> int:
+    """Return the memory that a guest takes on each of two devices."""
+    return READ_BYTES + WEIGHT_BYTES + PLACE_BYTES
+
+
+def measure_two_ranks(
+    repeats: int = REPEATS,
+    rounds: int = ROUNDS,
+    handover_rounds: int = HANDOVER_ROUNDS,
+    share: float | None = None,
+) -> CostProfile:
+    """Return a profile without layers, of what two ranks on CPUs of this host do to each other.
+
+    `share`: of the time that they measure; None: all of it. Raises `StateError` where this process may run on one core
+    alone.
+    """
+    pace = None if share is None else partial(rest_behind, share)
+    link = measure_link(repeats, pace)
+    contention, handovers = measure_contention(rounds, pace), measure_handovers(link, handover_rounds, pace)
+    return CostProfile("cpu", {}, {}, link, contention=contention, handovers=handovers)
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(description="measure links beside what is served")
+    parser.add_argument("--share", type=float, default=SHARE)
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--handover-rounds", type=int, default=HANDOVER_ROUNDS)
+    options = parser.parse_args()
+    counts = options.repeats, options.rounds, options.handover_rounds
+    return run_guest(lambda: measure_two_ranks(*counts, options.share))
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,83 @@
+"""What engines take around links: by the gaps of ranks that are whole, in stages and sharing layers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from elastic.cluster.fleet.profiling import handovers
+from elastic.cluster.fleet.profiling.guest import LinkProfilingProcess
+from elastic.cluster.fleet.profiling.handovers import HIDDEN, LAYERS, fitted, measure_handovers
+from elastic.errors import StateError
+from elastic.planning.estimate.performance import Handovers, InstanceCost
+from elastic.planning.measured_cost import LinearLatency
+from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
+from support.processes import wait_for_end, wait_until
+
+LINK = LinearLatency(1e-4, 1e-9)
+TOKEN = [Chunk("", 5, 1)]
+two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need a core each")
+
+
+def instance(stages: int, sums: int, known: Handovers) -> InstanceCost:
+    """An instance of the model that is measured, whose layers take the same however they are cut."""
+    layer, hidden = ChunkCost(0, 0, 0, 0, 2e-4), 4 * HIDDEN
+    parts = tuple(((layer, LAYERS // stages),) for _ in range(stages))
+    return InstanceCost(parts, (sums,) * stages, LINK, LINK, hidden, handovers=known)
+
+
+def test_what_is_known_of_engines_is_fitted_again_from_their_passes() -> None:
+    known = Handovers(7e-4, 3e-4)
+    cut = {"whole": (1, 0), "staged": (2, 0), "shared": (1, 2 * LAYERS)}
+    gaps = {how: instance(*counts, known).pass_s(TOKEN) for how, counts in cut.items()}
+    told = fitted(gaps, LINK)
+    assert told.stage_s == pytest.approx(known.stage_s)
+    assert told.exchange_s == pytest.approx(known.exchange_s)
+
+
+def test_none_is_below_zero() -> None:
+    assert fitted(dict.fromkeys(handovers.TOGETHER, 5e-3), LINK) == Handovers(0.0, 0.0)
+
+
+def test_stages_are_busy_with_them_and_a_rank_by_itself_has_none() -> None:
+    plain, with_them = (instance(2, 0, each) for each in (Handovers(), Handovers(1e-3, 1e-3)))
+    assert with_them.stage_s(0, TOKEN) == pytest.approx(plain.stage_s(0, TOKEN) + 1e-3)
+    assert with_them.pass_s(TOKEN) == pytest.approx(plain.pass_s(TOKEN) + 2e-3)
+    assert instance(1, 0, Handovers(1e-3, 1e-3)).pass_s(TOKEN) == instance(1, 0, Handovers()).pass_s(TOKEN)
+
+
+def test_one_core_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    with pytest.raises(StateError, match="one core alone"):
+        measure_handovers(LINK)
+
+
+@pytest.mark.slow
+@two_cores
+def test_real_ranks_are_whole_in_stages_and_share_layers_and_rest_behind_each_answer() -> None:
+    rests: list[float] = []
+    told = measure_handovers(LINK, 1, rests.append)
+    assert told.stage_s >= 0
+    assert told.exchange_s >= 0
+    assert len(rests) == 2 * len(handovers.TOGETHER)
+
+
+@pytest.mark.slow
+@two_cores
+def test_a_guest_measures_all_of_it_and_a_cancelled_one_leaves_no_process() -> None:
+    guest = LinkProfilingProcess(0.9, repeats=1, rounds=1, handover_rounds=1)
+    wait_until(lambda: guest.ended, timeout_s=180)
+    measured = guest.result()
+    assert measured.layers == measured.around == {}
+    assert measured.link is not None
+
+    for counts, least in (({"repeats": 1 << 20}, 2), ({"repeats": 1, "rounds": 1, "handover_rounds": 1 << 20}, 2)):
+        guest = LinkProfilingProcess(0.9, **counts)
+        children = Path(f"/proc/{guest._process.pid}/task/{guest._process.pid}/children")
+        wait_until(lambda: len(children.read_text().split()) >= least, timeout_s=120)  # noqa: B023
+        started = [int(pid) for pid in children.read_text().split()]
+        guest.cancel()
+        for pid in started:
+            wait_for_end(pid)
