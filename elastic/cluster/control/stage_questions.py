@@ -105,6 +105,8 @@ class Room:
     """That its engine has addresses for."""
     committed_sectors: int
     """That live requests of its engine have, and are promised."""
+    held_bytes: tuple[int, ...]
+    """Of each part of the KV cache, the bytes of the engine's blocks that hold something, or are kept for reuse."""
     weight_pages: tuple[ShardPages, ...]
     """Of each decoder layer, the pages that its weights have when some of its shards are there."""
     resident: frozenset[int]
@@ -218,12 +220,13 @@ class PrepareLayers:
 
 @dataclass(frozen=True)
 class CopyLayers:
-    """Copy blocks (None: all) of shards that come here; answers with the bytes."""
+    """Copy blocks of shards that come here; answers with the bytes."""
 
     home: str
     shards: tuple[int, ...]
     source: LayersKV
-    blocks: tuple[tuple[int, ...], ...] | None = None
+    blocks: tuple[tuple[int, ...], ...] = field(repr=False)
+    """Of each group."""
     coordinated: bool = True
     """In chunks, behind what the rank computes."""
 

@@ -195,6 +195,7 @@ def _measure_room(engine: ContinuousEngine) -> Room:
         sector_pages=room.sector_pages,
         most_sectors=room.sectors,
         committed_sectors=room.committed,
+        held_bytes=room.held_bytes,
         weight_pages=runtime.shard_pages,
         resident=frozenset(range(engine.path.numbers)) - frozenset(runtime.dropped_shards),
         in_variant={

@@ -51,9 +51,9 @@ class LayerExchange(HostedStages):
     def begin_exchange(self, shards: Sequence[int]) -> ExchangeStart:
         """Note from now on which blocks are written, and keep all sectors until `flip` or `end_exchange`.
 
-        Where layers have several copies, the sequences of the shards' copy count as written now, and those are all that
-        may be copied. Raises `StateError` for an exchange that has begun, `ConfigError` for shards that the model has
-        not, or of several copies.
+        What holds keys and values counts as written now; of several copies of layers what the sequences of the shards'
+        copy have, and no more than that may be copied. Raises `StateError` for an exchange that has begun,
+        `ConfigError` for shards that the model has not, or of several copies.
         """
 
         def begin() -> ExchangeStart:
@@ -74,6 +74,8 @@ class LayerExchange(HostedStages):
             self._loop.scheduler.written = self._written.note
             if self.path.copies > 1:
                 self._note_computed(self._written, copy)
+            else:
+                self._written.add(self._blocks.held_blocks())
             mapped = tuple(starmap(SectorRef, self._memory.mapped_sectors))
             return ExchangeStart(mapped, {rank: link.sent for rank, link in self._home.links.items()})
 
@@ -229,7 +231,7 @@ class LayerExchange(HostedStages):
             away = flip.away(self._pages_of(flip, flip.blocks, timeout_s))
             flip.copied_ahead = self._home.copy(away, flip.blocks, timeout_s)
         except BaseException:
-            self._exchange().put_back(flip.blocks)
+            self._exchange().add(flip.blocks)
             raise
 
     def _take_copied(self, flip: PathChange) -> int:
@@ -238,10 +240,10 @@ class LayerExchange(HostedStages):
         try:
             copied = flip.copied_ahead.wait()
         except BaseException:
-            written.put_back(flip.blocks)
+            written.add(flip.blocks)
             raise
         if any(move.target == self.rank for move in flip.moves):
-            written.put_back(flip.blocks)  # this rank has not copied them
+            written.add(flip.blocks)  # this rank has not copied them
         return copied
 
     def _flip(self, flip: PathChange, timeout_s: float) -> tuple[float, int]:
@@ -259,7 +261,7 @@ class LayerExchange(HostedStages):
             )
             self._home.flip(flip, flip.away(pages), blocks, timeout_s)
         except BaseException:
-            written.put_back(blocks)
+            written.add(blocks)
             raise
         self._flipping = flip
         if flip.path.copies > 1:  # of what is kept for reuse only what live sequences have was copied

@@ -109,6 +109,16 @@ class BlockManager:
         """Count the allocated sectors that hold only blocks kept for reuse."""
         return sum(pool.reusable_sectors for pool in self._pools)
 
+    def held_blocks(self) -> tuple[tuple[int, ...], ...]:
+        """Return, for each group, the blocks that sequences have or that are kept for reuse."""
+        with self.memory.lock:
+            return tuple(tuple(pool.held_blocks()) for pool in self._pools)
+
+    def count_held(self) -> tuple[int, ...]:
+        """Count these blocks."""
+        with self.memory.lock:
+            return tuple(pool.held for pool in self._pools)
+
     def free_blocks(self) -> int:
         """Count the blocks of the first group that could be given to new sequences, after what live ones may need."""
         with self.memory.lock:

@@ -145,6 +145,19 @@ class BlockPool:
         """Count the blocks to be had, kept ones included, in sectors that live sequences need."""
         return (len(self._sectors) - len(self._reusable)) * self.size - self.in_use
 
+    @property
+    def held(self) -> int:
+        """Count the blocks that are in use or kept for reuse."""
+        return sum(self.size - len(sector.free) for sector in self._sectors.values())
+
+    def held_blocks(self) -> list[int]:
+        """List the blocks that are in use or kept for reuse, in order."""
+        held: list[int] = []
+        for number, sector in sorted(self._sectors.items()):
+            blocks = range(number * self.size, (number + 1) * self.size)
+            held += sorted(set(blocks).difference(sector.free)) if sector.free else blocks
+        return held
+
     def take(self) -> int:
         """Return one of the `free_blocks`, of which there are some; the last, those that are kept, the oldest first."""
         while self._open:

@@ -35,8 +35,8 @@ class DirtyBlockTracker:
             taken, self._blocks = self._blocks, [set() for _ in self._windows]
         return tuple(tuple(sorted(written)) for written in taken)
 
-    def put_back(self, blocks: Blocks) -> None:
-        """Undo `take`."""
+    def add(self, blocks: Blocks) -> None:
+        """Have blocks be told the next time, as if they were written now: those that hold something, or were taken."""
         with self._lock:
             for written, taken in zip(self._blocks, blocks, strict=True):
                 written.update(taken)

@@ -72,15 +72,22 @@ class RankBooks:
         """Count the pages that are kept for other instances."""
         return sum(guest.sectors * self.model.kv_pages(guest.shards | guest.coming) for guest in self.guests.values())
 
-    def room(self) -> Room:
-        """Return what the memory could hold."""
+    def room(self, held_blocks: int) -> Room:
+        """Return what the memory could hold, of which so many blocks of the engine are held."""
         model, memory = self.model, self._memory
         pages = model.rank.pages.budget - model.fixed_pages - self.weight_pages()
         parts = (model.part_pages,) * (model.layers * model.kv_shards)
         committed = memory.used_sectors + memory.promised()
-        weights = (model.layer_pages,) * model.layers
         return Room(
-            self.path, pages, model.page_bytes, parts, self.most_sectors, committed, weights, frozenset(self.resident)
+            path=self.path,
+            pages=pages,
+            page_bytes=model.page_bytes,
+            sector_pages=parts,
+            most_sectors=self.most_sectors,
+            committed_sectors=committed,
+            held_bytes=(held_blocks * model.kv.block_bytes,) * len(parts),
+            weight_pages=(model.layer_pages,) * model.layers,
+            resident=frozenset(self.resident),
         )
 
     def settle(self) -> None:

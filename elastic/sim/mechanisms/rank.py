@@ -87,7 +87,8 @@ class SimulatedRank:
                 return self.lose(rank)
             case ask.MeasureRoom():
                 self.weights.retry()
-                return replace(self.books.room(), step_s=self.instance.local.step_s)
+                (held,) = self.instance.blocks.count_held()
+                return replace(self.books.room(held), step_s=self.instance.local.step_s)
             case ask.SetCap(sectors):
                 return self._between(partial(self._set_cap, sectors))
             case ask.CapReached():
@@ -224,6 +225,7 @@ class SimulatedRank:
         if self.written is not None:
             raise StateError("an exchange has begun; end it first")
         self.written = DirtyBlockTracker([None], self.world.model.kv.block_tokens)
+        self.written.add(self.instance.blocks.held_blocks())
         self.instance.scheduler.written = self.written.note
 
     @property
@@ -232,15 +234,12 @@ class SimulatedRank:
             raise StateError("no exchange has begun; call begin_exchange first")
         return self.written
 
-    def _copy(self, home: str, source: LayersKV, blocks: Blocks | None, *, coordinated: bool) -> Future[int]:
-        """Copy the keys and values of what comes here: all that are in use, or these blocks."""
-        model, memory = self.world.model, self.world.ranks[home].instance.memory
+    def _copy(self, home: str, source: LayersKV, blocks: Blocks, *, coordinated: bool) -> Future[int]:
+        """Copy the keys and values of blocks of what comes here."""
+        model = self.world.model
         assert source.memory is not None
         parts, ends = len(self._new_parts(home, source.pages)), (source.memory.rank, self.name)
-        if blocks is None:
-            nbytes = memory.allocated * parts * model.part_pages * model.page_bytes
-        else:
-            nbytes = len(blocks[0]) * parts * model.kv.block_bytes
+        nbytes = len(blocks[0]) * parts * model.kv.block_bytes
         done: Future[int] = Future()
         self.world.wires.copy(ends, nbytes, lambda: done.set_result(nbytes), coordinated=coordinated)
         return done

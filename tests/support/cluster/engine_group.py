@@ -136,12 +136,12 @@ class EngineGroup:
                     coming = [layer for layer, to in ranks.items() if to == rank]
                     self[rank].prepare_layers(home, coming, began)
                     prepared[rank] = coming
-                blocks = None if path.copies == 1 else engine.written_blocks()
+                blocks = engine.written_blocks()
                 for _ in range(rounds):
                     meanwhile()
                     self._copy(home, moves, blocks)
                     blocks = engine.written_blocks()
-                if blocks is not None and any(blocks):
+                if any(blocks):
                     self._copy(home, moves, blocks)
                 return engine.flip(path)
             except BaseException:
@@ -175,7 +175,7 @@ class EngineGroup:
         monkeypatch.setattr(engine, "_flip", record)
         return pairs
 
-    def _copy(self, home: str, moves: Iterable[ShardMove], blocks: Blocks | None) -> None:
+    def _copy(self, home: str, moves: Iterable[ShardMove], blocks: Blocks) -> None:
         for layers, owner, rank in moves:
             source = self[home].layers_kv(layers) if owner == home else self[owner].stage_kv(home, layers)
             self[rank].copy_layers(home, layers, source, blocks, coordinated=False)

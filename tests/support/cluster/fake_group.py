@@ -202,6 +202,7 @@ class GroupRank(FakeRank):
             pages,
             1000,
             self.committed,
+            tuple(self.committed * 4096 * size for size in pages),
             weights,
             resident,
             step_s=self.step_s,

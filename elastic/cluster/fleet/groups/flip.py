@@ -25,7 +25,7 @@ from elastic.engines.pipeline.path import LayerPath, Way
 from elastic.engines.pipeline.written_blocks import Blocks
 from elastic.errors import ElasticError
 
-MOST_ROUNDS = 4
+MOST_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def flip_layers(ranks: Ranks, path: LayerPath, flips: Sequence[LayerFlip], *, co
         prepared: list[str] = []
         try:
             _prepare(ranks, {rank: PrepareLayers(home, shards, exchange) for rank, shards in coming.items()}, prepared)
-            moved_bytes, sources = _copy(ranks, flips, coordinated, all_at_once=path.copies == 1)
+            moved_bytes, sources = _copy(ranks, flips, coordinated)
             told = {way: there for way, there in sources.items() if way[0] != home}
             flipped = ranks.ask(home, FlipLayers(goal, told))
         except ElasticError:
@@ -96,17 +96,12 @@ def _prepare(ranks: Ranks, questions: Mapping[str, PrepareLayers], prepared: lis
         raise error
 
 
-def _copy(
-    ranks: Ranks, flips: Sequence[LayerFlip], coordinated: bool, *, all_at_once: bool
-) -> tuple[int, dict[Way, LayersKV]]:
+def _copy(ranks: Ranks, flips: Sequence[LayerFlip], coordinated: bool) -> tuple[int, dict[Way, LayersKV]]:
     """Copy what there is, then what was written meanwhile, as long as it becomes less.
 
-    Returns bytes, and where it lies, as far as that was asked. Of several copies of a layer, the home says also of what
-    there is whose it is (`all_at_once`: there is one).
+    Returns bytes, and where it lies, as far as that was asked.
     """
     moved_bytes, before, sources = 0, None, dict[Way, LayersKV]()
-    if all_at_once:
-        moved_bytes, sources = _copy_blocks(ranks, flips, None, coordinated)
     for _ in range(MOST_ROUNDS):
         blocks = ranks.ask(flips[0].home, WrittenBlocks())
         count = sum(map(len, blocks))
@@ -121,9 +116,9 @@ def _copy(
 
 
 def _copy_blocks(
-    ranks: Ranks, flips: Sequence[LayerFlip], blocks: Blocks | None, coordinated: bool
+    ranks: Ranks, flips: Sequence[LayerFlip], blocks: Blocks, coordinated: bool
 ) -> tuple[int, dict[Way, LayersKV]]:
-    """Have the ranks that layers go to copy blocks, None: all, side by side; return bytes, and where all of it lies.
+    """Have the ranks that layers go to copy blocks side by side; return bytes, and where all of it lies.
 
     Sources are asked each time: they may have sectors that are new. A part of the KV cache that several shards need
     comes from one of its ranks.

@@ -38,7 +38,7 @@ class DryRuns:
     def of(self, wanted: Sequence[Wanted], layers_per_step: int | None) -> tuple[Exchanged, int]:
         """Return what would come of these changes, and the bytes of weights that would leave.
 
-        Weights are counted as they are. Keys and values are those that live requests have now, and are promised.
+        Weights are counted as they are. Keys and values are those that requests have now, or that are kept for reuse.
         """
         names = {name: MeasureRoom(name) for members, _ in wanted for name in members}
         rooms: Mapping[str, Room] = self._ranks.ask_all(names)
@@ -120,7 +120,7 @@ def _pauses(flips: Sequence[LayerFlip], shards: int, layers_per_step: int | None
 
 
 def kv_bytes(changes: Sequence[Change], rooms: Mapping[str, Room]) -> int:
-    """Return the keys and values that live requests have, and are promised, in shards that change their rank.
+    """Return the bytes of keys and values in shards that change their rank: of requests, or kept for reuse.
 
     Of several copies of the layers each has those of an equal share of the requests.
     """
@@ -129,8 +129,8 @@ def kv_bytes(changes: Sequence[Change], rooms: Mapping[str, Room]) -> int:
         for flip in flips_between(now, target):
             room = rooms[flip.home]
             there = room.parts_of(now.paths[flip.home].shards_of(flip.target))
-            pages = sum(room.sector_pages[part] for part in set(room.parts_of(flip.shards)).difference(there))
-            nbytes += room.committed_sectors * pages * room.page_bytes // now.paths[flip.home].copies
+            moved = sum(room.held_bytes[part] for part in set(room.parts_of(flip.shards)).difference(there))
+            nbytes += moved // now.paths[flip.home].copies
     return nbytes
 
 

@@ -83,7 +83,7 @@ def test_batches_that_do_not_fit_are_refused_and_leave_nothing(engine: Continuou
 def test_the_cost_of_a_model_is_fitted_in_few_rounds(engine: ContinuousEngine) -> None:
     cost = fit_cost(engine, 64, most_s=0.2)
     assert cost.layers == len(engine._model.model.layers)
-    assert cost.whole.batch([Chunk("a", 0, 1), Chunk("b", 0, 64)]) > cost.whole(Chunk("a", 0, 1)) > 0
+    assert cost.whole.batch([Chunk("a", 0, 1), Chunk("b", 0, 64)]) >= cost.whole(Chunk("a", 0, 1)) > 0
     engine._blocks.check()
 
 

@@ -50,7 +50,7 @@ def prepare(ranks: EngineGroup, layer: int, rank: str) -> None:
     owner = ranks["a"].path.ranks[layer]
     ranks[rank].prepare_layers("a", (layer,), ranks["a"].begin_exchange((layer,)))
     there = ranks["a"].layers_kv((layer,)) if owner == "a" else ranks[owner].stage_kv("a", (layer,))
-    ranks[rank].copy_layers("a", (layer,), there)
+    ranks[rank].copy_layers("a", (layer,), there, ranks["a"].written_blocks())
 
 
 def test_a_step_is_begun_before_the_other_rank_has_copied(ranks: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:

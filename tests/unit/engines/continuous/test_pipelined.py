@@ -131,6 +131,31 @@ def test_a_flip_changes_no_bit_of_keys_and_values(
     assert copied > 0
 
 
+def test_what_is_kept_for_reuse_goes_with_its_layers_and_what_is_free_does_not(
+    group: Callable[..., EngineGroup],
+) -> None:
+    ranks = group("ab")
+    engine, heard = ranks["a"], Collector()
+    ranks.join("a", "b")
+    prompt = PROMPTS[0][:1] * 40
+    engine.submit(Request(prompt, 3, id="first"), heard)
+    heard.wait(["first"])
+    held, layers = engine._blocks.count_held()[0], (1, 2)
+    assert 0 < held < engine._memory.mapped_count * engine._memory.blocks_per_sector(0)
+    assert engine.kv_room().held_bytes == (held * engine.kv_format.block_bytes,) * 3
+    copies = list[int]()
+    copy = ranks["b"].copy_layers
+    ranks["b"].copy_layers = lambda *args, **options: copies.append(copy(*args, **options))  # type: ignore[assignment,func-returns-value]
+    ranks.move("a", layers, "b", rounds=1)
+    assert copies == [len(layers) * held * engine.kv_format.block_bytes]
+    before = ranks.tracked["a"].computed
+    engine.submit(Request(prompt, 10, id="second"), heard)
+    heard.wait(["second"])
+    assert ranks.tracked["a"].computed - before < len(prompt), "most of the prompt was there"
+    assert heard.tokens["second"] == continuation(ranks.tracked["a"].model, prompt, 10)
+    ranks.part("a")
+
+
 def test_blocks_that_cannot_be_copied_leave_everything_as_it_was(
     group: Callable[..., EngineGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +212,7 @@ def test_a_flip_ends_its_exchange_and_one_that_fails_does_not(group: Callable[..
         engine.flip(engine.path.moved((1, 2), "b"))
     assert engine.written_blocks() == ((),)
     ranks["b"].prepare_layers("a", (1, 2), began)
-    ranks["b"].copy_layers("a", (1, 2), engine.layers_kv((1, 2)))
+    ranks["b"].copy_layers("a", (1, 2), engine.layers_kv((1, 2)), engine.written_blocks())
     engine.flip(engine.path.moved((1, 2), "b"))
     with pytest.raises(StateError, match="no exchange has begun"):
         engine.written_blocks()
@@ -573,7 +598,7 @@ def test_a_rank_that_does_not_answer_counts_as_lost(
     monkeypatch.setattr(GuestStage, "_copied", lambda stage, item: (go_on.wait(60), copied(stage, item))[1])
     began = ranks["a"].begin_exchange((1,))
     ranks["b"].prepare_layers("a", (1,), began)
-    ranks["b"].copy_layers("a", (1,), ranks["a"].layers_kv((1,)))
+    ranks["b"].copy_layers("a", (1,), ranks["a"].layers_kv((1,)), ranks["a"].written_blocks())
     with pytest.raises(RankLost, match="did not answer"):
         ranks["a"].flip(ranks["a"].path.moved((1,), "b"), timeout_s=0.1)
     wait_until(lambda: ranks["a"].lost_rank == "b")

@@ -41,6 +41,25 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     assert admit(manager, "d", [*tokens[:6], 99, 99, 99]) == 4
 
 
+def test_blocks_are_held_while_a_sequence_has_them_or_they_are_kept_for_reuse() -> None:
+    manager, _ = blocks_of(None, None, size=4, share=True)
+    tokens = list(range(20))
+    admit(manager, "a", tokens)
+    admit(manager, "b", [99] * 5)
+    manager.share_computed(manager.table("a"), tokens, 12)
+    used = [{*manager.table("a").blocks[group], *manager.table("b").blocks[group]} for group in (0, 1)]
+    assert manager.held_blocks() == tuple(tuple(sorted(blocks)) for blocks in used)
+    kept = [manager.table("a").blocks[group][:3] for group in (0, 1)]
+    left = [manager.table("b").blocks[group] for group in (0, 1)]
+    manager.forget("a")
+    assert manager.held_blocks() == tuple(tuple(sorted([*a, *b])) for a, b in zip(kept, left, strict=True))
+    assert manager.count_held() == (5, 5)
+    manager.forget_kept()
+    manager.forget("b")
+    assert manager.held_blocks() == ((), ())
+    manager.check()
+
+
 def test_shared_blocks_lie_there_once_and_until_the_last_user_ends() -> None:
     manager, memory = blocks_of(None, size=1)
     tokens = list(range(9))

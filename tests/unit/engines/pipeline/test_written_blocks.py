@@ -15,5 +15,5 @@ def test_blocks_are_told_once_and_again_if_they_could_not_be_copied() -> None:
     taken = written.take()
     assert taken == ((9,), (1,)), "the token at 10 is in the place of the one at 2 where 8 are seen"
     written.note(([7], [3]), 3, 4)
-    written.put_back(taken)
+    written.add(taken)
     assert written.take() == ((7, 9), (1, 3))

@@ -24,7 +24,7 @@ def largest_instances(
     for name, format in formats.items():
         room = rooms[name]
         path = LayerPath.alone("", room.path.layers, room.path.shards)
-        key = replace(room, path=path, committed_sectors=0, step_s=0.0), format
+        key = replace(room, path=path, committed_sectors=0, held_bytes=(), step_s=0.0), format
         if key not in by_room:
             by_room[key] = blocks_by_degree(*key, degrees)
         by_rank[name] = dict(by_room[key])

@@ -221,6 +221,7 @@ def test_equal_ranks_that_keep_room_for_a_layer_find_an_order_however_full(
             sizes,
             10**6,
             sectors,
+            (0,) * layers,
             (whole(weight),) * layers,
             every,
         )
@@ -286,7 +287,8 @@ def test_what_a_round_frees_lets_more_layers_flip_in_the_next_one() -> None:
         (whole(2 * ALONE),) * LAYERS,
     )  # weights of a layer: twice its keys and values
     pages = ALONE * LAYERS
-    rooms = {n: Room(LayerPath.alone(n, LAYERS), pages, 4096, sizes, 1000, ALONE, weights, every) for n in names}
+    held = (0,) * len(sizes)
+    rooms = {n: Room(LayerPath.alone(n, LAYERS), pages, 4096, sizes, 1000, ALONE, held, weights, every) for n in names}
     now = Shape({name: rooms[name].path for name in names}, dict.fromkeys(names, every))
     books = Books(rooms, KV, now)
     target = shape_keeping(now, {"r0": frozenset(range(3)), "r1": frozenset(range(3, 6))}, {})

@@ -196,7 +196,7 @@ def test_steps_are_no_longer_where_nothing_runs() -> None:
 
 def seen(**step_s: float) -> dict[str, Room]:
     """Ranks alone, by the seconds that steps took there."""
-    return {n: Room(LayerPath(n, (n, n)), 0, 4096, (), 0, 0, (), frozenset(), step_s=s) for n, s in step_s.items()}
+    return {n: Room(LayerPath(n, (n, n)), 0, 4096, (), 0, 0, (), (), frozenset(), step_s=s) for n, s in step_s.items()}
 
 
 @pytest.mark.parametrize("idle", [False, True])

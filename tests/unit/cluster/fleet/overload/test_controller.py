@@ -170,7 +170,7 @@ class World:
 def room(name: str, pages: int, committed: int) -> Room:
     """Of a rank with two layers of two pages each, and sectors of a page in each layer."""
     weights = (ShardPages((), ((range(2),),)),) * len(WEIGHTS)
-    return Room(LayerPath.alone(name, 2), pages, 4096, (1, 1), 99, committed, weights, frozenset(range(2)))
+    return Room(LayerPath.alone(name, 2), pages, 4096, (1, 1), 99, committed, (0, 0), weights, frozenset(range(2)))
 
 
 @pytest.fixture

@@ -28,7 +28,8 @@ def room(path: LayerPath, pages: int = 100, committed: int = 0, **other: Any) ->
     per_part = WEIGHT // shards
     parts = tuple((range(part * per_part, (part + 1) * per_part),) for part in range(shards))
     weights, resident = (ShardPages((), parts),) * LAYERS, frozenset(range(LAYERS * shards))
-    return Room(path, pages, PAGE, (1,) * LAYERS, 1000, committed, weights, **{"resident": resident, **other})
+    sizes, held = (1,) * LAYERS, (0,) * LAYERS
+    return Room(path, pages, PAGE, sizes, 1000, committed, held, weights, **{"resident": resident, **other})
 
 
 def alone(name: str, pages: int = 100, committed: int = 0, **other: Any) -> Room:
