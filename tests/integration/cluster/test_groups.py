@@ -280,8 +280,8 @@ def held_by_process() -> tuple[int, int, int]:
     return len(open_files(os.getpid())), threading.active_count() - pooled, anonymous
 
 
-def test_fifty_changes_at_random(serve: Callable[..., Served]) -> None:
-    change_at_random(serve("qwen3", ranks=3), 50, random.Random(1))
+def test_thirty_changes_at_random(serve: Callable[..., Served]) -> None:
+    change_at_random(serve("qwen3", ranks=3), 30, random.Random(1))
 
 
 @pytest.mark.long

@@ -240,8 +240,8 @@ def ups_and_downs(served: Served, count: int) -> None:
     served.finish()
 
 
-def test_ten_ups_and_downs_at_random(serve: Callable[..., Served]) -> None:
-    ups_and_downs(serve("qwen3", ranks=4, shards=4), 10)
+def test_four_ups_and_downs_at_random(serve: Callable[..., Served]) -> None:
+    ups_and_downs(serve("qwen3", ranks=4, shards=4), 4)
 
 
 @pytest.fixture
@@ -257,11 +257,11 @@ def by_heads(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> C
 
 
 @pytest.mark.parametrize(("kv_heads", "page_kib"), [(1, 64), (2, 16), (8, 4)])
-def test_a_few_ups_and_downs_with_any_heads_and_pages(
+def test_two_ups_and_downs_with_any_heads_and_pages(
     by_heads: Callable[[int, int], Served], kv_heads: int, page_kib: int
 ) -> None:
     """More ranks than heads of keys and values, too; memory that nobody wrote has NaN, as in all tests."""
-    ups_and_downs(by_heads(kv_heads, page_kib), 4)
+    ups_and_downs(by_heads(kv_heads, page_kib), 2)
 
 
 @pytest.mark.long
