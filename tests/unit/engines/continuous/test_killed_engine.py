@@ -23,6 +23,7 @@ from elastic.engines.core.kv_state import KVDirectory, KVReport, SequenceKV
 from elastic.engines.core.step import SequenceState
 from elastic.memory.backends.shared_file import OpenFile, open_shared
 from support import architectures
+from support.architectures import in_turn
 from support.cluster.engine_group import EngineGroup, engine_groups
 from support.processes import wait_until
 from support.serving.generations import Collector, continuation, prompts
@@ -183,11 +184,9 @@ class KilledHome:
         return SequenceState(name, asked, 0, 0, tuple(so_far)), kv
 
 
-@pytest.mark.parametrize("cohorts", [1, 2])
-@pytest.mark.parametrize(("architecture", "shards"), [("llama-gqa", 1), ("gemma3", 1), ("llama-gqa", 2)])
-def test_what_a_killed_home_and_its_guests_have_is_adopted_layer_by_layer(
-    architecture: str, shards: int, cohorts: int
-) -> None:
+@pytest.mark.parametrize(("cut", "cohorts"), in_turn([("llama-gqa", 1), ("gemma3", 1), ("llama-gqa", 2)], [1, 2]))
+def test_what_a_killed_home_and_its_guests_have_is_adopted_layer_by_layer(cut: tuple[str, int], cohorts: int) -> None:
+    architecture, shards = cut
     with engine_groups() as make:
         ranks = make("abc", architecture, wrap={"shards": shards}, cohorts=cohorts)
         for guest in "bc":
