@@ -228,7 +228,7 @@ def test_several_drops_and_restores_in_a_row(serve: Callable[..., Served]) -> No
     served = serve("qwen3")
     fleet, layer = served.fleet, served.fleet.layer_bytes()[0]
     for number in range(3):
-        served.submit([20, 33, 7], tokens=100)
+        served.submit([20, 33, 7], tokens=60)
         served.begin(3)
         first = fleet.drop(layer)
         second = fleet.drop(layer)
@@ -316,7 +316,7 @@ def total_blocks(fleet: Fleet) -> int:
 
 def test_three_ranks_become_a_pipeline_of_three(serve: Callable[..., Served]) -> None:
     served = serve("qwen3", ranks=3)
-    served.submit([5, 40, 70, 12, 9, 30], tokens=120)
+    served.submit([5, 40, 70, 12, 9, 30], tokens=70)
     served.begin(5)
     dropped = served.fleet.drop(2 * sum(served.fleet.layer_bytes()))
     assert dropped.status == "applied"
