@@ -109,6 +109,16 @@ def wrapped() -> Iterator[Any]:
             elastic.unwrap(model)
 
 
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[Any]:
+    """Starts ranks as processes, from one fork server for all tests: it imports torch and transformers once."""
+    from support.cluster.shared_launcher import SharedLauncher
+
+    shared = SharedLauncher(2)
+    yield shared
+    shared.end()
+
+
 @pytest.fixture
 def assets() -> Any:
     """The trained model that ships with Elastic, and its tokenizer."""

@@ -21,7 +21,7 @@ from elastic.hooks.device_transfer import TransferRouter
 from elastic.quant.formats.base import KernelTarget
 from elastic.quant.formats.kernel_table import paths
 from elastic.weights.proxy.remote_tensor import RemoteTensor
-from support.architectures import CONFIGS, VOCAB, build, prompt
+from support.architectures import CONFIGS, VOCAB, build, in_turn, prompt
 from support.second_device import HERE, THERE, SecondDevice, place_there, second_device
 from support.serving.generations import continuation, prompts, serve
 from support.wrapped_model import assert_same_bits, bits, modules_of, small, written_while_copied
@@ -91,8 +91,7 @@ class Moving(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("architecture", ["llama-gqa", "gpt2", "mixtral", "gpt-oss"])
-@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize(("architecture", "beams"), in_turn(["llama-gqa", "gpt2", "mixtral", "gpt-oss"], [3, 1]))
 def test_generate_writes_the_same_while_modules_change_devices(
     architecture: str, beams: int, device: Any, wrapped: Any
 ) -> None:
@@ -212,8 +211,9 @@ def other_kernels(monkeypatch: pytest.MonkeyPatch) -> KernelTarget:
     return target
 
 
-@pytest.mark.parametrize("variant", ["int8", "int4", "2:4"])
-@pytest.mark.parametrize("architecture", ["llama-gqa", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    ("architecture", "variant"), in_turn(["llama-gqa", "gpt2", "mixtral"], ["2:4", "int8", "int4"])
+)
 def test_packed_modules_go_to_devices_with_other_kernels(
     architecture: str, variant: str, other_kernels: KernelTarget, device: Any, wrapped: Any
 ) -> None:
@@ -381,8 +381,10 @@ def dispatched(architecture: str, devices: list[str]) -> Any:
     return model
 
 
-@pytest.mark.parametrize("architecture", ["llama-gqa", "mixtral"])
-@pytest.mark.parametrize("devices", [None, ["cpu"] * 3, ["cpu", "cpu", "cpu:0"], ["cpu:0", "cpu", "cpu:0"]])
+@pytest.mark.parametrize(
+    ("devices", "architecture"),
+    in_turn([None, ["cpu"] * 3, ["cpu", "cpu", "cpu:0"], ["cpu:0", "cpu", "cpu:0"]], ["mixtral", "llama-gqa"]),
+)
 def test_layers_have_replicas_and_neighbours_on_any_device_dispatched_or_not(
     architecture: str, devices: list[str] | None, device: Any, wrapped: Any
 ) -> None:

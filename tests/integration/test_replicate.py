@@ -19,7 +19,7 @@ from elastic.hooks.replicas import dispatcher
 from elastic.hooks.replicas.load_balance import ThroughputEstimator
 from elastic.kvcache.layers.split import RowSplitLayer
 from elastic.memory import copy_engine, places
-from support.architectures import CONFIGS, build, prompt
+from support.architectures import CONFIGS, build, in_turn, prompt
 from support.child_process import in_fork, wait_for_the_janitor
 from support.faulty_backend import CALLS, FaultyBackend
 from support.wrapped_model import PAGE, assert_same_bits, bits, small, written_while_copied
@@ -84,8 +84,7 @@ SPLIT = sorted(CONFIGS.keys() - {"gemma4"})
 """Architectures whose layers are computed at several places; Gemma 4's hand each other keys and values."""
 
 
-@pytest.mark.parametrize("batch", [1, 3, 8])
-@pytest.mark.parametrize("architecture", SPLIT)
+@pytest.mark.parametrize(("architecture", "batch"), in_turn(SPLIT, [3, 8, 1]))
 @torch.no_grad()
 def test_replicas_come_and_go_in_mid_generation(architecture: str, batch: int, wrapped: Any) -> None:
     model, choose = build(architecture), random.Random(f"{architecture} {batch}")

@@ -250,7 +250,8 @@ class Transactions(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-def test_transactions_are_all_or_nothing_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.long)], ids=["few", "many"])
+def test_transactions_are_all_or_nothing_in_any_order(many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     make_backend = places.make_backend
     monkeypatch.setattr(places, "make_backend", lambda place: FaultyBackend(make_backend(place)))
     monkeypatch.setattr(held, "time", held.time)
@@ -258,11 +259,11 @@ def test_transactions_are_all_or_nothing_in_any_order(monkeypatch: pytest.Monkey
     run_state_machine_as_test(
         Transactions,
         settings=settings(
-            max_examples=40,
+            max_examples=200 if many else 20,
             stateful_step_count=60,
             deadline=None,
             database=None,
-            derandomize=True,
+            derandomize=not many,
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         ),

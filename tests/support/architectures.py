@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import transformers as t
 
@@ -104,3 +106,15 @@ def prompt(batch: int = 1, length: int = 24, seed: int = 1, device: Any = "cpu")
         mask[row, : 3 * (row + 1)] = 0
         ids[row, : 3 * (row + 1)] = 0
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def in_turn(first: Iterable[Any], second: Sequence[Any]) -> list[Any]:
+    """Give each value of an axis, such as architectures, one of another in turn; other pairs are for `make long`.
+
+    `first` should have as many values as `second`, or more: then each value of both is there.
+    """
+    return [
+        pytest.param(a, b, marks=[] if number == index % len(second) else pytest.mark.long)
+        for index, a in enumerate(first)
+        for number, b in enumerate(second)
+    ]

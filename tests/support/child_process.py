@@ -12,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from elastic.memory.background import janitor
@@ -30,6 +31,7 @@ while True:
         break
     for descriptor in descriptors:
         os.close(descriptor)
+    asking.send(str(pid).encode())
     asking.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
 asking.close()
 for number, descriptor in enumerate(descriptors, 1):
@@ -82,6 +84,7 @@ def end_of_fork(code: str, timeout: float = 240) -> tuple[int, str, str]:
         server.settimeout(timeout)
         socket.send_fds(server, [_told_of_a_hang(code, timeout).encode()], [said.fileno(), errors.fileno()])
         try:
+            server.recv(16)  # its pid
             status = int(server.recv(16))
         except TimeoutError:
             server.close()
@@ -90,6 +93,41 @@ def end_of_fork(code: str, timeout: float = 240) -> tuple[int, str, str]:
         for file in (said, errors):
             file.seek(0)
         return status, said.read(), errors.read()
+
+
+class Forked:
+    """A program in such a fork, beside the test. One at a time: no other fork is started until it is closed."""
+
+    def __init__(self, code: str) -> None:
+        """`code` is run in `__main__`. It is ended after four minutes, whoever waits for it by then."""
+        self._server = _fork_server()
+        guard = "import faulthandler; faulthandler.dump_traceback_later(240, exit=True)\n"
+        (said, to_said), (errors, to_errors) = os.pipe(), os.pipe()
+        socket.send_fds(self._server, [(guard + textwrap.dedent(code)).encode()], [to_said, to_errors])
+        os.close(to_said)
+        os.close(to_errors)
+        self.stdout, self.stderr = os.fdopen(said, "rb"), os.fdopen(errors, "rb")
+        self.pid = int(self._server.recv(16))
+        self.returncode: int | None = None
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            with suppress(ProcessLookupError):  # it has ended
+                os.kill(self.pid, number)
+
+    def wait(self, timeout: float = 60) -> int:
+        """Wait for its end; return its exit code, or the signal that ended it with a minus."""
+        if self.returncode is None:
+            self._server.settimeout(timeout)
+            self.returncode = int(self._server.recv(16))
+        return self.returncode
+
+    def close(self) -> None:
+        """End it, if it has not. Can be called twice."""
+        self.send_signal(signal.SIGKILL)
+        self.wait()
+        self.stdout.close()
+        self.stderr.close()
 
 
 def _told_of_a_hang(code: str, timeout: float) -> str:

@@ -127,7 +127,7 @@ def chaos(fleet: Fleet, faults: int, seed: int) -> None:
 
 
 def test_ranks_that_are_killed_and_stopped_at_random_points_cost_a_gap(fleet: Fleet) -> None:
-    chaos(fleet, 10, seed=1)
+    chaos(fleet, 5, seed=1)
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -103,7 +103,7 @@ def serve_through(
         return pids
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, 2])
 def test_a_member_that_is_killed_at_any_point_costs_no_request(launcher: SharedLauncher, seed: int) -> None:
     survive(seed, signal.SIGKILL, launcher)
 
@@ -131,8 +131,8 @@ def test_a_killed_rank_with_replicas_costs_their_home_no_token(launcher: SharedL
         fleet.check()
 
 
-def test_a_member_that_stands_still_costs_no_request() -> None:
-    survive(7, signal.SIGSTOP)
+def test_a_member_that_stands_still_costs_no_request(launcher: SharedLauncher) -> None:
+    survive(4, signal.SIGSTOP, launcher)
 
 
 @pytest.mark.parametrize(("seed", "how"), [(3, signal.SIGKILL), (4, signal.SIGSTOP)])
@@ -145,6 +145,7 @@ def test_a_rank_is_lost_at_any_point_while_layers_are_shared_and_parted(
 LENGTHS = elastic.Lengths(tick_s=0.02, wait_s=0.0, dwell_s=0.0, cooldown_s=0.1, patience_s=1.0)
 ROOM, LONG = 400, 700
 """Tokens for which a rank has room by itself, and of a prompt for which ranks must become one."""
+MANY = [5, 40, LONG, 90, 33, LONG, 64, LONG, 20, LONG]
 TOKEN_BYTES = 6 << 10
 
 
@@ -155,7 +156,9 @@ def fixed_bytes(launcher: SharedLauncher) -> int:
         return sum(nbytes for owner, nbytes in place.owners.items() if not owner.startswith("kv"))
 
 
-def survive_with_long_requests(seed: int, how: signal.Signals, launcher: SharedLauncher) -> None:
+def survive_with_long_requests(
+    seed: int, how: signal.Signals, launcher: SharedLauncher, lengths: Sequence[int] = MANY
+) -> None:
     """Lose one of three ranks at a random point while the policy of lengths has them share layers and part.
 
     Two are left, which together can hold what each cannot.
@@ -164,7 +167,6 @@ def survive_with_long_requests(seed: int, how: signal.Signals, launcher: SharedL
     victim, after_s = f"r{chosen.randrange(3)}", chosen.uniform(0, 4)
     places = [f"cpu={fixed_bytes(launcher) + ROOM * TOKEN_BYTES}"]
     options: dict[str, Any] = {"places": places, "engine": ENGINE, "replace": False, "beat_timeout_s": 3}
-    lengths = [5, 40, LONG, 90, 33, LONG, 64, LONG, 20, LONG]
     with Fleet(str(MODEL_DIR), ranks=3, launch=launcher, policy=LENGTHS, **options) as fleet:
         alone, pair = (max(blocks[degree] for blocks in fleet.capacity((1, 2)).values()) for degree in (1, 2))
         assert alone * ENGINE["block_tokens"] < LONG < LONG + 60 < pair * ENGINE["block_tokens"]
@@ -183,11 +185,8 @@ def survive_with_long_requests(seed: int, how: signal.Signals, launcher: SharedL
         fleet.check()
 
 
-@pytest.mark.parametrize(("seed", "how"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
-def test_a_rank_is_lost_at_any_point_while_the_policy_of_lengths_acts(
-    launcher: SharedLauncher, seed: int, how: signal.Signals
-) -> None:
-    survive_with_long_requests(seed, how, launcher)
+def test_a_rank_is_lost_while_the_policy_of_lengths_acts(launcher: SharedLauncher) -> None:
+    survive_with_long_requests(4, signal.SIGKILL, launcher, MANY[:6])
 
 
 class UnkillableLauncher:
@@ -207,9 +206,9 @@ class UnkillableLauncher:
         """Do nothing: they end when they see that the fleet has gone."""
 
 
-def begin(fleet: Fleet) -> tuple[Collector, list[Request]]:
+def begin(fleet: Fleet, tokens: int = 150) -> tuple[Collector, list[Request]]:
     """Have requests run at all ranks."""
-    heard, requests = Collector(), [Request(prompt, 150, ignore_eos=True) for prompt in PROMPTS]
+    heard, requests = Collector(), [Request(prompt, tokens, ignore_eos=True) for prompt in PROMPTS]
     for request in requests:
         fleet.submit(request, heard)
     for request in requests:
@@ -296,7 +295,7 @@ def test_a_group_that_loses_a_rank_does_not_disturb_another(launcher: SharedLaun
         assert fleet.status().totals.ranks_lost == 1
         (recovered,) = [event for event in fleet.events() if event.kind == "recovered"]
         assert (recovered.rank, recovered.recomputed_tokens) == ("r0,r1", 0)
-        heard, requests = begin(fleet)
+        heard, requests = begin(fleet, tokens=60)
         assert "r0" in {fleet.instance_of(request.id) for request in requests}
         all_end_well(fleet, heard, requests)
 
@@ -320,6 +319,6 @@ def test_ranks_are_lost_many_times_while_the_policy_of_lengths_acts(launcher: Sh
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(10, 110))
+@pytest.mark.parametrize("seed", [0, 7, *range(10, 110)])
 def test_members_are_killed_many_times(seed: int) -> None:
     survive(seed, signal.SIGKILL if seed % 3 else signal.SIGSTOP)

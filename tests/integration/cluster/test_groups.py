@@ -229,7 +229,7 @@ def test_several_drops_and_restores_in_a_row(serve: Callable[..., Served]) -> No
     served = serve("qwen3")
     fleet, layer = served.fleet, served.fleet.layer_bytes()[0]
     for number in range(3):
-        served.submit([20, 33, 7], tokens=100)
+        served.submit([20, 33, 7], tokens=60)
         served.begin(3)
         first = fleet.drop(layer)
         second = fleet.drop(layer)
@@ -283,8 +283,8 @@ def held_by_process() -> tuple[int, int, int]:
     return len(open_files(os.getpid())), threading.active_count() - pooled, anonymous
 
 
-def test_fifty_changes_at_random(serve: Callable[..., Served]) -> None:
-    change_at_random(serve("qwen3", ranks=3), 50, random.Random(1))
+def test_thirty_changes_at_random(serve: Callable[..., Served]) -> None:
+    change_at_random(serve("qwen3", ranks=3), 30, random.Random(1))
 
 
 @pytest.mark.long
@@ -319,7 +319,7 @@ def total_blocks(fleet: Fleet) -> int:
 
 def test_three_ranks_become_a_pipeline_of_three(serve: Callable[..., Served]) -> None:
     served = serve("qwen3", ranks=3)
-    served.submit([5, 40, 70, 12, 9, 30], tokens=120)
+    served.submit([5, 40, 70, 12, 9, 30], tokens=70)
     served.begin(5)
     dropped = served.fleet.drop(2 * sum(served.fleet.layer_bytes()))
     assert dropped.status == "applied"

@@ -25,7 +25,7 @@ from support.serving.live_server import PATIENCE_S, TOKENIZER, Live, live, model
 TOKEN = "open sesame"
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 PROMPT = "def read_file(path):"
-LONG = 400
+LONG = 200
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from laws.fleets.process_machine import machine
@@ -9,13 +7,6 @@ from support.cluster.shared_launcher import SharedLauncher
 
 ONCE, MANY = 16, 200
 """Actions of a run without deaths; of one with them there are as many."""
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[SharedLauncher]:
-    one = SharedLauncher(3)
-    yield one
-    one.end()
 
 
 def run(launcher: SharedLauncher, ranks: int, seed: int, actions: int) -> None:

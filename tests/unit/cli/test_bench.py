@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import elastic.cli.bench
 from elastic.assets import MODEL_DIR
 from elastic.bench.replay.records import read_records
 from elastic.cli.main import main
-from support.child_process import in_fork
+from support.child_process import Forked, in_fork
 from support.processes import wait_until
 from support.serving.stub_server import stub
 
@@ -169,13 +168,9 @@ def test_an_interrupted_run_is_written_all_the_same(
     assert "note: out was interrupted" in capsys.readouterr().err
 
 
-COMMAND = "import sys; from elastic.cli.main import main; sys.exit(main(['bench', 'run', *sys.argv[1:]]))"
-
-
-def command(*arguments: str) -> subprocess.Popen[str]:
+def command(*arguments: str) -> Forked:
     """A run that a test may have to end."""
-    asked = [sys.executable, "-c", COMMAND, *arguments]
-    return subprocess.Popen(asked, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return Forked(f"import sys; from elastic.cli.main import main; sys.exit(main({['bench', 'run', *arguments]}))")
 
 
 @pytest.mark.slow
@@ -186,10 +181,9 @@ def test_a_trace_that_begins_late_is_replayed_at_once(tmp_path: Path) -> None:
     with stub() as server:
         child = command("--url", server.url, "--trace", str(trace), "--warmup", "0", "--out", str(out))
         try:
-            assert child.wait(60) == 0
+            assert child.wait() == 0
         finally:
-            child.kill()
-            child.communicate()
+            child.close()
     summary = json.loads(out.read_text())
     assert summary["completed"] == 4
     assert summary["elastic"]["trace"]["offset_s"] == 1_780_000.0
@@ -205,10 +199,10 @@ def test_a_run_that_a_signal_ends_writes_what_there_is(number: signal.Signals, t
         try:
             wait_until(lambda: len(server.bodies) >= 3)
             child.send_signal(number)
-            error = child.communicate(timeout=120)[1]
+            error = child.stderr.read().decode()
+            assert child.wait() == 128 + number, error
         finally:
-            child.kill()
-    assert child.returncode == 128 + number, error
+            child.close()
     summary = json.loads(out.read_text())
     assert summary["elastic"]["interrupted"] is True
     assert summary["elastic"]["offered"] == len(read_records(records)) >= 3

@@ -5,10 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 from dataclasses import asdict
 from typing import Any
@@ -25,6 +22,7 @@ from elastic.cli.views.status_client import NoAnswer, ask, base_url
 from elastic.cli.views.status_document import NotAStatus, StatusDocument, read_status
 from elastic.errors import ConfigError
 from elastic.types import Drop, Fetch, LayerPages, SharedFile, WeightsSource
+from support.child_process import Forked
 from support.serving.status_documents import VARIANTS, document, events, fleet_document, serving, status, traffic
 
 
@@ -212,24 +210,26 @@ def test_a_server_that_goes_away_is_asked_again_and_its_last_frame_stays() -> No
 @pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.slow
 def test_it_goes_on_until_it_is_interrupted(terminal: bool) -> None:
-    code = "import sys; from elastic.cli.main import main; sys.exit(main(['top', sys.argv[1], '--every', '0.1']))"
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"} | ({"FORCE_COLOR": "1", "TERM": "xterm"} if terminal else {})
+    code = """
+    import os, sys
+    os.environ.update(ENVIRONMENT)
+    sys.stdout.reconfigure(write_through=True)
+    from elastic.cli.main import main
+
+    sys.exit(main(["top", URL, "--every", "0.1"]))
+    """
+    environment = {"FORCE_COLOR": "1", "TERM": "xterm"} if terminal else {}
     with serving(lambda path: (200, json.dumps(document()).encode())) as url:
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-c", code, url],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        assert child.stdout is not None
+        child = Forked(code.replace("ENVIRONMENT", str(environment)).replace("URL", repr(url)))
         seen, said = 0, ""
-        while seen < 3 and (line := child.stdout.readline()):
+        while seen < 3 and (line := child.stdout.readline().decode()):
             seen += "serving, up 1:02:05" in line
             said += line
         child.send_signal(signal.SIGINT)
-        rest, error = child.communicate(timeout=120)
-    assert (child.returncode, error, seen) == (0, "", 3)
+        rest, error = child.stdout.read().decode(), child.stderr.read().decode()
+        status = child.wait()
+        child.close()
+    assert (status, error, seen) == (0, "", 3)
     assert ("\x1b[?1049h" in said) == ("\x1b[?1049l" in rest) == terminal, "the screen is given back"
 
 

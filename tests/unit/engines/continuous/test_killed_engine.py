@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -23,6 +22,8 @@ from elastic.engines.core.kv_state import KVDirectory, KVReport, SequenceKV
 from elastic.engines.core.step import SequenceState
 from elastic.memory.backends.shared_file import OpenFile, open_shared
 from support import architectures
+from support.architectures import in_turn
+from support.child_process import Forked
 from support.cluster.engine_group import EngineGroup, engine_groups
 from support.processes import wait_until
 from support.serving.generations import Collector, continuation, prompts
@@ -31,7 +32,8 @@ from support.serving.tracked_engine import TrackedEngine
 LENGTHS = [3, 17, 70, 140]
 MOST = 60
 CHILD = """
-    import os, pickle, sys
+    import os, pickle, signal, sys
+    sys.path[:0] = PATH
     import elastic
     from elastic.engines.base import Request
     from elastic.engines.continuous import ContinuousEngine
@@ -59,7 +61,7 @@ CHILD = """
     send(engine.kv_source())
     for i, prompt in enumerate(prompts(LENGTHS, architectures.VOCAB)):
         engine.submit(Request(prompt, MOST, id=f"r{i}"), outputs.append)
-    sys.stdin.read()
+    signal.pause()
 """
 
 
@@ -67,14 +69,9 @@ class Killed:
     """What a fleet knows of an engine in another process: what it had told when it was killed."""
 
     def __init__(self, name: str) -> None:
-        facts = f"NAME, LENGTHS, MOST = {name!r}, {LENGTHS}, {MOST}\n"
-        path = os.pathsep.join([os.path.dirname(os.path.dirname(support.__file__)), *filter(None, sys.path)])
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", facts + textwrap.dedent(CHILD)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        path = [os.path.dirname(os.path.dirname(support.__file__)), *filter(None, sys.path)]
+        facts = f"NAME, LENGTHS, MOST, PATH = {name!r}, {LENGTHS}, {MOST}, {path}\n"
+        self.process = Forked(facts + textwrap.dedent(CHILD))
         self.source = self._next()
         self.directory = KVDirectory(self.source)
         self.file: OpenFile = open_shared(self.source.file)
@@ -91,21 +88,16 @@ class Killed:
     def kill(self) -> None:
         """Kill it, and hear what it had said."""
         self.process.send_signal(signal.SIGKILL)
-        assert self.process.wait(60) == -signal.SIGKILL
+        assert self.process.wait() == -signal.SIGKILL
         with suppress(EOFError, pickle.UnpicklingError):
             while True:
                 self.hear(1)
 
     def close(self) -> None:
-        self.process.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
-        self.process.wait(60)
+        self.process.close()
         self.file.close()
 
     def _next(self) -> Any:
-        assert self.process.stdout is not None
         return pickle.load(self.process.stdout)
 
 
@@ -183,11 +175,9 @@ class KilledHome:
         return SequenceState(name, asked, 0, 0, tuple(so_far)), kv
 
 
-@pytest.mark.parametrize("cohorts", [1, 2])
-@pytest.mark.parametrize(("architecture", "shards"), [("llama-gqa", 1), ("gemma3", 1), ("llama-gqa", 2)])
-def test_what_a_killed_home_and_its_guests_have_is_adopted_layer_by_layer(
-    architecture: str, shards: int, cohorts: int
-) -> None:
+@pytest.mark.parametrize(("cut", "cohorts"), in_turn([("llama-gqa", 1), ("gemma3", 1), ("llama-gqa", 2)], [1, 2]))
+def test_what_a_killed_home_and_its_guests_have_is_adopted_layer_by_layer(cut: tuple[str, int], cohorts: int) -> None:
+    architecture, shards = cut
     with engine_groups() as make:
         ranks = make("abc", architecture, wrap={"shards": shards}, cohorts=cohorts)
         for guest in "bc":

@@ -17,6 +17,7 @@ from elastic.engines.pipeline.stage import GuestStage
 from elastic.errors import RankLost
 from elastic.memory.backends.shared_file import OpenFile, open_shared
 from support import architectures
+from support.architectures import in_turn
 from support.cluster.engine_group import EngineGroup, engine_groups, read_file
 from support.processes import wait_until
 from support.serving.generations import Collector, continuation, prompts
@@ -58,8 +59,10 @@ def plain(group: EngineGroup, tokens: int, name: str = "r") -> dict[str, list[in
     return {f"{name}{i}": continuation(model, prompt, tokens) for i, prompt in enumerate(PROMPTS)}
 
 
-@pytest.mark.parametrize("architecture", ["llama-gqa", "mistral-sliding", "gemma3", "qwen3-moe", "gpt2", "gpt-oss"])
-@pytest.mark.parametrize("cohorts", [1, 2])
+@pytest.mark.parametrize(
+    ("architecture", "cohorts"),
+    in_turn(["llama-gqa", "mistral-sliding", "gemma3", "qwen3-moe", "gpt2", "gpt-oss"], [2, 1]),
+)
 def test_layers_go_there_and_back_while_requests_run(
     group: Callable[..., EngineGroup], architecture: str, cohorts: int
 ) -> None:
@@ -106,8 +109,7 @@ def live_bytes(ranks: EngineGroup, home: str) -> dict[tuple[str, int], list[byte
     return found
 
 
-@pytest.mark.parametrize("architecture", ["llama-gqa", "gemma3"])
-@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize(("architecture", "rounds"), in_turn(["llama-gqa", "gemma3"], [1, 3]))
 def test_a_flip_changes_no_bit_of_keys_and_values(
     group: Callable[..., EngineGroup], monkeypatch: pytest.MonkeyPatch, architecture: str, rounds: int
 ) -> None:
@@ -448,8 +450,9 @@ def test_a_lost_rank_costs_no_token_and_only_what_was_computed(group: Callable[.
     ranks.part("b")
 
 
-@pytest.mark.parametrize("architecture", ["llama-gqa", "gemma3", "mistral-sliding", "qwen3-moe"])
-@pytest.mark.parametrize("cohorts", [1, 2])
+@pytest.mark.parametrize(
+    ("architecture", "cohorts"), in_turn(["llama-gqa", "gemma3", "mistral-sliding", "qwen3-moe"], [1, 2])
+)
 def test_what_a_killed_rank_had_is_read_from_its_memory_and_not_computed_again(
     group: Callable[..., EngineGroup], architecture: str, cohorts: int
 ) -> None:
@@ -549,8 +552,7 @@ def no_room(layers: tuple[int, ...]) -> None:
     raise CapacityError("no room", requested_bytes=1, free_bytes=0, total_bytes=0)
 
 
-@pytest.mark.parametrize("failing", ["a", "b", "c"])
-@pytest.mark.parametrize("cohorts", [1, 2])
+@pytest.mark.parametrize(("failing", "cohorts"), in_turn(["a", "b", "c"], [1, 2]))
 def test_an_error_of_the_model_anywhere_ends_its_step_and_no_other(
     group: Callable[..., EngineGroup], failing: str, cohorts: int
 ) -> None:

@@ -17,6 +17,7 @@ from elastic.engines.executor.model_runner import ModelRunner
 from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.sector_space import BlockGroup
 from support import architectures
+from support.architectures import in_turn
 from support.serving.generations import SERVED, prompts, same_unless_close
 from support.wrapped_model import small
 
@@ -103,8 +104,7 @@ def decode(steps: HandMadeSteps, requests: Sequence[Request], most: int, choose:
     return [text[len(request.prompt) :] for text, request in zip(texts, requests, strict=True)]
 
 
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
-@pytest.mark.parametrize("name", sorted(SERVED))
+@pytest.mark.parametrize(("name", "layout"), in_turn(sorted(SERVED), sorted(LAYOUTS)))
 def test_any_chunks_in_any_company_give_the_tokens_of_the_plain_model(name: str, layout: str, steps: Any) -> None:
     model = architectures.build(name)
     asked = prompts([1, 8, 9, 40, 70], architectures.VOCAB)

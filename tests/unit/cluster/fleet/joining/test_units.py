@@ -98,9 +98,9 @@ def test_where_there_is_room_they_part_and_share_again(made: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_rank_is_replaced_and_its_unit_serves_on(made: Any) -> None:
+def test_a_lost_rank_is_replaced_and_its_unit_serves_on(made: Any, launcher: Any) -> None:
     path, expected = made["dense"]
-    with Fleet(path, ranks=[["cpu=3MiB"]] * 2, tp=2, **{**OPTIONS, "launch": "local"}) as fleet:
+    with Fleet(path, ranks=[["cpu=3MiB"]] * 2, tp=2, **{**OPTIONS, "launch": launcher}) as fleet:
         with pytest.raises(ConfigError, match="2 have the model together; 1 are no multiple"):
             fleet.scale_out(1)
         assert [group.members for group in fleet.groups()] == [("r0", "r1")]

@@ -18,6 +18,7 @@ from elastic.engines.pipeline.transport import Key
 from elastic.errors import StateError
 from elastic.planning.sharding.heads import kv_parts
 from support import architectures
+from support.architectures import in_turn
 from support.pipeline.stage_ranks import Rank, Ranks, whole_text
 from support.serving.generations import SERVED
 from support.wrapped_model import layers
@@ -54,8 +55,7 @@ def chunks(step: int) -> list[ScheduledChunk]:
     ]
 
 
-@pytest.mark.parametrize("shards", PATHS)
-@pytest.mark.parametrize("name", sorted(architectures.CONFIGS.keys() - SERVED))
+@pytest.mark.parametrize(("name", "shards"), in_turn(sorted(architectures.CONFIGS.keys() - SERVED), list(PATHS)))
 @torch.no_grad()
 def test_a_text_gives_the_logits_of_one_rank_to_rounding(name: str, shards: int, stack: ExitStack) -> None:
     ranks = Ranks(name, "abcd"[:shards], stack, shards)
@@ -77,8 +77,7 @@ def test_a_text_gives_them_in_half_precision(name: str, stack: ExitStack) -> Non
         assert error(ranks.logits(ranks.path(path), step, whole_text), expected) <= 2 * error(plain, expected)
 
 
-@pytest.mark.parametrize("shards", PATHS)
-@pytest.mark.parametrize("name", sorted(SERVED))
+@pytest.mark.parametrize(("name", "shards"), in_turn(sorted(SERVED), list(PATHS)))
 @torch.no_grad()
 def test_prompts_and_decoding_in_blocks_give_them_too(name: str, shards: int, stack: ExitStack) -> None:
     ranks = Ranks(name, "abcd"[:shards], stack, shards)
