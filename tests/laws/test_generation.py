@@ -11,7 +11,7 @@ MACHINE = Path(__file__).with_name("generation_machine.py")
 
 def test_the_laws_hold_while_other_threads_generate(device: str) -> None:
     # where memory is larger, fewer actions have to wait, and fewer repeat
-    examples, least = ("12", "75") if device == "cpu" else ("56", "300")
+    examples, least = ("24", "150") if device == "cpu" else ("56", "300")
     run_machine(MACHINE, "--device", device, "--examples", examples, "--steps", "50", "--least", least, timeout=600)
 
 
