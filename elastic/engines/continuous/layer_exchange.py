@@ -72,10 +72,7 @@ class LayerExchange(HostedStages):
             windows = [group.window for group in self._layer_groups]
             self._written = DirtyBlockTracker(windows, self.kv_format.block_tokens, copy)
             self._loop.scheduler.written = self._written.note
-            if self.path.copies > 1:
-                self._note_computed(self._written, copy)
-            else:
-                self._written.add(self._blocks.held_blocks())
+            self._note_computed(self._written)
             mapped = tuple(starmap(SectorRef, self._memory.mapped_sectors))
             return ExchangeStart(mapped, {rank: link.sent for rank, link in self._home.links.items()})
 
@@ -359,15 +356,21 @@ class LayerExchange(HostedStages):
         self._loop.scheduler.let_go()
         self._memory.keep_sectors = False
 
-    def _note_computed(self, written: DirtyBlockTracker, copy: int) -> None:
-        """Have all blocks of a copy's sequences be copied, and be nobody else's while they are.
+    def _note_computed(self, written: DirtyBlockTracker) -> None:
+        """Have all that is computed be copied, and of one copy of the layers what is kept for reuse, too.
 
-        Else a block that comes free could be written over that a sequence of another copy has begun to write.
+        Of several copies, blocks that come free are nobody else's meanwhile: else one could be written over that a
+        sequence of another copy has begun to write.
         """
         scheduler = self._loop.scheduler
-        scheduler.retain()
+        if self.path.copies > 1:
+            scheduler.retain()
+        else:
+            with self._memory.lock:
+                written.add(tuple(tuple(pool.kept_blocks) for pool in self._blocks.pools))
         for sequence in scheduler.begun:
-            written.note(sequence.table.blocks, 0, sequence.computed, scheduler.copy_of(sequence))
+            kv = sequence.kv()
+            written.note(kv.blocks, 0, kv.computed, scheduler.copy_of(sequence))
 
     def _copy_home(self, shards: Sequence[int], source: LayersKV, blocks: Blocks | None, *, coordinated: bool) -> int:
         if blocks is not None:

@@ -84,7 +84,7 @@ class MovingRequests:
     def kv_room(self) -> KVHeadroom:
         """Return what the memory of the KV cache could hold."""
         with self._memory.lock:
-            return kv_room(self._memory, self._blocks.count_held())
+            return kv_room(self._memory, [pool.held for pool in self._blocks.pools])
 
     def locate(self, request: str) -> tuple[SequenceKV, ...]:
         """Say where the KV of a request's answers lies, between two steps; none: it is unknown, or has not begun."""

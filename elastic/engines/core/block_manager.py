@@ -39,7 +39,7 @@ class BlockManager:
         self._tables: dict[str, BlockTable] = {}
         self._live: dict[BlockTable, None] = {}  # those with blocks, as a set in order
         self._waiting: dict[str, int] = {}  # the most tokens of those that have no block yet
-        self._pools: list[BlockPool] = []
+        self.pools: list[BlockPool] = []  # of each group
         self._promised: int | None = 0  # sectors; None: to be counted again
         self._version = 0  # of what could let a sequence have the blocks that it was refused, besides more room
         self._ledger = AdmissionLedger(())
@@ -50,11 +50,11 @@ class BlockManager:
         )
         self._prefixes = [PrefixCache() for _ in windows]
         self._users: list[dict[int, Sharers]] = [{} for _ in windows]  # of blocks in use that may be shared
-        self._pools = [
+        self.pools = [
             BlockPool(group, self.memory, prefixes.__contains__, prefixes.forget)
             for group, prefixes in enumerate(self._prefixes)
         ]
-        self._ledger = AdmissionLedger([pool.size for pool in self._pools])
+        self._ledger = AdmissionLedger([pool.size for pool in self.pools])
 
     # -- what any thread may call
 
@@ -100,36 +100,26 @@ class BlockManager:
     def promised_sectors(self) -> int:
         """Count the sectors that live sequences must still get, or the largest waiting one, alone."""
         if self._promised is None:
-            live = self._ledger.reserved_sectors([pool.free_blocks for pool in self._pools])
+            live = self._ledger.reserved_sectors([pool.free_blocks for pool in self.pools])
             largest = self._sectors_for(max(self._waiting.values(), default=0))
             self._promised = max(live, largest - self.memory.used_sectors)
         return self._promised
 
     def reusable_sectors(self) -> int:
         """Count the allocated sectors that hold only blocks kept for reuse."""
-        return sum(pool.reusable_sectors for pool in self._pools)
-
-    def held_blocks(self) -> tuple[tuple[int, ...], ...]:
-        """Return, for each group, the blocks that sequences have or that are kept for reuse."""
-        with self.memory.lock:
-            return tuple(tuple(pool.held_blocks()) for pool in self._pools)
-
-    def count_held(self) -> tuple[int, ...]:
-        """Count these blocks."""
-        with self.memory.lock:
-            return tuple(pool.held for pool in self._pools)
+        return sum(pool.reusable_sectors for pool in self.pools)
 
     def free_blocks(self) -> int:
         """Count the blocks of the first group that could be given to new sequences, after what live ones may need."""
         with self.memory.lock:
             sectors = max(0, self.memory.room(growing=False) - self.promised_sectors())
-            spare = self._pools[0].free_blocks - self._ledger.reserved_blocks(0)
-            return sectors * self._pools[0].size + max(0, spare)
+            spare = self.pools[0].free_blocks - self._ledger.reserved_blocks(0)
+            return sectors * self.pools[0].size + max(0, spare)
 
     def all_fit(self) -> bool:
         """Return whether there is room now for all that live sequences may still need, at the same time."""
         with self.memory.lock:
-            free = [pool.free_blocks for pool in self._pools]
+            free = [pool.free_blocks for pool in self.pools]
             return self._ledger.needed_sectors(free) <= self.memory.room(growing=True)
 
     @property
@@ -144,7 +134,7 @@ class BlockManager:
 
     def give_up_reusable(self, sectors: int) -> None:
         """Give up about so many of these."""
-        for pool in self._pools:
+        for pool in self.pools:
             before = pool.reusable_sectors
             pool.give_up_reusable(sectors)
             sectors -= before - pool.reusable_sectors
@@ -153,7 +143,7 @@ class BlockManager:
     def forget_kept(self) -> None:
         """Forget all that is kept for reuse."""
         with self.memory.lock:
-            for pool in self._pools:
+            for pool in self.pools:
                 pool.forget_kept()
             self._promised = None
             self._version += 1
@@ -262,7 +252,7 @@ class BlockManager:
     def check(self) -> None:
         """Recount; raises `IntegrityError`."""
         with self.memory.lock:
-            for group, pool in enumerate(self._pools):
+            for group, pool in enumerate(self.pools):
                 pool.check()
                 check_users(group, ((t.demand, t.blocks[group]) for t in self._live), self._users[group], pool.in_use)
 
@@ -284,7 +274,7 @@ class BlockManager:
         return [-(-(tokens if window is None else min(tokens, window)) // size) for window in self._windows]
 
     def _sectors_for(self, tokens: int) -> int:
-        return sum(-(-n // pool.size) for n, pool in zip(self._blocks_for(tokens), self._pools, strict=True))
+        return sum(-(-n // pool.size) for n, pool in zip(self._blocks_for(tokens), self.pools, strict=True))
 
     def _prefix_blocks(self, table: BlockTable, tokens: Sequence[int], form: bytes) -> Iterator[list[int]]:
         """Give those that hold its first tokens, by group: of the full weights, then of those of a form."""
@@ -300,7 +290,7 @@ class BlockManager:
     def _find(self, name: bytes) -> list[int]:
         """Return the block of this hash in each group; empty where there is none in some."""
         blocks = [block for prefixes in self._prefixes if (block := prefixes.find(name)) is not None]
-        return blocks if len(blocks) == len(self._pools) else []
+        return blocks if len(blocks) == len(self.pools) else []
 
     def _share_prefix(self, table: BlockTable, tokens: Sequence[int], form: bytes) -> int:
         """Have a sequence share the blocks that hold its first tokens, but not its last; return how many tokens."""
@@ -309,7 +299,7 @@ class BlockManager:
             for group, block in enumerate(blocks):
                 before = self._users[group].get(block, NOBODY)
                 if not before:
-                    self._pools[group].reuse(block)
+                    self.pools[group].reuse(block)
                 after = joined.get(before)
                 if after is None:
                     after = joined[before] = before | {table.demand}
@@ -317,7 +307,7 @@ class BlockManager:
                 self._ledger.share(group, before, after)
                 table.blocks[group].append(block)
             table.shared += 1
-        self._ledger.give(table.demand, [table.shared] * len(self._pools), alone=False)
+        self._ledger.give(table.demand, [table.shared] * len(self.pools), alone=False)
         table.capacity = table.shared * self.block_tokens
         return table.capacity
 
@@ -330,7 +320,7 @@ class BlockManager:
                 users[block] = before | {table.demand}
                 self._ledger.share(group, before, users[block])
                 table.blocks[group].append(block)
-        self._ledger.give(table.demand, [more] * len(self._pools), alone=False)
+        self._ledger.give(table.demand, [more] * len(self.pools), alone=False)
         table.capacity = count * self.block_tokens
         return table.capacity
 
@@ -346,7 +336,7 @@ class BlockManager:
         if version == self._version and room <= room_before and count >= count_before:
             return False
         self._ledger.give(table.demand, wanted)
-        free = [pool.free_blocks - more for pool, more in zip(self._pools, wanted, strict=True)]
+        free = [pool.free_blocks - more for pool, more in zip(self.pools, wanted, strict=True)]
         safe = self._ledger.reserved_sectors(free) <= room
         table.refused = NEVER if safe else (self._version, room, count)
         if not safe or not self._take(table, wanted):
@@ -354,7 +344,7 @@ class BlockManager:
             return False
         table.capacity = -(-tokens // self.block_tokens) * self.block_tokens
         self._promised = None
-        self._version += len(self._pools) > 1  # with one kind of layers, what one gets is never of use to another
+        self._version += len(self.pools) > 1  # with one kind of layers, what one gets is never of use to another
         return True
 
     def _take(self, table: BlockTable, wanted: Sequence[int]) -> bool:
@@ -363,10 +353,10 @@ class BlockManager:
         try:
             for group, count in enumerate(wanted):
                 for _ in range(count):
-                    taken.append((group, self._take_block(self._pools[group])))
+                    taken.append((group, self._take_block(self.pools[group])))
         except CapacityError:  # others were faster: the sequence waits
             for group, block in taken:
-                self._pools[group].release(block)
+                self.pools[group].release(block)
             return False
         for group, block in taken:
             table.blocks[group].append(block)
@@ -385,7 +375,7 @@ class BlockManager:
         """Have none of the blocks of a table be its own; the last ones are the first that are given up."""
         demand = table.demand
         left: dict[Sharers, Sharers] = {}
-        for group, (pool, users, blocks) in enumerate(zip(self._pools, self._users, table.blocks, strict=True)):
+        for group, (pool, users, blocks) in enumerate(zip(self.pools, self._users, table.blocks, strict=True)):
             for block in reversed(blocks):
                 before = users.get(block)
                 if before is None:

@@ -150,13 +150,10 @@ class BlockPool:
         """Count the blocks that are in use or kept for reuse."""
         return sum(self.size - len(sector.free) for sector in self._sectors.values())
 
-    def held_blocks(self) -> list[int]:
-        """List the blocks that are in use or kept for reuse, in order."""
-        held: list[int] = []
-        for number, sector in sorted(self._sectors.items()):
-            blocks = range(number * self.size, (number + 1) * self.size)
-            held += sorted(set(blocks).difference(sector.free)) if sector.free else blocks
-        return held
+    @property
+    def kept_blocks(self) -> list[int]:
+        """List the blocks that are kept for reuse."""
+        return [block for sector in self._sectors.values() for block in sector.kept]
 
     def take(self) -> int:
         """Return one of the `free_blocks`, of which there are some; the last, those that are kept, the oldest first."""

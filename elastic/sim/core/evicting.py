@@ -52,7 +52,7 @@ class OptimisticBlocks(BlockManager):
     def lack(self, wanted: Sequence[tuple[BlockTable, int]], spare: int = 0) -> bool:
         """Tell whether there are too few blocks for tables to hold so many tokens each, and to spare some."""
         with self.memory.lock:
-            for group in range(len(self._pools)):
+            for group in range(len(self.pools)):
                 needs = (self._blocks_for(tokens)[group] - len(table.blocks[group]) for table, tokens in wanted)
                 if sum(max(0, count) for count in needs) + spare > self._free(group):
                     return True
@@ -66,7 +66,7 @@ class OptimisticBlocks(BlockManager):
             return super().admit(sequence, tokens, most, share=False, **named)
 
     def _free(self, group: int) -> int:
-        pool = self._pools[group]
+        pool = self.pools[group]
         return pool.free_blocks + pool.size * self.memory.room(growing=True)
 
     def _extend(self, table: BlockTable, tokens: int, *, growing: bool) -> bool:

@@ -87,8 +87,8 @@ class SimulatedRank:
                 return self.lose(rank)
             case ask.MeasureRoom():
                 self.weights.retry()
-                (held,) = self.instance.blocks.count_held()
-                return replace(self.books.room(held), step_s=self.instance.local.step_s)
+                (pool,) = self.instance.blocks.pools
+                return replace(self.books.room(pool.held), step_s=self.instance.local.step_s)
             case ask.SetCap(sectors):
                 return self._between(partial(self._set_cap, sectors))
             case ask.CapReached():
@@ -225,7 +225,10 @@ class SimulatedRank:
         if self.written is not None:
             raise StateError("an exchange has begun; end it first")
         self.written = DirtyBlockTracker([None], self.world.model.kv.block_tokens)
-        self.written.add(self.instance.blocks.held_blocks())
+        self.written.add(tuple(tuple(pool.kept_blocks) for pool in self.instance.blocks.pools))
+        for sequence in self.instance.scheduler.begun:
+            kv = sequence.kv()
+            self.written.note(kv.blocks, 0, kv.computed)
         self.instance.scheduler.written = self.written.note
 
     @property

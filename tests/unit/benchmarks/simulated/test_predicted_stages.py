@@ -17,7 +17,7 @@ COST, HOP_S = ChunkCost(0.0, 0.0, 1e-4, 2e-2, 1.8e-2), 1e-3
 """Without attention: each token of an answer takes as long."""
 COSTS = stages.Costs(
     dict(zip(("prefix", "own", "token", "chunk", "shared", "read"), COST.coefficients, strict=True)),
-    rest=0.05, hop_s=HOP_S, byte_s=0.0, contention=0.0,
+    rest=0.05, hop_s=HOP_S, byte_s=0.0, contention=0.0, stage_s=0.0,
 )  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def test_a_request_that_is_alone_waits_for_each_hop_once_a_token(count: int) -> 
 
 
 def test_stages_whose_hops_cost_nothing_take_no_longer_for_one_request() -> None:
-    free = stages.Costs(COSTS.chunks, COSTS.rest, hop_s=0.0, byte_s=0.0, contention=0.0)
+    free = stages.Costs(COSTS.chunks, COSTS.rest, hop_s=0.0, byte_s=0.0, contention=0.0, stage_s=0.0)
     one, six = (
         stages.figures(stages.predicted(free.model(0.0), 12, k, stages.drawn(0, 12, quick=True))) for k in (1, 6)
     )

@@ -142,7 +142,7 @@ def test_what_is_kept_for_reuse_goes_with_its_layers_and_what_is_free_does_not(
     prompt = PROMPTS[0][:1] * 40
     engine.submit(Request(prompt, 3, id="first"), heard)
     heard.wait(["first"])
-    held, layers = engine._blocks.count_held()[0], (1, 2)
+    held, layers = engine._blocks.pools[0].held, (1, 2)
     assert 0 < held < engine._memory.mapped_count * engine._memory.blocks_per_sector(0)
     assert engine.kv_room().held_bytes == (held * engine.kv_format.block_bytes,) * 3
     copies = list[int]()

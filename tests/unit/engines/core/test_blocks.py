@@ -41,22 +41,18 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     assert admit(manager, "d", [*tokens[:6], 99, 99, 99]) == 4
 
 
-def test_blocks_are_held_while_a_sequence_has_them_or_they_are_kept_for_reuse() -> None:
+def test_blocks_are_kept_for_reuse_when_no_sequence_has_them_and_until_they_are_given_up() -> None:
     manager, _ = blocks_of(None, None, size=4, share=True)
     tokens = list(range(20))
     admit(manager, "a", tokens)
     admit(manager, "b", [99] * 5)
     manager.share_computed(manager.table("a"), tokens, 12)
-    used = [{*manager.table("a").blocks[group], *manager.table("b").blocks[group]} for group in (0, 1)]
-    assert manager.held_blocks() == tuple(tuple(sorted(blocks)) for blocks in used)
-    kept = [manager.table("a").blocks[group][:3] for group in (0, 1)]
-    left = [manager.table("b").blocks[group] for group in (0, 1)]
+    assert [(pool.kept_blocks, pool.held) for pool in manager.pools] == [([], 7)] * 2
+    kept = [set(manager.table("a").blocks[group][:3]) for group in (0, 1)]
     manager.forget("a")
-    assert manager.held_blocks() == tuple(tuple(sorted([*a, *b])) for a, b in zip(kept, left, strict=True))
-    assert manager.count_held() == (5, 5)
+    assert [(set(pool.kept_blocks), pool.held) for pool in manager.pools] == [(blocks, 5) for blocks in kept]
     manager.forget_kept()
-    manager.forget("b")
-    assert manager.held_blocks() == ((), ())
+    assert [(pool.kept_blocks, pool.held) for pool in manager.pools] == [([], 2)] * 2
     manager.check()
 
 
@@ -125,7 +121,7 @@ def test_sectors_that_come_and_go_are_noted_once(size: int) -> None:
         admit(manager, str(number), [number] * 17)
         manager.forget(str(number))
     manager.check()
-    (pool,) = manager._pools
+    (pool,) = manager.pools
     assert len(pool._open) <= memory.total
 
 

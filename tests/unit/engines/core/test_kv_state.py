@@ -140,7 +140,7 @@ def test_blocks_of_what_ended_are_in_use_until_that_is_told(how: str) -> None:
     hear = told.hear
     journal = told.scheduler.journal
     assert journal is not None
-    journal._listener = lambda report: (in_use.append(told.blocks._pools[0].in_use), hear(report))
+    journal._listener = lambda report: (in_use.append(told.blocks.pools[0].in_use), hear(report))
     if how == "cancelled":
         told.step()
         told.scheduler.cancel("a")
