@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 
 from elastic.engines.core.block_pool import BlockTable
 from elastic.engines.core.kv_state import KVReport, SectorPages, SequenceKV
+from elastic.engines.core.sequence import Sequence
+from elastic.engines.core.step import ScheduledChunk
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,14 @@ class KVJournal:
     def note(self, kv: SequenceKV) -> None:
         """Note the new blocks of a sequence, and how much of it is computed."""
         self._sequences[kv.sequence] = kv
+
+    def note_chunk(self, sequence: Sequence, chunk: ScheduledChunk) -> None:
+        """Note what a step has computed of a sequence."""
+        blocks = chunk.blocks
+        if sequence.noted is not None:
+            blocks = tuple(tuple(b[n:]) for b, n in zip(sequence.table.blocks, sequence.noted, strict=True))
+            sequence.noted = None
+        self.note(SequenceKV(sequence.id, sequence.computed, blocks, chunk.samples))
 
     def end(self, sequence: str, table: BlockTable) -> None:
         """Note that a sequence has ended; its blocks come free when that is told."""

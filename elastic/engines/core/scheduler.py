@@ -11,7 +11,6 @@ from itertools import chain
 from elastic.engines.core.block_manager import BlockManager
 from elastic.engines.core.block_pool import BlockTable
 from elastic.engines.core.kv_journal import KVJournal
-from elastic.engines.core.kv_state import SequenceKV
 from elastic.engines.core.sequence import Cohort, Produced, Sequence
 from elastic.engines.core.step import ScheduledChunk, SequenceState, Step, StepResult
 from elastic.engines.core.step_budget import StepBudget, TokenBudget
@@ -134,9 +133,18 @@ class Scheduler:
         if any(cohort.refused for cohort in self._cohorts):
             self.short_of_kv_s += now - self._last_s
         self._last_s = now
-        self.stalled = 0
         if self._placed:
             self._place(now)
+        step = self._first_step(now)
+        for _ in range(len(self._placed)):
+            if step is not None or self._steps:
+                break
+            self._exchange_places(now)
+            step = self._first_step(now)
+        return step
+
+    def _first_step(self, now: float) -> Step | None:
+        self.stalled = 0
         for cohort in sorted(self._cohorts, key=len) if len(self._cohorts) > 1 else self._cohorts:
             if not cohort.in_flight and (step := self._step_of(cohort, now)):
                 return step
@@ -148,8 +156,7 @@ class Scheduler:
         cohort, sequences = self._close_step(step)
         produced: list[Produced] = []
         sampled = iter(result.sampled)
-        size = self.blocks.block_tokens
-        shares = self.blocks.shares
+        size, shares = self.blocks.block_tokens, self.blocks.shares
         journal, no_blocks = self.journal, self.blocks.no_blocks
         for chunk, sequence in zip(step.chunks, sequences, strict=True):
             token = next(sampled) if chunk.samples else None
@@ -158,11 +165,7 @@ class Scheduler:
                 self._free(sequence)
                 continue
             if journal is not None and (chunk.blocks is not no_blocks or len(chunk.tokens) > 1 or not chunk.samples):
-                blocks = chunk.blocks
-                if sequence.noted is not None:
-                    blocks = tuple(tuple(b[n:]) for b, n in zip(sequence.table.blocks, sequence.noted, strict=True))
-                    sequence.noted = None
-                journal.note(SequenceKV(sequence.id, sequence.computed, blocks, chunk.samples))
+                journal.note_chunk(sequence, chunk)
             if sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs.extend(result.prompt_logprobs.get(sequence.id, ()))
             if shares and sequence.computed // size > sequence.table.shared:
@@ -189,16 +192,12 @@ class Scheduler:
         failed = [sequence for sequence in sequences if not sequence.ended]
         for sequence in sequences:
             sequence.in_flight = 0
-            if sequence.ended:
-                self._free(sequence)
-            else:
-                self._end(sequence)
+            (self._free if sequence.ended else self._end)(sequence)
         return failed
 
     def take_removed(self) -> tuple[str, ...]:
         """Return the sequences that the executor can forget; they will be in no step then."""
-        removed = tuple(self._removed)
-        self._removed.clear()
+        removed, self._removed = tuple(self._removed), []
         return removed
 
     # -- inside
@@ -274,6 +273,13 @@ class Scheduler:
                 live += 1
             self._placed.popleft()
 
+    def _exchange_places(self, now: float) -> None:
+        """Have the first one without a place in a cohort get that of one which lacks blocks: it may have those."""
+        stalled = next(sequence for cohort in self._cohorts for sequence in (*cohort.decoding, *cohort.prefilling))
+        self._leave_cohort(stalled)
+        self._place(now)
+        self._placed.append(stalled)
+
     def _note_blocks(self, sequence: Sequence) -> None:
         """Have others share the blocks of a sequence that begins with some, and be told of them."""
         if self.blocks.shares:
@@ -294,8 +300,7 @@ class Scheduler:
         for sequence in (*cohort.decoding, *cohort.prefilling):
             if not budget:
                 break
-            start, tokens = sequence.computed, sequence.tokens
-            total = len(tokens)
+            start, tokens, total = sequence.computed, sequence.tokens, len(sequence.tokens)
             stop = total if total - start <= budget else start + budget
             blocks = no_blocks
             if stop > sequence.table.capacity:

@@ -63,6 +63,23 @@ def test_prompts_fill_what_decoding_leaves_of_a_step() -> None:
     assert serving.step()[0] == {"a/0": 1, "b/0": 1, "c/0": 1}
 
 
+def test_what_comes_back_with_the_blocks_that_all_others_lack_takes_the_place_of_one_of_them() -> None:
+    """As after a move that failed: it is none of the most that may live, and the only one that can end."""
+    serving = Serving(sectors=2, max_requests=1)
+    serving.add("b", 1, 3)
+    serving.step()
+    held = serving.scheduler.hold(["b/0"])
+    serving.add("a", 8, 8)
+    while serving.schedule() is not None:
+        serving.scheduler.update(*serving.executor.compute())  # type: ignore[arg-type]
+    assert (serving.scheduler.stalled, len(serving.scheduler.sequences["a/0"].tokens)) == (1, 13)
+    serving.scheduler.resume(held)
+    ended = list[str]()
+    while serving.scheduler.has_work:
+        ended += [produced.sequence.id for produced in serving.step()[1] if produced.finish]
+    assert ended == ["b/0", "a/0"]
+
+
 def test_at_most_so_many_live_and_the_others_come_in_order() -> None:
     serving = Serving(max_requests=2)
     for name in "abc":
