@@ -12,7 +12,7 @@ import torch
 
 import elastic
 from elastic import Restore, Swap
-from elastic.cluster.control.stage_questions import FlipLayers
+from elastic.cluster.control.stage_questions import FlipLayers, PauseSteps, ResumeSteps
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.engines.base import Request
@@ -204,13 +204,17 @@ def test_keys_and_values_in_8_bits_go_from_rank_to_rank(devices: tuple[int, ...]
     expected = serve(alone.engine, [Request(p, TOKENS, id=n) for n, p in zip(NAMES, PROMPTS, strict=True)]).tokens
     alone.close()
     with fleet_of(2, devices, {"shards": 2}, **form) as (fleet, _):
-        heard = begin(fleet)
+        heard, ranks = begin(fleet), fleet._groups._ranks
+        ranks.ask_all(dict.fromkeys(["r0", "r1"], PauseSteps()))  # so that there are requests to the end
         assert fleet.drop(layers={"r0": (1, 2), "r1": (0,)}).status == "applied"
         fleet.check()
         assert fleet.restore().status == "applied"
         assert fleet.reshard(["r0", "r1"], tp=2).moved_bytes > 0
-        heard.wait_for_tokens("r0", TOKENS // 2)
+        ranks.ask_all(dict.fromkeys(["r0", "r1"], ResumeSteps()))
+        heard.wait_for_tokens("r0", 10)
+        ranks.ask_all(dict.fromkeys(["r0", "r1"], PauseSteps()))
         assert fleet.reshard("r0", tp=1).moved_bytes > 0
+        ranks.ask_all(dict.fromkeys(["r0", "r1"], ResumeSteps()))
         assert fleet.replicate("r0", [0], "r1").status == "applied"
         assert fleet.evict("r0").status == "applied"
         heard.wait(NAMES)

@@ -97,15 +97,15 @@ def _prepare(ranks: Ranks, questions: Mapping[str, PrepareLayers], prepared: lis
 
 
 def _copy(ranks: Ranks, flips: Sequence[LayerFlip], coordinated: bool) -> tuple[int, dict[Way, LayersKV]]:
-    """Copy what there is, then what was written meanwhile, as long as it becomes less.
+    """Copy what there is, then what was written meanwhile, as long as it becomes less; return bytes, and where it lies.
 
-    Returns bytes, and where it lies, as far as that was asked.
+    Even if it is nothing: the home need not ask then, who waits for answers between two of its steps.
     """
     moved_bytes, before, sources = 0, None, dict[Way, LayersKV]()
     for _ in range(MOST_ROUNDS):
         blocks = ranks.ask(flips[0].home, WrittenBlocks())
         count = sum(map(len, blocks))
-        if not count:
+        if sources and not count:
             break
         copied, sources = _copy_blocks(ranks, flips, blocks, coordinated)
         moved_bytes += copied
