@@ -20,7 +20,7 @@ from elastic.engines.core.step import SequenceState
 from elastic.planning.pipeline.chunk_cost import ModelCost
 from elastic.types import Action
 
-PROTOCOL = 10
+PROTOCOL = 11
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Hello:
     kv: KVFormat
     max_requests: int
     memory: KVSource | None
-    """Where other processes of the host can read its KV cache; None: they cannot."""
+    """Where others can read its KV cache; None: they cannot."""
     load: EngineLoad = field(default_factory=EngineLoad)
     forms: tuple[tuple[str, ...], ...] = ()
     """`Engine.weights` so far."""
@@ -180,6 +180,8 @@ class Receive:
     states: tuple[SequenceState, ...]
     kv: tuple[SequenceKV, ...]
     source: KVSource
+    coordinated: bool = True
+    """Behind what computes there; False: the request waits for it."""
 
 
 @dataclass(frozen=True)

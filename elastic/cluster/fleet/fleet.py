@@ -121,7 +121,7 @@ class Fleet(PricedVerbs, RankVerbs):
         self._groups = ReshardingGroups(self._dispatcher, self._log, bulk)
         self._members.on_gone = self._groups.lost
         self._starter.on_joined = Units(self._dispatcher, self._groups).joined
-        self._mover = Mover(self._dispatcher, self._log)
+        self._mover = Mover(self._dispatcher, self._log, self._groups.introduce)
         add = None if self._starter.waits else self.scale_out
         self._policies = PolicyThreads(policies, self._dispatcher, self._log, self._mover, self, self._groups, add)
         self._lock = clock.make_lock()  # of the state

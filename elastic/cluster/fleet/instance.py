@@ -50,7 +50,7 @@ class Instance:
     memory: HeldMemory | None = None
     """Its KV cache as others can read it, also when it has ended."""
     directory: KVDirectory | None = None
-    """Where in that memory the keys and values of its sequences are, in the layers that it computes itself."""
+    """Where in its cache the keys and values of its sequences are, in the layers that it computes itself."""
     state: RankState = "serving"
     why: str = ""
     moves: int = 0

@@ -65,7 +65,7 @@ class Membership:
             client.refuse(str(error))
             raise
         memory = hold_memory(hello.name, hello.memory)
-        directory = KVDirectory(memory.source) if memory is not None else None
+        directory = KVDirectory(hello.memory) if hello.memory is not None else None
         with self._lock:
             forms = [dispatcher.form(form) for form in hello.forms]
             same = hello.host == host_name()

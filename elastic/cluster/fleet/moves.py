@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic.cluster.control.messages import (
@@ -48,7 +49,8 @@ class Moved:
     stalled_ms: float
     """From its last token there to its first here."""
     recomputed_tokens: int = 0
-    """Tokens that are computed again, where the target could not read the source's memory."""
+    """Tokens that are computed again, where the target could read neither a memory file of the source's nor, by a
+    connection to it, its memory."""
 
 
 class _Move:
@@ -58,6 +60,8 @@ class _Move:
         self.record, self.source, self.target = record, source, target
         self.memory = source.memory.hold() if source.memory is not None else None
         self.states = tuple(answer.state for answer in record.live)
+        self.met = False
+        """Whether the target knows where the source answers what it reads."""
         self.handed = self.flipped = self.received = False
         self.told = 0
         self.moved_bytes = self.rounds = 0
@@ -68,15 +72,23 @@ class _Move:
         return self.record.request.id
 
     @property
-    def reads(self) -> bool:
-        """Whether the target can copy what the source has computed."""
+    def by_file(self) -> bool:
+        """Whether the target finds the source's memory file."""
+        return self.memory is not None and self.source.hello.host == self.target.hello.host
+
+    @property
+    def readable(self) -> bool:
+        """Whether the target can use what the source has computed, if it can read it."""
         return (
-            self.memory is not None
-            and self.source.directory is not None
-            and self.source.hello.host == self.target.hello.host
+            self.source.directory is not None
             and self.source.kv_format == self.target.kv_format
             and (self.record.request.prompt_logprobs is None or bool(self.record.answers[0].tokens))
         )
+
+    @property
+    def reads(self) -> bool:
+        """Whether the target can copy what the source has computed."""
+        return self.readable and (self.by_file or self.met)
 
     @property
     def settled(self) -> bool:
@@ -85,29 +97,37 @@ class _Move:
 
     def view(self, kv: tuple[SequenceKV, ...]) -> KVSource:
         """Say where the target finds these. Under the fleet's lock."""
-        assert self.memory is not None
         assert self.source.directory is not None
-        return self.memory.source_with(self.source.directory.sectors_of(kv))
+        sectors = self.source.directory.sectors_of(kv)
+        if self.by_file and self.memory is not None:
+            return self.memory.source_with(sectors)
+        source = self.source.hello.memory
+        assert source is not None
+        assert source.memory is not None
+        return replace(source, file=None, sectors=sectors, memory=replace(source.memory, rank=self.source.name))
 
 
 class Mover:
     """Moves requests, each on the calling thread, which must be none that reads from ranks."""
 
-    def __init__(self, dispatcher: Dispatcher, log: EventLog) -> None:
+    def __init__(self, dispatcher: Dispatcher, log: EventLog, introduce: Callable[[Iterable[str]], None]) -> None:
+        """`introduce` has ranks know where each other listens; it raises where they cannot reach each other."""
         self._dispatcher = dispatcher
         self._lock = dispatcher.lock
-        self._log = log
+        self._log, self._introduce = log, introduce
 
     def move(self, request: str, target: str) -> Moved:
         """Move all answers of a request to an instance; return when it has its next token, or has ended.
 
-        Its KV is copied in rounds while it generates, the rest when it has stopped between two steps. Whatever fails
-        before it goes on there, it goes on where it was; if both are lost, elsewhere. Raises `ConfigError` for a
-        request or an instance that is not there, `StateError` for one that waits, ends meanwhile or is being moved,
-        `Overloaded` where there is no room, `RankLost` if the target is lost.
+        Its KV is copied in rounds while it generates, the rest when it has stopped between two steps: from a memory
+        file of the host, else over a connection of the two ranks. Whatever fails before it goes on there, it goes on
+        where it was; if both are lost, elsewhere. Raises `ConfigError` for a request or an instance that is not there,
+        `StateError` for one that waits, ends meanwhile or is being moved, `Overloaded` where there is no room,
+        `RankLost` if the target is lost.
         """
         move = self._begin(request, target)
         try:
+            self._meet(move)
             self._copy(move)
             self._hand_over(move)
             self._wait(move)
@@ -179,6 +199,18 @@ class Mover:
             source.moves, goal.moves = source.moves + 1, goal.moves + 1
             return _Move(record, source, goal)
 
+    def _meet(self, move: _Move) -> None:
+        """Have the target be able to ask the source for what it finds in no file."""
+        source = move.source.hello.memory
+        if move.by_file or not move.readable or source is None or source.memory is None:
+            return
+        try:
+            self._introduce((move.source.name, move.target.name))
+        except ElasticError as error:
+            logger.info("request %s is computed anew at %s: %s", move.request, move.target.name, error)
+        else:
+            move.met = True
+
     def _copy(self, move: _Move) -> None:
         """Copy what is computed, while more is, until little is left."""
         copied, least = 0, move.source.kv_format.block_tokens
@@ -203,6 +235,8 @@ class Mover:
         if handed is None:
             raise StateError(f"request {move.request!r} ended before it was moved")
         move.handed = True
+        if move.reads and not move.by_file:  # nothing waits for the source but a thread that is there for this
+            self._receive_rest(move, handed.kv)
         record = move.record
         with self._lock:
             self._require_alive(move.target)
@@ -214,7 +248,7 @@ class Mover:
             move.told = sum(len(answer.tokens) for answer in record.answers)
             record.had = {answer.state.index: answer.computed for answer in record.live}
             record.resumption = move.resumption
-            source = move.view(kv) if kv else None
+            source = move.view(kv) if kv and move.by_file else None
             now = self._dispatcher.clock()
             move.target.client.send(Submit(states, now - record.arrived_s, kv, source))
             barrier = move.target.client.ask(Locate(move.request))
@@ -222,6 +256,14 @@ class Mover:
             move.target.give(record, 0, now)
             move.flipped = True
         self._result(move.target, barrier)
+
+    def _receive_rest(self, move: _Move, kv: tuple[SequenceKV, ...]) -> None:
+        """Copy what is left of a request that was handed over."""
+        with self._lock:
+            self._require_alive(move.source)
+            source = move.view(kv)
+        move.received = True
+        self._ask(move.target, Receive(move.states, kv, source, coordinated=False))
 
     def _wait(self, move: _Move) -> None:
         """Return when the request has gone on at its target; then the source needs its blocks no more."""

@@ -124,8 +124,8 @@ class Questions:
         match question:
             case Locate(request):
                 return engine.locate(request)
-            case Receive(states, kv, source):
-                return engine.receive(states, kv, source, coordinated=True)
+            case Receive(states, kv, source, coordinated):
+                return engine.receive(states, kv, source, coordinated=coordinated)
             case GiveUp(request):
                 return engine.give_up(request)
             case HandOver(request):

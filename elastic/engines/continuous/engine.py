@@ -99,11 +99,11 @@ class ContinuousEngine(PipelinedEngine):
             memory = self._blocks.memory
             assert isinstance(memory, BlockMemory)
             self._memory = memory
-            self._received, self._held = ReceivedRequests(self._blocks, memory, self.kv_format), {}
             stack.callback(memory.close)
             self._runner = ModelRunner(model, memory, groups, layout_of(form, model.dtype), grammars)
             stack.callback(self._runner.close)
             stack.callback(self._open_pipeline(groups, cohorts))
+            self._received, self._held = ReceivedRequests(self._blocks, memory, self._kv_exchange), {}
             self._variants = VariantRecorder(self.runtime, self._is_own_thread)
             stack.callback(model.register_forward_pre_hook(self._variants).remove)
             self._requests = ActiveRequests(self.counters, lambda: self._variants.current)

@@ -25,6 +25,7 @@ from elastic.engines.executor.kv_room import KVHeadroom, kv_room
 from elastic.engines.pipeline.home import HomeExecutor
 from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError
 from elastic.kvcache.storage.paged import BlockMemory
+from elastic.types import RankMemory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -60,11 +61,11 @@ class MovingRequests:
 
     # -- what is where
 
-    def kv_source(self) -> KVSource | None:
-        """Say where other processes of the host can read the KV cache; None: they cannot, it is on a GPU."""
-        pool = self._memory.kv.pool
+    def kv_source(self) -> KVSource:
+        """Say where others can read the KV cache: processes of the host, unless it is a GPU's, and ranks."""
+        pool, rank = self._memory.kv.pool, self._home.path.home
         file = pool.backend.shared_file()
-        return None if file is None else KVSource(file, pool.page_bytes, self.kv_format)
+        return KVSource(file, pool.page_bytes, self.kv_format, memory=RankMemory(rank, pool.name))
 
     def load(self) -> EngineLoad:
         """Return how much there is to do; of before, where somebody moves memory just now. It never waits."""
@@ -122,7 +123,7 @@ class MovingRequests:
         if self._thread is None:
             raise StateError("the engine is not serving; start it first")
         try:
-            return self._received.receive(states, kv, source, self._kv_exchange.pace if coordinated else None)
+            return self._received.receive(states, kv, source, coordinated=coordinated)
         except ElasticError:
             self._loop.wake()  # blocks may have come free
             raise

@@ -9,12 +9,12 @@ from itertools import takewhile
 
 from elastic.engines.core.block_manager import BlockManager
 from elastic.engines.core.block_pool import BlockTable
-from elastic.engines.core.kv_state import KVFormat, KVSource, SequenceKV
+from elastic.engines.core.kv_state import KVSource, SequenceKV
 from elastic.engines.core.step import SequenceState
 from elastic.engines.executor.kv_copy import BlockCopier, changed_blocks
+from elastic.engines.executor.kv_exchange import KVExchange
 from elastic.errors import ConfigError, Overloaded, StateError
 from elastic.kvcache.storage.paged import BlockMemory
-from elastic.memory.rate_limit import YieldingPace
 
 
 @dataclass
@@ -58,10 +58,10 @@ class _Reservation:
 class ReceivedRequests:
     """Thread-safe. Copies run on the threads that ask for them, beside the engine's own."""
 
-    def __init__(self, blocks: BlockManager, memory: BlockMemory, format: KVFormat) -> None:
+    def __init__(self, blocks: BlockManager, memory: BlockMemory, exchange: KVExchange) -> None:
         self._blocks = blocks
         self._memory = memory
-        self._format = format
+        self._exchange, self._format = exchange, exchange.format
         self._lock = threading.Lock()  # of the two below
         self._requests: dict[str, _Reservation] = {}
         self._closed = False
@@ -88,11 +88,12 @@ class ReceivedRequests:
         states: Sequence[SequenceState],
         kv: Sequence[SequenceKV],
         source: KVSource,
-        pace: YieldingPace | None = None,
+        *,
+        coordinated: bool = False,
     ) -> int:
         """Copy what is not here yet; return bytes. Whatever it raises, nothing of the request is kept.
 
-        With a `pace` it goes in chunks, behind what computes.
+        `coordinated`: in chunks, behind what computes.
         """
         if source.format != self._format:
             raise ConfigError(f"keys and values of the form {source.format} cannot be taken; here it is {self._format}")
@@ -107,7 +108,9 @@ class ReceivedRequests:
                 by_name = {each.sequence: each for each in kv}
                 if not self._goes_on(reservation, states, by_name):
                     self._free_blocks(reservation)
-                with BlockCopier(self._memory, source, lambda: reservation.wanted, pace) as copier:
+                with self._exchange.copier(
+                    self._memory, source, lambda: reservation.wanted, coordinated=coordinated
+                ) as copier:
                     return sum(
                         self._receive(reservation, state, by_name[state.id], copier)
                         for state in states

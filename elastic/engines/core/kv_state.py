@@ -117,13 +117,16 @@ class KVReport:
 class KVSource:
     """The memory of an engine's KV cache as another process reads it."""
 
-    file: SharedFile
+    file: SharedFile | None
+    """Where processes of the host read it; None: nowhere, it is on a GPU."""
     page_bytes: int
     format: KVFormat
     sectors: tuple[SectorPages, ...] = field(default=(), repr=False)
     """Those that the blocks which are spoken of lie in; empty where they are told otherwise."""
     others: tuple[LayersKV, ...] = field(default=(), repr=False)
     """The same sectors in layers that other ranks computed, each in a file of its own."""
+    memory: RankMemory | None = None
+    """Where ranks read it that have met this one; None: nowhere."""
 
     def by_layers(self) -> tuple[LayersKV, ...]:
         """Return where each layer lies in the sectors: in the engine's own memory, and at others."""
@@ -133,7 +136,7 @@ class KVSource:
             size = len(sector.pages) // max(1, len(layers))
             for i, layer in enumerate(layers):
                 pages.setdefault(layer, {})[sector.sector] = sector.pages[i * size : (i + 1) * size]
-        return LayersKV(self.file, self.page_bytes, self.format, pages), *self.others
+        return LayersKV(self.file, self.page_bytes, self.format, pages, self.memory), *self.others
 
     def layers_of(self, sector: SectorPages) -> tuple[int, ...]:
         """Return the layers in which the pages of a sector are."""

@@ -17,6 +17,8 @@ from elastic.memory.rate_limit import YieldingPace
 
 Pairs = Sequence[tuple[int, int]]
 """Blocks there, and the ones here that get what is in them."""
+AT_ONCE = 4 << 20
+"""Bytes that another rank is asked for at once, without a pace."""
 
 
 def changed_blocks(start: int, stop: int, block_tokens: int, window: int | None) -> list[int]:
@@ -35,7 +37,7 @@ def changed_blocks(start: int, stop: int, block_tokens: int, window: int | None)
 
 
 class BlockCopier:
-    """Copies from the memory files of a source, which are open until `close`.
+    """Copies from the memory of a source, which is open until `close`.
 
     It holds no lock, and the interpreter's only between two system calls.
     """
@@ -45,22 +47,26 @@ class BlockCopier:
         memory: BlockMemory,
         source: KVSource,
         wanted: Callable[[], bool],
+        *,
+        peers: Peers | None = None,
         pace: YieldingPace | None = None,
     ) -> None:
-        """`wanted` is asked again and again; once it is not, `copy` raises `StateError`. `pace`: see `copy_layers`.
+        """`wanted` is asked again and again; once it is not, `copy` raises `StateError`.
 
-        Raises `StateError` where a file cannot be opened.
+        `peers` and `pace`: see `copy_layers`. Raises `StateError` where the memory cannot be read, `RankLost` where the
+        rank that has it is gone.
         """
-        self._memory = memory
+        self._memory, self._device = memory, memory.kv.device
         self._block_bytes = source.format.block_bytes
         self._wanted, self._pace = wanted, pace
         self._sources: dict[int, tuple[LayersKV, MemoryReader]] = {}  # by layer
         with ExitStack() as stack:
             for each in source.by_layers():
                 if layers := [layer for layer, sectors in each.pages.items() if sectors]:
-                    reader = stack.enter_context(closing(open_memory(each.file, None, None)))
+                    opened = open_memory(each.file, each.memory, peers, self._device, coordinated=pace is not None)
+                    reader = stack.enter_context(closing(opened))
                     self._sources.update(dict.fromkeys(layers, (each, reader)))
-            finish_queued_work(memory.kv.device)  # what was in the blocks may still be read
+            finish_queued_work(self._device)  # what was in the blocks may still be read
             self.close = stack.pop_all().close
 
     def __enter__(self) -> BlockCopier:
@@ -70,30 +76,57 @@ class BlockCopier:
         self.close()
 
     def copy(self, group: int, pairs: Pairs) -> int:
-        """Copy blocks in all layers of a group; return bytes. Raises `StateError` where they cannot be read."""
-        ranges, nbytes = self._memory.groups[group], self._block_bytes
-        layers = ranges.group.layers if pairs else ()
+        """Copy blocks in all layers of a group; return bytes. Raises as `__init__` where they cannot be read."""
+        layers = self._memory.groups[group].group.layers if pairs else ()
         for layer in layers:
             if layer not in self._sources:
                 raise StateError(f"the sectors of group {group} were not told in layer {layer}: blocks cannot be found")
-            source, reader = self._sources[layer]
-            size, local = source.sector_blocks(layer), ranges.view(layer, torch.uint8)
-            for first, target, count in _runs(pairs, size):
-                sector, place = divmod(first, size)
-                pages = source.pages[layer].get(sector)
-                if pages is None:
-                    raise StateError(f"sector {sector} of group {group} was not told: block {first} cannot be found")
-                for done, some in _chunks([(0, count)], nbytes, self._pace):
-                    pieces = _pieces(pages, source.page_bytes, (place + done) * nbytes)
-                    self._read(reader, local[(target + done) * nbytes :][: some * nbytes], pieces)
-        return len(pairs) * len(layers) * nbytes
+            _, reader = self._sources[layer]
+            targets: list[torch.Tensor] = []
+            pieces: list[tuple[int, int]] = []
+            for target, parts in self._stretches(group, layer, pairs):
+                if targets and (not reader.waits or sum(t.nbytes for t in targets) + target.nbytes > self._at_once):
+                    self._read(reader, targets, pieces)
+                    targets, pieces = [], []
+                targets.append(target)
+                pieces += parts
+            self._read(reader, targets, pieces)
+        return len(pairs) * len(layers) * self._block_bytes
 
-    def _read(self, reader: MemoryReader, shown: torch.Tensor, pieces: Iterable[tuple[int, int]]) -> None:
-        """Read what is first of pieces into a tensor, [bytes], when it may be."""
+    @property
+    def _at_once(self) -> int:
+        """Bytes that are asked for at once."""
+        return AT_ONCE if self._pace is None else self._pace.chunk
+
+    def _stretches(self, group: int, layer: int, pairs: Pairs) -> Iterator[tuple[torch.Tensor, list[tuple[int, int]]]]:
+        """List what blocks of a layer go to, [bytes], no more than a chunk each, and the pieces that come there."""
+        source, _ = self._sources[layer]
+        local = self._memory.groups[group].view(layer, torch.uint8)
+        size, nbytes = source.sector_blocks(layer), self._block_bytes
+        for first, target, count in _runs(pairs, size):
+            sector, place = divmod(first, size)
+            pages = source.pages[layer].get(sector)
+            if pages is None:
+                raise StateError(f"sector {sector} of group {group} was not told: block {first} cannot be found")
+            for done, some in _chunks([(0, count)], nbytes, self._pace):
+                pieces = _pieces(pages, source.page_bytes, (place + done) * nbytes)
+                shown = local[(target + done) * nbytes :][: some * nbytes]
+                yield shown, _within(pieces, shown.nbytes)
+
+    def _read(self, reader: MemoryReader, targets: Sequence[torch.Tensor], pieces: Sequence[tuple[int, int]]) -> None:
+        """Read pieces into tensors, [bytes], when it may be: into several by way of one, for there is one answer."""
         if not self._wanted():
             raise StateError("the blocks that keys and values were copied to were given up")
-        with nullcontext() if self._pace is None else self._pace.copying(shown.nbytes):
-            read_into(reader, shown, _within(pieces, shown.nbytes))
+        sizes = [target.nbytes for target in targets]
+        with nullcontext() if self._pace is None else self._pace.copying(sum(sizes)):
+            if len(targets) == 1:
+                read_into(reader, targets[0], pieces)
+                return
+            staged = staging(reader, sum(sizes), self._device)
+            reader.read(staged.data_ptr(), pieces)
+            for target, part in zip(targets, torch.split(staged, sizes), strict=True):
+                target.copy_(part)
+            finish_current_stream(self._device)  # steps that read the blocks are queued on others
 
 
 def copy_layers(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from elastic.engines.core.kv_state import KVFormat, LayersKV
-from elastic.engines.executor.kv_copy import copy_layers
+from elastic.engines.core.kv_state import KVFormat, KVSource, LayersKV
+from elastic.engines.executor.kv_copy import BlockCopier, copy_layers
 from elastic.errors import StateError
+from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.sector_space import SectorSpace
 from elastic.memory.backends.rank_memory import Peers
 from elastic.memory.rate_limit import YieldingPace
@@ -18,7 +19,7 @@ class KVExchange:
     """What an engine and the stages of other instances at its rank exchange layers with."""
 
     def __init__(self, format: KVFormat, pace: YieldingPace) -> None:
-        self._format = format
+        self.format = format
         self.pace = pace
         """Of copies beside steps."""
         self.peers: Peers | None = None
@@ -29,11 +30,11 @@ class KVExchange:
 
         Parts of several copies of a layer have numbers of their own, as the shards do: `places_of` says where they are.
         """
-        return frozenset(kv_parts(shards, of, self._format.kv_shards))
+        return frozenset(kv_parts(shards, of, self.format.kv_shards))
 
     def places_of(self, parts: Iterable[int]) -> frozenset[int]:
         """Return the parts of a memory that parts of any copies of the layers lie in: the same for all copies."""
-        count = sum(len(numbers) for numbers, _ in self._format.groups)
+        count = sum(len(numbers) for numbers, _ in self.format.groups)
         return frozenset(part % count for part in parts)
 
     def locate(
@@ -50,7 +51,7 @@ class KVExchange:
         if file is None and self.peers is None:
             raise StateError(f"the KV cache on {pool.name} cannot be read by other processes")
         served = None if self.peers is None else RankMemory(self.peers.name, pool.name)
-        return LayersKV(file, pool.page_bytes, self._format, pages, served)
+        return LayersKV(file, pool.page_bytes, self.format, pages, served)
 
     def copy(
         self,
@@ -68,3 +69,9 @@ class KVExchange:
         """
         pace = self.pace if coordinated else None
         return copy_layers(memory, source, parts, blocks, wanted, peers=self.peers, pace=pace)
+
+    def copier(
+        self, memory: BlockMemory, source: KVSource, wanted: Callable[[], bool], *, coordinated: bool
+    ) -> BlockCopier:
+        """Return what copies blocks of requests that come from another engine. See `BlockCopier`, and `copy`."""
+        return BlockCopier(memory, source, wanted, peers=self.peers, pace=self.pace if coordinated else None)

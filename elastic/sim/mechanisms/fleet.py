@@ -100,7 +100,7 @@ class ElasticFleet(SimulatedFleet):
             super().__init__(events, model.rank, instances, **options)
             self.members = Membership(self.dispatcher, self.log)
             groups = self.groups = ReshardingGroups(self.dispatcher, self.log)
-            mover = Mover(self.dispatcher, self.log)
+            mover = Mover(self.dispatcher, self.log, groups.introduce)
             self.verbs = ScheduledVerbs(self, groups, mover)
             self.members.on_gone = groups.lost
             self.on_lost = self.members.lost

@@ -114,6 +114,21 @@ def test_layers_are_dropped_and_come_back_under_running_requests(devices: tuple[
 
 
 @ON_ONE_AND_TWO
+def test_requests_move_with_their_keys_and_values(devices: tuple[int, ...]) -> None:
+    """There and back: `fleet_of` sees that no token is computed twice."""
+    with fleet_of(2, devices) as (fleet, _):
+        heard = begin(fleet, 150)
+        for name in (*NAMES, NAMES[1]):
+            (target,) = {"r0", "r1"} - {fleet.instance_of(name)}
+            assert fleet.move(name, target).target == target
+        for rank in ("r0", "r1"):
+            (wire,) = fleet.look(rank).wires
+            assert wire.read_bytes + wire.copied_bytes > 0
+        fleet.check()
+        end(heard, tokens=150)
+
+
+@ON_ONE_AND_TWO
 def test_layers_go_to_several_ranks_at_one_pause(devices: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """And come home from several, which the home is told of beforehand."""
     asked, ask = list[FlipLayers](), Ranks.ask

@@ -185,7 +185,7 @@ sys.exit(main(sys.argv[2:]))
 """A rank in a process namespace of its own: nobody finds its memory file."""
 
 
-def test_processes_that_find_no_memory_file_of_each_other_exchange_layers(tmp_path: Path) -> None:
+def test_processes_that_find_no_memory_file_of_each_other_exchange_requests_and_layers(tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
     key_file, heard, asked = make_key_file(tmp_path / "key"), Collector(), dict[str, tuple[int, ...]]()
     with ExitStack() as stack:
@@ -201,11 +201,15 @@ def test_processes_that_find_no_memory_file_of_each_other_exchange_layers(tmp_pa
         fleet.start()
         names = [rank.name for rank in fleet.status().ranks]
         for prompt in prompts([20, 33, 9, 48], 512, seed=3):
-            request = Request(prompt, 100, ignore_eos=True)
+            request = Request(prompt, 150, ignore_eos=True)
             asked[request.id] = prompt
             fleet.submit(request, heard)
         for name in asked:
             heard.wait_for_tokens(name, 5)
+        for name in asked:
+            moved = fleet.move(name, next(rank for rank in names if rank != fleet.instance_of(name)))
+            assert moved.recomputed_tokens == 0
+        assert all(sum(wire.read_bytes for wire in fleet.look(rank).wires) > 0 for rank in names)
         half = len(fleet.layer_bytes()) // 2
         dropped = fleet.drop(layers={names[0]: range(half), names[1]: range(half, 2 * half)})
         assert (dropped.status, dropped.flips) == ("applied", 2 * half)

@@ -48,6 +48,8 @@ class Groups:
     def __init__(self, dispatcher: Dispatcher, log: EventLog, bulk: Bulk = "sockets") -> None:
         self._dispatcher, self._log = dispatcher, log
         self._ranks = Ranks(dispatcher, bulk)
+        self.introduce = self._ranks.introduce
+        """Has ranks know where each other listens."""
         self._staging, self._dry_runs = Staging(self._ranks), DryRuns(self._ranks, log)
         self._verbs, self._claims = clock.make_lock(), RankClaims()
         self._lock = clock.make_lock()  # while the groups and the repairs are changed
@@ -188,10 +190,10 @@ class Groups:
             group = None if self._closed else self.group_of(instance.name)
             if group is not None and instance.client.heard_all:
                 group.killed.add(instance.name)
+        self._ranks.lose(instance.name)
         if group is None:
             go_on(self._ranks, instance.name, ())
             return
-        self._ranks.lose(instance.name, group.members)
         thread = clock.make_thread(partial(self._repair, instance.name), f"elastic-repair-{instance.name}")
         with self._lock:
             thread.start()

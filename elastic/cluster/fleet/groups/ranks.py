@@ -40,6 +40,7 @@ class Ranks:
         self._key = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self._addresses: dict[str, tuple[str, int]] = {}
+        self._met: dict[str, set[str]] = {}  # rank -> those that know where it listens
         self._asked: frozenset[str] = frozenset()  # to get ready
 
     def serving(self) -> list[Instance]:
@@ -145,6 +146,9 @@ class Ranks:
         names = tuple(ranks)
         addresses = self.listen(names)
         require_reachable({rank: self.instance(rank).hello.host for rank in names}, addresses)
+        with self._lock:
+            for rank in names:
+                self._met.setdefault(rank, set()).update(other for other in names if other != rank)
         self.ask_all({rank: MeetPeers(addresses) for rank in names})
 
     def listen(self, ranks: Iterable[str]) -> dict[str, tuple[str, int]]:
@@ -162,12 +166,15 @@ class Ranks:
                 raise RankLost(f"rank {rank!r} is not there any more", rank=rank)
         return addresses
 
-    def lose(self, rank: str, others: Iterable[str]) -> None:
-        """Tell others that a rank has gone, and wait for none of them."""
+    def lose(self, rank: str) -> None:
+        """Tell those that have met a rank that it has gone, and wait for none of them."""
         with self._lock:
             self._addresses.pop(rank, None)
+            others = self._met.pop(rank, ())
+            for other in others:
+                self._met.get(other, set()).discard(rank)
         with self.dispatcher.lock:
-            there = [i for name in others if name != rank and (i := self.dispatcher.instances.get(name)) is not None]
+            there = [i for name in others if (i := self.dispatcher.instances.get(name)) is not None]
         for instance in there:
             instance.client.ask(LosePeer(rank))
 

@@ -18,6 +18,8 @@ class HeldMemory:
 
     def __init__(self, memory: KVSource) -> None:
         """Open it. Raises `StateError` where that cannot be."""
+        if memory.file is None:
+            raise StateError("the KV cache is in no file")
         self._lock = threading.Lock()
         self._users = 1
         self._file = open_shared(memory.file)

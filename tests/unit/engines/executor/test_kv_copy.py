@@ -73,7 +73,7 @@ def test_blocks_are_copied_between_memories_of_other_pages(
     source = KVSource(shared, pool.page_bytes, form, sectors)
     monkeypatch.setattr(YieldingPace, "LEAST", 2 * form.block_bytes)  # two blocks at once
     pace = YieldingPace(lambda timeout_s: True, lambda: 0.0) if paced else None
-    with BlockCopier(here, source, lambda: True, pace) as copier:
+    with BlockCopier(here, source, lambda: True, pace=pace) as copier:
         for index, group in enumerate(there.groups):
             pairs = list(zip(blocks_of(there, index), reversed(blocks_of(here, index)), strict=False))
             pairs += list(zip(blocks_of(there, index), blocks_of(here, index), strict=False))
@@ -377,3 +377,32 @@ def test_a_copy_with_a_pace_asks_ahead_of_each_chunk(network: bool, monkeypatch:
         assert rank.coordinated
         copy_layers(guest, source, (2,), peers=rank)
         assert not rank.coordinated
+
+
+@pytest.mark.parametrize("chunk_blocks", [None, 2, 100])
+def test_blocks_that_another_rank_has_are_asked_for_together(
+    chunk_blocks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as a chunk has, wherever they lie there and go here."""
+    home, _ = home_and_guest()
+    there, rank = filled(home, 0), OtherRank(home)
+    here, _ = memory_of(8192, FORM.block_bytes)
+    for group in (1, 0, 0):
+        here.allocate(group)
+    monkeypatch.setattr(YieldingPace, "LEAST", (chunk_blocks or 1) * FORM.block_bytes)
+    pace = None if chunk_blocks is None else YieldingPace(lambda timeout_s: True, lambda: 0.0)
+    sectors = tuple(SectorPages(i, s, g.pages_of(s)) for i, g in enumerate(home.groups) for s in g.mapped)
+    source = KVSource(None, 4096, FORM, sectors, memory=RankMemory("there", "cpu#test"))
+    pairs = list(zip(blocks_of(home, 0)[::2], reversed(blocks_of(here, 0)), strict=False))
+    with BlockCopier(here, source, lambda: True, peers=rank, pace=pace) as copier:
+        assert copier.copy(0, pairs) == sum(rank.asked) == 2 * len(pairs) * FORM.block_bytes
+    assert rank.coordinated is (pace is not None)
+    assert len(rank.asked) == 2 * -(-len(pairs) // min(chunk_blocks or len(pairs), len(pairs)))
+    size = home.blocks_per_sector(0)
+    for layer in (0, 2):
+        local = here.groups[0].view(layer, torch.uint8)
+        for block, target in pairs:
+            content = there[layer, block // size][block % size * FORM.block_bytes :][: FORM.block_bytes]
+            assert torch.equal(local[target * FORM.block_bytes :][: FORM.block_bytes], content)
+    with pytest.raises(StateError, match="no rank serves it"):
+        BlockCopier(here, source, lambda: True)

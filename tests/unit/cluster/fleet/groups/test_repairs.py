@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elastic.cluster.control.messages import Apply
-from elastic.cluster.control.stage_questions import MeasureRoom, Recover, WeightsOf
+from elastic.cluster.control.stage_questions import LosePeer, MeasureRoom, OpenPeers, Recover, WeightsOf
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups import groups, resharding
 from elastic.cluster.fleet.groups.group import Group
@@ -260,7 +260,7 @@ def test_a_rank_that_goes_while_another_begins_to_listen_is_lost_in_words(monkey
     def ask_all(questions: dict[str, Any]) -> dict[str, tuple[str, int]]:
         for rank in going:
             del dispatcher.instances[rank]
-            ranks.lose(rank, ())
+            ranks.lose(rank)
         return dict.fromkeys(questions, ("127.0.0.1", 1))
 
     monkeypatch.setattr(ranks, "ask_all", ask_all)
@@ -273,6 +273,30 @@ def test_a_rank_that_goes_while_another_begins_to_listen_is_lost_in_words(monkey
         dispatcher.instances |= there
         assert name not in ranks._addresses
         ranks.listen(["r0"])
+
+
+def test_those_that_have_met_a_rank_hear_that_it_was_lost_and_no_others() -> None:
+    asked: list[tuple[str, Any]] = []
+
+    def rank(name: str) -> Any:
+        def ask(question: Any) -> Future[Any]:
+            asked.append((name, question))
+            answer: Future[Any] = Future()
+            answer.set_result(("127.0.0.1", 1) if isinstance(question, OpenPeers) else None)
+            return answer
+
+        hello = SimpleNamespace(host="here")
+        return SimpleNamespace(name=name, hello=hello, client=SimpleNamespace(lost=False, ask=ask))
+
+    dispatcher: Any = SimpleNamespace(lock=threading.RLock(), instances={name: rank(name) for name in "abcd"})
+    ranks = Ranks(dispatcher, "sockets")
+    ranks.introduce("ab")
+    ranks.introduce("ac")
+    ranks.lose("d")
+    ranks.lose("a")
+    assert sorted((name, q.rank) for name, q in asked if isinstance(q, LosePeer)) == [("b", "a"), ("c", "a")]
+    ranks.lose("b")
+    assert sum(isinstance(question, LosePeer) for _, question in asked) == 2
 
 
 def test_a_rank_that_is_lost_while_instances_become_a_group_leaves_none_that_nobody_repairs(
