@@ -27,6 +27,8 @@ from elastic.runtime.runtime import Runtime
 
 ANSWER_S = 30.0
 """For how long a rank is waited for that copies or is asked something."""
+GIVING_BACK_S = 1e-3
+"""For how long steps wait at a time for memory to be given back."""
 
 
 class HostedStages(MovingRequests):

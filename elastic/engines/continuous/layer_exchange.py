@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import starmap
 
-from elastic.engines.continuous.hosted_stages import ANSWER_S, HostedStages
+from elastic.engines.continuous.hosted_stages import ANSWER_S, GIVING_BACK_S, HostedStages
 from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.pipeline.home import PathChange, ways_of
 from elastic.engines.pipeline.items import ExchangeStart, SectorRef
 from elastic.engines.pipeline.path import LayerPath, ShardMove, Way
-from elastic.engines.pipeline.stage import require_known_sectors, sectors_of
+from elastic.engines.pipeline.stage import require_known_sectors, sectors_of, unknown_sector
 from elastic.engines.pipeline.written_blocks import Blocks, DirtyBlockTracker
 from elastic.errors import ConfigError, RankLost, StateError
 
@@ -99,7 +99,7 @@ class LayerExchange(HostedStages):
         steps go by the path is lost, too (`RankLost`): no step has a result then, and `recover` goes by the path of
         before.
 
-        The memory of what left this rank is given back afterwards, a part of the KV cache between two steps each.
+        The memory of what left this rank is given back afterwards, for `GIVING_BACK_S` between two steps each.
         """
         try:
             flip = self._between_steps(lambda: self._begin_flip(path, sources or {}, timeout_s))
@@ -114,8 +114,9 @@ class LayerExchange(HostedStages):
                 self._loop.lose(error)
                 self._home.abort(ending=False)
             raise
-        for part in self._between_steps(lambda: self._finish_flip(flip)):
-            self._between_steps(partial(self._drop_away, part))
+        left = self._between_steps(partial(self._finish_flip, flip))
+        while left:
+            left = self._between_steps(partial(self._drop_away, left))
         return Flipped(stalled_ms, copied)
 
     def end_exchange(self) -> None:
@@ -212,7 +213,7 @@ class LayerExchange(HostedStages):
             told = sources.get((move.source, move.target))
             if move.source == self.rank:
                 continue
-            if told is not None and self._tells_of(told, self._memory.mapped_sectors):
+            if told is not None and not unknown_sector(told, self._memory, self._memory.mapped_sectors):
                 flip.located[move] = told
             else:
                 self._home.ask_pages(move.source, move.shards)
@@ -266,8 +267,8 @@ class LayerExchange(HostedStages):
         self._tell_no_kv()  # until all of it is copied
         return (time.perf_counter() - start) * 1e3, copied
 
-    def _finish_flip(self, flip: PathChange) -> tuple[int, ...]:
-        """End the exchange of a flip, of which all is copied; return the parts of the KV cache that may leave here."""
+    def _finish_flip(self, flip: PathChange) -> Sequence[int]:
+        """End the exchange of a flip, of which all is copied; return the parts of the KV cache that have yet to go."""
         if self._flipping is not flip:  # a rank was lost meanwhile: all is at home again
             return ()
         self._flipping = None
@@ -275,7 +276,7 @@ class LayerExchange(HostedStages):
         self._home.release(flip.moves)
         self._tell_kv()
         leaving = [shard for move in flip.moves if move.source == self.rank for shard in move.shards]
-        return tuple(sorted(self._places(self._kv_parts(leaving)) - self._places(self._own_parts)))
+        return self._drop_away(tuple(sorted(self._places(self._kv_parts(leaving)))))
 
     def _undo_flip(self) -> bool:
         """Go by the path of before if the last flip is not finished, and what it moves was not copied; return whether.
@@ -295,7 +296,7 @@ class LayerExchange(HostedStages):
     def _pages_of(self, flip: PathChange, blocks: Blocks, timeout_s: float) -> dict[ShardMove, LayersKV]:
         """Return where the sectors of blocks lie at the ranks that shards go from."""
         sectors, sources = sectors_of(self._memory, blocks), flip.located
-        late = [move for move, source in sources.items() if not self._tells_of(source, sectors)]
+        late = [move for move, source in sources.items() if unknown_sector(source, self._memory, sectors)]
         for move in late:  # a sector was mapped for the last steps
             self._home.ask_pages(move.source, move.shards)
         told = {**sources, **dict(zip(late, self._home.pages_of(late, timeout_s), strict=True))}
@@ -306,16 +307,15 @@ class LayerExchange(HostedStages):
                 pages[move] = self._kv_exchange.locate(self._memory, parts, sectors)
         return pages
 
-    def _tells_of(self, source: LayersKV, sectors: Iterable[tuple[int, int]]) -> bool:
-        """Return whether a source says of all of these sectors, (group, sector), where they are."""
-        groups = {part: self._memory.group_of(part) for part in source.pages}
-        wanted = tuple(sectors)
-        return all(s in source.pages[part] for part, group in groups.items() for g, s in wanted if g == group)
-
-    def _drop_away(self, part: int) -> None:
-        """Give back the memory of a part of the KV cache, unless it is needed here again."""
-        if part in self._memory.layers and part not in self._places(self._own_parts):
-            self._drop_kv((part,))
+    def _drop_away(self, parts: Sequence[int]) -> Sequence[int]:
+        """Give back the memory of parts of the KV cache, unless they are needed here again; return those left."""
+        until_s = time.perf_counter() + GIVING_BACK_S
+        for done, part in enumerate(parts, 1):
+            if part in self._memory.layers and part not in self._places(self._own_parts):
+                self._drop_kv((part,))
+                if time.perf_counter() > until_s:
+                    return parts[done:]
+        return ()
 
     def _moves(self, path: LayerPath) -> tuple[ShardMove, ...]:
         """Return what another path moves. Raises `ConfigError`, `StateError` where it cannot be done."""

@@ -331,7 +331,15 @@ def sectors_of(memory: SectorSpace, blocks: Blocks) -> list[SectorRef]:
 
 def require_known_sectors(source: LayersKV, memory: SectorSpace, blocks: Blocks) -> None:
     """Raise `StateError` where blocks are in sectors of which a source does not say where they are."""
-    for group, sector in sectors_of(memory, blocks):
+    if unknown := unknown_sector(source, memory, sectors_of(memory, blocks)):
+        layer, sector = unknown
+        raise StateError(f"the source does not know sector {sector} of layer {layer}; ask for it anew")
+
+
+def unknown_sector(source: LayersKV, memory: SectorSpace, sectors: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
+    """Return a layer and a sector, of these (group, sector), of which a source does not say where it is; None: all."""
+    for group, sector in sectors:
         for layer in memory.groups[group].group.layers:
             if layer in source.pages and sector not in source.pages[layer]:
-                raise StateError(f"the source does not know sector {sector} of layer {layer}; ask for it anew")
+                return layer, sector
+    return None

@@ -66,11 +66,12 @@ class RankMemoryReader:
         if self._gone:
             return False
         try:
-            return bool(self._stream.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK))
+            self._stream.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
         except BlockingIOError:
             return True
         except OSError:
             return False
+        return False  # it has ended, or says what nobody asked it for
 
     def read(self, address: int, pieces: Pieces) -> None:
         """Copy pieces side by side to an address; see `MemoryReader`."""

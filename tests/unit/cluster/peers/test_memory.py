@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import torch
 
 from elastic.cluster.control.status import Wire
 from elastic.cluster.peers.hub import PeerHub
-from elastic.cluster.peers.memory.reader import RankMemoryReader
+from elastic.cluster.peers.memory.reader import RankMemoryReader, encode
 from elastic.errors import RankLost, StateError
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.backends.rank_memory import MemoryReader, open_memory
@@ -152,6 +153,20 @@ def test_a_connection_is_kept_for_the_next_reader_unless_it_has_ended(stack: Exi
     b.meet({"a": a.address})
     with closing(b.open_memory(PLACE)) as third:
         assert read(third, (0, 9)) == place.expected(0, 9)
+
+
+def test_a_connection_on_which_something_is_left_is_no_next_readers(stack: ExitStack) -> None:
+    """The next one would take it for the answer to what it asks."""
+    a, b = hubs(stack)
+    place = Place(MemfdBackend)
+    a.serve_memory([place.pool])
+    first = opened(stack, b)
+    first._stream.sendall(encode([(0, 9)], False))
+    assert first._stream.recv(1, socket.MSG_PEEK)
+    first.close()
+    with closing(b.open_memory(PLACE)) as second:
+        assert second is not first
+        assert read(second, (3, 4)) == place.expected(3, 4)
 
 
 def test_who_reads_is_told_at_once_that_the_rank_was_lost(stack: ExitStack) -> None:
