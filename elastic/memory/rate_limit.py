@@ -69,14 +69,11 @@ class YieldingPace:
 
     @contextmanager
     def copying(self, nbytes: int) -> Iterator[None]:
-        """Copy a chunk when it may be, and learn what it takes of the processor.
-
-        While it waits for the interpreter's lock, or for another process to answer, others compute.
-        """
+        """Copy a chunk when it may be, and learn what it takes."""
         self._let_pass(self.PATIENCE * nbytes / self._bytes_per_s if self._bytes_per_s else self._stage_s())
-        began_s = time.thread_time()
+        began_s = time.perf_counter()
         yield
-        rate = nbytes / max(1e-6, time.thread_time() - began_s)
+        rate = nbytes / max(1e-9, time.perf_counter() - began_s)
         self._bytes_per_s += (rate - self._bytes_per_s) * (0.2 if self._bytes_per_s else 1.0)
 
     def _let_pass(self, most_s: float) -> None:

@@ -24,13 +24,9 @@ class Rank:
         return self.idle
 
 
-def copy(rank: Rank, seconds: float = 0.0, waits_s: float = 0.0) -> None:
-    """Take so many seconds of the processor, and wait."""
+def copy(rank: Rank, seconds: float = 0.0) -> None:
     with rank.pace.copying(1 << 20):
-        until_s = time.thread_time() + seconds
-        while time.thread_time() < until_s:
-            pass
-        time.sleep(waits_s)
+        time.sleep(seconds)
 
 
 def test_a_chunk_waits_for_what_computes_a_multiple_of_its_own_time_at_the_most() -> None:
@@ -42,12 +38,6 @@ def test_a_chunk_waits_for_what_computes_a_multiple_of_its_own_time_at_the_most(
         copy(rank, 0.01)
     for waited in rank.waited[1:]:
         assert 0.99 * rank.pace.PATIENCE * 0.01 <= waited < 60.0
-
-
-def test_what_a_copy_waits_for_others_is_not_its_own_time() -> None:
-    rank = Rank(stage_s=60.0)
-    copy(rank, 0.002, waits_s=0.1)
-    assert rank.pace._bytes_per_s > (1 << 20) / 0.05
 
 
 def test_hidden_states_that_wait_to_be_sent_go_first() -> None:
