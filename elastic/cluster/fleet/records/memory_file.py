@@ -23,7 +23,7 @@ class HeldMemory:
         self._lock = threading.Lock()
         self._users = 1
         self._file = open_shared(memory.file)
-        self.source = replace(memory, file=self._file.reshare())
+        self.source = replace(memory, file=self._file.reshare(), memory=None)
         """Where others of the host can read it, also when the rank has ended."""
 
     def source_with(self, sectors: tuple[SectorPages, ...]) -> KVSource:
