@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,13 +17,16 @@ from transformers import AutoModelForCausalLM
 import elastic
 from elastic.assets import MODEL_DIR
 from elastic.cluster.control.handshake import make_key_file
+from elastic.cluster.control.stage_questions import PauseSteps
 from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.fleet.moves import Mover
 from elastic.cluster.launch.join import JoinLauncher
 from elastic.cluster.peers.memory.reader import RankMemoryReader
 from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
-from elastic.errors import StateError
+from elastic.errors import RankLost, StateError
 from elastic.memory.backends import rank_memory
+from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.rate_limit import YieldingPace
 from support import architectures
 from support.serving.generations import Collector, is_continuation, prompts, same_unless_close
@@ -166,6 +169,39 @@ def test_copies_let_what_computes_pass_if_they_are_told_to(
     assert served.fleet.restore(coordinated=coordinated).status == "applied"
     assert len(set(asked)) == (2 if coordinated else 0)
     served.finish()
+
+
+def test_a_request_whose_source_is_lost_under_its_last_copy_goes_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank finds a memory file of another here: what was not copied is computed again."""
+    monkeypatch.setattr(MemfdBackend, "shared_file", lambda backend: None)
+    served = Served("sockets")
+    fleet, receive_rest, lost = served.fleet, Mover._receive_rest, list[str]()
+
+    def gone(reader: RankMemoryReader, address: int, pieces: Any) -> None:
+        raise RankLost("its connection has ended", rank=reader.memory.rank)
+
+    def lose(mover: Mover, move: Any, kv: Any) -> None:
+        lost.append(move.source.name)
+        move.source.client.kill("by the test")
+        monkeypatch.setattr(RankMemoryReader, "read", gone)
+        receive_rest(mover, move, kv)
+
+    monkeypatch.setattr(Mover, "_receive_rest", lose)
+    with fleet:
+        served.submit()
+        name = list(served.asked)[-1]
+        source = fleet.instance_of(name)
+        assert source is not None, "it has ended"
+        fleet._groups._ranks.ask(source, PauseSteps())  # so that it lives until it is moved
+        with suppress(StateError):  # unless all was copied before
+            fleet.move(name, next(rank.name for rank in fleet.status().ranks if rank.name != source))
+        assert lost == [source]
+        served.heard.wait(list(served.asked))
+        for request, prompt in served.asked.items():
+            assert is_continuation(served.plain, prompt, TOKENS, served.heard.tokens[request])
+        fleet.check()
+    for model in served.models:
+        elastic.unwrap(model)
 
 
 FAR = """
