@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
+from typing import TypeVar
 
 import torch
 
@@ -17,8 +18,9 @@ from elastic.memory.rate_limit import YieldingPace
 
 Pairs = Sequence[tuple[int, int]]
 """Blocks there, and the ones here that get what is in them."""
+Item = TypeVar("Item")
 AT_ONCE = 4 << 20
-"""Bytes that another rank is asked for at once, without a pace."""
+"""Bytes that are read at once, without a pace."""
 
 
 def changed_blocks(start: int, stop: int, block_tokens: int, window: int | None) -> list[int]:
@@ -81,22 +83,10 @@ class BlockCopier:
         for layer in layers:
             if layer not in self._sources:
                 raise StateError(f"the sectors of group {group} were not told in layer {layer}: blocks cannot be found")
-            _, reader = self._sources[layer]
-            targets: list[torch.Tensor] = []
-            pieces: list[tuple[int, int]] = []
-            for target, parts in self._stretches(group, layer, pairs):
-                if targets and (not reader.waits or sum(t.nbytes for t in targets) + target.nbytes > self._at_once):
-                    self._read(reader, targets, pieces)
-                    targets, pieces = [], []
-                targets.append(target)
-                pieces += parts
-            self._read(reader, targets, pieces)
+            stretches = self._stretches(group, layer, pairs)
+            for batch in _batches(stretches, lambda stretch: stretch[0].nbytes, _at_once(self._pace)):
+                self._read(layer, batch)
         return len(pairs) * len(layers) * self._block_bytes
-
-    @property
-    def _at_once(self) -> int:
-        """Bytes that are asked for at once."""
-        return AT_ONCE if self._pace is None else self._pace.chunk
 
     def _stretches(self, group: int, layer: int, pairs: Pairs) -> Iterator[tuple[torch.Tensor, list[tuple[int, int]]]]:
         """List what blocks of a layer go to, [bytes], no more than a chunk each, and the pieces that come there."""
@@ -113,18 +103,20 @@ class BlockCopier:
                 shown = local[(target + done) * nbytes :][: some * nbytes]
                 yield shown, _within(pieces, shown.nbytes)
 
-    def _read(self, reader: MemoryReader, targets: Sequence[torch.Tensor], pieces: Sequence[tuple[int, int]]) -> None:
-        """Read pieces into tensors, [bytes], when it may be: into several by way of one, for there is one answer."""
+    def _read(self, layer: int, stretches: Sequence[tuple[torch.Tensor, list[tuple[int, int]]]]) -> None:
+        """Read pieces into each tensor, [bytes], when it may be; of another rank with one question."""
         if not self._wanted():
             raise StateError("the blocks that keys and values were copied to were given up")
-        sizes = [target.nbytes for target in targets]
+        _, reader = self._sources[layer]
+        sizes = [target.nbytes for target, _ in stretches]
         with nullcontext() if self._pace is None else self._pace.copying(sum(sizes)):
-            if len(targets) == 1:
-                read_into(reader, targets[0], pieces)
+            if not reader.waits or len(stretches) == 1:
+                for target, pieces in stretches:
+                    read_into(reader, target, pieces)
                 return
             staged = staging(reader, sum(sizes), self._device)
-            reader.read(staged.data_ptr(), pieces)
-            for target, part in zip(targets, torch.split(staged, sizes), strict=True):
+            reader.read(staged.data_ptr(), [piece for _, pieces in stretches for piece in pieces])
+            for (target, _), part in zip(stretches, torch.split(staged, sizes), strict=True):
                 target.copy_(part)
             finish_current_stream(self._device)  # steps that read the blocks are queued on others
 
@@ -149,17 +141,18 @@ def copy_layers(
     where it is read over the network (`peers`), and that rank has gone.
     """
     copied = 0
-    device = memory.kv.device
+    device, nbytes = memory.kv.device, source.format.block_bytes
     with closing(open_memory(source.file, source.memory, peers, device, coordinated=pace is not None)) as reader:
         finish_queued_work(device)  # what was in the blocks may still be read
         for layer in layers:
             group = memory.group_of(layer)
             stretches = _stretches(memory, source, layer, None if blocks is None else blocks[group])
-            for first, count in _chunks(stretches, source.format.block_bytes, pace):
+            chunks = _chunks(stretches, nbytes, pace)
+            for batch in _batches(chunks, lambda chunk: chunk[1] * nbytes, _at_once(pace)):
                 if not wanted():
                     raise StateError(f"the copy of the KV of layer {layer} was given up")
-                with nullcontext() if pace is None else pace.copying(count * source.format.block_bytes):
-                    copied += _copy_stretch(memory, source, reader, layer, first, count, blocks is not None)
+                with nullcontext() if pace is None else pace.copying(sum(count for _, count in batch) * nbytes):
+                    copied += _copy_stretches(memory, source, reader, layer, batch, blocks is not None)
     return copied
 
 
@@ -198,37 +191,73 @@ def _chunks(
             first += most
 
 
-def _copy_stretch(
+def _at_once(pace: YieldingPace | None) -> int:
+    """Return how many bytes are read at once."""
+    return AT_ONCE if pace is None else pace.chunk
+
+
+def _batches(items: Iterable[Item], nbytes: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Put items together as long as they have no more bytes than `most`."""
+    batch: list[Item] = []
+    size = 0
+    for item in items:
+        if batch and size + nbytes(item) > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += nbytes(item)
+    if batch:
+        yield batch
+
+
+def _copy_stretches(
     memory: SectorSpace,
     source: LayersKV,
     reader: MemoryReader,
     layer: int,
-    first: int,
-    count: int,
+    stretches: Sequence[tuple[int, int]],
     must_be_here: bool,
 ) -> int:
-    """Copy consecutive blocks of one sector in one layer; return bytes, 0 where the sector is not mapped here."""
+    """Copy stretches of blocks, each in one sector, in a layer; return bytes, of the sectors that are mapped here."""
     group = memory.group_of(layer)
     ranges, nbytes = memory.groups[group], source.format.block_bytes
-    sector, place = divmod(first, memory.blocks_per_sector(group))
-    pieces = _within(_pieces(source.pages[layer][sector], source.page_bytes, place * nbytes), count * nbytes)
-    staged: torch.Tensor | None = None
-    if reader.waits and sector in ranges.mapped:  # else it is found not to be there below
-        staged = staging(reader, count * nbytes, memory.kv.device)
-        reader.read(staged.data_ptr(), pieces)
+    places = [(first, count, *divmod(first, memory.blocks_per_sector(group))) for first, count in stretches]
+    pieces = {
+        first: _within(_pieces(source.pages[layer][sector], source.page_bytes, place * nbytes), count * nbytes)
+        for first, count, sector, place in places
+    }
+    staged = _ask(reader, memory.kv.device, {p[0]: pieces[p[0]] for p in places if p[2] in ranges.mapped})
+    copied = 0
     with memory.lock:
         target = ranges.view(layer, torch.uint8)
-        if sector not in ranges.mapped or (reader.waits and staged is None):
-            if must_be_here:
-                raise StateError(f"sector {sector} of group {group} is not mapped here: block {first} cannot be copied")
-            return 0
-        shown = target[first * nbytes : (first + count) * nbytes]
-        if staged is None:
-            read_into(reader, shown, pieces)
-        else:
-            shown.copy_(staged)
-            finish_current_stream(shown.device)  # so that no copy is queued on a sector that is unmapped
-    return count * nbytes
+        for first, count, sector, _ in places:
+            if sector not in ranges.mapped or (reader.waits and first not in staged):
+                if must_be_here:
+                    raise StateError(
+                        f"sector {sector} of group {group} is not mapped here: block {first} cannot be copied"
+                    )
+                continue
+            shown = target[first * nbytes : (first + count) * nbytes]
+            if reader.waits:
+                shown.copy_(staged[first])
+            else:
+                read_into(reader, shown, pieces[first])
+            copied += shown.nbytes
+        if staged:
+            finish_current_stream(memory.kv.device)  # so that no copy is queued on a sector that is unmapped
+    return copied
+
+
+def _ask(
+    reader: MemoryReader, device: torch.device, pieces: dict[int, list[tuple[int, int]]]
+) -> dict[int, torch.Tensor]:
+    """Read stretches, by first block, from a rank that answers, with one question; nothing of a file, read in place."""
+    if not reader.waits or not pieces:
+        return {}
+    sizes = [sum(nbytes for _, nbytes in each) for each in pieces.values()]
+    staged = staging(reader, sum(sizes), device)
+    reader.read(staged.data_ptr(), [piece for each in pieces.values() for piece in each])
+    return dict(zip(pieces, torch.split(staged, sizes), strict=True))
 
 
 def _within(pieces: Iterable[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
