@@ -1,26 +1,33 @@
-"""Memory for the cache layers of one instance, on however many places its decoder layers are."""
+"""The Hugging Face caches of one instance, and memory for their layers, wherever its decoder layers are."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
+from typing import Any
 
 import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from elastic.errors import StateError
+from elastic.kvcache.layers.base import PagedLayer
 from elastic.kvcache.layers.full import ElasticLayer, HeldTokens, OffloadedTokens
+from elastic.kvcache.layers.sliding import ElasticSlidingLayer
 from elastic.kvcache.layers.split import RowSplitLayer
 from elastic.kvcache.storage.layout import KVLayout, StoreGeometry
 from elastic.kvcache.storage.pool import KVPool, StoreLease
 from elastic.types import KVStatus
 
+_WHOLE = (ElasticLayer, RowSplitLayer)
+
 
 class KVMemory:
-    """Finds the KV pool of a layer and leases stores from it.
+    """Gives caches elastic layers, finds the KV pool of each, and leases stores from it.
 
     `homes` are the pools of the decoder layers, by index; a cache layer that is of none of them gets the first pool of
     its device. A home may be on another device than its layer. `max_tokens` is how many tokens address space is
@@ -52,6 +59,8 @@ class KVMemory:
         self._adding = threading.Lock()  # to the last set
         self.split: weakref.WeakSet[RowSplitLayer] = weakref.WeakSet()
         """Layers whose rows are at several places."""
+
+    # -- memory for layers
 
     def shares(self) -> dict[KVPool, Fraction]:
         """Return the pools that hold KV caches, and the part of a cache that each holds, in texts of any length."""
@@ -108,13 +117,49 @@ class KVMemory:
             and layer.index in indices
         ]
 
-    def begin_forward(self, cache: object) -> None:
-        """Note that a forward pass of this thread uses `cache` now: it is no longer resting."""
+    # -- what the hooks of a forward pass do
+
+    def make(self, config: Any) -> DynamicCache:
+        """Make a cache for a model config, of the stock type, with elastic layers."""
+        cache = DynamicCache(config=config)
+        self.adopt(cache)
+        return cache
+
+    def adopt(self, cache: Any) -> None:
+        """Give a plain, empty `DynamicCache` elastic layers; leave any other alone."""
+        is_plain = type(cache) is DynamicCache and not cache.offloading
+        if is_plain and not self.closed and not any(map(_is_used, cache.layers)):
+            adopt(cache, self)
+
+    def become_stock(self, cache: Any) -> None:
+        """Undo `adopt`, whatever a cache holds by now: elastic layers give their memory up. Others are left alone."""
+        if not isinstance(cache, DynamicCache):
+            return
+        for index, layer in enumerate(cache.layers):
+            if isinstance(layer, PagedLayer):
+                cache.layers[index] = layer.to_stock()
+                layer.give_up()
+        if getattr(cache.layer_class_to_replicate, "func", None) is _next_layer:
+            cache.layer_class_to_replicate = DynamicLayer
+
+    def begin_forward(self, cache: Any) -> dict[int, int]:
+        """Note that a forward pass of this thread uses a cache now, which rests no longer.
+
+        Returns the tokens that its elastic layers (ids) hold.
+        """
         thread = threading.get_ident()
         latest = self._latest.get(thread)
         if latest is None or latest() is not cache:
             self._latest[thread] = weakref.ref(cache)
             self._caches.add(cache)
+        return {id(layer): layer.get_seq_length() for layer in _whole_layers(cache)}
+
+    def rewind(self, cache: Any, lengths: Mapping[int, int]) -> None:
+        """Have elastic layers hold what `begin_forward` said again; those that came since hold nothing."""
+        for layer in _whole_layers(cache):
+            layer.rewind(lengths.get(id(layer), 0))
+
+    # -- caches that rest
 
     def resting(self, pool: KVPool) -> list[ElasticLayer]:
         """List the layers on a pool that no thread is generating with, the longest unused first.
@@ -138,6 +183,8 @@ class KVMemory:
                 pages -= layer.pages
                 copies.append(copy)
         return copies
+
+    # -- all of them
 
     def let_go(self) -> None:
         """Turn every cache layer that lives into a stock one with a copy of its contents; make no more."""
@@ -172,3 +219,40 @@ def elastic_layers(cache: object) -> Iterator[ElasticLayer]:
             yield from (part.layer for part in layer.parts)
         elif isinstance(layer, ElasticLayer):
             yield layer
+
+
+def adopt(cache: Cache, memory: KVMemory) -> None:
+    """Give an empty cache elastic layers, in place: references to it stay good.
+
+    Only stock attention layers are replaced; linear-attention, indexed and hybrid layers stay what they are.
+    """
+    layers: list[Any] = []
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            layers.append(ElasticLayer(memory, index))
+        elif type(layer) is DynamicSlidingWindowLayer:
+            record_past = getattr(layer, "record_past", False)
+            layers.append(ElasticSlidingLayer(memory, layer.sliding_window, record_past, index))
+        else:
+            layers.append(layer)
+    cache.layers = layers
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = partial(_next_layer, weakref.ref(cache), memory)
+
+
+def _whole_layers(cache: Any) -> list[ElasticLayer | RowSplitLayer]:
+    """List the elastic layers of any cache, or of what is none, without parts."""
+    return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, _WHOLE)]
+
+
+def _is_used(layer: object) -> bool:
+    """Return whether a layer holds anything, or is elastic already."""
+    if isinstance(layer, PagedLayer):
+        return True
+    return bool(getattr(layer, "is_initialized", False) or any(getattr(layer, "is_conv_states_initialized", ())))
+
+
+def _next_layer(cache_ref: weakref.ref[Cache], memory: KVMemory) -> ElasticLayer:
+    """Make one more layer of a cache that makes them as they come."""
+    cache = cache_ref()
+    return ElasticLayer(memory, len(cache.layers) if cache is not None else None)

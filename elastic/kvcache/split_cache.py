@@ -9,10 +9,9 @@ from typing import Any
 from transformers.cache_utils import Cache, DynamicCache
 
 from elastic.errors import CapacityError
-from elastic.kvcache.hf_cache import adopt
 from elastic.kvcache.layers.full import ElasticLayer
 from elastic.kvcache.layers.split import RowSplitLayer
-from elastic.kvcache.manager import KVMemory
+from elastic.kvcache.manager import KVMemory, adopt
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from elastic.hooks.install import ModelHooks
 from elastic.kvcache.attention import AttentionSwitch
 from elastic.kvcache.decode_table import FILE, measure_ahead, table
 from elastic.kvcache.decode_timing import processor
-from elastic.kvcache.hf_cache import ElasticCaches, make_memory
+from elastic.kvcache.hf_cache import make_memory
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.background import janitor
@@ -115,8 +115,7 @@ def _put_on(
     attention: AttentionSwitch,
     stack: ExitStack,
 ) -> None:
-    caches = ElasticCaches(parts.kv)
-    hooks = ModelHooks(HookContext(parts.gate, caches, parts.weights, parts.forward, runtime.generations))
+    hooks = ModelHooks(HookContext(parts.gate, parts.kv, parts.weights, parts.forward, runtime.generations))
     stack.callback(hooks.remove)
     hooks.install(options.decoder)
     if len(parts.pools) > 1:
