@@ -319,8 +319,7 @@ class ElasticLayer(PagedLayer):
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         lease = self._resident()
-        key_geometry, value_geometry = lease.store.geometries
-        if key_geometry.fits(keys) and value_geometry.fits(values):
+        if lease.store.fits(keys, values):
             return lease
         if not self._length:
             self.give_up()

@@ -91,11 +91,6 @@ class StoreGeometry:
         }
         return steps[self.layout.rows_over]
 
-    def fits(self, states: torch.Tensor) -> bool:
-        """Return whether states, [batch, heads, tokens, dim] of a dtype, can be stored in it."""
-        batch, heads, _, dim = states.shape
-        return batch == self.batch and heads == self.heads and dim == self.dim and states.dtype == self.dtype
-
     def slots(self, start: int, stop: int) -> tuple[int, int]:
         """Return the window of slots in every row that holds the tokens [start, stop)."""
         first = start * self.token_bytes // self.page_bytes

@@ -382,7 +382,8 @@ class StoreLease:
         with self._lock:
             if start < store.first_mapped or stop > store.stop_mapped:
                 self.pool.grow(store, start, stop)
-            store.use_on_current_stream()
+            if store.stream is not None:  # on a CPU all is in order
+                store.use_on_current_stream()
             store.keep(start, stop)
             if start >= store.spare_from:
                 self.pool.reclaimer.tidy(store.slide)
