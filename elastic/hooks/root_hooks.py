@@ -20,11 +20,15 @@ _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 class _ForwardCache(threading.local):
-    """The cache of a thread's forward pass, and the tokens that its layers (ids) held before it, its request."""
+    """The cache of a thread's forward pass, the tokens that its layers (ids) held before it, its request."""
 
     cache: Any = None
     lengths: dict[int, int] = {}
     request: TrackedRequest | None = None
+    commits = -1
+    """Those that had ended when its last pass began."""
+    plain = False
+    """Whether all layers were resident then, and none was intercepted, which only commits change."""
 
 
 class EnterRoot(Hook):
@@ -41,18 +45,18 @@ class EnterRoot(Hook):
         wanted = ("past_key_values", "use_cache", "input_ids", "inputs_embeds", *_OUTPUTS)
         self._positions = {name: names.index(name) for name in wanted if name in names}
         self._thread = _ForwardCache()
-        self._plain, self._plain_since = False, -1
+        pools = [streamer.pool for streamer in context.weights.streamers.values()]
+        self._gpus = [pool.device for pool in pools if pool.device.type == "cuda"]
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         if torch.compiler.is_compiling():
             self._refuse()
-        if capturing():
+        if self._gpus and capturing():
             _refuse_capture()
         outermost = self.gate.enter(id(module))
         if outermost:
-            for streamer in self._weights.streamers.values():
-                note_current_stream(streamer.pool.device)
-                streamer.leave_all()
+            for device in self._gpus:
+                note_current_stream(device)
             self._weights.require_intact(self.gate.commits)
             self.gate.thread.plain = self._layers_are_plain()
         cache = self._argument("past_key_values", args, kwargs)
@@ -117,11 +121,15 @@ class EnterRoot(Hook):
             self._thread.request = self._requests.begin(cache, embeddings if tokens is None else tokens)
 
     def _layers_are_plain(self) -> bool:
-        """Return whether all layers are resident and none is intercepted, which only commits change."""
-        if self._plain_since != self.gate.commits:
+        """Return whether layers do nothing but compute. If not, or not so far, leave what a pass that died was in."""
+        thread, changed = self._thread, self._thread.commits != self.gate.commits
+        if changed or not thread.plain:
+            for streamer in self._weights.streamers.values():
+                streamer.leave_all()
+        if changed:
             special = self._forward.interceptors or any(layer.absent for layer in self._weights.layers)
-            self._plain, self._plain_since = not special, self.gate.commits
-        return self._plain
+            thread.plain, thread.commits = not special, self.gate.commits
+        return thread.plain
 
     def _argument(self, name: str, args: Args, kwargs: Kwargs) -> Any:
         if name in kwargs:

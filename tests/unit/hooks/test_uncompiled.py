@@ -92,6 +92,8 @@ def test_what_is_not_wrapped_is_compiled(how: str, wrapped: Any) -> None:
 
 def test_a_capture_in_a_cuda_graph_is_refused_in_words(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = wrapped(build("llama-gqa"))
+    for hook in model._forward_pre_hooks.values():
+        monkeypatch.setattr(hook, "_gpus", [torch.device("cpu")])  # as if it had a place on a GPU
     monkeypatch.setattr("elastic.hooks.root_hooks.capturing", lambda: True)
     with pytest.raises(StateError, match="CUDA graph"):
         model(**prompt())
