@@ -7,7 +7,7 @@ import torch
 from elastic.weights.layer import Absence, WeightUnit
 from elastic.weights.parameter_slot import Content
 from elastic.weights.precision import LayerPrecision
-from elastic.weights.prepacked.source import join_products
+from elastic.weights.prepacked.source import ResidentSource, join_products
 from elastic.weights.proxy.dropped_source import DroppedSource
 from elastic.weights.proxy.remote_source import RemoteSource
 from elastic.weights.proxy.tensor import WeightProxy
@@ -23,7 +23,9 @@ def resident_contents(unit: WeightUnit, precision: LayerPrecision) -> dict[str, 
             contents[name] = precision.packings[name].content(slot.parameter, precision.tensors_of(name, tensors), full)
         else:
             contents[name] = slot.resident(unit, name, tensors[name])
-    join_products({name: content.source for name, content in contents.items() if isinstance(content, WeightProxy)})
+    sources = {name: content.source for name, content in contents.items() if isinstance(content, WeightProxy)}
+    if prepacked := {name: each for name, each in sources.items() if isinstance(each, ResidentSource)}:
+        join_products(prepacked)
     if unit.compute_device == unit.pool.backend.device:
         return contents
     return {n: WeightProxy(slot.parameter, RemoteSource(unit, contents[n])) for n, slot in unit.slots.items()}

@@ -85,17 +85,16 @@ class AbsentSource(HostSource):
 Source = ResidentSource | AbsentSource
 
 
-def join_products(sources: Mapping[str, object]) -> None:
+def join_products(sources: Mapping[str, ResidentSource]) -> None:
     """Have matrices of a layer, by parameter, that are given the same inputs be multiplied at once where they can be.
 
     All of them must come and go together.
     """
     for group in find_groups(sources):
-        members = [source for name in group if isinstance(source := sources[name], ResidentSource)]
-        if len(members) == len(group):
-            joined = join(tuple(each.layout for each in members), tuple(each.packed for each in members))
-            for number, member in enumerate(members):
-                member.join(joined, number)
+        members = [sources[name] for name in group]
+        joined = join(tuple(each.layout for each in members), tuple(each.packed for each in members))
+        for number, member in enumerate(members):
+            member.join(joined, number)
 
 
 def _is_plain(x: torch.Tensor, layout: OneDNNLayout) -> bool:
