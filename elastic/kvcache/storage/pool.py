@@ -15,9 +15,8 @@ import torch
 from elastic.errors import CapacityError, IntegrityError, StateError
 from elastic.kvcache.storage.layer_store import LayerStore, StoreState
 from elastic.kvcache.storage.layout import StoreGeometry
-from elastic.kvcache.storage.limits import KVLimits
 from elastic.kvcache.storage.reclaim import Reclaimer
-from elastic.kvcache.storage.usage import PoolUsage, SectorUsage
+from elastic.kvcache.storage.usage import KVLimits, PoolUsage, SectorUsage
 from elastic.memory.backends.peers import reachable
 from elastic.memory.background import janitor
 from elastic.memory.copy_engine import synchronize
