@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from elastic.actions.pages.staging_reserve import StagingReserve
+from elastic.actions.pages.broker import StagingReserve
 from elastic.config import Place
 from elastic.errors import ConfigError
 from elastic.kvcache.storage.pool import KVPool
