@@ -19,6 +19,7 @@ from elastic.cli.inputs.checks import parse_place
 from elastic.cli.inputs.model_loading import Loaded, load
 from elastic.cli.views.panels import mib, screen
 from elastic.config import Place, parse_bytes
+from elastic.weights.decoder import returned_cache
 
 DEFAULT_PLACE = "cpu=24MiB"
 PIECES_BETWEEN_ACTIONS = 12
@@ -169,7 +170,7 @@ def _move_the_limit(loaded: Loaded, runtime: elastic.Runtime) -> Generator[None,
 def _trade_layers(loaded: Loaded, runtime: elastic.Runtime) -> Generator[None, None, None]:
     """Release layers when the KV cache fills up; take them back when another conversation ends."""
     ids = loaded.inputs["input_ids"]
-    neighbour: Any = loaded.model(ids).past_key_values
+    neighbour: Any = returned_cache(loaded.model(ids))
     released = 0
     growth = runtime.kv.used_bytes
     try:

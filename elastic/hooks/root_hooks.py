@@ -15,6 +15,7 @@ from elastic.hooks.base import Hook, HookContext, any_requires_grad
 from elastic.hooks.interceptor import Args, Kwargs
 from elastic.hooks.request_tracking import TrackedRequest
 from elastic.memory.backends.streams import capturing, note_current_stream
+from elastic.weights.decoder import cache_argument, find_cache
 
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -42,7 +43,8 @@ class EnterRoot(Hook):
         self._requests = context.requests
         self._refuse = torch.compiler.disable(_refuse_compilation)  # type: ignore[no-untyped-call]
         names = list(inspect.signature(type(root).forward).parameters)[1:]
-        wanted = ("past_key_values", "use_cache", "input_ids", "inputs_embeds", *_OUTPUTS)
+        self._cache_name = cache_argument(root)
+        wanted = (self._cache_name, "use_cache", "input_ids", "inputs_embeds", *_OUTPUTS)
         self._positions = {name: names.index(name) for name in wanted if name in names}
         self._thread = _ForwardCache()
         pools = [streamer.pool for streamer in context.weights.streamers.values()]
@@ -59,7 +61,8 @@ class EnterRoot(Hook):
                 note_current_stream(device)
             self._weights.require_intact(self.gate.commits)
             self.gate.thread.plain = self._layers_are_plain()
-        cache = self._argument("past_key_values", args, kwargs)
+        name = find_cache(kwargs) or self._cache_name
+        cache = self._argument(name, args, kwargs)
         changed: tuple[Args, Kwargs] | None = None
         if torch.is_grad_enabled() and (
             any_requires_grad(args, kwargs) or any(parameter.requires_grad for parameter in module.parameters())
@@ -69,11 +72,11 @@ class EnterRoot(Hook):
             self._caches.adopt(cache)
         elif self._wants_cache(module, args, kwargs):
             cache = self._caches.make(module.config)
-            index = self._positions["past_key_values"]
+            index = self._positions[self._cache_name]
             if index < len(args):
                 changed = (*args[:index], cache, *args[index + 1 :]), kwargs
             else:
-                changed = args, {**kwargs, "past_key_values": cache}
+                changed = args, {**kwargs, name: cache}
         if outermost:
             self._begin(cache, module, args, kwargs)
         return changed

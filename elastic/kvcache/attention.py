@@ -24,6 +24,7 @@ from elastic.errors import ConfigError
 from elastic.kvcache.decode_table import table
 from elastic.kvcache.remote_attention import Attention, attend_on_cache_device
 from elastic.kvcache.score_terms import ScoreTerms, attend_by_scores
+from elastic.weights.decoder import PAGED_CACHE
 
 _SDPA, _EAGER = "sdpa", "eager"
 _TERMS = ("softcap", "s_aux", "position_bias")  # what the stock function refuses or adds to the scores
@@ -49,13 +50,13 @@ def elastic_sdpa(
 
     query: [batch, heads, q, dim], key and value: [batch, kv_heads, k, dim]; returns [batch, q, heads, dim], on the
     query's device. Anything but one query token goes to the stock function; what an engine caches in blocks, to its
-    `cache`; for keys and values on another device, see `remote_attention`.
+    cache; for keys and values on another device, see `remote_attention`.
     """
     if key.device != query.device:
         return attend_on_cache_device(
             elastic_sdpa, module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         ), None
-    attend = getattr(kwargs.get("cache"), "attend", None)
+    attend = getattr(kwargs.get(PAGED_CACHE), "attend", None)
     if attend is not None:
         if dropout or (attention_mask is not None and attention_mask.numel() != 1):  # engines give one of one element
             raise ConfigError("this model's attention has dropout, or masks that the model makes; use generate instead")
@@ -166,7 +167,7 @@ def _eager_or_engine(stock: Attention) -> Attention:
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if getattr(kwargs.get("cache"), "attend", None) is None:
+        if getattr(kwargs.get(PAGED_CACHE), "attend", None) is None:
             return stock(module, query, key, value, attention_mask, **kwargs)
         if module not in _known:
             _require_known(stock, module, query, key, value, **kwargs)
@@ -192,7 +193,7 @@ def _require_known(stock: Attention, module: nn.Module, *states: torch.Tensor, *
     query *= spread / (query.shape[3] ** 0.5 * (scaling or query.shape[3] ** -0.5))
     seen = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril_()
     mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, torch.finfo(torch.float32).min)[None, None]
-    expected = stock(module, query, key, value, mask, **{**kwargs, "cache": None})[0]
+    expected = stock(module, query, key, value, mask, **{**kwargs, PAGED_CACHE: None})[0]
     ours = attend_by_scores(query, key, value, seen, scaling, _terms(**kwargs)).transpose(1, 2)
     if expected.shape != ours.shape or not torch.allclose(expected.to(ours.dtype), ours, rtol=0, atol=1e-2):
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,21 @@ from torch import nn
 
 from elastic.errors import ConfigError
 
+CACHE_NAMES = ("cache", "past_key_values")
+"""Of a KV cache, in what a model is given and in what it returns: since transformers 5.24, and before it.
+
+Models of other libraries, and code that is loaded with a checkpoint, keep the earlier name.
+"""
+PAGED_CACHE = "paged_cache"
+"""Of an engine's KV cache, which no model knows: it is handed down with what is meant for the attention function."""
+
 
 @dataclass(frozen=True)
 class Decoder:
     """The parts of a causal language model that Elastic works on."""
 
     roots: tuple[nn.Module, ...]
-    """The modules whose forward takes `past_key_values`, from the outside in: adapters, the model, its base model."""
+    """The modules whose forward takes a KV cache, from the outside in: adapters, the model, its base model."""
     layers: tuple[nn.Module, ...]
     layer_names: tuple[str, ...]
     config: Any
@@ -31,6 +40,8 @@ def find_decoder(model: nn.Module) -> Decoder:
     if getattr(config, "is_encoder_decoder", False):
         raise _unsupported(model, "a decoder-only model; this one has an encoder")
     text = config.get_text_config(decoder=True)
+    if set(getattr(text, "layer_types", None) or ()) == {"linear_attention"}:
+        raise _unsupported(model, "a KV cache; all layers of this model have a state instead")
     count = getattr(text, "num_hidden_layers", None)
     names = {m: n for n, m in model.named_modules()}
     lists = [m for m in names if isinstance(m, nn.ModuleList) and len(m) == count != 0]
@@ -39,10 +50,9 @@ def find_decoder(model: nn.Module) -> Decoder:
         raise _unsupported(model, f"a ModuleList of {count} layers (config.num_hidden_layers) with parameters")
     layers = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
     above = (module for module, name in names.items() if names[layers].startswith(name))
-    takes_cache = {"past_key_values", "use_cache"}  # a model, not a layer of it
-    roots = tuple(m for m in above if takes_cache <= inspect.signature(type(m).forward).parameters.keys())
+    roots = tuple(module for module in above if _takes_cache(module))
     if not any(getattr(root, "can_generate", bool)() for root in roots):
-        raise _unsupported(model, "a model that can generate, with a forward method that takes past_key_values")
+        raise _unsupported(model, "a model that can generate, with a forward method that takes a KV cache")
     return Decoder(roots, tuple(layers), tuple(f"{names[layers]}.{i}" for i in range(len(layers))), text)
 
 
@@ -51,6 +61,26 @@ def layer_configs(config: Any) -> list[Any]:
     if getattr(config, "is_heterogeneous", False):
         return list(config.per_layer_config)
     return [config] * config.num_hidden_layers
+
+
+def cache_argument(module: nn.Module) -> str:
+    """Return the name by which the forward method of a module takes a KV cache; empty: it takes none."""
+    return find_cache(inspect.signature(type(module).forward).parameters)
+
+
+def find_cache(names: Collection[str]) -> str:
+    """Return which of some names, of parameters or of arguments that are given, is that of a KV cache; empty: none."""
+    return next((name for name in CACHE_NAMES if name in names), "")
+
+
+def returned_cache(output: Any) -> Any:
+    """Return the KV cache in what a model returned."""
+    return output.cache if hasattr(output, "cache") else output.past_key_values
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    """Return whether it is a model that takes a KV cache, and not a layer of one."""
+    return bool(cache_argument(module)) and "use_cache" in inspect.signature(type(module).forward).parameters
 
 
 def _unsupported(model: object, wanted: str) -> ConfigError:

@@ -216,10 +216,10 @@ def test_modules_that_are_no_causal_language_model() -> None:
         t.T5ForConditionalGeneration(t.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2)), ConfigError, "encoder"
     )
     refused(
-        t.BertModel(t.BertConfig(hidden_size=16, num_attention_heads=2, intermediate_size=16)), ConfigError, "past_key"
+        t.BertModel(t.BertConfig(hidden_size=16, num_attention_heads=2, intermediate_size=16)), ConfigError, "KV cache"
     )
     mamba = t.MambaForCausalLM(t.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32))
-    refused(mamba, ConfigError, "past_key_values")
+    refused(mamba, ConfigError, "KV cache")
 
 
 def test_a_wrapped_model_is_not_wrapped_again(wrapped: Any) -> None:

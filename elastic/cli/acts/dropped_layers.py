@@ -18,6 +18,7 @@ from elastic.cli.views.panels import mib
 from elastic.cli.views.stages import grid
 from elastic.config import Overload
 from elastic.engines.base import Output, Request
+from elastic.weights.decoder import cache_argument, returned_cache
 
 if TYPE_CHECKING:
     from elastic.cluster.control.status import FleetStatus
@@ -83,10 +84,10 @@ def serve_a_burst(model: str, loaded: Loaded, weights: int, tokens: int, console
 def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     """Return the tokens that a plain model goes on with, each the most probable; an end token ends nothing."""
     tokens: list[int] = []
-    new, cache = torch.tensor([prompt], device=model.device), None
+    new, cache, name = torch.tensor([prompt], device=model.device), None, cache_argument(model)
     for _ in range(count):
-        out = model(input_ids=new, past_key_values=cache, use_cache=True)
-        cache, new = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        out = model(input_ids=new, **{name: cache}, use_cache=True)
+        cache, new = returned_cache(out), out.logits[:, -1:].argmax(-1)
         tokens.append(int(new))
     return tokens
 

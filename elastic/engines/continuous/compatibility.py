@@ -13,6 +13,7 @@ from elastic.errors import ConfigError
 from elastic.kvcache.attention import attends_for_engines
 from elastic.kvcache.score_terms import ScoreTerms
 from elastic.runtime.runtime import runtime
+from elastic.weights.decoder import PAGED_CACHE
 
 
 class _CacheProbe:
@@ -97,7 +98,7 @@ def _call(model: Any, probe: _CacheProbe, present: list[int]) -> None:
         "input_ids": torch.zeros_like(positions),
         "position_ids": positions,
         "attention_mask": mask,
-        "cache": probe,
+        PAGED_CACHE: probe,
         "use_cache": False,
     }
     if not runtime(model).dropped:

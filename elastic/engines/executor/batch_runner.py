@@ -14,6 +14,7 @@ from elastic.engines.executor.input_batch import InputBatch
 from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.engines.executor.paged_cache import PagedCache, RequestSlice
 from elastic.kvcache.storage.sector_space import SectorSpace
+from elastic.weights.decoder import PAGED_CACHE
 
 
 class BatchRunner:
@@ -63,7 +64,7 @@ class BatchRunner:
             "input_ids": torch.from_numpy(ids)[None].to(self._device),
             "position_ids": torch.from_numpy(batch.positions)[None].to(self._device),
             "attention_mask": self._mask,
-            "cache": seen,
+            PAGED_CACHE: seen,
             "use_cache": False,
         }
 

@@ -27,7 +27,7 @@ from elastic.hooks.forward_override import dispatches, install_override, remove_
 from elastic.hooks.replicas.split_rows import hidden_of
 from elastic.runtime.runtime import runtime
 from elastic.weights import batch_context
-from elastic.weights.decoder import find_decoder
+from elastic.weights.decoder import PAGED_CACHE, find_decoder
 
 
 class StageForward:
@@ -66,8 +66,8 @@ class StageForward:
         """
         exchange = StepExchange(plan, transport, step, partial(self._receive, transport))
         stage = _StagePass(plan, exchange, self._indices, self._cuts, self._as_tuples)
-        if not all(part.whole for part in plan.layers.values()) and "cache" in inputs:
-            inputs = {**inputs, "cache": ShardedCache(inputs["cache"], exchange)}
+        if not all(part.whole for part in plan.layers.values()) and PAGED_CACHE in inputs:
+            inputs = {**inputs, PAGED_CACHE: ShardedCache(inputs[PAGED_CACHE], exchange)}
         try:
             with self._turn:
                 return self._call(stage, inputs)

@@ -13,8 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from elastic.hooks.replicas.split_rows import HIDDEN, LayerInputs, NotSplittable, SplitSpec, Take
+from elastic.weights.decoder import PAGED_CACHE
 
-CACHES = ("cache",)
+CACHES = (PAGED_CACHE,)
 
 
 @runtime_checkable

@@ -14,6 +14,7 @@ from torch import nn
 from elastic.errors import StateError
 from elastic.hooks.interceptor import Args, Kwargs
 from elastic.weights.batch_context import BatchShare
+from elastic.weights.decoder import CACHE_NAMES
 from elastic.weights.proxy.transfer_cache import moved
 
 Take = Callable[[torch.Tensor, slice, int], torch.Tensor | None]
@@ -42,7 +43,7 @@ def _alibi(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None
 
 
 HIDDEN = "hidden_states"
-CACHES = ("past_key_values", "past_key_value", "layer_past")
+CACHES = (*CACHE_NAMES, "past_key_value", "layer_past")
 _ROTARY = _along({3: 0, 4: 1})  # [batch or 1, tokens, dim], or with an axis before it for each kind of position
 TABLE: dict[str, Take] = {
     HIDDEN: _along({3: 0}),  # [batch, tokens, hidden]

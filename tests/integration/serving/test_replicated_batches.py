@@ -119,7 +119,7 @@ def test_places_attend_at_the_same_time(engines: Any, monkeypatch: Any) -> None:
     engine = engines(model)
     engine.runtime.replicate(range(3), "cpu#b")
     both, real, met, sizes = threading.Barrier(2), paged_cache.attend, [], [0]
-    model.register_forward_pre_hook(lambda m, a, k: sizes.append(len(k["cache"].new_tokens())), with_kwargs=True)
+    model.register_forward_pre_hook(lambda m, a, k: sizes.append(len(k["paged_cache"].new_tokens())), with_kwargs=True)
 
     def attend(*args: Any) -> torch.Tensor:
         if sizes[-1] == 2:

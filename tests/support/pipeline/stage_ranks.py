@@ -105,7 +105,7 @@ class Rank:
             "input_ids": torch.from_numpy(ids)[None].to(self.device),
             "position_ids": torch.from_numpy(batch.positions)[None].to(self.device),
             "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device),
-            "cache": RequestSlice(self.cache, batch),
+            "paged_cache": RequestSlice(self.cache, batch),
             "use_cache": False,
         }
 

@@ -192,9 +192,9 @@ STATES = torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2, 
 def test_an_engines_cache_is_given_the_terms_of_scores_and_none_where_there_are_none() -> None:
     module: Any = torch.nn.Module()
     module.layer_idx, cache, sinks = 0, Attends(), torch.ones(4)
-    elastic_sdpa(module, *STATES, None, cache=cache, softcap=None, s_aux=None, position_bias=None)
+    elastic_sdpa(module, *STATES, None, paged_cache=cache, softcap=None, s_aux=None, position_bias=None)
     assert cache.terms is None
-    elastic_sdpa(module, *STATES, torch.ones(1, 1, 1, 1), cache=cache, softcap=5.0, s_aux=sinks, sliding_window=3)
+    elastic_sdpa(module, *STATES, torch.ones(1, 1, 1, 1), paged_cache=cache, softcap=5.0, s_aux=sinks, sliding_window=3)
     assert (cache.terms.softcap, cache.terms.sinks) == (5.0, sinks)
 
 
@@ -210,7 +210,7 @@ def test_what_an_engine_cannot_do_is_refused(given: dict[str, Any], words: str) 
     module: Any = torch.nn.Module()
     module.layer_idx = 0
     with pytest.raises(ConfigError, match=words):
-        elastic_sdpa(module, *STATES, **{"attention_mask": None, "cache": Attends(), **given})
+        elastic_sdpa(module, *STATES, **{"attention_mask": None, "paged_cache": Attends(), **given})
 
 
 def test_what_another_library_registered_as_sdpa_is_left_alone(wrapped: Any) -> None:

@@ -87,7 +87,7 @@ class Rank:
         return ScheduledChunk(sequence, start, (0,) * count, True, tuple(blocks))
 
     def begin(self, chunks: Sequence[tuple[str, int, int]], *, eager: bool = False) -> Any:
-        return self.runner.inputs([self.chunk(*chunk) for chunk in chunks], eager=eager)["cache"]
+        return self.runner.inputs([self.chunk(*chunk) for chunk in chunks], eager=eager)["paged_cache"]
 
     def attend(
         self, cache: Any, layer: int, states: Sequence[torch.Tensor], terms: ScoreTerms | None = None

@@ -38,7 +38,7 @@ def inputs_of(count: int, cache: Any) -> dict[str, Any]:
         "position_embeddings": (rotary[None], rotary.expand(3, 1, count, 4)),
         "past_key_values": None,
         "use_cache": False,
-        "cache": cache,
+        "paged_cache": cache,
     }
 
 
@@ -58,7 +58,7 @@ def test_each_part_is_given_its_tokens_and_they_are_put_together_again(tokens: l
         assert named["position_ids"].tolist() == [list(range(start, stop))]
         for rotary, kinds in zip(named["position_embeddings"], (1, 3), strict=True):
             assert rotary[..., 0].flatten().tolist() == list(range(start, stop)) * kinds
-        assert named["cache"] == "a part of the cache"
+        assert named["paged_cache"] == "a part of the cache"
         given = inputs_of(count, cache)
         assert named["attention_mask"].shape == given["attention_mask"].shape
         outputs.append((mine + 1, "other"))
@@ -83,7 +83,7 @@ def test_what_is_not_known_to_belong_to_tokens_is_not_taken(name: str, value: An
 def test_a_cache_of_other_tokens_is_noticed_and_one_of_others_left_alone() -> None:
     hidden = torch.ones(1, 8, 4)
     assert request_cache(LayerInputs((), (), {"hidden_states": hidden})) is None
-    assert request_cache(LayerInputs((), (), {"hidden_states": hidden, "cache": object()})) is None
+    assert request_cache(LayerInputs((), (), {"hidden_states": hidden, "paged_cache": object()})) is None
     for wrong in (hidden[:, :7], hidden[0], hidden.expand(2, 8, 4)):
         with pytest.raises(NotSplittable, match="8 tokens of requests"):
-            request_cache(LayerInputs((), (), {"hidden_states": wrong, "cache": Requests([3, 5])}))
+            request_cache(LayerInputs((), (), {"hidden_states": wrong, "paged_cache": Requests([3, 5])}))
