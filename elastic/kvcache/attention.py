@@ -60,7 +60,8 @@ def elastic_sdpa(
     if attend is not None:
         if dropout or (attention_mask is not None and attention_mask.numel() != 1):  # engines give one of one element
             raise ConfigError("this model's attention has dropout, or masks that the model makes; use generate instead")
-        if not _is_causal(module, **kwargs):
+        causal = kwargs.get("is_causal")  # as it was called, else as the module says, else it is
+        if not (vars(module).get("is_causal", True) if causal is None else causal):
             raise ConfigError("this model's tokens see those behind them too, as an encoder's do; use generate instead")
         if any(kwargs.get(name) is not None for name in _TERMS):
             return attend(module.layer_idx, query, key, value, scaling, terms=_terms(**kwargs)), None
@@ -212,11 +213,6 @@ def _terms(
     if position_bias is not None:
         raise ConfigError("this model's attention adds biases of positions to its scores; use generate instead")
     return ScoreTerms(softcap, s_aux)
-
-
-def _is_causal(module: nn.Module, is_causal: bool | None = None, **_: Any) -> bool:
-    """Return whether a module's tokens see none behind them: as it was called, else as it says, else they do not."""
-    return bool(vars(module).get("is_causal", True) if is_causal is None else is_causal)
 
 
 def _has_ours(model: nn.Module, config: PretrainedConfig) -> bool:

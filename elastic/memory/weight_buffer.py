@@ -115,7 +115,8 @@ class WeightBuffer:
         address = self._range.address + at
         for offset, nbytes in pieces:
             with nullcontext() if pace is None else pace.copying(nbytes):
-                self._read_piece(reader, address, offset, nbytes)
+                shown = MappedStorage(address, nbytes, self.pool.device, lambda: None)
+                read_into(reader, shown.tensor(torch.uint8), [(offset, nbytes)])
             address += nbytes
             rate.acquire(nbytes)
 
@@ -231,10 +232,6 @@ class WeightBuffer:
                 self._closed = True
             except ElasticError as error:
                 logger.warning("pages of %s could not be given back yet: %s", self.pool.name, str(error))
-
-    def _read_piece(self, reader: MemoryReader, address: int, offset: int, nbytes: int) -> None:
-        shown = MappedStorage(address, nbytes, self.pool.device, lambda: None)
-        read_into(reader, shown.tensor(torch.uint8), [(offset, nbytes)])
 
     def _map(self, slot: int, count: int, owner: str) -> int:
         with self.pool.mapping_lock:

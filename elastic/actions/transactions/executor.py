@@ -59,23 +59,27 @@ class ActionExecutor:
 
     def submit(self, actions: Sequence[Action], why: str) -> Future[tuple[Result, ...]]:
         """Have actions done; the future has their results in order."""
-        return self._post(partial(self._run, tuple(actions), why))
+        return self.call(partial(self._run, tuple(actions), why))
 
     def prepare(self, id: str, actions: Sequence[Action], timeout_s: float) -> Future[Prepared]:
         """Have actions prepared and held; the future has what is held for them."""
-        return self._post(partial(self._held.prepare, id, tuple(actions), timeout_s))
+        return self.call(partial(self._held.prepare, id, tuple(actions), timeout_s))
 
     def commit(self, id: str) -> Future[tuple[Result, ...]]:
         """Have what is held committed; the future has the results in order."""
-        return self._post(partial(self._end, partial(self._held.commit, id)))
+        return self.call(partial(self._end, partial(self._held.commit, id)))
 
     def roll_back(self, id: str) -> Future[None]:
         """Have what is held undone."""
-        return self._post(partial(self._end, partial(self._held.roll_back, id)))
+        return self.call(partial(self._end, partial(self._held.roll_back, id)))
 
     def call(self, work: Callable[[], T]) -> Future[T]:
         """Have something done while no action is under way; the future has its result."""
-        return self._post(work)
+        job = _Job(work)
+        with self._counting:
+            self._unfinished += 1
+        self._jobs.put(job)
+        return job.done
 
     @property
     def held(self) -> tuple[Prepared, ...]:
@@ -100,13 +104,6 @@ class ActionExecutor:
     def handler(self, action: Action) -> ActionHandler:
         """Return the handler of an action. Raises `ConfigError` for what is no action of this model."""
         return self._runner.handler(action)
-
-    def _post(self, work: Callable[[], Any]) -> Future[Any]:
-        job = _Job(work)
-        with self._counting:
-            self._unfinished += 1
-        self._jobs.put(job)
-        return job.done
 
     def _run_jobs(self) -> None:
         while (job := self._next()) is not None:

@@ -304,12 +304,11 @@ class Deployed:
         """
         if self.plan.configuration.ranks == 1:
             return whole(self.plan)
-        stages = (each if self._is_grouped(each) else apart(each) for each in self.plan.instances)
-        return replace(self.plan, stages=tuple(itertools.chain.from_iterable(stages)))
-
-    def _is_grouped(self, stages: Sequence[Stage]) -> bool:
-        seen, wanted = self._seen([name for stage in stages for name in stage.devices]), self.plan.configuration
-        return (seen.tp, seen.pp) == (wanted.tp, wanted.pp)
+        stages: list[Stage] = []
+        for instance in self.plan.instances:
+            seen, wanted = self._seen(name for stage in instance for name in stage.devices), self.plan.configuration
+            stages += instance if (seen.tp, seen.pp) == (wanted.tp, wanted.pp) else apart(instance)
+        return replace(self.plan, stages=tuple(stages))
 
     def _seen(self, devices: Iterable[str]) -> Configuration:
         return observed(self.fleet, [self._ranks[device] for device in devices])

@@ -110,7 +110,9 @@ class PeerHub:
             transport = self._transports.get(home)
             if transport is not None and not transport.closed:
                 return transport
-            transport = self._transports[home] = PeerTransport(home, partial(self._connect_hidden, home), self.wires)
+            transport = self._transports[home] = PeerTransport(
+                home, lambda rank: self._connect(rank, home, "hidden states").detach(), self.wires
+            )
             for rank, reason in self._lost.items():
                 transport.lost(rank, reason)
             for of, rank in [key for key in self._early if key[0] == home]:
@@ -183,9 +185,6 @@ class PeerHub:
 
     # -- connections
 
-    def _connect_hidden(self, home: str, rank: str) -> socket.socket:
-        return self._connect(rank, home, "hidden states").detach()
-
     def _connect_memory(
         self, memory: RankMemory, device: torch.device, take_back: Callable[[RankMemoryReader], None]
     ) -> RankMemoryReader:
@@ -215,14 +214,12 @@ class PeerHub:
         if buffer is None:
             stream.close()
             return None
-        count = partial(self._count_copied, memory.rank)
-        return devices.DeviceMemoryReader(buffer, device, memory, stream, take_back, count)
+        return devices.DeviceMemoryReader(
+            buffer, device, memory, stream, take_back, lambda nbytes: self.wires.count(memory.rank, copied=nbytes)
+        )
 
     def _count_read(self, rank: str, nbytes: int) -> None:
         self.wires.count(rank, read=nbytes)
-
-    def _count_copied(self, rank: str, nbytes: int) -> None:
-        self.wires.count(rank, copied=nbytes)
 
     def _offer_nixl(self, pool: PagePool | None, stream: socket.socket) -> NixlBuffer:
         return nixl.offer(self._nixl(), stream)

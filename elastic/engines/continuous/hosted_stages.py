@@ -114,7 +114,7 @@ class HostedStages(MovingRequests):
 
     def allot(self, home: str, sectors: int) -> None:
         """Keep pages for so many sectors of another instance. Raises `CapacityError`, and nothing has changed."""
-        self._stage(home).allot(sectors)
+        self._stage(home).memory.allot(sectors)
 
     def close_stage(self, home: str, *, keep: bool = False) -> None:
         """Compute no layers of another instance any more; its memory comes free. Unknown: nothing happens.

@@ -191,18 +191,14 @@ class LayerPath:
             raise ConfigError(f"rank {rank!r} computes no layer of {self.home!r}; its steps go by {self.runs()}")
         receives: dict[int, str] = {}
         sends: dict[int, tuple[str, ...]] = {}
-        for following, (holders, takers) in enumerate(pairwise(self._holders_and_home), 1):
+        at = (*map(self.holders, range(self.layers)), (self.home,))  # hidden states ahead of each layer, and at the end
+        for following, (holders, takers) in enumerate(pairwise(at), 1):
             new = tuple(other for other in takers if other not in holders)  # the first that has them sends
             if rank in new:
                 receives[following] = holders[0]
             if new and rank == holders[0]:
                 sends[following - 1] = new
         return StagePlan(rank, own, receives, sends, self.layers if rank == self.home else max(own))
-
-    @property
-    def _holders_and_home(self) -> tuple[tuple[str, ...], ...]:
-        """The ranks that have the hidden states in front of each layer, and behind the last one."""
-        return (*map(self.holders, range(self.layers)), (self.home,))
 
 
 @dataclass(frozen=True)

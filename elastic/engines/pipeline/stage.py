@@ -85,10 +85,6 @@ class GuestStage:
 
     # -- what the fleet asks, from any thread
 
-    def allot(self, sectors: int) -> None:
-        """Keep pages for so many sectors of the home; see `GuestMemory.allot`."""
-        self.memory.allot(sectors)
-
     def prepare(self, shards: Sequence[int], exchange: ExchangeStart, timeout_s: float) -> None:
         """Have room for the keys and values of shards, in all sectors that the home has.
 

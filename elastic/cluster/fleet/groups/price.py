@@ -146,7 +146,11 @@ def slowdown(
     ranks are. `model` is what a rank has measured of it. Where none has, a step takes as long as ranks saw it, see
     `seen_steps`, and none is said to become shorter: what ranks that share layers all have to compute is not known.
     """
-    steps = seen_steps(rooms, running) if model is None else _measured_steps(model, running)
+    if model is None:
+        steps = seen_steps(rooms, running)
+    else:
+        batches = ((home, chunks) for home, chunks in running.items() if chunks)
+        steps = {home: StepSeconds(model.layer.batch(chunks), model.rest.batch(chunks)) for home, chunks in batches}
     before_s = max((_round_s(now, steps) for now, _ in changes), default=0.0)
     after_s = max((_round_s(target, steps) for _, target in changes), default=0.0)
     slower = after_s / before_s - 1 if before_s > 0 else 0.0
@@ -164,11 +168,6 @@ def seen_steps(rooms: Mapping[str, Room], running: Mapping[str, Sequence[Chunk]]
         for home, room in rooms.items()
         if room.step_s and running.get(home)
     }
-
-
-def _measured_steps(model: ModelCost, running: Mapping[str, Sequence[Chunk]]) -> dict[str, StepSeconds]:
-    batches = ((home, chunks) for home, chunks in running.items() if chunks)
-    return {home: StepSeconds(model.layer.batch(chunks), model.rest.batch(chunks)) for home, chunks in batches}
 
 
 def _round_s(shape: Shape, steps: Mapping[str, StepSeconds]) -> float:
