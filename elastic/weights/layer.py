@@ -31,7 +31,7 @@ from elastic.weights.proxy.tensor import WeightProxy
 from elastic.weights.proxy.transfer_cache import TransferCache
 from elastic.weights.proxy.weight_home import StagedTensors
 from elastic.weights.shards.layer_cut import LayerCut, Piece, whole_pages
-from elastic.weights.shards.part_views import PartViews, Views
+from elastic.weights.shards.part_views import Views, make_views
 from elastic.weights.shards.stored import StoredParameter, find_stored
 
 
@@ -108,7 +108,7 @@ class WeightUnit:
         """All its parts."""
         self.shards_here = self.every
         """The parts that are at its place; none while it is in the host store."""
-        self._views = PartViews()
+        self._views: dict[tuple[int, ...], Views] = {}  # of parts, each made once, until the layer is switched
         self.staged = StagedTensors()
         self.blocks: dict[object, WeightBuffer] = {}
         """By the key of a precision; all but that of the present one are reclaimable."""
@@ -250,7 +250,7 @@ class WeightUnit:
         made = self._views.get(parts)
         if made is None:
             self._require_parts(parts)
-            made = self._views.make(self._required_cut().plan, parts, self._view)
+            made = self._views[parts] = make_views(self._required_cut().plan, parts, self._view)
         return made
 
     def _view(self, cut: ParameterCut, rows: range) -> torch.Tensor:

@@ -12,26 +12,10 @@ Views = Mapping[str, tuple[torch.Tensor, ...]]
 """By parameter: in the order of its rows, each with the checkpoint's shape but for the dimension that is cut."""
 
 
-class PartViews:
-    """The views of one layer's parts, each made once, until the layer is switched."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[int, ...], Views] = {}
-
-    def get(self, parts: tuple[int, ...]) -> Views | None:
-        """Return the views of these parts, if they were made."""
-        return self._made.get(parts)
-
-    def make(self, plan: CutPlan, parts: tuple[int, ...], view: Callable[[ParameterCut, range], torch.Tensor]) -> Views:
-        """Make the views of these parts; `view` gives a run of rows of a parameter, [rows, ...]."""
-        with torch.inference_mode(False), torch.no_grad():
-            made = {name: tuple(view(cut, rows) for rows in joined_rows(cut, parts)) for name, cut in plan.cuts.items()}
-        self._made[parts] = made
-        return made
-
-    def clear(self) -> None:
-        """Hold no view any more."""
-        self._made.clear()
+def make_views(plan: CutPlan, parts: tuple[int, ...], view: Callable[[ParameterCut, range], torch.Tensor]) -> Views:
+    """Make the views of some parts; `view` gives a run of rows of a parameter, [rows, ...]."""
+    with torch.inference_mode(False), torch.no_grad():
+        return {name: tuple(view(cut, rows) for rows in joined_rows(cut, parts)) for name, cut in plan.cuts.items()}
 
 
 def joined_rows(cut: ParameterCut, parts: tuple[int, ...]) -> Iterator[range]:
