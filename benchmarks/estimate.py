@@ -10,10 +10,10 @@ a variant are not shared). Prompts, answers and batches are such as no fingerpri
 - `latency`: TTFT + (n - 1) TPOT of requests that are alone, TPOT of batches of 2 and 8: mean error at most 4.9 %, P90
   at most 10 %. Beside it the paper's method L2, which knows one prompt, and neither context nor batch
 - `memory`: bytes of the fullest rank: what it holds, and what its process has more in its largest batch. A rank that is
-  alone is a fresh process, and keys and values are among it, its weights by its ledger; of several, in the processes
-  that serve the points, it is the pages that the kernel has of their memory files and that are in use: weights, and a
-  page of keys and values in each layer. Mean error at most 3 % of each; that of the batches of several by themselves is
-  told, too. Beside it the paper's M1, divided evenly among the ranks
+  alone is a fresh process, with keys and values of that batch, and its pages are those of its ledger. Of several, which
+  are a fresh fleet for each configuration, they are those that the kernel has of their memory files and that are in
+  use: weights, and keys and values of two short requests of each instance. Mean error at most 3 % of each; that of the
+  batches of several by themselves is told, too. Beside it the paper's M1, divided evenly among the ranks
 - `cost`: processor seconds of measuring fingerprints: at least 6 times fewer than measuring the same batches in every
   configuration, 4 times fewer than in the whole model for each form (L1 and M1); and the most bytes of a fingerprint's
   process over the share of the model that it has: at most 1.1
@@ -25,15 +25,27 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import arguments, finish, table
+from common import Kept, arguments, finish, table
 from estimate_fleets import Measured, measure
-from estimate_memory import MIXES, peaks
-from estimate_shapes import CONTEXT, DEGREES, FORMS, POINTS, STEP_TOKENS, save, shapes
+from estimate_memory import MIXES, peak_bytes
+from estimate_shapes import (
+    CONTEXT,
+    DEGREES,
+    FORMS,
+    POINTS,
+    STEP_TOKENS,
+    answer_tokens,
+    at_rest,
+    save,
+    shapes,
+)
 
 from elastic.cluster.fleet.profiling.guest import measure_two_ranks
 from elastic.engines.continuous.chunk_profile import Mix, profile_chunks
@@ -49,7 +61,7 @@ from elastic.estimation.profile import (
     fingerprint_layers,
     measure_fingerprints,
 )
-from elastic.estimation.profiles.store import to_json
+from elastic.estimation.profiles.store import from_json, to_json
 from elastic.planning.estimate.configuration import Configuration
 from elastic.planning.estimate.devices import CPU_PAGE_BYTES, Device, of_cpu
 from elastic.planning.estimate.paper import OUTPUTS, Latency, MemoryParts, extrapolated_latency
@@ -61,16 +73,35 @@ PROMPT = 64
 """Of the paper's requests."""
 GIB = 1 << 30
 Row = dict[str, Any]
+Taken = Mapping[tuple[str, int, int], Measured]
+"""(Form, TP, PP) -> what was measured of it."""
 
 
 class Shape:
     """One model, what its fingerprints tell of it, and the errors of that."""
 
-    def __init__(self, name: str, path: Path, forms: Sequence[str], most_s: float, links: CostProfile) -> None:
-        self.name, self.path, self.forms, self.most_s = name, path, forms, most_s
+    def __init__(
+        self, name: str, path: Path, forms: Sequence[str], most_s: float, links: CostProfile, kept: Kept
+    ) -> None:
+        self.name, self.path, self.forms, self.most_s, self._kept = name, path, forms, most_s, kept
         self.layout: ModelLayout = layout_of(str(path), torch.float32)
-        found = measure_fingerprints(path, forms, context=CONTEXT, step_tokens=STEP_TOKENS, most_s=most_s)
-        self.profile = found.with_links(links)
+        sizes = {"context": CONTEXT, "step_tokens": STEP_TOKENS, "most_s": most_s}
+        profile = self.part("fingerprints", lambda: to_json(measure_fingerprints(path, forms, **sizes)))
+        self.profile = from_json(profile).with_links(links)
+
+    def part(self, name: str, take: Callable[[], Any]) -> Any:
+        """Return a part of the figures, as JSON has them."""
+        return part(self._kept, f"{self.name}, {name}", take)
+
+    def measured(self, rounds: int) -> Taken:
+        """Return what each form takes at each degree that can be had: layers in a variant are shared by no ranks."""
+        degrees = [(form, tp, pp) for tp, pp in DEGREES for form in (self.forms if tp == 1 else ["full"])]
+        measured = {}
+        for form, tp, pp in degrees:
+            take = partial(measure, self.path, self.layers, form, tp, pp, rounds)
+            fields = self.part(f"{form}, {tp}x{pp}", lambda take=take: asdict(take()))
+            measured[form, tp, pp] = Measured(**fields)
+        return measured
 
     @property
     def layers(self) -> int:
@@ -87,36 +118,38 @@ class Shape:
         assert found is not None
         return found
 
-    def latency(self, measured: Mapping[tuple[str, int, int], Measured]) -> list[Row]:
+    def latency(self, measured: Taken) -> list[Row]:
         """Return the relative errors of each configuration, ours and the paper's."""
         rows, paper = [], {form: self.paper_latency(form) for form in self.forms}
         for (form, tp, pp), taken in measured.items():
             cost = self.cost(form, tp, pp)
             ours, papers = {}, {}
-            for point, seconds in taken.latency_s.items():
-                batch, prompt, new = point
+            for point in POINTS:
+                name, (batch, prompt, new) = str(point), point
                 load = Load(prompt, new)
                 guess = cost.round_s(load, batch)
                 theirs = paper[form].tpot_s
                 if batch == 1:
                     guess = cost.ttft_s(load) + (new - 1) * guess
                     theirs = paper[form](new)
-                ours[str(point)], papers[str(point)] = guess / seconds - 1, theirs / seconds - 1
+                ours[name], papers[name] = guess / taken.latency_s[name] - 1, theirs / taken.latency_s[name] - 1
                 if batch == 1:
-                    ours[f"TTFT {point}"] = cost.ttft_s(load) / taken.ttft_s[point] - 1
-                    ours[f"TPOT {point}"] = cost.round_s(load, 1) / taken.tpot_s[point] - 1
+                    ours[f"TTFT {name}"] = cost.ttft_s(load) / taken.ttft_s[name] - 1
+                    ours[f"TPOT {name}"] = cost.round_s(load, 1) / taken.tpot_s[name] - 1
             rows.append({"shape": self.name, "form": form, "tp": tp, "pp": pp, "ours": ours, "paper": papers})
         return rows
 
     def paper_latency(self, form: str) -> Latency:
         """Return the model's TTFT and TPOT by the paper's method L2."""
-        found = []
+        outputs = self.part(f"the paper's fingerprints, {form}", partial(self.paper_outputs, form))
+        first, *more = [Latency.solve(*zip(OUTPUTS, seconds, strict=True)) for seconds in outputs]
+        return extrapolated_latency(first, dict(zip(self.counts, more, strict=True)), self.counts)
+
+    def paper_outputs(self, form: str) -> list[list[float]]:
+        """Return the seconds of the paper's two outputs in each of its fingerprints."""
         steps: list[Mix] = [((0, PROMPT),), *(((PROMPT + n, 1),) for n in range(max(OUTPUTS) - 1))]
-        for layers in paper_fingerprints(self.layout.kinds):
-            seconds = [each.seconds for each in self.batches(layers, form, steps)]
-            short, long = ((n, sum(seconds[:n])) for n in OUTPUTS)
-            found.append(Latency.solve(short, long))
-        return extrapolated_latency(found[0], dict(zip(self.counts, found[1:], strict=True)), self.counts)
+        taken = [self.batches(layers, form, steps) for layers in paper_fingerprints(self.layout.kinds)]
+        return [[sum(each.seconds for each in batches[:n]) for n in OUTPUTS] for batches in taken]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -128,14 +161,14 @@ class Shape:
         with engine_for(small, form, torch.device("cpu"), CONTEXT + STEP_TOKENS, STEP_TOKENS) as engine:
             return profile_chunks(engine, mixes, rounds, most_s=self.most_s).whole
 
-    def memory(self, measured: Mapping[tuple[str, int, int], Measured]) -> list[Row]:
+    def memory(self, measured: Taken) -> list[Row]:
         """Return the bytes of the fullest rank in its largest batch, ours and measured."""
         rows = []
-        alone = peaks(self.path, self.forms)
         for (form, tp, pp), taken in measured.items():
             row: Row = {"shape": self.name, "form": form, "tp": tp, "pp": pp}
             if tp * pp == 1:
-                rank, row["measured"] = self.rank(form), sum(alone[form])
+                rank = self.rank(form)
+                row["measured"] = self.part(f"one rank, {form}", partial(peak_bytes, self.path, form))
                 row["ours"] = rank.fixed + rank.layers + rank.staging + self.batch_bytes(form)
             else:
                 row["batch"], row["measured_batch"] = self.served_batch_bytes(form), max(taken.batch_bytes[: tp * pp])
@@ -144,7 +177,7 @@ class Shape:
             rows[-1]["paper"] = self.paper_bytes(measured, tp, pp) if form == "full" and tp * pp > 1 else None
         return rows
 
-    def paper_bytes(self, measured: Mapping[tuple[str, int, int], Measured], tp: int, pp: int) -> float:
+    def paper_bytes(self, measured: Taken, tp: int, pp: int) -> float:
         """Return the bytes of a rank by the paper's method M1: all together, solved at three, and divided evenly."""
         sums = [sum(measured["full", *each].rank_bytes[: each[0] * each[1]]) for each in DEGREES]
         return MemoryParts.solve(*sums).footprint(tp, pp) / (tp * pp)
@@ -155,31 +188,38 @@ class Shape:
         return estimator.rank(estimator.devices[0], range(self.layers), Configuration(weights=form), 8)
 
     def shared_bytes(self, form: str, tp: int, pp: int) -> int:
-        """Return the bytes of the fullest of several ranks that serve the points, with a page of KV in each layer."""
-        pages = self.estimator(Load(250, 12)).pages
-        held = max(pages.layers(layers, form, tp) + len(layers) for layers in even_stages(self.layers, pp))
-        return (pages.fixed + held) * CPU_PAGE_BYTES + self.served_batch_bytes(form)
+        """Return the bytes of the fullest of several ranks in the largest batch of the points, with keys and values of
+        what was served before: each stage has those of as many instances as there are stages."""
+        batch, prompt, _ = at_rest(pp)
+        tokens = prompt + answer_tokens(at_rest(pp))
+        pages, held = self.estimator(Load(250, 12)).pages, []
+        for layers in even_stages(self.layers, pp):
+            kv = self.room(tp, layers).pages(batch // pp, tokens)
+            held.append(pages.fixed + pages.layers(layers, form, tp) + pp * kv)
+        return max(held) * CPU_PAGE_BYTES + self.served_batch_bytes(form)
+
+    def room(self, tp: int, layers: range) -> KVBlockCapacity:
+        """Return the blocks of some layers at one of the ranks that share them."""
+        kv = kv_shape_of(self.layout.config, 4).at_rank(tp)
+        return KVBlockCapacity(self.layout.config, kv, None, CPU_PAGE_BYTES, layers)
 
     def served_batch_bytes(self, form: str) -> int:
         """Return what the largest batch of the points takes at a rank."""
         chunks = [(prompt, min(prompt, STEP_TOKENS)) for _, prompt, _ in POINTS]
         prompts: list[Mix] = [((prompt - chunk, chunk),) for prompt, chunk in chunks]
-        steps: list[Mix] = [((prompt + new + 4 * (batch - 1), 1),) * batch for batch, prompt, new in POINTS]
+        steps: list[Mix] = [((point[1] + answer_tokens(point), 1),) * point[0] for point in POINTS]
         most = max(bound_bytes(self.layout, mix, "full") for mix in prompts + steps)
         return int(self.profile.activations[form] * most) + self.profile.scratch_bytes[form]
 
     def batch_bytes(self, form: str) -> int:
         """Return what the largest of the batches that are measured takes, with its keys and values."""
-        shape = kv_shape_of(self.layout.config, 4)
-        room = KVBlockCapacity(self.layout.config, shape, None, CPU_PAGE_BYTES, range(self.layers))
-        share = self.profile.activations[form]
-        found = []
+        room, share, sums = self.room(1, range(self.layers)), self.profile.activations[form], []
         for mix in MIXES:
             pages = room.pages(len(mix), max(start + count for start, count in mix))
-            found.append(share * bound_bytes(self.layout, mix, "full") + pages * CPU_PAGE_BYTES)
-        return int(max(found)) + self.profile.scratch_bytes[form]
+            sums.append(share * bound_bytes(self.layout, mix, "full") + pages * CPU_PAGE_BYTES)
+        return int(max(sums)) + self.profile.scratch_bytes[form]
 
-    def cost_row(self, measured: Mapping[tuple[str, int, int], Measured]) -> Row:
+    def cost_row(self, measured: Taken) -> Row:
         """Return processor seconds of the same batches in fingerprints and in the whole model, loading included.
 
         They are measured once each, in full precision. Every configuration keeps as many processors as it has ranks.
@@ -213,6 +253,14 @@ class Shape:
             due = (pages.fixed + pages.of_kind(kind.name, "full", 1) * len(fingerprint_layers(kind))) * page
             found.append(held / due)
         return found
+
+
+def part(kept: Kept, name: str, take: Callable[[], Any]) -> Any:
+    """Return a part of the figures, as JSON has them, and print a line when it is there."""
+    began = time.perf_counter()
+    taken = kept.take(name, take)
+    print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
+    return taken
 
 
 def summary(errors: Sequence[float]) -> dict[str, float]:
@@ -270,7 +318,8 @@ def _whole(row: Row, who: str) -> list[float]:
 def main() -> None:
     options = arguments(__doc__.splitlines()[0], only={"nargs": "*", "default": []})
     rounds, most_s, forms = (1, 0.3, FORMS[:2]) if options.quick else (2, 1.0, FORMS)
-    links = measure_two_ranks()
+    kept = Kept(None)
+    links = from_json(part(kept, "links", lambda: to_json(measure_two_ranks())))
     latency: list[Row] = []
     memory: list[Row] = []
     costs: list[Row] = []
@@ -279,11 +328,11 @@ def main() -> None:
         if options.only and name not in options.only:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            shape = Shape(name, save(config, Path(folder)), forms, most_s, links)
-            measured = measure(Path(folder), shape.layers, rounds, forms)
+            shape = Shape(name, save(config, Path(folder)), forms, most_s, links, kept)
+            measured = shape.measured(rounds)
             latency += shape.latency(measured)
             memory += shape.memory(measured)
-            costs.append(shape.cost_row(measured))
+            costs.append(shape.part("cost", partial(shape.cost_row, measured)))
             fits |= {f"{name}: {kind}, {form}": value for (kind, form), value in shape.profile.r_squared.items()}
     sums = report(latency, memory, costs, fits)
     rows = {"latency": latency, "memory": memory, "cost": costs, "r_squared": fits}

@@ -1,4 +1,8 @@
-"""What configurations really take: ranks in processes of their own, a core each, that serve requests of each point."""
+"""What configurations really take: ranks in processes of their own, a core each, that serve requests of each point.
+
+Each configuration has a fleet of its own: ranks keep pages that swaps and keys and values have had, and memory that
+batches have had, so that in one fleet the bytes of a configuration would depend on those before it.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +17,32 @@ from typing import Any
 from unittest.mock import patch
 
 from common import SEED
-from estimate_shapes import FORMS, POINTS, STEP_TOKENS
+from estimate_shapes import POINTS, STEP_TOKENS, Point, answer_tokens, at_rest
 from serving import Answer, Load, fleet, prompt
 
 import elastic
 from elastic.cluster.fleet.planning import choice
 from elastic.engines.base import Request
+from elastic.planning.sharding.share import even_stages
 
 ENGINE = {"max_batch_tokens": STEP_TOKENS, "share_prefixes": False}
-PLACE = "cpu#{}=1GiB"
+PLACE = "cpu#{}=2GiB"
+"""Much more than a rank fills, so that its ledger has all pages that nobody uses among the free ones (`held_bytes`)."""
 RANKS = ("r0", "r1")
-Point = tuple[int, int, int]
-"""Requests at a time, tokens of a prompt, tokens of an answer."""
 
 
 @dataclass
 class Measured:
-    """What one configuration took; of seconds medians of the rounds."""
+    """What one configuration took, by point (its text); of seconds medians of the rounds."""
 
-    ttft_s: dict[Point, float] = field(default_factory=dict)
+    ttft_s: dict[str, float] = field(default_factory=dict)
     """For one request at a time."""
-    tpot_s: dict[Point, float] = field(default_factory=dict)
-    latency_s: dict[Point, float] = field(default_factory=dict)
+    tpot_s: dict[str, float] = field(default_factory=dict)
+    latency_s: dict[str, float] = field(default_factory=dict)
     """From the first request to the last token of one alone; of batches, TPOT."""
-    rank_bytes: tuple[int, ...] = ()
+    rank_bytes: Sequence[int] = ()
     """Of each rank: what it holds, and the most that its process had more outside of pages."""
-    batch_bytes: tuple[int, ...] = ()
+    batch_bytes: Sequence[int] = ()
     """The second of these alone."""
 
 
@@ -68,62 +72,55 @@ def ranks(path: Path, forms: Sequence[str], shards: int) -> Iterator[tuple[elast
         yield engine, route
 
 
-def measure(path: Path, layers: int, rounds: int, forms: Sequence[str] = FORMS) -> dict[tuple[str, int, int], Measured]:
-    """Measure each form of a model at each degree that can be had: layers in a variant are shared by no ranks."""
-    found: dict[tuple[str, int, int], Measured] = {}
-    half = layers // 2
-    stages = {"r0": range(half), "r1": range(half, layers)}
-    with ranks(path, forms, 1) as (engine, route):
-        for form in forms:
-            with in_form(engine, dict.fromkeys(RANKS, range(layers)), form):
-                found[form, 1, 1] = points(engine, rounds, 1)
-        done(engine.drop(layers={"r0": stages["r1"], "r1": stages["r0"]}))
-        route.spread = True
-        for form in forms:
-            with in_form(engine, stages, form):
-                found[form, 1, 2] = points(engine, rounds, 2)
-    with ranks(path, ("full",), 2) as (engine, route):
-        done(engine.reshard(RANKS, tp=2))
-        found["full", 2, 1] = points(engine, rounds, 1)
-    return found
+def measure(path: Path, layers: int, form: str, tp: int, pp: int, rounds: int) -> Measured:
+    """Measure a model of so many layers in one configuration. Layers in a variant are shared by no ranks."""
+    with configured(path, layers, form, tp, pp) as engine:
+        serve(engine, at_rest(pp))
+        held = [held_bytes(engine, rank) for rank in RANKS]
+        outside = [outside_bytes(pid_of(engine, rank)) for rank in RANKS]
+        most = most_outside(engine)
+        measured = seconds(engine, rounds)
+    measured.batch_bytes = [max(0, nbytes - rest) for nbytes, rest in zip(most, outside, strict=True)]
+    measured.rank_bytes = [nbytes + more for nbytes, more in zip(held, measured.batch_bytes, strict=True)]
+    return measured
 
 
 @contextmanager
-def in_form(engine: elastic.Fleet, own: dict[str, range], form: str) -> Iterator[None]:
-    """Have the layers of each rank in a variant meanwhile."""
-    if form != "full":
-        for rank in RANKS:
-            engine.apply(rank, elastic.Swap(tuple(own[rank]), form))
-    yield
-    if form != "full":
-        for rank in RANKS:
-            engine.apply(rank, elastic.Restore(tuple(own[rank])))
+def configured(path: Path, layers: int, form: str, tp: int, pp: int) -> Iterator[elastic.Fleet]:
+    """Serve with two ranks that have the whole model each, that share all layers, or that are stages."""
+    own = dict(zip(RANKS, even_stages(layers, pp) if pp > 1 else [range(layers)] * 2, strict=True))
+    with ranks(path, (form,), tp) as (engine, route):
+        route.spread = pp > 1
+        if pp > 1:
+            done(engine.drop(layers={"r0": own["r1"], "r1": own["r0"]}))
+        if tp > 1:
+            done(engine.reshard(RANKS, tp=tp))
+        if form != "full":
+            for rank in RANKS:
+                engine.apply(rank, elastic.Swap(tuple(own[rank]), form))
+        yield engine
 
 
-def points(engine: elastic.Fleet, rounds: int, pp: int) -> Measured:
-    """Serve each point so many times, in random order, behind a short request to each rank."""
-    serve(engine, (2 * pp, 8, 4))
-    rest = [at_rest(engine, rank) for rank in RANKS]
+def seconds(engine: elastic.Fleet, rounds: int) -> Measured:
+    """Serve each point so many times, in random order, and return the seconds; bytes are not measured."""
     taken: dict[Point, list[tuple[float, float]]] = {point: [] for point in POINTS}
     for _ in range(rounds):
         for point in random.sample(POINTS, len(POINTS)):
             answers = serve(engine, point)
             taken[point].append((max(a.ttft_s for a in answers), tpot_s(answers)))
-    batches = tuple(most(engine, rank, before) for rank, (_, before) in zip(RANKS, rest, strict=True))
-    held = tuple(nbytes + more for (nbytes, _), more in zip(rest, batches, strict=True))
-    found = Measured(rank_bytes=held, batch_bytes=batches)
+    measured = Measured()
     for point, pairs in taken.items():
-        found.tpot_s[point] = found.latency_s[point] = statistics.median(tpot for _, tpot in pairs)
+        name = str(point)
+        measured.tpot_s[name] = measured.latency_s[name] = statistics.median(tpot for _, tpot in pairs)
         if point[0] == 1:
-            found.ttft_s[point] = statistics.median(ttft for ttft, _ in pairs)
-            found.latency_s[point] = statistics.median(ttft + (point[2] - 1) * tpot for ttft, tpot in pairs)
-    return found
+            measured.ttft_s[name] = statistics.median(ttft for ttft, _ in pairs)
+            measured.latency_s[name] = statistics.median(ttft + (point[2] - 1) * tpot for ttft, tpot in pairs)
+    return measured
 
 
 def serve(engine: elastic.Fleet, point: Point) -> list[Answer]:
-    batch, length, new = point
-    load, choose = Load(engine), random.Random(SEED)
-    new += 4 * (batch - 1)  # prompts are computed one after another: the first to begin waits for the last
+    batch, length, _ = point
+    load, choose, new = Load(engine), random.Random(SEED), answer_tokens(point)
     answers = [load.submit(Request(prompt(length, choose), new, ignore_eos=True)) for _ in range(batch)]
     load.wait()
     return answers
@@ -139,23 +136,43 @@ def tpot_s(answers: Sequence[Answer]) -> float:
     return statistics.mean(gaps)
 
 
-def at_rest(engine: elastic.Fleet, rank: str) -> tuple[int, int]:
-    """Return the bytes that a rank holds, and of its process outside of pages; the most is looked for from now on.
+def held_bytes(engine: elastic.Fleet, rank: str) -> int:
+    """Return the bytes that a rank holds: pages that the kernel has of its memory files and that are in use.
 
-    It holds the pages that the kernel has of its memory files, but for those that nobody uses: parked ones, and such as
-    are kept for the next keys and values. What is fixed is in no page, and counted by the ledger.
+    Not in use are those that its ledger has as idle or parked. What is fixed is in no page, and counted by the ledger.
+    Raises `RuntimeError` where the ledger may not tell all of them: it takes pages that are kept for keys and values to
+    come for those that were not created, as long as there are such.
     """
-    (place,), pid = engine.look(rank).status.places, pid_of(engine, rank)
+    (place,) = engine.look(rank).status.places
     fixed = sum(nbytes for owner, nbytes in place.owners.items() if owner.startswith("fixed:"))
-    pages = memory_file_bytes(pid) - place.idle_bytes - place.parked_bytes
+    unused = place.idle_bytes + place.parked_bytes
+    if unused >= place.free_bytes:
+        raise RuntimeError(f"{rank} has {unused} unused bytes, all that are free there; give its place more memory")
+    return fixed + memory_file_bytes(pid_of(engine, rank)) - unused
+
+
+def most_outside(engine: elastic.Fleet) -> list[int]:
+    """Return the most bytes that the process of each rank has outside of pages while it serves each point once.
+
+    The kernel tells the most of both together, so that keys and values are to have all of their pages before.
+    """
+    serve(engine, max(POINTS, key=lambda point: point[0] * (point[1] + answer_tokens(point))))
+    pids = [pid_of(engine, rank) for rank in RANKS]
+    for pid in pids:
+        forget_most(pid)
+    for point in POINTS:
+        serve(engine, point)
+    return [outside_bytes(pid, "VmHWM") for pid in pids]
+
+
+def outside_bytes(pid: int | str, name: str = "VmRSS") -> int:
+    """Return the bytes of a process outside of pages: now, or the most (`VmHWM`) since `forget_most`."""
+    return resident(pid, name) - resident(pid, "RssShmem")
+
+
+def forget_most(pid: int | str) -> None:
+    """Have the most bytes of a process be those since now."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
-    return fixed + pages, resident(pid, "VmRSS") - resident(pid, "RssShmem")
-
-
-def most(engine: elastic.Fleet, rank: str, before: int) -> int:
-    """Return the most that a rank's process had more outside of pages since then."""
-    pid = pid_of(engine, rank)
-    return max(0, resident(pid, "VmHWM") - resident(pid, "RssShmem") - before)
 
 
 def memory_file_bytes(pid: int | str) -> int:

@@ -13,10 +13,23 @@ FORMS = ("full", "int8", "int4", "2:4")
 DEGREES = ((1, 1), (1, 2), (2, 1))
 """TP x PP."""
 STEP_TOKENS, CONTEXT = 128, 512
-POINTS = ((1, 90, 10), (1, 301, 10), (2, 110, 10), (8, 61, 10))
-"""Requests at a time, tokens of each one's prompt, and of its answer: none of which fingerprints are measured at."""
+Point = tuple[int, int, int]
+"""Requests at a time, tokens of each one's prompt, and of its answer."""
+POINTS: tuple[Point, ...] = ((1, 90, 10), (1, 301, 10), (2, 110, 10), (8, 61, 10))
+"""Fingerprints are measured at none of these."""
 SIZES = {"deep": (24, 512), "wide": (8, 768)}
 """Layers, and the width of hidden states: more bytes than caches hold."""
+
+
+def at_rest(pp: int) -> Point:
+    """Return what is served before bytes are taken at rest: two short requests of each instance, one to each stage."""
+    return 2 * pp, 8, 4
+
+
+def answer_tokens(point: Point) -> int:
+    """Return the tokens of each answer: prompts are computed in turn, so of several the first waits for the last."""
+    batch, _, new = point
+    return new + 4 * (batch - 1)
 
 
 def config(kind: str, layers: int, hidden: int) -> Any:

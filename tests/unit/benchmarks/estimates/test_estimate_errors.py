@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from estimate import memory_errors
-from estimate_fleets import RANKS, at_rest, done, memory_file_bytes, ranks, serve
-from estimate_shapes import config, save
+from common import Kept
+from estimate import memory_errors, part
+from estimate_fleets import done, held_bytes, memory_file_bytes, ranks, serve
+from estimate_shapes import at_rest, config, save
 
+import elastic
 from elastic.estimation.model_layout import layout_of
 from elastic.estimation.weight_pages import WeightPages, kernel_target
 from elastic.planning.estimate.devices import CPU_PAGE_BYTES
+from elastic.types import PlaceStatus
 
 
 def test_errors_of_one_rank_and_of_several_are_told_apart() -> None:
@@ -27,6 +31,13 @@ def test_errors_of_one_rank_and_of_several_are_told_apart() -> None:
     assert told["ours, several ranks"] == pytest.approx([0.02, -0.01])
     assert told["ours, their batches"] == pytest.approx([0.5, -0.25])
     assert told["paper, several ranks"] == pytest.approx([0.5])
+
+
+def test_each_part_is_told_when_it_is_there_and_taken_once(capsys: pytest.CaptureFixture[str]) -> None:
+    kept, take = Kept(None), Mock(return_value={"bytes": 3})
+    assert [part(kept, "llama, full, 1x2", take) for _ in range(2)] == [{"bytes": 3}] * 2
+    assert capsys.readouterr().out.splitlines() == ["llama, full, 1x2: 0 s"] * 2
+    take.assert_called_once()
 
 
 def test_a_memory_file_counts_once_and_only_with_the_pages_that_the_kernel_has() -> None:
@@ -45,12 +56,29 @@ def test_a_memory_file_counts_once_and_only_with_the_pages_that_the_kernel_has()
 
 
 @pytest.mark.slow
-def test_two_stages_hold_the_pages_of_their_layers_and_a_page_of_keys_and_values_in_each(tmp_path: Path) -> None:
+def test_stages_hold_what_is_estimated_whatever_forms_were_there_before(tmp_path: Path) -> None:
     """The kernel's count against the estimate's, whose code the ledger shares."""
-    path = save(config("llama", 6, 256), tmp_path)
-    pages = WeightPages(layout_of(str(path), torch.float32), CPU_PAGE_BYTES, kernel_target("cpu", ""))
-    with ranks(path, ("full",), 1) as (engine, _):
-        done(engine.drop(layers={"r0": range(4, 6), "r1": range(4)}))
-        serve(engine, (2, 8, 4))
-        held = [at_rest(engine, rank)[0] // CPU_PAGE_BYTES for rank in RANKS]
-    assert held == [pages.fixed + pages.layers(layers, "full", 1) + len(layers) for layers in (range(4), range(4, 6))]
+    path, own = save(config("llama", 6, 256), tmp_path), {"r0": range(4), "r1": range(4, 6)}
+    layout = layout_of(str(path), torch.float32)
+    pages = WeightPages(layout, CPU_PAGE_BYTES, kernel_target("cpu", ""))
+    with ranks(path, ("full", "int8"), 1) as (engine, route):
+        done(engine.drop(layers={"r0": own["r1"], "r1": own["r0"]}))
+        route.spread = True
+        for form in ("full", "int8", "full", "int8"):
+            for rank, layers in own.items():
+                engine.apply(
+                    rank, elastic.Restore(tuple(layers)) if form == "full" else elastic.Swap(tuple(layers), form)
+                )
+            serve(engine, at_rest(2))
+            for rank, layers in own.items():
+                due = pages.fixed + pages.layers(layers, form, 1) + 2 * len(layers)  # a page for each of two instances
+                assert held_bytes(engine, rank) == due * CPU_PAGE_BYTES
+
+
+def test_a_rank_that_may_keep_unused_pages_for_keys_and_values_is_refused() -> None:
+    """Of 20 MiB that were created and that nobody uses, 8 are among those kept, and 12 are told."""
+    mib = 1 << 20
+    place = PlaceStatus("cpu", CPU_PAGE_BYTES, 64 * mib, {"kv": 52 * mib}, 12 * mib, 8 * mib, 4 * mib, 1)
+    engine = Mock(look=Mock(return_value=Mock(status=Mock(places=(place,)))))
+    with pytest.raises(RuntimeError, match="give its place more memory"):
+        held_bytes(engine, "r0")
