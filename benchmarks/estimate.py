@@ -1,6 +1,6 @@
 """How well estimates from fingerprints predict latency and memory, beside the paper's methods, and what they cost.
 
-    python benchmarks/estimate.py [--only SHAPE ...] [--quick]
+    python benchmarks/estimate.py [--only SHAPE ...] [--quick] [--keep FILE]
 
 Six random models of three kinds (llama; qwen3_moe; gemma3, of sliding and full layers). Fingerprints of a few layers of
 each are measured first, in one process. Then two ranks, processes pinned to a core each, serve the whole model: in full
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Kept, arguments, finish, table
+from common import KEEP, Kept, arguments, finish, table
 from estimate_fleets import Measured, measure
 from estimate_memory import MIXES, peak_bytes
 from estimate_shapes import (
@@ -316,9 +316,9 @@ def _whole(row: Row, who: str) -> list[float]:
 
 
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0], only={"nargs": "*", "default": []})
+    options = arguments(__doc__.splitlines()[0], only={"nargs": "*", "default": []}, keep=KEEP)
     rounds, most_s, forms = (1, 0.3, FORMS[:2]) if options.quick else (2, 1.0, FORMS)
-    kept = Kept(None)
+    kept = Kept(options.keep)
     links = from_json(part(kept, "links", lambda: to_json(measure_two_ranks())))
     latency: list[Row] = []
     memory: list[Row] = []

@@ -77,7 +77,7 @@ GPU = (
     "padding",
 )
 """What hardware alone can say, the most wanted first."""
-KEEPING = {"drop", "microbatches", "overload", "reshard", "stages"}
+KEEPING = {"drop", "estimate", "microbatches", "overload", "reshard", "stages"}
 """Those with `--keep`."""
 SUITES = {"all": BENCHMARKS, "gpu": GPU}
 
