@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from common import Kept
-from estimate import memory_errors, part
+from estimate import memory_errors, part, summary
 from estimate_fleets import done, held_bytes, memory_file_bytes, ranks, serve
 from estimate_shapes import at_rest, config, save
 
@@ -31,6 +31,11 @@ def test_errors_of_one_rank_and_of_several_are_told_apart() -> None:
     assert told["ours, several ranks"] == pytest.approx([0.02, -0.01])
     assert told["ours, their batches"] == pytest.approx([0.5, -0.25])
     assert told["paper, several ranks"] == pytest.approx([0.5])
+
+
+def test_of_few_errors_p90_is_not_below_nine_tenths_of_them() -> None:
+    assert summary([0.1, -0.2, 0.3, -0.9])["p90"] == 0.9
+    assert summary([n / 10 for n in range(1, 11)])["p90"] == 0.9
 
 
 def test_each_part_is_told_when_it_is_there_and_taken_once(capsys: pytest.CaptureFixture[str]) -> None:
