@@ -260,6 +260,7 @@ def _place(frame: FrameType | None) -> str | None:
 def trips() -> dict[str, Any]:
     """Measure what `wrap`, a swap and a decode step pass, of a tiny model on a CPU."""
     import torch
+    from common import CACHE, returned_cache
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import elastic
@@ -275,7 +276,7 @@ def trips() -> dict[str, Any]:
         wrapped = recorder.travel(lambda model=model: elastic.wrap(model, variants=["int8"]), given=model)  # type: ignore[misc]
         runtime, ids = model.elastic, torch.tensor([[5, 6, 7]])
         out = model(input_ids=ids, use_cache=True)
-        step = {"input_ids": ids[:, :1], "past_key_values": out.past_key_values, "use_cache": True}
+        step = {"input_ids": ids[:, :1], CACHE: returned_cache(out), "use_cache": True}
         model(**step)
         decoded = recorder.travel(lambda model=model, step=step: model(**step))  # type: ignore[misc]
         entries[layers] = decoded.entries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import platform
@@ -20,6 +21,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SEED = 0
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+"""The name by which models of this version of transformers take and return a KV cache."""
 KEEP: dict[str, Any] = {"type": Path, "help": "a file for the figures so far: what it has is not taken again"}
 """An option for what takes longer than a machine is to be had at a time."""
 EARLIER: dict[str, dict[str, Any]] = {
@@ -43,6 +46,11 @@ def arguments(description: str, **more: dict[str, Any]) -> argparse.Namespace:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     return options
+
+
+def returned_cache(output: Any) -> Any:
+    """Return the KV cache in what a model returned."""
+    return getattr(output, CACHE)
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import arguments, finish, llama, ratio, seconds, show, table
+from common import CACHE, arguments, finish, llama, ratio, seconds, show, table
 from transformers import StaticCache
 
 import elastic
@@ -27,10 +27,10 @@ def eager(model: Any, device: str) -> Callable[[], None]:
     cache = StaticCache(config=model.config, max_cache_len=512)
     token = torch.ones(1, 1, dtype=torch.long, device=device)
     position = torch.full((1, 1), 256, dtype=torch.long, device=device)
-    model(token.repeat(1, 256), past_key_values=cache)
+    model(token.repeat(1, 256), **{CACHE: cache})
 
     def step() -> None:
-        model(token, past_key_values=cache, position_ids=position)
+        model(token, **{CACHE: cache}, position_ids=position)
 
     return step
 

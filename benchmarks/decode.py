@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from common import (
+    CACHE,
     EARLIER,
     EarlierCheckout,
     arguments,
@@ -53,7 +54,7 @@ def decode(model: Any, cache: Any, device: str) -> Any:
 
     def work() -> None:
         for _ in range(STEPS):
-            model(token, past_key_values=cache)
+            model(token, **{CACHE: cache})
 
     return work
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from common import arguments, budget, finish, ratio, seconds, show, small_model, table
+from common import CACHE, arguments, budget, finish, ratio, returned_cache, seconds, show, small_model, table
 
 import elastic
 
@@ -37,11 +37,11 @@ class Instance:
         ids = torch.ones(rows, PROMPT, dtype=torch.long, device=self.model.device)
         out: list[Any] = []
         times.prompt = seconds(lambda: out.append(self.model(ids)), str(self.model.device))
-        cache, token = out[0].past_key_values, out[0].logits[:, -1:].argmax(-1)
+        cache, token = returned_cache(out[0]), out[0].logits[:, -1:].argmax(-1)
         all_have_read.wait()
         for _ in range(tokens):
             start = time.perf_counter()
-            token = self.model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+            token = self.model(token, **{CACHE: cache}).logits[:, -1:].argmax(-1)
             times.steps.append(time.perf_counter() - start)
 
 

@@ -15,7 +15,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import Repeater, arguments, budget, finish, paired, percentiles, ratio, seconds, show, small_model, table
+from common import (
+    CACHE,
+    Repeater,
+    arguments,
+    budget,
+    finish,
+    paired,
+    percentiles,
+    ratio,
+    returned_cache,
+    seconds,
+    show,
+    small_model,
+    table,
+)
 
 import elastic
 from elastic.memory.copy_engine import copy
@@ -84,8 +98,8 @@ def moves(model: Any, device: str, numbers: list[int], rounds: int) -> list[dict
 def gaps(model: Any, device: str, tokens: int) -> list[float]:
     """Return the seconds of each decode step of one generation."""
     token = torch.ones(1, 1, dtype=torch.long, device=device)
-    cache = model(token.repeat(1, 64)).past_key_values
-    return [seconds(lambda: model(token, past_key_values=cache), device) for _ in range(tokens)]
+    cache = returned_cache(model(token.repeat(1, 64)))
+    return [seconds(lambda: model(token, **{CACHE: cache}), device) for _ in range(tokens)]
 
 
 def latency(device: str, dtype: torch.dtype, generations: int, tokens: int, rate: str, quick: bool) -> dict[str, Any]:

@@ -17,7 +17,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import Repeater, arguments, budget, finish, paired, percentiles, ratio, seconds, show, small_model, table
+from common import (
+    CACHE,
+    Repeater,
+    arguments,
+    budget,
+    finish,
+    paired,
+    percentiles,
+    ratio,
+    returned_cache,
+    seconds,
+    show,
+    small_model,
+    table,
+)
 
 import elastic
 from elastic.memory.copy_engine import copy
@@ -40,7 +54,7 @@ def moves(model: Any, device: str, batch: int, tokens: int, count: int, rounds: 
     """Time the caches of so many layers at once, with so many tokens in each."""
     runtime, layers = wrap(model, device), range(count)
     home, target = (f"{device}#{name}" for name in NAMES)
-    cache = model(prompts(model, batch, tokens)).past_key_values
+    cache = returned_cache(model(prompts(model, batch, tokens)))
     sources = [kv.clone() for layer in cache.layers[:count] for kv in (layer.keys, layer.values)]
     targets = [torch.empty_like(kv).fill_(0) for kv in sources]
     nbytes = sum(kv.nbytes for kv in sources)
@@ -77,8 +91,8 @@ def moves(model: Any, device: str, batch: int, tokens: int, count: int, rounds: 
 def gaps(model: Any, device: str, batch: int, tokens: int, steps: int) -> list[float]:
     """Return the seconds of each decode step of one generation."""
     ids = prompts(model, batch, tokens)
-    cache = model(ids).past_key_values
-    return [seconds(lambda: model(ids[:, :1], past_key_values=cache), device) for _ in range(steps)]
+    cache = returned_cache(model(ids))
+    return [seconds(lambda: model(ids[:, :1], **{CACHE: cache}), device) for _ in range(steps)]
 
 
 def latency(model: Any, device: str, batch: int, tokens: int, steps: int, generations: int) -> dict[str, Any]:

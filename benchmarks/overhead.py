@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from common import (
+    CACHE,
     EARLIER,
     EarlierCheckout,
     arguments,
@@ -25,6 +26,7 @@ from common import (
     llama,
     paired,
     ratio,
+    returned_cache,
     seconds,
     show,
     table,
@@ -64,7 +66,7 @@ def steps(model: Any, cache: Any) -> Any:
 
     def work() -> None:
         for _ in range(STEPS):
-            model(token, past_key_values=cache)
+            model(token, **{CACHE: cache})
         cache.crop(-STEPS)  # so that all steps are alike
 
     return work
@@ -97,7 +99,7 @@ def main() -> None:
     options = arguments(__doc__.splitlines()[0], **EARLIER)
     model = llama(12, torch.float32 if options.device == "cpu" else torch.bfloat16, options.device, quick=options.quick)
     prompt = torch.ones(1, 256, dtype=torch.long, device=options.device)
-    cache = model(prompt, past_key_values=DynamicCache(config=model.config)).past_key_values
+    cache = returned_cache(model(prompt, **{CACHE: DynamicCache(config=model.config)}))
     if options.round_of:
         elastic.wrap(model, places=[f"{options.device}=4GiB"])
         compute_rounds(steps(model, cache))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from common import SEED, arguments, finish, seconds, small_model, table
+from common import CACHE, SEED, arguments, finish, returned_cache, seconds, small_model, table
 
 import elastic
 from elastic.planning.cost_model import cost
@@ -48,12 +48,10 @@ class Load:
 
         def read() -> None:
             last[0] = None
-            last[0] = model(ids).past_key_values
+            last[0] = returned_cache(model(ids))
 
         prompts = [seconds(read, self.device) for _ in range(1 + self.prompts)]
-        steps = [
-            seconds(lambda: model(ids[:, :1], past_key_values=last[0]), self.device) for _ in range(3 + self.steps)
-        ]
+        steps = [seconds(lambda: model(ids[:, :1], **{CACHE: last[0]}), self.device) for _ in range(3 + self.steps)]
         return {"prompt": statistics.median(prompts[1:]), "decode": statistics.median(steps[3:])}
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import arguments, budget, finish, paired, ratio, seconds, show, small_model, table
+from common import CACHE, arguments, budget, finish, paired, ratio, returned_cache, seconds, show, small_model, table
 from continuous import BATCH_TOKENS, BLOCK, NEW, ours, prompts
 
 import elastic
@@ -59,10 +59,10 @@ def generate(model: Any, device: str, batch: int, prompt: int, tokens: int) -> l
     """Seconds of the prefill and of each step after it."""
     caches: list[Any] = []
     ids = torch.arange(batch * prompt, device=device).view(batch, prompt) % model.config.vocab_size
-    times = [seconds(lambda: caches.append(model(ids).past_key_values), device)]
+    times = [seconds(lambda: caches.append(returned_cache(model(ids))), device)]
     token = ids[:, :1]
-    model(token, past_key_values=caches[0])
-    return times + [seconds(lambda: model(token, past_key_values=caches[0]), device) for _ in range(tokens)]
+    model(token, **{CACHE: caches[0]})
+    return times + [seconds(lambda: model(token, **{CACHE: caches[0]}), device) for _ in range(tokens)]
 
 
 def overlap(parts: Any) -> float:

@@ -13,7 +13,7 @@ import statistics
 from typing import Any
 
 import torch
-from common import arguments, finish, llama, ratio, seconds, show, table
+from common import CACHE, arguments, finish, llama, ratio, returned_cache, seconds, show, table
 
 import elastic
 
@@ -26,14 +26,14 @@ def episode(model: Any, resizing: bool, device: str) -> list[float]:
     runtime = model.elastic
     prompt = torch.ones(1, 256, dtype=torch.long, device=device)
     token = prompt[:, :1]
-    cache = model(prompt).past_key_values
+    cache = returned_cache(model(prompt))
     sizes = [runtime.kv.used_bytes, runtime.kv.used_bytes // 2, runtime.kv.maximum_bytes]
     times = []
     for step in range(STEPS):
         future = None
         if resizing and step % EVERY == 0:
             future = runtime.kv.resize(sizes[step // EVERY % 3], wait=False)
-        times.append(seconds(lambda: model(token, past_key_values=cache), device))
+        times.append(seconds(lambda: model(token, **{CACHE: cache}), device))
         if future is not None:
             future.result()
     runtime.kv.resize(runtime.kv.maximum_bytes)

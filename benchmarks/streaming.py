@@ -13,7 +13,7 @@ import statistics
 from typing import Any
 
 import torch
-from common import arguments, finish, paired, ratio, seconds, show, table, twin
+from common import CACHE, arguments, finish, paired, ratio, returned_cache, seconds, show, table, twin
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import elastic
@@ -44,9 +44,9 @@ def big_model(device: str, quick: bool) -> Any:
 
 def decode(model: Any, device: str) -> None:
     token = torch.ones(1, 1, dtype=torch.long, device=device)
-    cache = model(token.repeat(1, 16)).past_key_values
+    cache = returned_cache(model(token.repeat(1, 16)))
     for _ in range(TOKENS - 1):
-        cache = model(token, past_key_values=cache).past_key_values
+        cache = returned_cache(model(token, **{CACHE: cache}))
 
 
 def plain_copy_s(runtime: Any, device: str, rounds: int) -> float:

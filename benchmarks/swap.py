@@ -16,7 +16,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import arguments, budget, finish, paired, percentiles, ratio, seconds, show, small_model, table
+from common import (
+    CACHE,
+    arguments,
+    budget,
+    finish,
+    paired,
+    percentiles,
+    ratio,
+    returned_cache,
+    seconds,
+    show,
+    small_model,
+    table,
+)
 
 import elastic
 from elastic.memory.copy_engine import copy
@@ -109,12 +122,12 @@ class Mover(threading.Thread):
 def gaps(model: Any, device: str, tokens: int, mover: Mover | None) -> list[float]:
     """Seconds of each decode step of one generation."""
     token = torch.ones(1, 1, dtype=torch.long, device=device)
-    cache = model(token.repeat(1, 64)).past_key_values
+    cache = returned_cache(model(token.repeat(1, 64)))
     times = []
     for step in range(tokens):
         if mover and step % STEPS_PER_COMMIT == 0:
             mover.asked.release()
-        times.append(seconds(lambda: model(token, past_key_values=cache), device))
+        times.append(seconds(lambda: model(token, **{CACHE: cache}), device))
     return times
 
 

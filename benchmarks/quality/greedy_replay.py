@@ -14,6 +14,7 @@ from torch import nn
 from elastic.errors import ConfigError, StateError
 from elastic.runtime.runtime import runtime
 from elastic.types import Action, Restore, Swap
+from elastic.weights.decoder import cache_argument, returned_cache
 
 ReplayPrecision = tuple[str, ...]
 """The variant of each layer; full precision has the name of its dtype."""
@@ -64,6 +65,7 @@ class GreedyReplayer:
         self._model = model
         self._runtime = runtime(model)
         takes = inspect.signature(model.forward).parameters
+        self._cache_name = cache_argument(model)
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self.full: ReplayPrecision = ()
         self._now: ReplayPrecision = ()
@@ -116,7 +118,7 @@ class GreedyReplayer:
             likeliest.append(chosen[-1] == best)
             if k + 1 < new:
                 self.set(forms[batch.length + k])
-                logits = self._model(chosen[-1][:, None], past_key_values=cache, **batch.next()).logits[:, -1]
+                logits = self._model(chosen[-1][:, None], **{self._cache_name: cache}, **batch.next()).logits[:, -1]
         return _rows(jobs, torch.stack(chosen, 1), torch.stack(nats, 1), torch.stack(likeliest, 1))
 
     @torch.no_grad()
@@ -132,8 +134,10 @@ class GreedyReplayer:
         for form, tokens in groupby(forms[: batch.length]):
             end = begin + len(list(tokens))
             self.set(form)
-            out = self._model(**batch.chunk(begin, end), past_key_values=cache, use_cache=True, **self._last_logits)
-            cache, logits, begin = out.past_key_values, out.logits[:, -1], end
+            out = self._model(
+                **batch.chunk(begin, end), **{self._cache_name: cache}, use_cache=True, **self._last_logits
+            )
+            cache, logits, begin = returned_cache(out), out.logits[:, -1], end
         return logits, cache
 
 

@@ -12,6 +12,8 @@ from transformers import DynamicCache
 
 import elastic
 from elastic.kvcache.attention import attends
+from elastic.kvcache.layers.full import ElasticLayer
+from elastic.weights.decoder import CACHE_NAMES, cache_argument, returned_cache
 from support.architectures import CONFIGS, build, in_turn, prompt
 
 NEW = 20
@@ -97,6 +99,40 @@ def test_a_plain_loop_needs_no_argument(wrapped: Any, device: str) -> None:
     assert torch.equal(ids, tokens)
     assert model.elastic.kv.used_bytes > 0
     assert type(cache) is DynamicCache
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_a_model_takes_its_cache_by_either_name(name: str, wrapped: Any) -> None:
+    """As models of transformers do since 5.24 and did before, and as code that comes with a checkpoint may."""
+    model = build("llama-gqa")
+    tokens, own = generate(model, 1, do_sample=False), cache_argument(model)
+
+    class Named(type(model)):  # type: ignore[misc]
+        def _call(self, input_ids: Any, given: Any, use_cache: Any, **kwargs: Any) -> Any:
+            return super().forward(input_ids, **{own: given}, use_cache=use_cache, **kwargs)
+
+    class Before(Named):
+        def forward(
+            self, input_ids: Any = None, past_key_values: Any = None, use_cache: Any = None, **more: Any
+        ) -> Any:
+            return self._call(input_ids, past_key_values, use_cache, **more)
+
+    class Since(Named):
+        def forward(self, input_ids: Any = None, cache: Any = None, use_cache: Any = None, **more: Any) -> Any:
+            return self._call(input_ids, cache, use_cache, **more)
+
+    model.__class__ = {"past_key_values": Before, "cache": Since}[name]
+    wrapped(model)
+    ids = step = prompt()["input_ids"]
+    cache = None
+    for turn in range(NEW):
+        out = model(step, cache) if turn % 2 else model(step, **{name: cache})
+        assert cache is None or returned_cache(out) is cache
+        cache, step = returned_cache(out), out.logits[:, -1:].argmax(-1)
+        ids = torch.cat([ids, step], dim=1)
+    assert torch.equal(ids, tokens)
+    assert isinstance(cache.layers[0], ElasticLayer)
+    assert isinstance(returned_cache(model(ids, None)).layers[0], ElasticLayer)
 
 
 def test_an_empty_stock_cache_is_adopted_in_place(wrapped: Any, device: str) -> None:
