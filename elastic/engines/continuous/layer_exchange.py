@@ -17,7 +17,7 @@ from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.pipeline.home import PathChange, ways_of
 from elastic.engines.pipeline.items import ExchangeStart, SectorRef
 from elastic.engines.pipeline.path import LayerPath, ShardMove, Way
-from elastic.engines.pipeline.stage import require_known_sectors, sectors_of, unknown_sector
+from elastic.engines.pipeline.stage import require_known_sectors, sectors_of
 from elastic.engines.pipeline.written_blocks import Blocks, DirtyBlockTracker
 from elastic.errors import ConfigError, RankLost, StateError
 
@@ -213,7 +213,7 @@ class LayerExchange(HostedStages):
             told = sources.get((move.source, move.target))
             if move.source == self.rank:
                 continue
-            if told is not None and not unknown_sector(told, self._memory, self._memory.mapped_sectors):
+            if told is not None and self._home.is_current(move.source, told, self._memory.mapped_sectors):
                 flip.located[move] = told
             else:
                 self._home.ask_pages(move.source, move.shards)
@@ -296,7 +296,7 @@ class LayerExchange(HostedStages):
     def _pages_of(self, flip: PathChange, blocks: Blocks, timeout_s: float) -> dict[ShardMove, LayersKV]:
         """Return where the sectors of blocks lie at the ranks that shards go from."""
         sectors, sources = sectors_of(self._memory, blocks), flip.located
-        late = [move for move, source in sources.items() if unknown_sector(source, self._memory, sectors)]
+        late = [move for move, source in sources.items() if not self._home.is_current(move.source, source, sectors)]
         for move in late:  # a sector was mapped for the last steps
             self._home.ask_pages(move.source, move.shards)
         told = {**sources, **dict(zip(late, self._home.pages_of(late, timeout_s), strict=True))}

@@ -155,6 +155,8 @@ class LayersKV:
     """Layer -> sector -> its pages of the place, in order."""
     memory: RankMemory | None = None
     """Where other ranks read them; None: nowhere."""
+    position: int = 0
+    """Where another rank than their home has them: the items of the home's log that it had done by then."""
 
     def of_sectors(self, wanted: Collection[int]) -> LayersKV:
         """Return the same of these sectors alone, as far as they are known: there is less to send, and to look at."""

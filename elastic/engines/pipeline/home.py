@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from elastic.engines.executor.model_runner import BegunStep, ModelRunner
 from elastic.engines.pipeline.forward import StageForward
 from elastic.engines.pipeline.items import AskItem, CopyItem, FlipItem, LogConnection, ReleaseItem, SectorRef, StepItem
 from elastic.engines.pipeline.path import LayerPath, ShardMove, StagePlan
+from elastic.engines.pipeline.stage import unknown_sector
 from elastic.engines.pipeline.stage_link import CopyAnswers, StageLink, all_answers
 from elastic.engines.pipeline.step_threads import StepThreads
 from elastic.engines.pipeline.transport import StepFailure, Transport
@@ -176,6 +177,14 @@ class HomeExecutor:
         Raises the first error when all have answered: `RankLost`, `StateError`.
         """
         return all_answers(partial(self._pages, move.source, move.shards, timeout_s) for move in moves)
+
+    def is_current(self, rank: str, told: LayersKV, sectors: Collection[tuple[int, int]]) -> bool:
+        """Return whether a rank told where keys and values lie when it had these sectors, (group, sector), as they are.
+
+        It may have told of an earlier one, that was given back since: its number is soon that of another.
+        """
+        unknown = unknown_sector(told, self._memory, sectors)
+        return unknown is None and not self.links[rank].mapped_since(told.position, sectors)
 
     def still_at(self, rank: str, shards: tuple[int, ...], timeout_s: float) -> LayersKV | None:
         """Say where a rank has keys and values of shards when it has done all that it was told; None: it has gone."""

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 from elastic.engines.core.kv_state import LayersKV
@@ -123,9 +124,10 @@ class GuestStage:
         """
         with self.memory.lock:
             self._require_running()
+            position = self._handled  # before a look: what is mapped meanwhile is told of an earlier one
             parts = self._places(self._parts(shards))
             self._require_prepared(parts)
-            return self._exchange.locate(self.memory, sorted(parts))
+            return replace(self._exchange.locate(self.memory, sorted(parts)), position=position)
 
     def kept_layers(self, epoch: int) -> LayersKV:
         """Say where the keys and values of its shards lie when it was closed to `keep` them.

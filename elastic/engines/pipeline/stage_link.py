@@ -93,6 +93,10 @@ class StageLink:
             for layer in layers
         }
 
+    def mapped_since(self, position: int, sectors: Iterable[tuple[int, int]]) -> bool:
+        """Return whether one of these sectors, (group, sector), was to be mapped by an item behind so many."""
+        return any(self._told_at.get(SectorRef(*sector), 0) > position for sector in sectors)
+
     def flush(self) -> None:
         """Tell what is to be told, if there is something. Raises `RankLost`."""
         if self._removed or self._mapped or self._unmapped:

@@ -132,6 +132,46 @@ def test_a_rank_keeps_what_it_gave_until_it_was_copied_and_no_longer(ranks: Engi
     ranks.part("a")
 
 
+def test_sectors_that_were_given_back_since_their_rank_told_of_them_are_asked_for_again(
+    ranks: EngineGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their numbers are soon those of others, in other pages: here c hears of neither before it has told."""
+    a, b, c = (ranks[rank] for rank in "abc")
+    expected = continuation(ranks.tracked["a"].model, PROMPTS[2], 120)
+    layers, heard, told_of = (1, 2), Collector(), threading.Event()
+    ranks.move("a", layers, "c")
+    for number, prompt in enumerate(PROMPTS[:2]):
+        a.submit(Request(prompt, 60, id=f"r{number}"), heard)
+    heard.wait(["r0", "r1"])
+    a.submit(Request(PROMPTS[2], 120, id="r2"), heard)
+    heard.wait_for_tokens("r2", 3)
+    a.pause_steps()
+    do = GuestStage._do
+
+    def do_late(stage: GuestStage, item: Any) -> bool:
+        return (stage is not c._stages["a"] or told_of.wait(30)) and do(stage, item)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GuestStage, "_do", do_late)
+        a._memory.trim(a._memory.mapped_pages)  # as weights that come back have it do
+        b.prepare_layers("a", layers, a.begin_exchange(layers))
+        blocks, told = a.written_blocks(), c.stage_kv("a", layers)
+        b.copy_layers("a", layers, told, blocks)
+        told_of.set()
+    while c._stages["a"].memory.mapped_count > a._memory.mapped_count:
+        time.sleep(0.001)
+    c.submit(Request(PROMPTS[0], 5, id="own"), heard)  # it gets their pages
+    heard.wait(["own"])
+    a.resume_steps()
+    heard.wait_for_tokens("r2", 100)
+    now = c.stage_kv("a", layers).pages[1]
+    assert any(told.pages[1].get(sector, pages) != pages for sector, pages in now.items())
+    a.flip(a.path.moved(layers, "b"), {("c", "b"): told})
+    heard.wait(["r2"])
+    assert heard.tokens["r2"] == expected
+    ranks.part("a")
+
+
 class FakePeers:
     """Other ranks, whom nobody asks."""
 
