@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
 import torch
 
 from support.architectures import build, prompt
@@ -70,3 +71,25 @@ def test_a_plain_layer_called_by_itself_keeps_commits_out(wrapped: Any) -> None:
         model.model.layers[0](hidden, position_embeddings=embeddings)
     assert inside == [(True, False)]
     assert not gate.inside
+
+
+def test_a_buffer_that_a_pass_was_interrupted_in_is_left_also_when_all_layers_are_back(wrapped: Any) -> None:
+    model = wrapped(build("llama-gqa"))
+    expected, rt = logits(model), model.elastic
+    (streamer,) = rt._weights.streamers.values()
+    rt.release([1])
+
+    def interrupt(*_: Any) -> None:  # Ctrl-C: torch calls no hook behind it
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].mlp.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        logits(model)
+    hook.remove()
+    assert [buffer.users for buffer in streamer._stages if buffer.layer is rt._weights.layers[1]] == [1]
+    restored = rt.restore([1], wait=False)  # it waits for that pass, which the next one ends
+    torch.testing.assert_close(logits(model), expected)
+    assert [change.status for change in restored.result()] == ["applied"]
+    assert torch.equal(logits(model), expected)
+    assert not any(buffer.users for buffer in streamer._stages)
+    assert plain_during(model) == [True] * len(model.model.layers)
