@@ -357,7 +357,7 @@ class LayerExchange(HostedStages):
         self._memory.keep_sectors = False
 
     def _note_computed(self, written: DirtyBlockTracker) -> None:
-        """Have all that is computed be copied, and of one copy of the layers what is kept for reuse, too.
+        """Have all that is computed be copied, and of one copy of the layers what others may share, too.
 
         Of several copies, blocks that come free are nobody else's meanwhile: else one could be written over that a
         sequence of another copy has begun to write.
@@ -366,8 +366,8 @@ class LayerExchange(HostedStages):
         if self.path.copies > 1:
             scheduler.retain()
         else:
-            with self._memory.lock:
-                written.add(tuple(tuple(pool.kept_blocks) for pool in self._blocks.pools))
+            with self._memory.lock:  # also those of sequences that have ended, which have yet to come free
+                written.add(tuple(prefixes.blocks for prefixes in self._blocks.prefixes))
         for sequence in scheduler.begun:
             kv = sequence.kv()
             written.note(kv.blocks, 0, kv.computed, scheduler.copy_of(sequence))

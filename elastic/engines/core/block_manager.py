@@ -48,11 +48,11 @@ class BlockManager:
             reusable=self.reusable_sectors,
             give_up_reusable=self.give_up_reusable,
         )
-        self._prefixes = [PrefixCache() for _ in windows]
+        self.prefixes = [PrefixCache() for _ in windows]  # of each group
         self._users: list[dict[int, Sharers]] = [{} for _ in windows]  # of blocks in use that may be shared
         self.pools = [
             BlockPool(group, self.memory, prefixes.__contains__, prefixes.forget)
-            for group, prefixes in enumerate(self._prefixes)
+            for group, prefixes in enumerate(self.prefixes)
         ]
         self._ledger = AdmissionLedger([pool.size for pool in self.pools])
 
@@ -152,7 +152,7 @@ class BlockManager:
         """Have no block be found by what is in it any more, and forget what is kept for reuse."""
         with self.memory.lock:
             self.forget_kept()
-            for prefixes in self._prefixes:
+            for prefixes in self.prefixes:
                 prefixes.clear()
 
     # -- what the scheduler calls
@@ -243,7 +243,7 @@ class BlockManager:
         with self.memory.lock:
             for i in range(table.shared, computed // self.block_tokens):
                 name = table.name_of(i, tokens, self.block_tokens)
-                for prefixes, users, blocks in zip(self._prefixes, self._users, table.blocks, strict=True):
+                for prefixes, users, blocks in zip(self.prefixes, self._users, table.blocks, strict=True):
                     prefixes.register(name, blocks[i])
                     if blocks[i] in prefixes:
                         users.setdefault(blocks[i], frozenset((table.demand,)))
@@ -289,7 +289,7 @@ class BlockManager:
 
     def _find(self, name: bytes) -> list[int]:
         """Return the block of this hash in each group; empty where there is none in some."""
-        blocks = [block for prefixes in self._prefixes if (block := prefixes.find(name)) is not None]
+        blocks = [block for prefixes in self.prefixes if (block := prefixes.find(name)) is not None]
         return blocks if len(blocks) == len(self.pools) else []
 
     def _share_prefix(self, table: BlockTable, tokens: Sequence[int], form: bytes) -> int:

@@ -31,6 +31,11 @@ class PrefixCache:
         """Return whether what is in a block may be shared."""
         return block in self._hashes
 
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Those whose content may be shared."""
+        return tuple(self._hashes)
+
     def find(self, name: bytes) -> int | None:
         """Return the block of this hash, if there is one."""
         return self._blocks.get(name)

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -169,6 +170,27 @@ def test_sectors_that_were_given_back_since_their_rank_told_of_them_are_asked_fo
     a.flip(a.path.moved(layers, "b"), {("c", "b"): told})
     heard.wait(["r2"])
     assert heard.tokens["r2"] == expected
+    ranks.part("a")
+
+
+def test_what_a_request_leaves_that_is_cancelled_as_layers_begin_to_move_goes_with_them(ranks: EngineGroup) -> None:
+    """Its blocks come free behind the step whose report says so, and others share them from then on."""
+    a, heard, go_on = ranks["a"], Collector(), threading.Event()
+    expected = continuation(ranks.tracked["a"].model, PROMPTS[0], TOKENS)
+    a.submit(Request(PROMPTS[0], TOKENS, id="first"), heard)
+    heard.wait_for_tokens("first", 2)
+    a._loop.post(lambda: go_on.wait(30))
+    a.cancel("first")
+    with ThreadPoolExecutor(1) as threads:
+        moved = threads.submit(ranks.move, "a", (1, 2), "b")
+        while len(a._loop._commands) < 2:
+            time.sleep(0.001)
+        go_on.set()
+        moved.result(60)
+    a.submit(Request(PROMPTS[0], TOKENS, id="again"), heard)
+    heard.wait(["again"])
+    assert heard.tokens["again"] == expected, heard.ends["again"]
+    assert ranks.tracked["a"].computed < 2 * len(PROMPTS[0]) + TOKENS, "most of the prompt was there"
     ranks.part("a")
 
 
