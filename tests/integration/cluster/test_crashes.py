@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from elastic.assets import MODEL_DIR
@@ -44,7 +45,7 @@ def fleet(launcher: SharedLauncher) -> Iterator[Fleet]:
 
 @cache
 def plain() -> Any:
-    return AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
+    return AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
 
 
 def assert_right(heard: Collector, asked: dict[str, int]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 import elastic
@@ -222,7 +223,7 @@ sys.exit(main(sys.argv[2:]))
 
 
 def test_processes_that_find_no_memory_file_of_each_other_exchange_requests_and_layers(tmp_path: Path) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
+    plain = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
     key_file, heard, asked = make_key_file(tmp_path / "key"), Collector(), dict[str, tuple[int, ...]]()
     with ExitStack() as stack:
         launcher = JoinLauncher(key_file, start_timeout_s=120)

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 import elastic
@@ -32,7 +33,7 @@ ENGINE = {"block_tokens": 16, "max_batch_tokens": 128}
 
 @cache
 def plain() -> Any:
-    return AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
+    return AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
 
 
 def drop_and_restore(fleet: Fleet) -> None:

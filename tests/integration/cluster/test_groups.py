@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 import elastic
@@ -453,7 +454,7 @@ PROMPTS = prompts([5, 40, 90, 200, 33, 64], 1000)
 
 
 def test_processes_drop_take_back_and_survive_the_death_of_one(launcher: SharedLauncher) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
+    plain = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
     engine = {"block_tokens": 16, "max_batch_tokens": 128}
     options: dict[str, Any] = {"launch": launcher, "engine": engine, "replace": False}
     with Fleet(str(MODEL_DIR), ranks=2, places=["cpu=48MiB"], **options) as fleet:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import elastic
@@ -290,7 +291,7 @@ def test_layers_that_were_not_cut_are_not_shared(serve: Callable[..., Served]) -
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_shares_layers_dies_or_hangs(launcher: SharedLauncher, how: int) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
+    plain = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
     options: dict[str, Any] = {"engine": {"block_tokens": 16, "max_batch_tokens": 128}, "shards": 2}
     options |= {"launch": launcher, "replace": False}
     with Fleet(str(MODEL_DIR), ranks=2, places=["cpu=48MiB"], **options) as fleet:

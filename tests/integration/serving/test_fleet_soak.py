@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from elastic.cluster.fleet.fleet import Fleet
@@ -122,7 +123,7 @@ def test_no_request_is_lost_repeated_or_changed_while_ranks_come_and_go() -> Non
 
 def assert_books(books: Books, traffic: Any, seen: Counter[str]) -> None:
     """Every request has ended once, as it should, with the tokens that the model gives it."""
-    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
     assert books.ends.keys() == books.prompts.keys()
     assert Counter(books.ends.values()) == {"length": traffic.completed, "cancelled": traffic.cancelled}
     assert (traffic.failed, traffic.rejected) == (0, 0)

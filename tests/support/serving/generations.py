@@ -79,7 +79,11 @@ def is_continuation(model: Any, prompt: Sequence[int], tokens: int, got: Sequenc
 
 @torch.no_grad()
 def same_unless_close(model: Any, prompt: Sequence[int], got: Sequence[int], close: float = 1e-3) -> bool:
-    """Whether each token is the likeliest after those before it, or nearly: batches round otherwise than one alone."""
+    """Whether each token is the likeliest after those before it, or nearly: batches round otherwise than one alone.
+
+    The model has to tell so little apart: in half precision it rounds more off, and judges by that.
+    """
+    assert close >= 4 * torch.finfo(model.dtype).eps, f"{model.dtype} does not tell {close} apart"
     ids = torch.tensor([[*prompt, *got]], device=model.device)
     logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
