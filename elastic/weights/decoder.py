@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +49,8 @@ def find_decoder(model: nn.Module) -> Decoder:
         raise _unsupported(model, f"a ModuleList of {count} layers (config.num_hidden_layers) with parameters")
     layers = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
     above = (module for module, name in names.items() if names[layers].startswith(name))
-    roots = tuple(module for module in above if _takes_cache(module))
+    taking = (module for module in above if cache_argument(module))
+    roots = tuple(m for m in taking if "use_cache" in inspect.signature(type(m).forward).parameters)  # no layer has it
     if not any(getattr(root, "can_generate", bool)() for root in roots):
         raise _unsupported(model, "a model that can generate, with a forward method that takes a KV cache")
     return Decoder(roots, tuple(layers), tuple(f"{names[layers]}.{i}" for i in range(len(layers))), text)
@@ -65,22 +65,13 @@ def layer_configs(config: Any) -> list[Any]:
 
 def cache_argument(module: nn.Module) -> str:
     """Return the name by which the forward method of a module takes a KV cache; empty: it takes none."""
-    return find_cache(inspect.signature(type(module).forward).parameters)
-
-
-def find_cache(names: Collection[str]) -> str:
-    """Return which of some names, of parameters or of arguments that are given, is that of a KV cache; empty: none."""
+    names = inspect.signature(type(module).forward).parameters
     return next((name for name in CACHE_NAMES if name in names), "")
 
 
 def returned_cache(output: Any) -> Any:
     """Return the KV cache in what a model returned."""
     return output.cache if hasattr(output, "cache") else output.past_key_values
-
-
-def _takes_cache(module: nn.Module) -> bool:
-    """Return whether it is a model that takes a KV cache, and not a layer of one."""
-    return bool(cache_argument(module)) and "use_cache" in inspect.signature(type(module).forward).parameters
 
 
 def _unsupported(model: object, wanted: str) -> ConfigError:
