@@ -262,8 +262,6 @@ class LayerExchange(HostedStages):
             written.add(blocks)
             raise
         self._flipping = flip
-        if flip.path.copies > 1:  # of what is kept for reuse only what live sequences have was copied
-            self._blocks.forget_kept()
         self._tell_no_kv()  # until all of it is copied
         return (time.perf_counter() - start) * 1e3, copied
 
@@ -359,11 +357,13 @@ class LayerExchange(HostedStages):
     def _note_computed(self, written: DirtyBlockTracker) -> None:
         """Have all that is computed be copied, and of one copy of the layers what others may share, too.
 
-        Of several copies, blocks that come free are nobody else's meanwhile: else one could be written over that a
-        sequence of another copy has begun to write.
+        Of several copies, no other sequence shares what was computed before, which is copied for live ones alone; and
+        blocks that come free are nobody else's meanwhile: else one could be written over that a sequence of another
+        copy has begun to write.
         """
         scheduler = self._loop.scheduler
         if self.path.copies > 1:
+            self._blocks.forget_names()
             scheduler.retain()
         else:
             with self._memory.lock:  # also those of sequences that have ended, which have yet to come free

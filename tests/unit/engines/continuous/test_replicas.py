@@ -162,3 +162,28 @@ def test_a_killed_replica_costs_no_token_and_what_can_be_read_is_not_computed_ag
         assert 0 < again < sum(len(prompt) + 60 for prompt in PROMPTS), "the home's own half goes on as it was"
     assert (ranks["a"].path.copies, ranks["a"].path.guests) == (1, ())
     ranks["a"].check()
+
+
+def test_what_is_kept_for_reuse_is_not_shared_while_its_copy_of_the_layers_moves(
+    group: Callable[..., EngineGroup],
+) -> None:
+    """Of several copies only what live sequences have is copied to the rank that gets layers."""
+    ranks = group("ab", "llama-gqa", nbytes=8 << 20)
+    expected, heard, a = plain(ranks, 40)["r0"], Collector(), ranks["a"]
+    ranks.join("a", "b")
+    a.set_copies(2)
+    for number in range(2):  # one goes by each copy
+        a.submit(Request(PROMPTS[0], 4, id=f"kept{number}"), heard)
+    heard.wait(["kept0", "kept1"])
+
+    def submit_again() -> None:
+        for number in range(2):
+            a.submit(Request(PROMPTS[0], 40, id=f"{number}"), heard)
+            heard.wait_for_tokens(f"{number}", 1)
+
+    ranks.move("a", (LAYERS + 1, LAYERS + 2), "b", rounds=1, meanwhile=submit_again)
+    heard.wait(["0", "1"])
+    assert heard.tokens["0"] == heard.tokens["1"] == expected
+    evict(ranks, (1, 2))
+    ranks.check()
+    ranks.part("a")
