@@ -15,7 +15,7 @@ from elastic.hooks.base import Hook, HookContext, any_requires_grad
 from elastic.hooks.interceptor import Args, Kwargs
 from elastic.hooks.request_tracking import TrackedRequest
 from elastic.memory.backends.streams import capturing, note_current_stream
-from elastic.weights.decoder import CACHE_NAMES, cache_argument
+from elastic.weights.decoder import EARLIER_NAME, cache_argument
 
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -44,7 +44,6 @@ class EnterRoot(Hook):
         self._refuse = torch.compiler.disable(_refuse_compilation)  # type: ignore[no-untyped-call]
         names = list(inspect.signature(type(root).forward).parameters)[1:]
         self._cache_name = cache_argument(root)
-        (self._other_name,) = (name for name in CACHE_NAMES if name != self._cache_name)
         wanted = (self._cache_name, "use_cache", "input_ids", "inputs_embeds", *_OUTPUTS)
         self._positions = {name: names.index(name) for name in wanted if name in names}
         self._thread = _ForwardCache()
@@ -62,7 +61,7 @@ class EnterRoot(Hook):
                 note_current_stream(device)
             self._weights.require_intact(self.gate.commits)
             self.gate.thread.plain = self._layers_are_plain()
-        name = self._other_name if self._other_name in kwargs else self._cache_name
+        name = self._cache_name if self._cache_name in kwargs or EARLIER_NAME not in kwargs else EARLIER_NAME
         cache = self._argument(name, args, kwargs)
         changed: tuple[Args, Kwargs] | None = None
         if torch.is_grad_enabled() and (

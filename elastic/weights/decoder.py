@@ -10,11 +10,10 @@ from torch import nn
 
 from elastic.errors import ConfigError
 
-CACHE_NAMES = ("cache", "past_key_values")
-"""Of a KV cache, in what a model is given and in what it returns: since transformers 5.24, and before it.
-
-Models of other libraries, and code that is loaded with a checkpoint, keep the earlier name.
-"""
+EARLIER_NAME = "past_key_values"
+"""Of a KV cache, before transformers 5.24, whose models take it for the new one; and in code that others wrote."""
+CACHE_NAMES = ("cache", EARLIER_NAME)
+"""Of a KV cache, in what a model is given and in what it returns."""
 PAGED_CACHE = "paged_cache"
 """Of an engine's KV cache, which no model knows: it is handed down with what is meant for the attention function."""
 

@@ -46,6 +46,7 @@ def test_embeddings_of_a_frozen_model_get_the_plain_models_gradients(architectur
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
+@pytest.mark.filterwarnings("ignore:Both .past_key_values. and .cache. are set")  # by PEFT 0.21 and transformers 5.24
 @pytest.mark.parametrize("kind", ["PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"])
 def test_soft_prompts_outside_the_model_get_the_plain_models_gradients(kind: str, wrapped: Any) -> None:
     peft = pytest.importorskip("peft")
