@@ -56,7 +56,10 @@ def test_generate_gives_the_plain_models_tokens(architecture: str, mode: str, wr
 @pytest.mark.parametrize("architecture", PURE_ATTENTION)
 def test_assisted_decoding_gives_the_plain_models_tokens(architecture: str, wrapped: Any, device: str) -> None:
     model, assistant = build(architecture, device=device), build(architecture, seed=3, device=device)
-    expected = generate(model, 1, do_sample=False, assistant_model=assistant)
+    try:
+        expected = generate(model, 1, do_sample=False, assistant_model=assistant)
+    except RuntimeError as error:  # of Gemma 2 with eager attention, before transformers 5.23
+        pytest.skip(f"the stock model cannot: {error}")
     wrapped(model)
     wrapped(assistant)
     assert torch.equal(generate(model, 1, do_sample=False, assistant_model=assistant), expected)

@@ -55,6 +55,7 @@ CONFIGS: dict[str, Any] = {
         attn_logit_softcapping=2.0,
         initializer_range=0.08,  # scores of up to 17: the cap is felt
         tie_word_embeddings=False,  # else it says the last token again, whatever it attends to
+        attn_implementation="eager",  # earlier versions choose sdpa, which leaves the cap out
     ),
     "gemma3": lambda: t.Gemma3TextConfig(**GQA, head_dim=8, sliding_window=16, query_pre_attn_scalar=8),
     "gemma4": lambda: t.Gemma4UnifiedTextConfig(**GQA, head_dim=8, global_head_dim=16, sliding_window=16),
