@@ -83,8 +83,8 @@ class BlockCopier:
         for layer in layers:
             if layer not in self._sources:
                 raise StateError(f"the sectors of group {group} were not told in layer {layer}: blocks cannot be found")
-            stretches = self._stretches(group, layer, pairs)
-            for batch in _batches(stretches, lambda stretch: stretch[0].nbytes, _at_once(self._pace)):
+            stretches, most = self._stretches(group, layer, pairs), _at_once(self._sources[layer][1], self._pace)
+            for batch in _batches(stretches, lambda stretch: stretch[0].nbytes, most):
                 self._read(layer, batch)
         return len(pairs) * len(layers) * self._block_bytes
 
@@ -148,7 +148,7 @@ def copy_layers(
             group = memory.group_of(layer)
             stretches = _stretches(memory, source, layer, None if blocks is None else blocks[group])
             chunks = _chunks(stretches, nbytes, pace)
-            for batch in _batches(chunks, lambda chunk: chunk[1] * nbytes, _at_once(pace)):
+            for batch in _batches(chunks, lambda chunk: chunk[1] * nbytes, _at_once(reader, pace)):
                 if not wanted():
                     raise StateError(f"the copy of the KV of layer {layer} was given up")
                 with nullcontext() if pace is None else pace.copying(sum(count for _, count in batch) * nbytes):
@@ -191,13 +191,18 @@ def _chunks(
             first += most
 
 
-def _at_once(pace: YieldingPace | None) -> int:
-    """Return how many bytes are read at once."""
-    return AT_ONCE if pace is None else pace.chunk
+def _at_once(reader: MemoryReader, pace: YieldingPace | None) -> int:
+    """Return how many bytes are read in one turn; 0: one stretch.
+
+    From a file, behind what computes, one by one: turns of a whole chunk take half as long, but more waits for them.
+    """
+    if pace is None:
+        return AT_ONCE
+    return pace.chunk if reader.waits else 0
 
 
 def _batches(items: Iterable[Item], nbytes: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
-    """Put items together as long as they have no more bytes than `most`."""
+    """Put items together as long as they have no more bytes than `most`; else each is by itself."""
     batch: list[Item] = []
     size = 0
     for item in items:
