@@ -52,7 +52,7 @@ class KVJournal:
         if sequence.noted is not None:
             blocks = tuple(tuple(b[n:]) for b, n in zip(sequence.table.blocks, sequence.noted, strict=True))
             sequence.noted = None
-        self.note(SequenceKV(sequence.id, sequence.computed, blocks, chunk.samples))
+        self.note(SequenceKV(sequence.id, sequence.computed, blocks, not sequence.in_prompt))
 
     def end(self, sequence: str, table: BlockTable) -> None:
         """Note that a sequence has ended; its blocks come free when that is told."""

@@ -164,7 +164,7 @@ class Scheduler:
             if sequence.ended:
                 self._free(sequence)
                 continue
-            if journal is not None and (chunk.blocks is not no_blocks or sequence in cohort.prefilling):
+            if journal is not None and (chunk.blocks is not no_blocks or len(chunk.tokens) > 1 or not chunk.samples):
                 journal.note_chunk(sequence, chunk)
             if sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs.extend(result.prompt_logprobs.get(sequence.id, ()))

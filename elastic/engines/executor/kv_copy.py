@@ -231,7 +231,8 @@ def _copy_stretches(
         first: _within(_pieces(source.pages[layer][sector], source.page_bytes, place * nbytes), count * nbytes)
         for first, count, sector, place in places
     }
-    staged = _ask(reader, memory.kv.device, {p[0]: pieces[p[0]] for p in places if p[2] in ranges.mapped})
+    wanted = {first: pieces[first] for first, _, sector, _ in places if sector in ranges.mapped}
+    staged = _ask(reader, memory.kv.device, wanted)
     copied = 0
     with memory.lock:
         target = ranges.view(layer, torch.uint8)

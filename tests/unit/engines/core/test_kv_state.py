@@ -166,18 +166,15 @@ def test_a_report_has_what_changed_alone() -> None:
     assert [sum(len(kv.blocks[0]) for kv in report.sequences) for report in told.reports] == [4, 1, 1, 0, 0, 0, 1, 0]
 
 
-def test_the_last_token_of_a_prompt_is_told_also_where_it_is_computed_alone_and_needs_no_block() -> None:
+def test_of_a_prompt_whose_last_token_is_left_it_is_told_that_it_decodes_from_then_on() -> None:
+    """The last one is computed alone then, in a block that is there, and nothing more is told of it."""
     told = Told()
-    told.add("a", 15, 9)
-    told.add("b", 2, 9)  # the first of its tokens fills the step
-    assert told.scheduler.journal is not None
-    for computed in (1, 2, 3):
-        told.begin()
-        told.scheduler.update(*told.executor.compute())  # type: ignore[arg-type]
-        told.scheduler.journal.tell(always=True)
-        kv = told.directory.of("b", len(told.scheduler.sequences["b"].tokens))
-        assert kv is not None
-        assert kv.computed == told.scheduler.sequences["b"].kv().computed == computed
+    told.add("a", 14, 9)
+    told.add("b", 3, 9)  # the first two of its tokens fill the step
+    for _ in range(4):
+        told.step()
+    reports = [(kv.computed, kv.decoding) for report in told.reports for kv in report.sequences if kv.sequence == "b"]
+    assert reports == [(2, True), (5, True)]
 
 
 def test_a_sequence_that_comes_with_blocks_is_told_at_once_and_once() -> None:
