@@ -36,8 +36,6 @@ class EngineMachine(RuleBasedStateMachine):
     """Every request gets the plain model's tokens; books agree at every rank; a killed rank's work is not lost."""
 
     group: EngineGroup
-    eventful = False
-    """Whether requests are cancelled and begin while layers change their rank, and layers have copies."""
 
     @initialize(architecture=st.sampled_from(ARCHITECTURES), ranks=st.sampled_from(["ab", "abc"]), small=st.booleans())
     def start(self, architecture: str, ranks: str, small: bool) -> None:
@@ -147,9 +145,9 @@ class EngineMachine(RuleBasedStateMachine):
         if not targets:
             return
         same = [shard for shard in shards if path.ranks[shard] == owner]
-        for number in cancelled if self.eventful else ():
+        for number in cancelled:
             self.cancel(number)
-        left = list(meanwhile) if self.eventful else []
+        left = list(meanwhile)
 
         def submit() -> None:
             while left:
@@ -164,7 +162,7 @@ class EngineMachine(RuleBasedStateMachine):
         """One copy of the layers, or two, where all of them are at the same ranks."""
         name = self.ranks[home % len(self.ranks)]
         path = self.group[name].path
-        if self.eventful and path.alike and self.guests(name):
+        if path.alike and self.guests(name):
             self.group[name].set_copies(3 - path.copies)
 
     def gather(self, home: str) -> None:
@@ -308,9 +306,3 @@ class EngineMachine(RuleBasedStateMachine):
             for sector in tracked.directory.sectors_of([kv]):
                 group = engine._memory.groups[sector.group]
                 assert (sector.layers, sector.pages) == (group.layers, group.pages_of(sector.sector))
-
-
-class EventfulMachine(EngineMachine):
-    """The same, with more that happens at once."""
-
-    eventful = True

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from laws.fleets.engine_machine import EngineMachine, EventfulMachine
+from laws.fleets.engine_machine import EngineMachine
 
 
 @pytest.mark.slow
@@ -15,9 +15,3 @@ def test_every_request_gets_its_tokens_whoever_computes_which_layer() -> None:
 @pytest.mark.long
 def test_every_request_gets_its_tokens_for_thousands_of_flips() -> None:
     run_state_machine_as_test(EngineMachine, settings=settings(max_examples=400, stateful_step_count=60, deadline=None))
-
-
-@pytest.mark.long
-def test_every_request_gets_its_tokens_whatever_happens_while_layers_change_their_rank() -> None:
-    machine = settings(max_examples=100, stateful_step_count=40, deadline=None)
-    run_state_machine_as_test(EventfulMachine, settings=machine)
