@@ -120,9 +120,10 @@ class AttentionSwitch:
             if not _installed and ALL_ATTENTION_FUNCTIONS[_SDPA] is _sdpa:
                 AttentionInterface.register(_SDPA, sdpa_attention_forward)
 
-    def everywhere(self) -> bool:
-        """Return whether `elastic_sdpa` is now the attention of all parts of the model."""
-        return self._all and all(map(_says_sdpa, self._configs))
+    def follows_cache(self) -> bool:
+        """Return whether keys and values may be on another device than queries: `elastic_sdpa` is the attention of all
+        parts of the model now, and none makes something else of what its cache returns first (the latents of MLA)."""
+        return self._all and all(_says_sdpa(c) and not getattr(c, "kv_lora_rank", None) for c in self._configs)
 
 
 def attends(model: nn.Module, config: PretrainedConfig) -> bool:

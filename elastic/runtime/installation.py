@@ -121,7 +121,7 @@ def _put_on(
     if len(parts.pools) > 1:
         hooks.install_overrides(options.decoder)
     attention.install()
-    parts.kv.attention_follows = attention.everywhere
+    parts.kv.attention_follows = attention.follows_cache
     model.elastic = runtime  # type: ignore[assignment]
     stack.callback(_detach, weakref.ref(model))
 

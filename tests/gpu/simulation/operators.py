@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import importlib
+import importlib.util
 import os
 import sys
 import warnings
@@ -26,7 +26,10 @@ def install() -> None:
     """Have CUDA operators computed by CPU kernels, in the order of their streams. Nothing on a real driver."""
     if not simulator.loaded():
         return
-    importlib.import_module("torch._native")  # torch's own Triton kernels, which would else be registered over these
+    if importlib.util.find_spec("torch._native"):  # from torch 2.12 on
+        importlib.import_module(
+            "torch._native"
+        )  # torch's own Triton kernels, which would else be registered over these
     operators = ctypes.CDLL(str(Path(simulator.path()).with_name("liboperators.so")))
     with warnings.catch_warnings(action="ignore"):  # that kernels are replaced
         operators.sim_install_operators()

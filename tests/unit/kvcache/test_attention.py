@@ -109,6 +109,13 @@ def test_the_choice_of_another_attention_holds_while_wrapped(wrapped: Any, calls
     assert model.elastic.kv.memory.attention_follows()
 
 
+def test_latents_are_brought_to_the_weights_that_expand_them(wrapped: Any) -> None:
+    """Those of MLA, which the model makes keys and values of before it attends."""
+    model = wrapped(build("deepseek-v3"))
+    assert attends(model, model.config)
+    assert not model.elastic.kv.memory.attention_follows()
+
+
 def test_replicas_attend_as_their_layers_do(wrapped: Any, calls: list[Any]) -> None:
     places = [elastic.Place(name, torch.device("cpu"), 64 << 20, page_bytes=4096) for name in ("cpu#a", "cpu#b")]
     model = wrapped(build("llama-gqa"), places)

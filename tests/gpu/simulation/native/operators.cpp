@@ -149,12 +149,19 @@ class Call {
     }
 
     Tensor tensor_on_cpu(const Tensor &tensor, bool written) {
+        TORCH_CHECK(!tensor.is_cpu() || !tensor.dim() || takes_host_tensors(),
+                    "Expected all tensors to be on the same device (simulated ", name_, ")");
         if (tensor.is_cpu()) return written ? tensor : copy_flags(tensor.detach().clone(), tensor);
         if (!on_gpu(tensor)) return tensor;
         TORCH_CHECK(tensor.device().index() == device_ || tensor.dim() == 0,
                     "Expected all tensors to be on the same device (simulated ", name_, ")");
         accesses_.add(tensor, written, reach_);
         return seen_by(device_, tensor);
+    }
+
+    // Indices may be in host memory, and so may what a copy is from.
+    bool takes_host_tensors() const {
+        return name_.find("aten::index") == 0 || name_.find("copy") != std::string::npos;
     }
 
     Tensor new_result(const Result &result) {
