@@ -42,9 +42,10 @@ def wanda_score(weight: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def keep_largest(scores: torch.Tensor, config: Sparse, *, per_output: bool) -> torch.Tensor:
-    """Return where the highest scores are, bool [outputs, inputs]; of equal ones any.
+    """Return where the highest scores are, bool [outputs, inputs]; of equal ones the first.
 
     scores: [outputs, inputs], not negative. Unstructured sparsity: the highest of each output, or of the whole matrix.
+    What `topk` chooses of equal ones depends on the device, and ranks on several are to have the same weights.
     """
     outputs, inputs = scores.shape
     if isinstance(config, SemiStructured):
@@ -53,9 +54,10 @@ def keep_largest(scores: torch.Tensor, config: Sparse, *, per_output: bool) -> t
     else:
         kept = inputs - config.removed(inputs)
         groups, kept = (scores, kept) if per_output else (scores.reshape(1, -1), kept * outputs)
-    best = groups.topk(kept, dim=1, sorted=False).indices
-    mask = torch.zeros(groups.shape, dtype=torch.bool, device=scores.device)
-    return mask.scatter_(1, best, True).view(outputs, inputs)
+    least = groups.topk(kept, dim=1, sorted=False).values.amin(1, keepdim=True)
+    above, equal = groups > least, groups == least
+    left = kept - above.sum(1, keepdim=True)
+    return (above | (equal & (equal.cumsum(1) <= left))).view(outputs, inputs)
 
 
 def _checked(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,18 @@ def test_the_smallest_weights_go(config: Sparse) -> None:
         assert scores[kept].min() >= scores[~kept].max()
 
 
+@pytest.mark.parametrize("config", [SemiStructured(2, 4), SemiStructured(4, 8), Unstructured(0.5)], ids=str)
+def test_of_equal_weights_the_first_stay(config: Sparse) -> None:
+    """Whatever the device, so that ranks on a CPU and on a GPU have the same weights."""
+    weight = torch.randint(-2, 3, (16, 32), generator=torch.Generator().manual_seed(0)).float()
+    _, mask = prune(weight, config)
+    width = config.of if isinstance(config, SemiStructured) else weight.numel()
+    for scores, kept in zip(weight.abs().view(-1, width), mask.view(-1, width), strict=True):
+        order = sorted(range(width), key=lambda i: -float(scores[i]))  # stable
+        assert kept.nonzero().flatten().tolist() == sorted(order[: int(kept.sum())])
+    assert int(mask.sum()) == weight.numel() // 2
+
+
 @pytest.mark.parametrize(
     "config", [SemiStructured(2, 4, "wanda"), SemiStructured(4, 8, "wanda"), Unstructured(0.6, "wanda")]
 )
