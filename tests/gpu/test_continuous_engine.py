@@ -40,7 +40,7 @@ def test_requests_go_on_after_a_forward_pass_that_failed(simulator: ModuleType, 
 
 
 @pytest.mark.cuda
-@pytest.mark.usefixtures("simulator")
+@pytest.mark.usefixtures("no_violations")
 def test_a_prompt_is_shared_by_the_weights_that_computed_it(wrapped: Any) -> None:
     """Blocks of other weights lie beside those that are written, and what the full ones have computed serves all."""
     prompt, tokens = prompts([80], architectures.VOCAB)[0], 8
@@ -61,7 +61,7 @@ def test_a_prompt_is_shared_by_the_weights_that_computed_it(wrapped: Any) -> Non
 
 
 @pytest.mark.cuda
-@pytest.mark.usefixtures("simulator")
+@pytest.mark.usefixtures("no_violations")
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
@@ -95,7 +95,7 @@ def test_softcaps_sinks_and_short_values_are_right_while_weights_leave_and_retur
 
 
 @pytest.mark.cuda
-@pytest.mark.usefixtures("simulator")
+@pytest.mark.usefixtures("no_violations")
 def test_a_request_comes_from_a_cpu_with_its_keys_and_values() -> None:
     """They are copied from the memory file of a rank on the CPU, and what computes with them is behind the copy."""
     (prompt,), tokens = prompts([40], architectures.VOCAB), 30

@@ -13,7 +13,7 @@ from elastic.estimation.profile import measure_fingerprints
 from elastic.estimation.profiles.store import ProfileKey, ProfileStore
 from support import architectures
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("simulator")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_violations")]
 
 
 def test_costs_are_measured_on_a_gpu_and_found_again_for_it(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from support.cluster.engine_group import EngineGroup
 from support.serving.generations import Collector, prompts, serve
 from support.serving.tracked_engine import TrackedEngine
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("simulator")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_violations")]
 TWO_DEVICES = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="there is one CUDA device")
 PROMPTS = prompts([9, 40, 17, 5], architectures.VOCAB)
 NAMES = [f"r{number}" for number in range(len(PROMPTS))]

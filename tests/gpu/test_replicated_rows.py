@@ -92,7 +92,7 @@ def test_what_a_pass_was_given_can_be_written_once_it_is_given_up(simulator: Any
 
 
 @pytest.mark.cuda
-@pytest.mark.usefixtures("simulator")
+@pytest.mark.usefixtures("no_violations")
 def test_what_a_replica_returned_is_not_written_again_before_it_was_read() -> None:
     """Its memory comes from the stream of the replica, which others may use as soon as the tensor is gone."""
     device = torch.device("cuda", 0)

@@ -17,7 +17,7 @@ from support.architectures import build, prompt
 from support.cluster.joined_runtimes import joined
 from support.wrapped_model import assert_same_bits, bits
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("simulator")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_violations")]
 TWO_DEVICES = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="there is one CUDA device")
 ALL = (0, 1, 2)
 

@@ -24,7 +24,7 @@ from elastic.memory.backends.streams import new_stream, on_stream
 from elastic.memory.page_pool import PagePool
 from elastic.types import RankMemory
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("simulator")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_violations")]
 TWO_DEVICES = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="there is one CUDA device")
 BLOCKS = 4
 """In a sector of a layer, which is a page."""

@@ -25,7 +25,7 @@ from support.wrapped_model import assert_same_bits, bits, modules_of
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.usefixtures("simulator"),
+    pytest.mark.usefixtures("no_violations"),
     pytest.mark.skipif("torch.cuda.device_count() < 2", reason="there is one CUDA device"),
 ]
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}

@@ -19,7 +19,7 @@ from support.processes import wait_until
 from support.serving.generations import Collector, continuation, prompts, same_unless_close
 from support.static_quant import pack_static
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("simulator")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_violations")]
 TWO_DEVICES = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="there is one CUDA device")
 PROMPTS = prompts([9, 40, 17, 5], architectures.VOCAB)
 ENGINE: dict[str, Any] = {"nbytes": 256 << 20, "block_tokens": 4096}

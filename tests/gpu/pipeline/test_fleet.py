@@ -24,7 +24,7 @@ from support.serving.tracked_engine import TrackedEngine
 from support.static_quant import pack_static
 from support.wrapped_model import assert_same_bits, bits
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("simulator")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_violations")]
 TWO_DEVICES = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="there is one CUDA device")
 ON_ONE_AND_TWO = pytest.mark.parametrize("devices", [(0,), pytest.param((0, 1), marks=TWO_DEVICES)], ids=["one", "two"])
 PROMPTS = prompts([5, 40, 17, 12], architectures.VOCAB)

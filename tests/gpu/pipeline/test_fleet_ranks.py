@@ -16,12 +16,11 @@ from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Request
 from support.serving.generations import Collector, same_unless_close
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.usefixtures("simulator"),
-    pytest.mark.skipif("torch.cuda.device_count() < 2", reason="there is one CUDA device"),
-]
-RANKS = [["cuda:0#a=512MiB"], ["cuda:1#b=512MiB"]]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_violations")]
+TWO_DEVICES = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="there is one CUDA device")
+ON_ONE_AND_TWO = pytest.mark.parametrize(
+    "devices", [(0, 0), pytest.param((0, 1), marks=TWO_DEVICES)], ids=["one", "two"]
+)
 PROMPTS = [tuple(range(5, 5 + length)) for length in (6, 40)]
 TOKENS = 12
 CLOSE = 0.05
@@ -32,7 +31,7 @@ CLOSE = 0.05
 def options(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """Options of a fleet; what its processes do with the simulated driver breaks no rule either."""
     log = tmp_path / "violations"
-    environment = {"SIMCUDA_LOG": str(log), "SIMCUDA_SCHED": os.environ["SIMCUDA_SCHED"]}
+    environment = {"SIMCUDA_LOG": str(log), "SIMCUDA_SCHED": os.environ.get("SIMCUDA_SCHED", "lazy")}
     yield {"replace": False, "beat_timeout_s": 60, "environment": environment}
     assert not log.exists(), log.read_text()
 
@@ -54,12 +53,19 @@ def assert_plain(answers: list[list[int]]) -> None:
         assert same_unless_close(model, prompt, got, CLOSE)
 
 
+def ranks(devices: tuple[int, ...]) -> list[list[str]]:
+    return [[f"cuda:{device}#{label}=512MiB"] for device, label in zip(devices, "ab", strict=True)]
+
+
 @pytest.mark.slow
+@ON_ONE_AND_TWO
 @pytest.mark.parametrize("launch", ["in-process", "local"])
-def test_ranks_drop_layers_that_each_other_has_and_restore_them(launch: str, options: dict[str, Any]) -> None:
+def test_ranks_drop_layers_that_each_other_has_and_restore_them(
+    launch: str, devices: tuple[int, ...], options: dict[str, Any]
+) -> None:
     """Their weights, keys and values go from device to device, also between processes."""
     heard = Collector()
-    with Fleet(str(MODEL_DIR), ranks=RANKS, launch=launch, **options) as fleet:
+    with Fleet(str(MODEL_DIR), ranks=ranks(devices), launch=launch, **options) as fleet:
         answers = served(fleet, heard, "whole")
         assert fleet.drop(need="3MiB").freed_bytes > 0
         answers += served(fleet, heard, "in two stages")
@@ -74,8 +80,9 @@ def test_ranks_drop_layers_that_each_other_has_and_restore_them(launch: str, opt
 
 
 @pytest.mark.slow
-def test_ranks_read_no_more_than_their_share_of_the_model(options: dict[str, Any]) -> None:
+@ON_ONE_AND_TWO
+def test_ranks_read_no_more_than_their_share_of_the_model(devices: tuple[int, ...], options: dict[str, Any]) -> None:
     heard = Collector()
-    with Fleet(str(MODEL_DIR), ranks=RANKS, pp=2, launch="in-process", **options) as fleet:
+    with Fleet(str(MODEL_DIR), ranks=ranks(devices), pp=2, launch="in-process", **options) as fleet:
         assert_plain(served(fleet, heard, "shared"))
         fleet.check()

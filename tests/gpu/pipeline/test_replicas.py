@@ -15,7 +15,7 @@ from support.child_process import wait_for_the_janitor
 from support.cluster.engine_group import EngineGroup, require_plain_tokens
 from support.serving.generations import prompts
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("simulator")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_violations")]
 TWO_DEVICES = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="there is one CUDA device")
 PROMPTS = prompts([9, 40, 17, 5], architectures.VOCAB)
 NAMES = [f"r{number}" for number in range(len(PROMPTS))]

@@ -18,7 +18,7 @@ from support import architectures
 from support.pipeline.wide_model import GPU_PAGE, LAYERS, SHARDS, wide
 from support.serving.generations import Collector, prompts, same_unless_close
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("simulator")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_violations")]
 TWO_DEVICES = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="there is one CUDA device")
 ON_ONE_AND_TWO = pytest.mark.parametrize("devices", [(0,), pytest.param((0, 1), marks=TWO_DEVICES)], ids=["one", "two"])
 PROMPTS = prompts([5, 40, 17, 12], architectures.VOCAB)
