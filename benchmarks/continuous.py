@@ -1,6 +1,6 @@
 """Continuous batching on elastic pages, nothing swapped, against transformers' own, with the same requests and budgets.
 
-    python benchmarks/continuous.py [--device cuda:0] [--earlier CHECKOUT] [--prepack]
+    python benchmarks/continuous.py [--device cuda:0] [--only MODEL …] [--earlier CHECKOUT] [--prepack]
 
 All requests are there at the beginning; the time is until the last has ended. All have room for all of them, the same
 block size, and the same most tokens in a batch; none shares prefixes. With `--earlier`, the engine of another checkout
@@ -30,6 +30,7 @@ from common import (
     show,
     table,
 )
+from large_model import build
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -39,6 +40,9 @@ from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
 
 BLOCK, BATCH_TOKENS, NEW = 32, 256, 32
+MODELS = ["2.6M", "130M GQA", "7B"]
+PAGE_SIZE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
+"""Its name in this version of transformers."""
 
 
 def prompts(count: int, vocabulary: int) -> list[list[int]]:
@@ -76,7 +80,7 @@ def stock(manager: Any, asked: list[list[int]]) -> list[list[int]]:
 
 
 def started(model: Any, device: str, **more: bool) -> ContinuousEngine:
-    elastic.wrap(model, places=[f"{device}={budget(device, 2, 0.25)}"], **more)
+    elastic.wrap(model, places=[f"{device}={budget(device, 2, 0.4)}"], **more)
     engine = ContinuousEngine(model, block_tokens=BLOCK, max_batch_tokens=BATCH_TOKENS, share_prefixes=False)
     engine.start()
     return engine
@@ -88,7 +92,7 @@ def compare(name: str, make: Callable[[], Any], count: int, options: Any, rounds
     blocks = sum(-(-(len(p) + NEW) // BLOCK) for p in asked) + count
     engine = started(wrapped, device, **({"prepack": True} if options.prepack else {}))
     settings = ContinuousBatchingConfig(
-        page_size=BLOCK,
+        **{PAGE_SIZE: BLOCK},
         num_blocks=blocks,
         max_batch_tokens=BATCH_TOKENS,
         allow_block_sharing=False,
@@ -118,12 +122,14 @@ def compare(name: str, make: Callable[[], Any], count: int, options: Any, rounds
 
 def main() -> None:
     prepack = {"action": "store_true", "help": "multiply prepacked matrices; those of an earlier checkout are plain"}
-    options = arguments(__doc__.splitlines()[0], prepack=prepack, **EARLIER)
+    only = {"nargs": "*", "choices": MODELS, "default": MODELS, "help": "models to serve; 7B on a GPU alone"}
+    options = arguments(__doc__.splitlines()[0], prepack=prepack, only=only, **EARLIER)
     device, cpu = options.device, options.device == "cpu"
     dtype = torch.float32 if cpu else torch.bfloat16
     models = {
         "2.6M": lambda: AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=dtype).to(device).eval(),
         "130M GQA": lambda: llama(4, dtype, device, quick=options.quick),
+        "7B": lambda: build("quick" if options.quick else "7B", device),
     }
     if options.round_of:
         name, count = options.round_of.split("/")
@@ -135,9 +141,9 @@ def main() -> None:
     rounds = min(options.rounds, 7)
     results: dict[str, Any] = {}
     rows = []
-    for name, make in models.items():
+    for name in (name for name in options.only if not (cpu and name == "7B")):
         for count in (4,) if options.quick else (1, 16, 64):
-            figures = results[f"{name}, {count}"] = compare(name, make, count, options, rounds)
+            figures = results[f"{name}, {count}"] = compare(name, models[name], count, options, rounds)
             speed, earlier = figures["tokens_per_s"], figures["over_earlier"]
             rows.append(
                 [

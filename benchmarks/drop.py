@@ -252,10 +252,12 @@ def exchange(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]
     }
 
 
-def exchanged(engine: elastic.Fleet, form: dict[str, Any], quick: bool) -> dict[str, float]:
+def exchanged(
+    engine: elastic.Fleet, form: dict[str, Any], quick: bool, half: range = HALF, new: int = 700
+) -> dict[str, float]:
     """Have one instance drop half of its layers and take them back some times, with three long requests at each."""
     first, second = names(engine)
-    times, length, new, rest_s = (1, 200, 300, 1.0) if quick else (3, 600, 700, 2.0)
+    times, length, new, rest_s = (1, 200, 300, 1.0) if quick else (3, 600, new, 2.0)
     load, choose = Load(engine), random.Random(SEED)
     asked = [Request(prompt(length, choose), new, ignore_eos=True) for _ in range(6)]
     answers = [load.submit(request) for request in asked]
@@ -274,11 +276,11 @@ def exchanged(engine: elastic.Fleet, form: dict[str, Any], quick: bool) -> dict[
         newcomers("rest")
         time.sleep(rest_s / 2)
         rests.append((begin, time.perf_counter()))
-        dropping.append(engine.drop(layers={first: HALF, second: ()}, dry_run=True, **form).seconds)
+        dropping.append(engine.drop(layers={first: half, second: ()}, dry_run=True, **form).seconds)
         begin = time.perf_counter()
         later = threading.Timer(rest_s / 2, newcomers, ["during"])
         later.start()
-        done.append(engine.drop(layers={first: HALF, second: ()}, **form))
+        done.append(engine.drop(layers={first: half, second: ()}, **form))
         later.join()
         drops.append((begin, time.perf_counter()))
         returning.append(engine.restore(dry_run=True).seconds)
