@@ -3,7 +3,8 @@
     packed     torch's int4 kernel, from sm80 on. It takes bfloat16 alone, so x is rounded to it
     triton     from sm75 on, a kernel of our own for what that one does not take (int8, int3, other groups), in the
                dtype of x
-    expanded   weights to the dtype of x, some outputs at a time, then a plain product: for many tokens
+    expanded   weights to the dtype of x, some outputs at a time, then a plain product: for many tokens; from sm75 on
+               by a kernel of our own
 
 No gradient flows through any of them.
 """
@@ -37,10 +38,15 @@ def paths(config: Integers, parts: PackedTensors, matrix: MatrixShape, target: K
     kernels: dict[str, Kernel] = {"expanded": made.expanded}
     if tiled(config, matrix, target):
         kernels["packed"] = made.packed
-    elif target.compute_capability >= 75 and _has_triton():
+    elif runs_triton(target):
         kernels["triton"] = made.triton
     shapes = required(config, matrix, target)
     return {name: CheckedKernel(matrix, shapes, bindable(kernel)) for name, kernel in kernels.items()}
+
+
+def runs_triton(target: KernelTarget) -> bool:
+    """Return whether kernels of triton run on a GPU."""
+    return target.compute_capability >= 75 and _has_triton()
 
 
 @functools.cache
@@ -79,14 +85,19 @@ class CudaKernels:
         step = max(PIECE // self.matrix.inputs // 8 * 8, 8)
         for start in range(0, self.matrix.outputs, step):
             stop = min(start + step, self.matrix.outputs)
-            y[:, start:stop] = x @ self._weights(parts, start, stop).to(x.dtype).t()
+            y[:, start:stop] = x @ self._weights(parts, start, stop, x.dtype).t()
         return y
 
-    def _weights(self, parts: PackedTensors, start: int, stop: int) -> torch.Tensor:
-        """Expand the weights of some outputs, float32 [stop - start, inputs]."""
+    def _weights(self, parts: PackedTensors, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Expand the weights of some outputs, [stop - start, inputs]."""
+        if parts["packed"].is_cuda and runs_triton(self.target):
+            from elastic.quant.kernels.triton import expand_codes
+
+            group = group_of(self.config, self.matrix)
+            return expand_codes(parts["packed"], parts["scales"], self.config.bits, group, (start, stop), dtype)
         in_tiles = tiled(self.config, self.matrix, self.target)
         rows = slice(start // 8, stop // 8) if in_tiles else slice(start, stop)
         codes = codes_of(self.config, parts["packed"][rows], self.matrix, self.target)
         scales, offsets = parts["scales"][:, start:stop].float().permute(2, 1, 0).unsqueeze(3)
         grouped = codes.view(*scales.shape[:2], -1).float() - ENCODINGS[self.config.bits].middle
-        return torch.addcmul(offsets, grouped, scales).flatten(1)
+        return torch.addcmul(offsets, grouped, scales).flatten(1).to(dtype)

@@ -54,6 +54,8 @@ def keep_largest(scores: torch.Tensor, config: Sparse, *, per_output: bool) -> t
     else:
         kept = inputs - config.removed(inputs)
         groups, kept = (scores, kept) if per_output else (scores.reshape(1, -1), kept * outputs)
+    if not kept:
+        return torch.zeros_like(scores, dtype=torch.bool)
     least = groups.topk(kept, dim=1, sorted=False).values.amin(1, keepdim=True)
     above, equal = groups > least, groups == least
     left = kept - above.sum(1, keepdim=True)

@@ -1,7 +1,8 @@
 """Products with sparse matrices on CUDA.
 
     sparse     2:4 in 16 bits, on GPUs of compute capability 8.x: torch's sparse tensor core kernel (CUTLASS)
-    expanded   weights to the dtype of x, some outputs at a time, then a plain product
+    expanded   weights to the dtype of x, some outputs at a time, then a plain product; from sm75 on by a kernel of our
+               own
 
 torch's CUTLASS kernel refuses other GPUs. cuSPARSELt, which has newer ones, packs in an order that it alone can read,
 so that a layer could not leave the GPU in its variant; it is not used. No gradient flows through any of them.
@@ -23,7 +24,8 @@ import torch.nn.functional as F
 from elastic.quant.formats.base import BoundKernel, Kernel, KernelTarget, MatrixShape, PackedTensors
 from elastic.quant.formats.pruned import SemiStructured, Unstructured
 from elastic.quant.kernels.checks import CheckedKernel, Required
-from elastic.quant.pruning.sparse_layout import expand, nibbles, required, tiles
+from elastic.quant.kernels.cuda import runs_triton
+from elastic.quant.pruning.sparse_layout import Rows, expand, nibbles, required, tiles
 
 PIECE = 2**24
 """Weights expanded at a time."""
@@ -48,7 +50,7 @@ def paths(
     if "metadata" in parts:
         shapes = shapes_with_metadata(shapes, matrix)
     kernels: dict[str, Kernel] = {
-        "expanded": CheckedKernel(matrix, shapes, functools.partial(_bind_expanded, matrix=matrix))
+        "expanded": CheckedKernel(matrix, shapes, functools.partial(_bind_expanded, matrix=matrix, target=target))
     }
     if "metadata" in parts and _kernel_agrees(dtype):
         kernels["sparse"] = CheckedKernel(matrix, shapes, _bind_sparse)
@@ -96,15 +98,23 @@ def _order(rows: int, words: int, device: torch.device) -> torch.Tensor:
     return (word // 2 * rows * 2 + row * 2 + word % 2).view(-1)
 
 
-def _bind_expanded(parts: PackedTensors, *, matrix: MatrixShape) -> BoundKernel:
+def _bind_expanded(parts: PackedTensors, *, matrix: MatrixShape, target: KernelTarget) -> BoundKernel:
     """Fix the parts of a plain product, for x: [tokens, inputs] -> [tokens, outputs] in the dtype of x."""
     pieces = tiles(parts, matrix, PIECE)
+    by_triton = parts["packed"].is_cuda and runs_triton(target)
+
+    def weights(masked: PackedTensors, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
+        if not by_triton:
+            return expand(masked, rows).to(dtype)
+        from elastic.quant.kernels.triton import expand_sparse
+
+        return expand_sparse(masked["packed"], masked["mask"], masked.get("starts"), rows[:2], dtype)
 
     def product(x: torch.Tensor) -> torch.Tensor:
         masked = with_mask(parts)
         y = x.new_empty(x.shape[0], matrix.outputs)
         for rows in pieces:
-            y[:, rows[0] : rows[1]] = x @ expand(masked, rows).to(x.dtype).t()
+            y[:, rows[0] : rows[1]] = x @ weights(masked, rows, x.dtype).t()
         return y
 
     return product

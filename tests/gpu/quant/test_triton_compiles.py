@@ -1,4 +1,4 @@
-"""The Triton kernel, compiled for GPUs that need not be there: what the interpreter accepts, the compiler may not.
+"""The Triton kernels, compiled for GPUs that need not be there: what the interpreter accepts, the compiler may not.
 
 Marked `cuda` because triton comes with torch's CUDA build.
 """
@@ -28,10 +28,26 @@ def compile(capability, dtype, bits, tokens, group):
     source = ASTSource(fn=kernels._kernel, signature=types, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm
 
+def compile_expansion(capability, dtype, kernel, constants, others):
+    types = {**others, "y": dtype} | dict.fromkeys(constants, "constexpr")
+    order = kernel.arg_names
+    source = ASTSource(fn=kernel, signature={name: types.get(name, "i32") for name in order}, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm
+
 for capability in (80, 90):
     for variant in VARIANTS:
         assert compile(capability, *variant)["cubin"], (capability, variant)
         print("compiled", capability, variant)
+    for dtype in ("*bf16", "*fp16", "*fp32"):
+        for bits, pairs in ((8, 0), (4, 0), (4, 1), (4, 4), (3, 0)):
+            constants = {"BITS": bits, "PAIRS": pairs, "BLOCK_N": 8, "BLOCK_K": 256}
+            parts = {"packed": "*i32" if pairs else "*u8", "scales": "*bf16"}
+            assert compile_expansion(capability, dtype, kernels._codes_kernel, constants, parts)["cubin"]
+        for even in (False, True):
+            parts = {"packed": dtype, "mask": "*u8", "starts": "*u8" if even else "*i64"}
+            constants = {"EVEN": even, "BLOCK": 1024}
+            assert compile_expansion(capability, dtype, kernels._sparse_kernel, constants, parts)["cubin"]
+        print("expanded", capability, dtype)
 """
 VARIANTS = [
     ("*bf16", 8, 1, 128),
@@ -46,10 +62,11 @@ VARIANTS = [
 
 @pytest.mark.cuda
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_the_kernel_compiles_for_ampere_and_hopper(tmp_path: Path) -> None:
+def test_the_kernels_compile_for_ampere_and_hopper(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     command = [sys.executable, "-c", f"VARIANTS = {VARIANTS!r}\n{CODE}"]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert child.returncode == 0, child.stderr[-4000:]
     assert child.stdout.count("compiled") == 2 * len(VARIANTS)
+    assert child.stdout.count("expanded") == 2 * 3

@@ -118,6 +118,40 @@ for bits in (8, 4, 3):
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_triton_kernels_expand_what_was_packed() -> None:
+    code = """
+import torch
+from elastic.quant.formats.base import KernelTarget, MatrixShape
+from elastic.quant.formats.integer import Integers, round_to_nearest
+from elastic.quant.formats.pruned import SemiStructured, Unstructured
+from elastic.quant.kernels.cuda_layout import group_of, tiled
+from elastic.quant.kernels.integer_format import pack
+from elastic.quant.kernels.triton import expand_codes, expand_sparse
+from elastic.quant.pruning.criteria import prune
+from elastic.quant.pruning.sparse_layout import pack as pack_sparse
+seen, rows = set(), (16, 40)
+for sm in ("sm75", "sm90"):
+    for bits, group, inputs in ((8, -1, 80), (4, 16, 48), (4, 32, 96), (4, 32, 64), (4, 128, 640), (3, 128, 384)):
+        config, matrix, target = Integers(bits, group), MatrixShape(48, inputs), KernelTarget("cuda", sm)
+        codes = round_to_nearest(torch.randn(48, inputs), config)
+        parts = pack(config, codes, target)
+        weights = expand_codes(parts["packed"], parts["scales"], bits, group_of(config, matrix), rows, torch.float32)
+        expected = codes.value()[slice(*rows)]
+        assert (weights - expected).norm() <= 0.01 * expected.norm(), (config, inputs, sm)  # scales are in bfloat16
+        seen.add(parts["packed"].shape[3:])
+for config in (SemiStructured(2, 4), SemiStructured(4, 8), Unstructured(0.3), Unstructured(0.9)):
+    for inputs in (64, 2072):
+        pruned, mask = prune(torch.randn(48, inputs), config)
+        parts = pack_sparse(config, pruned, mask)
+        weights = expand_sparse(parts["packed"], parts["mask"], parts.get("starts"), rows, torch.float32)
+        assert torch.equal(weights, pruned[slice(*rows)]), (config, inputs)
+assert seen == {(), (1,), (2,), (4,)}, seen
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+
+
 @pytest.mark.cuda
 def test_words_are_those_of_torchs_packing_kernel() -> None:
     for outputs, inputs in ((16, 32), (64, 192), (4096, 4096)):
