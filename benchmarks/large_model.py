@@ -89,6 +89,19 @@ def step(size: str, options: Any) -> dict[str, Any]:
     return {**results, "prefill over plain": ratio(times["wrapped"], times["plain"])}
 
 
+def speed_of(model: Any, options: Any) -> dict[str, float]:
+    """Return the milliseconds of a decode step and of a prefill as the model is now."""
+    context = 64 if options.quick else 512
+    cache = elastic.ElasticCache(model)
+    prompt = torch.randint(3, 32000, (1, 4 * context), device=options.device)
+    works = {"step": decode(model, cache, context, options.device), "prefill": lambda: model(prompt)}
+    times = paired(works, options.device, options.rounds)
+    return {
+        "step_ms": 1e3 * statistics.median(times["step"]) / STEPS,
+        "prefill_ms": 1e3 * statistics.median(times["prefill"]),
+    }
+
+
 def actions(size: str, options: Any) -> dict[str, Any]:
     device = options.device
     model = build(size, device)
@@ -118,6 +131,12 @@ def actions(size: str, options: Any) -> dict[str, Any]:
         timed("swap to int4", lambda: runtime.swap(half, "int4"))
         capacity["half in int4"] = runtime.kv.capacity_bytes
         timed("restore from int4", lambda: runtime.restore(half))
+    runtime.restore()
+    speed = {"whole": speed_of(model, options)}
+    for name, chosen in (("half in int4", half), ("all in int4", range(layers))):
+        runtime.swap(chosen, "int4")
+        speed[name] = speed_of(model, options)
+    runtime.restore()
     runtime.check()
     elastic.unwrap(model)
     later = {name: values[1:] for name, values in took.items()}
@@ -132,6 +151,7 @@ def actions(size: str, options: Any) -> dict[str, Any]:
         "pause_ms": {name: summary(values) for name, values in pauses.items()},
         "rate of restore over a copy's": ratio(later["copy"], later["restore"]),
         "rate of swap over a copy's": ratio(packed_copy, later["swap to int4"]),
+        "speed": speed,
         "kv_capacity_gib": {name: nbytes / 2**30 for name, nbytes in capacity.items()},
     }
 
@@ -157,6 +177,7 @@ def drop(size: str, options: Any) -> dict[str, Any]:
             starting_s = time.perf_counter() - begin
             for name in random.sample(["live", "stall"], 2):
                 figures[name] = exchanged(started, FORMS[name], quick, range(layers // 2, layers), 2000)
+                table([name, ""], list(flat(figures[name])))
     return {"starting_s": starting_s, **figures}
 
 

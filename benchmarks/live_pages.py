@@ -23,7 +23,8 @@ from elastic.memory.page_pool import PagePool
 from elastic.memory.places import make_backend
 from elastic.memory.virtual_range import VirtualRange
 
-BATCHES = (1, 16, 256)
+BATCHES = ((1, 1), (16, 1), (256, 1), (16, 16))
+"""Pages, and of how many of the driver's smallest each is."""
 QUEUE_MS = 20.0
 
 
@@ -69,9 +70,12 @@ def calls(backend: Any, address: int, pages: list[int], queue: Callable[[], None
     return took
 
 
-def batch(device: str, count: int, queue: Callable[[], None], rounds: int) -> dict[str, Any]:
-    """Time batches of `count` pages, mapped and unmapped."""
-    backend = make_backend(Place.parse(device))
+def batch(device: str, count: int, times: int, queue: Callable[[], None], rounds: int) -> dict[str, Any]:
+    """Time batches of `count` pages, mapped and unmapped, so many times as large as the smallest."""
+    smallest = make_backend(Place.parse(device))
+    page_bytes = times * smallest.page_bytes
+    smallest.close()
+    backend = make_backend(Place(device, torch.device(device), None, page_bytes))
     pool = PagePool(f"{device}#bench", backend, count * backend.page_bytes, ready_pages=0)
     range_ = VirtualRange(pool, count)
     pages = pool.allocate("kv", count)
@@ -124,14 +128,23 @@ def between_devices(rounds: int) -> dict[str, float]:
 def main() -> None:
     options = arguments(__doc__.splitlines()[0])
     queue = queue_of_products(options.device, 0.1 if options.quick else QUEUE_MS)
-    batches = BATCHES[:2] if options.quick else BATCHES
-    results: dict[str, Any] = {"batches": [batch(options.device, count, queue, options.rounds) for count in batches]}
+    batches = BATCHES[::3] if options.quick else BATCHES
+    results: dict[str, Any] = {"batches": [batch(options.device, *pages, queue, options.rounds) for pages in batches]}
     keys = list(results["batches"][0]["ms"])
     table(
-        ["pages", *(f"{key}, ms" for key in keys), "map waits", "access waits", "unmap waits", "queue beside/alone"],
+        [
+            "pages",
+            "MiB each",
+            *(f"{key}, ms" for key in keys),
+            "map waits",
+            "access waits",
+            "unmap waits",
+            "queue beside/alone",
+        ],
         [
             [
                 row["pages"],
+                row["page_bytes"] >> 20,
                 *(f"{row['ms'][key]:.3f}" for key in keys),
                 *(f"{share:.0%}" for share in row["waits"].values()),
                 show(row["slower"]),

@@ -46,6 +46,8 @@ CONFIGS: dict[str, Any] = {
 }
 ON_MARLIN = {"int8, Marlin": Marlin(8, 128, symmetric=True), "int4, Marlin": Marlin(4, 128)}
 ROTATED_BYTES = 100_000_000
+IN_A_ROW = 20
+"""Products that are timed together on a GPU: a wait for one alone takes as long as it does."""
 
 
 def configs(device: str) -> dict[str, Any]:
@@ -61,14 +63,15 @@ def configs(device: str) -> dict[str, Any]:
 
 
 class Rotated:
-    """Calls a function on another copy of its weights each time."""
+    """Calls a function some times, on another copy of its weights each time."""
 
-    def __init__(self, work: Callable[[Any], Any], copies: Sequence[Any]) -> None:
-        self.work, self.copies, self.turn = work, copies, 0
+    def __init__(self, work: Callable[[Any], Any], copies: Sequence[Any], times: int) -> None:
+        self.work, self.copies, self.times, self.turn = work, copies, times, 0
 
-    def __call__(self) -> Any:
-        self.turn += 1
-        return self.work(self.copies[self.turn % len(self.copies)])
+    def __call__(self) -> None:
+        for _ in range(self.times):
+            self.turn += 1
+            self.work(self.copies[self.turn % len(self.copies)])
 
 
 def copies(nbytes: int) -> int:
@@ -133,17 +136,21 @@ def compare(
     """Time all chosen paths, and the full-precision linear, in the same rounds."""
     weight = plain[0]
     x = torch.randn(tokens, weight.shape[1], device=device, dtype=weight.dtype)
-    works: dict[str, Any] = {"full": Rotated(partial(F.linear, x), plain)}
+    count = 1 if device == "cpu" else IN_A_ROW
+    works: dict[str, Any] = {"full": Rotated(partial(F.linear, x), plain, count)}
     rows = {}
     for variant_ in variants:
         for kind, chosen in variant_.chosen.items():
             key = f"{variant_.name} {chosen[tokens]}"
-            works[key] = Rotated(partial(variant_.paths[chosen[tokens]], x), variant_.parts)
+            works[key] = Rotated(partial(variant_.paths[chosen[tokens]], x), variant_.parts, count)
             rows.setdefault(key, variant_.row(chosen[tokens], kind, x))
     times = paired(works, device, max(3, rounds // 3) if tokens * weight.numel() > 5e8 else rounds, warmup=1)
-    full = {"full_ms": 1e3 * statistics.median(times["full"]), "error_full": error(F.linear(x, weight), x, weight)}
+    full = {
+        "full_ms": 1e3 * statistics.median(times["full"]) / count,
+        "error_full": error(F.linear(x, weight), x, weight),
+    }
     for key, row in rows.items():
-        row |= {"ms": 1e3 * statistics.median(times[key]), "speedup": ratio(times["full"], times[key])} | full
+        row |= {"ms": 1e3 * statistics.median(times[key]) / count, "speedup": ratio(times["full"], times[key])} | full
     return list(rows.values())
 
 

@@ -62,12 +62,13 @@ BENCHMARKS = (
 GPU = (
     "driver_answers",
     "live_pages",
+    "large_model",
+    "quantized_linear",
     "pages",
     "cuda_graph",
     "overhead",
     "swap",
     "first_launch",
-    "quantized_linear",
     "decode",
     "streaming",
     "migrate",
@@ -77,7 +78,7 @@ GPU = (
     "padding",
 )
 """What hardware alone can say, the most wanted first."""
-KEEPING = {"drop", "estimate", "microbatches", "overload", "reshard", "stages"}
+KEEPING = {"drop", "estimate", "large_model", "microbatches", "overload", "reshard", "stages"}
 """Those with `--keep`."""
 SUITES = {"all": BENCHMARKS, "gpu": GPU}
 
