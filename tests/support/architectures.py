@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -96,6 +97,12 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, device: 
             if name.endswith(".sinks"):  # of which heads have different ones
                 sinks.copy_(torch.linspace(-2, 3, len(sinks)))
     return model.requires_grad_(False).to(device)
+
+
+@functools.cache
+def plain(name: str) -> Any:
+    """`build(name)`, one for all who do nothing to it."""
+    return build(name)
 
 
 def prompt(batch: int = 1, length: int = 24, seed: int = 1, device: Any = "cpu") -> dict[str, torch.Tensor]:

@@ -75,6 +75,7 @@ class EngineGroup:
         """The ranks are on these devices in turn."""
         on = dict(zip(ranks, itertools.cycle(devices), strict=False))
         models = {rank: architectures.build(architecture, device=on[rank]) for rank in ranks}
+        self.architecture = architecture
         self.tracked = {rank: TrackedEngine(models[rank], nbytes, **options) for rank in ranks}
         self.exchange = QueueExchange()
         self._left: list[tuple[GuestMemory, Callable[[], None]]] = []
@@ -89,6 +90,10 @@ class EngineGroup:
 
     def __getitem__(self, rank: str) -> ContinuousEngine:
         return self.tracked[rank].engine
+
+    def plain(self) -> Any:
+        """Return the model that every rank has, as it is without an engine, on a CPU."""
+        return architectures.plain(self.architecture)
 
     def sectors_alone(self, rank: str) -> int:
         """Count the sectors that the KV cache of a rank could have at the present limit with all layers there."""

@@ -39,7 +39,7 @@ def requests(tokens: int, name: str = "r") -> list[Request]:
 
 def test_layers_that_another_rank_computes_give_the_tokens_of_one_rank(group: Callable[..., EngineGroup]) -> None:
     ranks = group("ab")
-    expected = {f"r{i}": continuation(ranks.tracked["a"].model, prompt, 24) for i, prompt in enumerate(PROMPTS)}
+    expected = {f"r{i}": continuation(ranks.plain(), prompt, 24) for i, prompt in enumerate(PROMPTS)}
     ranks.join("a", "b")
     ranks.move("a", (1, 2), "b")
     heard = Collector()
@@ -55,7 +55,7 @@ def test_layers_that_another_rank_computes_give_the_tokens_of_one_rank(group: Ca
 
 
 def plain(group: EngineGroup, tokens: int, name: str = "r") -> dict[str, list[int]]:
-    model = group.tracked["a"].model
+    model = group.plain()
     return {f"{name}{i}": continuation(model, prompt, tokens) for i, prompt in enumerate(PROMPTS)}
 
 
@@ -154,7 +154,7 @@ def test_what_is_kept_for_reuse_goes_with_its_layers_and_what_is_free_does_not(
     engine.submit(Request(prompt, 10, id="second"), heard)
     heard.wait(["second"])
     assert ranks.tracked["a"].computed - before < len(prompt), "most of the prompt was there"
-    assert heard.tokens["second"] == continuation(ranks.tracked["a"].model, prompt, 10)
+    assert heard.tokens["second"] == continuation(ranks.plain(), prompt, 10)
     ranks.part("a")
 
 

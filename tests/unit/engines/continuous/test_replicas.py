@@ -25,7 +25,7 @@ def group() -> Iterator[Callable[..., EngineGroup]]:
 
 
 def plain(ranks: EngineGroup, tokens: int) -> dict[str, list[int]]:
-    model = ranks.tracked["a"].model
+    model = ranks.plain()
     return {f"r{i}": continuation(model, prompt, tokens) for i, prompt in enumerate(PROMPTS)}
 
 
@@ -102,7 +102,7 @@ def test_each_rank_computes_about_half_of_the_requests(group: Callable[..., Engi
 def test_copies_share_no_prefix_with_each_other_and_one_does_with_itself(group: Callable[..., EngineGroup]) -> None:
     ranks = group("ab")
     engine, prompt = ranks["a"], PROMPTS[0]
-    expected = continuation(ranks.tracked["a"].model, prompt, 8)
+    expected = continuation(ranks.plain(), prompt, 8)
     ranks.join("a", "b")
     replicate(ranks, (1, 2), "b")
     cached = []
