@@ -11,10 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-CODES_AT_A_TIME = (8, 256)
-"""Outputs and inputs."""
-SPARSE_AT_A_TIME = 1024
-"""Inputs."""
+AT_A_TIME = (8, 256)
+"""Outputs and inputs that are expanded together."""
 
 
 def _codes_at(row, k, inside, inputs, BITS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
@@ -153,23 +151,26 @@ def _expand_sparse(  # type: ignore[no-untyped-def]
     inputs,
     kept,
     start,
+    stop,
     EVEN: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK_N: tl.constexpr,  # noqa: N803
+    BLOCK_K: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Write y[n - start, k] = weight[n, k] for the output of this program, zeros included.
+    """Write y[n - start, k] = weight[n, k] for the outputs of this program, zeros included.
 
     EVEN: of each output as many weights stay, `kept`; else they begin where `starts` says.
     """
-    n = start + tl.program_id(0).to(tl.int64)
-    first = n * kept if EVEN else tl.load(starts + n)
-    for begin in range(0, inputs, BLOCK):
-        k = begin + tl.arange(0, BLOCK)
-        inside = k < inputs
-        stays = tl.load(mask + n * (inputs // 8) + k // 8, mask=inside, other=0).to(tl.int32) >> (k % 8) & 1
-        behind = tl.cumsum(stays, 0)
-        weights = tl.load(packed + first + behind - 1, mask=inside & (stays != 0), other=0.0)
-        tl.store(y + (n - start) * inputs + k, weights.to(y.dtype.element_ty), mask=inside)
-        first += tl.sum(stays, 0)
+    n = start + tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = n * kept if EVEN else tl.load(starts + n, mask=n < stop, other=0)
+    for begin in range(0, inputs, BLOCK_K):
+        k = begin + tl.arange(0, BLOCK_K)
+        inside = (n < stop)[:, None] & (k < inputs)[None, :]
+        bits = tl.load(mask + n[:, None] * (inputs // 8) + (k // 8)[None, :], mask=inside, other=0).to(tl.int32)
+        stays = bits >> (k % 8)[None, :] & 1
+        place = first[:, None] + tl.cumsum(stays, 1) - 1
+        weights = tl.load(packed + place, mask=inside & (stays != 0), other=0.0)
+        tl.store(y + (n - start)[:, None] * inputs + k[None, :], weights.to(y.dtype.element_ty), mask=inside)
+        first += tl.sum(stays, 1)
 
 
 _codes_kernel = triton.jit(_expand_codes)
@@ -187,7 +188,7 @@ def expand_codes(
     groups, outputs, _ = scales.shape
     inputs = groups * group
     y = torch.empty(rows[1] - rows[0], inputs, dtype=dtype, device=packed.device)
-    at_a_time, across = CODES_AT_A_TIME
+    at_a_time, across = AT_A_TIME
     grid = (triton.cdiv(len(y), at_a_time), triton.cdiv(inputs, across))
     pairs = packed.shape[3] if packed.dim() == 4 else 0
     with torch.cuda.device(packed.device if packed.is_cuda else -1):  # it may be another than the present one
@@ -219,15 +220,16 @@ def expand_sparse(
     y = torch.empty(rows[1] - rows[0], inputs, dtype=dtype, device=packed.device)
     kept = packed.shape[1] if starts is None else 0
     with torch.cuda.device(packed.device if packed.is_cuda else -1):
-        _sparse_kernel[(len(y),)](
+        _sparse_kernel[(triton.cdiv(len(y), AT_A_TIME[0]),)](
             packed,
             mask,
             mask if starts is None else starts,
             y,
             inputs,
             kept,
-            rows[0],
+            *rows,
             EVEN=starts is None,
-            BLOCK=min(SPARSE_AT_A_TIME, triton.next_power_of_2(inputs)),
+            BLOCK_N=AT_A_TIME[0],
+            BLOCK_K=AT_A_TIME[1],
         )
     return y

@@ -45,7 +45,7 @@ for capability in (80, 90):
             assert compile_expansion(capability, dtype, kernels._codes_kernel, constants, parts)["cubin"]
         for even in (False, True):
             parts = {"packed": dtype, "mask": "*u8", "starts": "*u8" if even else "*i64"}
-            constants = {"EVEN": even, "BLOCK": 1024}
+            constants = {"EVEN": even, "BLOCK_N": 8, "BLOCK_K": 256}
             assert compile_expansion(capability, dtype, kernels._sparse_kernel, constants, parts)["cubin"]
         print("expanded", capability, dtype)
 """
