@@ -8,7 +8,7 @@ and no forward pass reads what is being written.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from elastic.actions.base import ActionHandler, Layers
@@ -32,6 +32,7 @@ from elastic.actions.fetch import refill, refill_parts, require_source, runs_of_
 from elastic.actions.pages.broker import PageBroker
 from elastic.actions.shards.parts import claim_parts, give_back_parts
 from elastic.errors import CapacityError
+from elastic.memory.copy_engine import CopyHandle
 from elastic.memory.rate_limit import RateLimiter
 from elastic.types import Change, PlanStep
 from elastic.weights.layer import Absence, WeightUnit
@@ -40,11 +41,23 @@ from elastic.weights.precision import LayerPrecision, outdated
 from elastic.weights.slot_contents import absent_contents, resident_contents
 
 
+@dataclass(frozen=True)
+class Copying:
+    """A copy into the buffer of a switch that was not waited for yet."""
+
+    switch: SlotSwitch
+    copy: CopyHandle
+    changed: int
+    """Tensors that the host had otherwise than the layer."""
+
+
 @dataclass
 class PreparedSwap(PreparedAction):
     """A swap, restore or fetch in preparation."""
 
     action: Move
+    copies: list[Copying] = field(default_factory=list)
+    """Of the layer that was prepared last: its bytes travel while pages for the next one are mapped."""
 
 
 class SwapHandler(ActionHandler):
@@ -78,6 +91,7 @@ class SwapHandler(ActionHandler):
             prepared.stage_bytes = self._free_stages([unit for unit in units if unit.absent is Absence.HOST])
             for _, of_layer in groupby(units, lambda unit: unit.index):
                 self._prepare_layer(list(of_layer), prepared)
+            self._finish_copies(prepared)
         except BaseException:
             self.rollback(prepared)
             raise
@@ -116,6 +130,9 @@ class SwapHandler(ActionHandler):
 
     def rollback(self, prepared: PreparedSwap) -> None:
         """Switch the slots back, and give the pages back."""
+        for copying in prepared.copies:
+            copying.copy.settle()
+        prepared.copies.clear()
         prepared.undo()
         self._drop(prepared.switches)
         refit_stages(self._weights, self._weights.units_of(prepared.action.layers), self._broker)
@@ -197,11 +214,10 @@ class SwapHandler(ActionHandler):
                 prepared.deferred += units
                 return
             prepared.switches.append(switch)
+        self._finish_copies(prepared)
         for switch in prepared.switches[first:]:
             if switch.shards is None:
-                switch.precision = self._fill(switch.unit, switch.precision, prepared.action)
-                switch.contents = resident_contents(switch.unit, switch.precision)
-                prepared.moved_bytes += switch.precision.nbytes
+                self._fill(switch, prepared)
             else:
                 prepared.moved_bytes += refill_parts(
                     self._weights, switch.unit, switch.shards, prepared.action, self._copy_rate
@@ -260,22 +276,46 @@ class SwapHandler(ActionHandler):
             grown += pages - pages_left(unit, action)
         return most
 
-    def _fill(self, unit: WeightUnit, precision: LayerPrecision, action: Move) -> LayerPrecision:
-        """Copy a precision's bytes, checking meanwhile that the host has those that leave; return it as it is then."""
+    def _fill(self, switch: SlotSwitch, prepared: PreparedSwap) -> None:
+        """Start to copy the bytes of a switch's precision, and check meanwhile that the host has those that leave."""
+        unit, precision = switch.unit, switch.precision
         copier, buffer = self._weights.streamer(unit).copier, unit.blocks[precision.key]
         if unit.absent is Absence.DROPPED and precision is unit.full:
-            refill(self._weights, unit, action, buffer, self._copy_rate)
-            return precision
+            refill(self._weights, unit, prepared.action, buffer, self._copy_rate)
+            self._filled(switch, prepared)
+            return
         copy = copier.copy(unit.sources(buffer.show(precision.layout), precision), self._copy_rate)
         try:
             changed = 0 if unit.absent else unit.keep(self._copy_rate)
-        finally:
-            copy.finish()
-        if changed or outdated(precision, unit.host_copies):
-            kept, slots = unit.host_copies, unit.slots
-            precision = unit.precisions.renewed(precision, kept, lambda name: slots[name].in_order(kept[name].tensor))
-            copier.copy(unit.sources(buffer.show(precision.layout), precision), self._copy_rate).finish()
-        return precision
+        except BaseException:
+            copy.settle()
+            raise
+        prepared.copies.append(Copying(switch, copy, changed))
+
+    def _finish_copies(self, prepared: PreparedSwap) -> None:
+        """Wait for the copies that were started; copy again what the host had otherwise than the layer."""
+        while prepared.copies:
+            copying = prepared.copies.pop()
+            copying.copy.finish()
+            if copying.changed or outdated(copying.switch.precision, copying.switch.unit.host_copies):
+                self._fill_anew(copying.switch)
+            self._filled(copying.switch, prepared)
+
+    def _fill_anew(self, switch: SlotSwitch) -> None:
+        """Copy a precision's bytes as the host has them now, and wait for them."""
+        unit = switch.unit
+        copier, buffer = self._weights.streamer(unit).copier, unit.blocks[switch.precision.key]
+        kept, slots = unit.host_copies, unit.slots
+        precision = unit.precisions.renewed(
+            switch.precision, kept, lambda name: slots[name].in_order(kept[name].tensor)
+        )
+        copier.copy(unit.sources(buffer.show(precision.layout), precision), self._copy_rate).finish()
+        switch.precision = precision
+
+    def _filled(self, switch: SlotSwitch, prepared: PreparedSwap) -> None:
+        """Note that the bytes of a switch are there."""
+        switch.contents = resident_contents(switch.unit, switch.precision)
+        prepared.moved_bytes += switch.precision.nbytes
 
     def _retire_old(self, switches: list[SlotSwitch]) -> tuple[int, int]:
         """Return the pages that the units gave up: those free now, and those that tensors outside still show."""

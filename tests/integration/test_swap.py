@@ -437,6 +437,31 @@ def test_a_copy_that_fails_leaves_the_old_variant_serving(monkeypatch: Any, wrap
     assert rt.swap([0, 1, 2], "int4").status == "applied"
 
 
+def test_pages_of_a_layer_are_mapped_while_the_bytes_of_the_one_before_travel(monkeypatch: Any, wrapped: Any) -> None:
+    """On an H100 mapping a layer's pages takes nearly as long as copying its int4."""
+    from elastic.memory.copy_engine import FutureHandle, ThreadCopyEngine
+    from elastic.memory.weight_buffer import WeightBuffer
+
+    rt = wrapped(build("llama-gqa"), variants=("int4",)).elastic
+    order: list[str] = []
+
+    def noted(word: str, call: Any) -> Any:
+        def note(*args: Any, **kwargs: Any) -> Any:
+            order.append(word)
+            return call(*args, **kwargs)
+
+        return note
+
+    for name, owner, method in (
+        ("mapped", WeightBuffer, "allocate"),
+        ("sent", ThreadCopyEngine, "copy"),
+        ("there", FutureHandle, "finish"),
+    ):
+        monkeypatch.setattr(owner, method, noted(name, getattr(owner, method)))
+    rt.swap([0, 1, 2], "int4")
+    assert order == ["mapped", "sent", "mapped", "there", "sent", "mapped", "there", "sent", "there"]
+
+
 def test_models_of_a_process_share_one_host_copy_of_each_variant(wrapped: Any) -> None:
     first = wrapped(build("llama-gqa"), [small(64 << 20, "cpu#0")], variants=VARIANTS)
     alone = first.elastic.status().host
