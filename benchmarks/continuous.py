@@ -74,7 +74,9 @@ def stock(manager: Any, asked: list[list[int]]) -> list[list[int]]:
     names = manager.add_requests(asked, max_new_tokens=NEW)
     tokens = {}
     while len(tokens) < len(asked):
-        result = manager.get_result(timeout=60)
+        result = manager.get_result(timeout=20)
+        if result is None:
+            raise TimeoutError("transformers' batching has not answered for 20 s")
         tokens[result.request_id] = result.generated_tokens
     return [tokens[name] for name in names]
 
@@ -107,14 +109,19 @@ def compare(name: str, make: Callable[[], Any], count: int, options: Any, rounds
         works = {"elastic": lambda: ours(engine, asked), "transformers": lambda: stock(manager, asked)}
         if options.earlier:
             works["earlier"] = stack.enter_context(EarlierCheckout(options, f"{name}/{count}")).round
-        times = paired(works, device, rounds, warmup=1)
+        try:
+            times = paired(works, device, rounds, warmup=1)
+        except TimeoutError as error:  # as on an H100, with transformers 5.17
+            print(f"{name}, {count} requests: {error}", flush=True)
+            del works["transformers"]
+            times = paired(works, device, rounds, warmup=1)
     engine.stop()
     elastic.unwrap(wrapped)
     return {
         "requests": count,
         "prepack": options.prepack,
         "tokens_per_s": {name: count * NEW / statistics.median(t) for name, t in times.items()},
-        "throughput_ratio": ratio(times["transformers"], times["elastic"]),
+        "throughput_ratio": ratio(times["transformers"], times["elastic"]) if "transformers" in times else None,
         "over_earlier": ratio(times["earlier"], times["elastic"]) if options.earlier else None,
         "same_continuations": same,
     }
@@ -150,8 +157,8 @@ def main() -> None:
                     name,
                     count,
                     f"{speed['elastic']:.0f}",
-                    f"{speed['transformers']:.0f}",
-                    show(figures["throughput_ratio"]),
+                    f"{speed['transformers']:.0f}" if "transformers" in speed else "",
+                    show(figures["throughput_ratio"]) if figures["throughput_ratio"] else "",
                     show(earlier) if earlier else "",
                     f"{figures['same_continuations']:.0%}",
                 ]
