@@ -28,7 +28,14 @@ def _codes_at(row, k, inside, inputs, BITS: tl.constexpr):  # type: ignore[no-un
     return codes
 
 
-codes_at = triton.jit(_codes_at)
+def _weights_of(codes, pair, inside, BITS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Return the weights of codes, float32, by the scales and offsets that lie in pairs at pointers."""
+    scale = tl.load(pair, mask=inside, other=0.0).to(tl.float32)
+    offset = tl.load(pair + 1, mask=inside, other=0.0).to(tl.float32)
+    return (codes - (1 << (BITS - 1))).to(tl.float32) * scale + offset
+
+
+codes_at, weights_of = triton.jit(_codes_at), triton.jit(_weights_of)
 
 
 def _product(  # type: ignore[no-untyped-def]  # triton reads annotations, and knows no globals in them but its own
@@ -59,9 +66,7 @@ def _product(  # type: ignore[no-untyped-def]  # triton reads annotations, and k
         values = tl.load(x + m.to(tl.int64)[:, None] * inputs + k[None, :], mask=in_m[:, None], other=0.0)
         codes = codes_at(row, k[:, None], in_n[None, :], inputs, BITS)
         pair = scales + ((start // group) * outputs + n) * 2
-        scale = tl.load(pair, mask=in_n, other=0.0).to(tl.float32)
-        offset = tl.load(pair + 1, mask=in_n, other=0.0).to(tl.float32)
-        weights = (codes - (1 << (BITS - 1))).to(tl.float32) * scale[None, :] + offset[None, :]
+        weights = weights_of(codes, pair[None, :], in_n[None, :], BITS)
         total = tl.dot(values, weights.to(values.dtype), total, input_precision="ieee")
     target = y + m.to(tl.int64)[:, None] * outputs + n[None, :]
     tl.store(target, total.to(y.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
@@ -137,9 +142,7 @@ def _expand_codes(  # type: ignore[no-untyped-def]
         codes = tl.load(packed + words * PAIRS + (block % PAIRS)[None, :], mask=inside, other=0)
         codes = codes >> shift[None, :] & 15
     pair = scales + ((k // group)[None, :] * outputs + row) * 2
-    scale = tl.load(pair, mask=inside, other=0.0).to(tl.float32)
-    offset = tl.load(pair + 1, mask=inside, other=0.0).to(tl.float32)
-    weights = (codes - (1 << (BITS - 1))).to(tl.float32) * scale + offset
+    weights = weights_of(codes, pair, inside, BITS)
     tl.store(y + (row - start) * inputs + k[None, :], weights.to(y.dtype.element_ty), mask=inside)
 
 

@@ -59,7 +59,7 @@ def keep_largest(scores: torch.Tensor, config: Sparse, *, per_output: bool) -> t
     least = groups.topk(kept, dim=1, sorted=False).values.amin(1, keepdim=True)
     above, equal = groups > least, groups == least
     left = kept - above.sum(1, keepdim=True)
-    return (above | (equal & (equal.cumsum(1) <= left))).view(outputs, inputs)
+    return (above | (equal & (equal.cumsum(1, dtype=torch.int32) <= left))).view(outputs, inputs)
 
 
 def _checked(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -71,8 +71,9 @@ def continuation(model: Any, prompt: Sequence[int], tokens: int) -> list[int]:
 
 
 def identity(model: Any) -> bytes:
-    """A digest of a model's modules, config and weights."""
-    said = hashlib.sha1(f"{model}{model.config}{model.config._attn_implementation}{model.device}".encode())
+    """A digest of a model's modules, configs and weights."""
+    config = f"{model.config}{model.config._attn_implementation}{model.generation_config}"
+    said = hashlib.sha1(f"{model}{config}{model.device}".encode())
     for name, tensor in model.state_dict().items():
         said.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
         said.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
