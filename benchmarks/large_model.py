@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import CACHE, KEEP, SEED, Kept, arguments, budget, finish, paired, ratio, seconds, table, twin
+from common import KEEP, SEED, Kept, arguments, budget, finish, paired, ratio, seconds, table, twin
+from decode import ROOM, STEPS, decode, fill
 from drop import FORMS, exchanged
 from serving import flat, fleet, save_model, summary, warm_up
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
@@ -37,7 +39,6 @@ SIZES = {
     "13B": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
     "quick": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8},
 }
-STEPS, ROOM = 3, 256
 
 
 def build(size: str, device: str) -> LlamaForCausalLM:
@@ -52,18 +53,6 @@ def build(size: str, device: str) -> LlamaForCausalLM:
         torch.set_default_dtype(torch.float32)
 
 
-def decode(model: Any, cache: Any, context: int, device: str) -> Callable[[], None]:
-    """Fill a cache by the model itself, and make decode steps."""
-    token = torch.ones(1, 1, dtype=torch.long, device=device)
-    model(torch.randint(3, 32000, (1, context), device=device), **{CACHE: cache})
-
-    def work() -> None:
-        for _ in range(STEPS):
-            model(token, **{CACHE: cache})
-
-    return work
-
-
 def step(size: str, options: Any) -> dict[str, Any]:
     device, quick = options.device, size == "quick"
     plain = build(size, device)
@@ -75,7 +64,10 @@ def step(size: str, options: Any) -> dict[str, Any]:
             "static": (plain, StaticCache(config=plain.config, max_cache_len=context + ROOM)),
             "elastic": (wrapped, elastic.ElasticCache(wrapped)),
         }
-        works = {name: decode(model, cache, context, device) for name, (model, cache) in caches.items()}
+        works = {
+            name: decode(model, fill(cache, model.config, context, model.dtype, device), device)
+            for name, (model, cache) in caches.items()
+        }
         times = paired(works, device, options.rounds)
         results[f"{context} tokens"] = {
             "ms": {name: 1e3 * statistics.median(took) / STEPS for name, took in times.items()},
@@ -92,9 +84,9 @@ def step(size: str, options: Any) -> dict[str, Any]:
 def speed_of(model: Any, options: Any) -> dict[str, float]:
     """Return the milliseconds of a decode step and of a prefill as the model is now."""
     context = 64 if options.quick else 512
-    cache = elastic.ElasticCache(model)
+    cache = fill(elastic.ElasticCache(model), model.config, context, model.dtype, options.device)
     prompt = torch.randint(3, 32000, (1, 4 * context), device=options.device)
-    works = {"step": decode(model, cache, context, options.device), "prefill": lambda: model(prompt)}
+    works = {"step": decode(model, cache, options.device), "prefill": lambda: model(prompt)}
     times = paired(works, options.device, options.rounds)
     return {
         "step_ms": 1e3 * statistics.median(times["step"]) / STEPS,
@@ -158,7 +150,7 @@ def actions(size: str, options: Any) -> dict[str, Any]:
 
 def drop(size: str, options: Any) -> dict[str, Any]:
     device, layers, quick = options.device, SIZES[size]["num_hidden_layers"], size == "quick"
-    figures: dict[str, dict[str, list[float]]] = {}
+    figures: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = save_model(
             Path(folder),
@@ -186,11 +178,13 @@ ROWS = {row.__name__: row for row in (step, actions, drop)}
 
 def main() -> None:
     more = {
-        "size": {"choices": list(SIZES), "default": "7B"},
+        "size": {"choices": ["7B", "13B"], "default": "7B"},
         "only": {"nargs": "*", "choices": list(ROWS), "help": "rows to take"},
         "keep": KEEP,
     }
     options = arguments(__doc__.splitlines()[0], **more)
+    if options.size == "13B" and "drop" in (options.only or ()):
+        sys.exit("--only drop: two ranks of 13B have no room for KV beside them on one GPU; use --size 7B")
     options.rounds = 1 if options.quick else min(options.rounds, 5)
     size = "quick" if options.quick else options.size
     results: dict[str, Any] = {"size": size}
