@@ -59,7 +59,10 @@ class ForkServer:
 
     def _fork_next(self) -> int | None:
         """Take a wish and fork a rank; return its pidfd, 0 if that could not be, None if nobody asks any more."""
-        data, descriptors, _, _ = socket.recv_fds(self._asking, MOST_BYTES, 1)
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._asking, MOST_BYTES, 1)
+        except ConnectionResetError:  # it ended before it had read all that was told
+            return None
         if not data:
             return None
         wish = json.loads(data)

@@ -25,6 +25,7 @@ from elastic.cluster.control.handshake import compare_protocols
 from elastic.cluster.control.messages import Beat, Refused
 from elastic.cluster.launch import local as module
 from elastic.cluster.launch.base import RankSpec
+from elastic.cluster.launch.fork_server import ForkServer
 from elastic.cluster.launch.local import LocalLauncher
 from elastic.cluster.rank import process
 from elastic.cluster.rank.spec import rank_places
@@ -202,6 +203,18 @@ def test_with_the_fork_server_its_ranks_end_and_another_takes_its_place() -> Non
     again.end()
 
 
+def test_a_fork_server_ends_in_silence_with_one_that_had_not_read_all() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server = ForkServer(theirs, os.getpid())
+    try:
+        theirs.send(b"not read")
+        ours.close()
+        server.run()
+    finally:
+        os.close(server._parent)
+        theirs.close()
+
+
 def test_without_a_fork_server_no_socket_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs, connected = [], socket.socketpair
 
@@ -276,6 +289,7 @@ FLEET = """
 import os, signal, sys
 from elastic.assets import MODEL_DIR
 from elastic.cluster.launch.base import RankSpec
+from elastic.cluster.launch.fork_server import ForkServer
 from elastic.cluster.launch.local import LocalLauncher
 launcher = LocalLauncher()
 ranks = [launcher.start(RankSpec(f"r{i}", MODEL_DIR, ("cpu=32MiB",))) for i in range(3)]
