@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import inspect
 import json
 import os
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +148,14 @@ class Kept:
     """Figures of a benchmark in a file, so that one that was interrupted goes on where it was; without a file, none."""
 
     def __init__(self, path: Path | None) -> None:
+        """Raises `SystemExit` where the file is of other code or of another machine: figures of both say nothing."""
         self._path = path
-        self._found: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        self._found: dict[str, Any] = {"taken by": taken_by()}
+        if path is not None and path.exists():
+            was, now = json.loads(path.read_text()), self._found["taken by"]
+            if was.get("taken by") != now:
+                raise SystemExit(f"{path} is of {was.get('taken by')}, and this is {now}; remove it to begin anew")
+            self._found = was
 
     def take(self, name: str, take: Callable[[], Any]) -> Any:
         """Return the figures of a name, as JSON has them; take them if there are none yet."""
@@ -158,6 +166,17 @@ class Kept:
                 whole.write_text(json.dumps(self._found))
                 whole.replace(self._path)
         return self._found[name]
+
+
+def taken_by() -> dict[str, str]:
+    """Say what figures are of that are taken now: which kind of machine, and which code."""
+    described = machine("cuda:0" if torch.cuda.is_available() else "cpu")
+    code, library = hashlib.sha256(), find_spec("elastic")
+    assert library is not None
+    for root in (Path(__file__).parent, *map(Path, library.submodule_search_locations or ())):
+        for path in sorted(root.rglob("*.py")):
+            code.update(path.read_bytes())
+    return {"machine": f"{described['device']}, {described['isa']}", "code": code.hexdigest()[:16]}
 
 
 class Repeater(threading.Thread):
