@@ -1,14 +1,15 @@
 """Deployments by intent: what estimates choose, what changes cost, and what measuring disturbs (iServe).
 
-    python benchmarks/deploy.py
+    python benchmarks/deploy.py [--only choice re-plan harvest]
 
 choice: a random model is deployed in every configuration that two places of this machine allow, round after round in
-random order, so that a change of the machine's pace does not tell on one of them alone. For each intent, the one that
-estimates from fingerprints choose is compared with the one that is measured to be best, round by round: its regret
-(median of the rounds; target: 5 %). What ranks do to each other, by exchanges and by memory that they share, is
-measured, too, once; `regret with assumed links` is that of the choice without. `others`: cores that other processes
-kept busy meanwhile. Beside them a stage that waits for the other one is served sooner than a rank that always computes,
-so figures are void where they are more than a few hundredths.
+random order, so that a change of the machine's pace does not tell on one of them alone. Requests come one at a time,
+and that is what is estimated: at a fixed rate they wait for one another on a slow machine alone. For each intent, the
+configuration that estimates from fingerprints choose is compared with the one that is measured to be best, round by
+round: its regret (median of the rounds; target: 5 %). What ranks do to each other, by exchanges and by memory that they
+share, is measured, too, once; `regret with assumed links` is that of the choice without. `others`: cores that other
+processes kept busy meanwhile. Beside them a stage that waits for the other one is served sooner than a rank that always
+computes, so figures are void where they are more than a few hundredths.
 re-plan: the intent changes again and again while requests arrive; none may be lost, and what is reached must be
 what was estimated to be best. harvest: requests arrive at a load below 30 % of a place, by turns beside a guest that
 measures fingerprints and without one; printed is the share of them that keeps their objectives (target: 4 points less
@@ -46,6 +47,9 @@ from elastic.planning.estimate.intent import Intent, Objective
 from elastic.planning.estimate.performance import Load
 
 FORMS = ("full", "int8")
+PARTS = ("choice", "re-plan", "harvest")
+SELDOM = 0.01
+"""Requests a second of which none waits for another."""
 REQUESTS = 3
 """Of each configuration in a round."""
 OBJECTIVES: tuple[Objective, ...] = ("latency", "cost", "memory", "gpu_hours")
@@ -234,14 +238,16 @@ def harvest(path: str, clocked: Clocked, rate: float, seconds: float, pairs: int
 
 
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0])
+    parts = {"only": {"nargs": "+", "choices": PARTS, "default": PARTS, "help": "instead of all"}}
+    options = arguments(__doc__.splitlines()[0], **parts)
     layers, hidden, rounds = (6, 256, 3) if options.quick else (16, 768, 9)
     torch.manual_seed(SEED)
     config = transformers.LlamaConfig(
         vocab_size=4096, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
         num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024,
     )  # fmt: skip
-    load = Load(96, 32, 0.5)
+    load, alone = Load(96, 32, 0.5), Load(96, 32, SELDOM)
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         transformers.AutoModelForCausalLM.from_config(config).eval().save_pretrained(folder)
         store = ProfileStore(folder)
@@ -251,25 +257,35 @@ def main() -> None:
         options_of_fleets = {"beat_timeout_s": 20.0}
         made = Deployments(devices, weights=FORMS, replanning=None, store=store, fleet=options_of_fleets)
         with made as fleet:
-            fleet.deploy(folder, "latency", name="model", load=load)
+            fleet.deploy(folder, "latency", name="model", load=alone)
             deployed = fleet._named("model")
             clocked = Clocked(fleet["model"], load, config.vocab_size)
-            chosen = choice(deployed, load, clocked, rounds)
-            replanned = replan(fleet, deployed, load, clocked, 4 if options.quick else 20)
-            fleet.intend("model", Intent("latency", quality_loss=0.0), load=load)
-            busy_s = clocked.seconds()
-            harvested = harvest(
-                folder, clocked, 0.2 / busy_s, 8.0 if options.quick else 60.0, 1 if options.quick else 3
-            )
-    rows = [
-        [f"{value:.1%}" if isinstance(value, float) else value for key, value in row.items() if key != "others"]
-        for row in chosen
-    ]
-    table(["intent", "chosen", "best measured", "regret", "with assumed links", "regret"], rows)
-    print(f"others kept {chosen[0]['others']:.2f} cores busy")
-    for title, result in (("re-plan", replanned), ("harvest", harvested)):
-        table([title, ""], [[name, f"{value:.4g}"] for name, value in result.items()])
-    finish("deploy", options.device, {"choice": chosen, "re-plan": replanned, "harvest": harvested})
+            if "choice" in options.only:
+                results["choice"] = choice(deployed, alone, clocked, rounds)
+            if "re-plan" in options.only:
+                results["re-plan"] = replan(fleet, deployed, load, clocked, 4 if options.quick else 20)
+            if "harvest" in options.only:
+                fleet.intend("model", Intent("latency", quality_loss=0.0), load=load)
+                rate = 0.2 / clocked.seconds()
+                results["harvest"] = harvest(
+                    folder, clocked, rate, 8.0 if options.quick else 60.0, 1 if options.quick else 3
+                )
+    show_results(results)
+    finish("deploy", options.device, results)
+
+
+def show_results(results: dict[str, Any]) -> None:
+    """Print a table of each part that was run."""
+    if chosen := results.get("choice"):
+        rows = [
+            [f"{value:.1%}" if isinstance(value, float) else value for key, value in row.items() if key != "others"]
+            for row in chosen
+        ]
+        table(["intent", "chosen", "best measured", "regret", "with assumed links", "regret"], rows)
+        print(f"others kept {chosen[0]['others']:.2f} cores busy")
+    for title in ("re-plan", "harvest"):
+        if title in results:
+            table([title, ""], [[name, f"{value:.4g}"] for name, value in results[title].items()])
 
 
 if __name__ == "__main__":
