@@ -20,7 +20,7 @@ from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.least_squares import not_negative
 from elastic.planning.pipeline.chunk_cost import BatchTiming
 from elastic.sim.core.step_seconds import MeasuredPace, MeasuredStep
-from elastic.sim.mechanisms.model import LayeredModel
+from elastic.sim.mechanisms.model import LayeredModel, Links
 
 CONTENTIONS = tuple(0.1 * number for number in range(9))
 """That are tried."""
@@ -30,6 +30,8 @@ ROUNDS = 2
 FEW = 0.1
 """Of its time, while another step is computed: it is taken to be by itself."""
 REST = LayeredModel.rest
+STAGES = Links(bytes_s=1e9, hop_s=3e-4)
+"""Of ranks of which nobody measured what is between them."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Fitted:
     """An exchange of ranks that share layers: what they wait for,"""
     core_s: float = 0.0
     """and what it takes of each of them."""
+    stages: Links = STAGES
+    """What is between ranks that are stages; the bytes of an exchange take as long."""
 
     @property
     def error(self) -> float:

@@ -30,9 +30,12 @@ from sim_runs import (
 
 import elastic
 from elastic.bench.traces.trace import Trace, TraceRequest
+from elastic.cluster.fleet.profiling.handovers import measure_handovers
+from elastic.cluster.peers.link_profile import measure_link
 from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.instance import PlacePages
+from elastic.sim.mechanisms.model import Links
 from elastic.sim.quantiles import QuantileSketch
 from elastic.sim.report import Report
 
@@ -50,6 +53,7 @@ SYSTEMS = {
 """In the first two requests wait until an instance has room for all that they may need. The last two lose a rank, with
 which they end: they serve one kind of requests."""
 SECONDS, QUICK_S = 14.0, 6.0
+HANDOVER_ROUNDS = 5
 LENGTHS = {  # median and sigma of the logarithm, of prompts and answers
     "conv": ((300.0, 0.8), (80.0, 0.5)),
     "code": ((800.0, 0.6), (20.0, 0.6)),
@@ -100,6 +104,8 @@ class Measured:
     shared: dict[str, list[TimedStep]] = field(default_factory=dict)
     messages_s: list[float] = field(default_factory=list)
     """From the fleet to a rank: the tenth part of what requests wait for their first step, in each calibration."""
+    stages: Links | None = None
+    """What is between two ranks that are stages, and around it: as a deployment measures it, with no request."""
     runs: list[RealRun] = field(default_factory=list)
 
     def add(self, other: Measured) -> None:
@@ -107,7 +113,14 @@ class Measured:
         self.alone |= other.alone
         self.shared |= other.shared
         self.messages_s += other.messages_s
+        self.stages = self.stages or other.stages
         self.runs += other.runs
+
+
+def measured_stages() -> Links:
+    """Measure what `Measured.stages` has. Nothing else runs."""
+    link = measure_link()
+    return Links(1 / link.each_s, link.fixed_s, stage_s=measure_handovers(link, HANDOVER_ROUNDS).stage_s)
 
 
 def calibration(seconds: float, ranks: int, seed: int) -> Trace:

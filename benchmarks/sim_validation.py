@@ -4,11 +4,12 @@
 
 Ranks are pinned to a core each and serve a Llama in which attention takes as long as all else at 1,000 tokens. Each
 fleet serves requests of no run first, of which the seconds of every step that the ranks computed are written down;
-these calibrate (`sim_fit.py`). Then every kind of requests comes to every system, with memory for about as many tokens
-as live on average and with plenty of it (`sim_served.py`), and the same requests, at the same times, to the simulator,
-five times with other noise, of which the median counts. Rates are set by a first cost so that prompts and answers keep
-ranks busy for a share of the time: they hold on any machine. `--record FILE` only serves, and writes down what was
-measured; `--replay FILE ...` only simulates what was written down.
+these calibrate (`sim_fit.py`). What is between two stages is measured before, as deployments do it. Then every kind of
+requests comes to every system, with memory for about as many tokens as live on average and with plenty of it
+(`sim_served.py`), and the same requests, at the same times, to the simulator, five times with other noise, of which the
+median counts. Rates are set by a first cost so that prompts and answers keep ranks busy for a share of the time: they
+hold on any machine. `--record FILE` only serves, and writes down what was measured; `--replay FILE ...` only simulates
+what was written down.
 
 What is off may be the schedule, or the seconds. So ranks are simulated, too, that are as fast at each moment as the
 real ones were: by each of their steps, which leaves the schedule, and in the mean of each second, which leaves the
@@ -45,7 +46,19 @@ from sim_runs import (
     SAMPLE_S,
     save_attentive_model,
 )
-from sim_served import FIGURES, LENGTHS, PLACES, QUICK_S, SECONDS, SYSTEMS, Measured, RealRun, Served, figures
+from sim_served import (
+    FIGURES,
+    LENGTHS,
+    PLACES,
+    QUICK_S,
+    SECONDS,
+    SYSTEMS,
+    Measured,
+    RealRun,
+    Served,
+    figures,
+    measured_stages,
+)
 
 from elastic.bench.traces.trace import Trace
 from elastic.cluster.fleet.planning.policies import chosen
@@ -58,8 +71,6 @@ from elastic.sim.run import Run
 from elastic.sim.scenario import FleetOptions, Scenario, SimulatedModel
 from elastic.sim.workload import RequestSource
 
-LINK_BYTES_S = 1e9
-"""Between ranks: assumed; what a message takes besides is fitted to a run of its own."""
 TARGETS = dict(zip(FIGURES, (0.05, 0.05, 0.05, 0.05, 0.10, 0.10, None, None), strict=True))
 SEEDS = 5
 LEAD_S = 1.0
@@ -92,6 +103,7 @@ def fitted_to(measured: Measured) -> dict[str, Fitted]:
     found = {}
     for name, attention in (("simulated", True), ("without attention", False)):
         each = fit(measured.alone, attention=attention)
+        each = replace(each, stages=measured.stages or each.stages)
         found[name] = with_shared_layers(each, measured.shared) if measured.shared else each
     return found
 
@@ -129,7 +141,8 @@ def rank_model(real: RealRun, fitted: Fitted, message_s: float) -> RankModel:
 
 def simulated_once(real: RealRun, model: RankModel, fitted: Fitted, seed: int = 0) -> Simulated:
     trace, system = later(real.trace), SYSTEMS[real.system]
-    links = Links(bytes_s=LINK_BYTES_S, hop_s=fitted.hop_s, core_s=fitted.core_s)
+    shared = Links(fitted.stages.bytes_s, fitted.hop_s, fitted.core_s)
+    links = shared if system.tp > 1 else fitted.stages
     layered = LayeredModel(model, system.tp, system.tp, PAGE_BYTES, 4 * HIDDEN, links=links)
     plain = system.policy is None and system.alone and system.kill is None
     faults = () if real.kill_s is None else (Fault(LEAD_S + real.kill_s, "kill", 1),)
@@ -259,6 +272,7 @@ def served(options: argparse.Namespace) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         path = save_attentive_model(Path(folder) / "model")
         found = Served(path, Path(folder), QUICK_S if options.quick else SECONDS, options.tries)
+        found.measured.stages = measured_stages()
         for memory in options.memory:
             for system in options.systems:
                 found.serve(memory, system, loads)

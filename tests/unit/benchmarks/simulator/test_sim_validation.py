@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from sim_behaviour import Behaviour
-from sim_fit import Fitted
+from sim_fit import STAGES, Fitted
 from sim_runs import TimedStep
 from sim_served import FIGURES, SYSTEMS, Measured, RealRun, calibration, load_of
 from sim_validation import (
@@ -32,6 +32,7 @@ from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.sim.core import fleet
 from elastic.sim.core.executor import LocalExecutor
 from elastic.sim.core.instance import PlacePages
+from elastic.sim.mechanisms.model import Links
 
 PASSES: dict[str, Any] = {"missed": [], "turned": []}
 MISSES = {**PASSES, "missed": ["kv_use"]}
@@ -139,10 +140,12 @@ class RecordedExecutor(LocalExecutor):
         return future
 
 
-def served(cost: LayerCost, trace: Trace, system: str, load: str, memory: str, seed: int) -> RealRun:
+def served(
+    cost: LayerCost, trace: Trace, system: str, load: str, memory: str, seed: int, stages: Links = STAGES
+) -> RealRun:
     """A run as if it were real, of ranks with this cost and with noise of their own."""
     made: list[RecordedExecutor] = []
-    known = Fitted(cost, 0.0, (), {})
+    known = Fitted(cost, 0.0, (), {}, stages=stages)
     ranks = tuple(range(SYSTEMS[system].ranks))
     about = (load, load, memory, system, trace, PLACES[memory])
     asked = RealRun(*about, {}, [], ("before", "after"), LEAD_S, ranks, 0.0, Behaviour())
@@ -179,6 +182,19 @@ def test_a_simulator_without_the_attention_term_fails_where_the_right_one_passes
     assert bool(results["without attention"]["missed"]) == attention
     told = {name: verdict["tells_simulator_from_null"] for name, verdict in verdicts(results).items()}
     assert told == {"simulated": attention, "each step's pace": True, "each second's pace": attention}
+
+
+@pytest.mark.parametrize("system", ["stages", "tp"])
+def test_what_was_measured_between_stages_is_what_stages_take_and_no_others(system: str) -> None:
+    trace = load_of("conv", SYSTEMS[system].busy, SECONDS, WITH_ATTENTION).trace(7)
+    near, far = (
+        served(WITH_ATTENTION, trace, system, "conv", "roomy", 1, replace(STAGES, hop_s=hop_s, stage_s=hop_s))
+        for hop_s in (0.0, 1e-2)
+    )
+    if system == "stages":  # some of which is hidden behind other batches
+        assert far.figures["p50_tpot_s"] > near.figures["p50_tpot_s"] + 1e-2
+    else:
+        assert far.figures == near.figures
 
 
 @pytest.mark.parametrize("system", ["two-killed", "tp-killed"])
