@@ -30,7 +30,7 @@ ROUNDS = 2
 FEW = 0.1
 """Of its time, while another step is computed: it is taken to be by itself."""
 REST = LayeredModel.rest
-STAGES = Links(bytes_s=1e9, hop_s=3e-4)
+STAGE_LINKS = Links(bytes_s=1e9, hop_s=3e-4)
 """Of ranks of which nobody measured what is between them."""
 
 
@@ -51,7 +51,7 @@ class Fitted:
     """An exchange of ranks that share layers: what they wait for,"""
     core_s: float = 0.0
     """and what it takes of each of them."""
-    stages: Links = STAGES
+    stage_links: Links = STAGE_LINKS
     """What is between ranks that are stages; the bytes of an exchange take as long."""
 
     @property

@@ -104,7 +104,7 @@ class Measured:
     shared: dict[str, list[TimedStep]] = field(default_factory=dict)
     messages_s: list[float] = field(default_factory=list)
     """From the fleet to a rank: the tenth part of what requests wait for their first step, in each calibration."""
-    stages: Links | None = None
+    stage_links: Links | None = None
     """What is between two ranks that are stages, and around it: as a deployment measures it, with no request."""
     runs: list[RealRun] = field(default_factory=list)
 
@@ -113,12 +113,12 @@ class Measured:
         self.alone |= other.alone
         self.shared |= other.shared
         self.messages_s += other.messages_s
-        self.stages = self.stages or other.stages
+        self.stage_links = self.stage_links or other.stage_links
         self.runs += other.runs
 
 
-def measured_stages() -> Links:
-    """Measure what `Measured.stages` has. Nothing else runs."""
+def measured_stage_links() -> Links:
+    """Measure what `Measured.stage_links` has. Nothing else runs."""
     link = measure_link()
     return Links(1 / link.each_s, link.fixed_s, stage_s=measure_handovers(link, HANDOVER_ROUNDS).stage_s)
 

@@ -57,7 +57,7 @@ from sim_served import (
     RealRun,
     Served,
     figures,
-    measured_stages,
+    measured_stage_links,
 )
 
 from elastic.bench.traces.trace import Trace
@@ -103,7 +103,7 @@ def fitted_to(measured: Measured) -> dict[str, Fitted]:
     found = {}
     for name, attention in (("simulated", True), ("without attention", False)):
         each = fit(measured.alone, attention=attention)
-        each = replace(each, stages=measured.stages or each.stages)
+        each = replace(each, stage_links=measured.stage_links or each.stage_links)
         found[name] = with_shared_layers(each, measured.shared) if measured.shared else each
     return found
 
@@ -141,8 +141,8 @@ def rank_model(real: RealRun, fitted: Fitted, message_s: float) -> RankModel:
 
 def simulated_once(real: RealRun, model: RankModel, fitted: Fitted, seed: int = 0) -> Simulated:
     trace, system = later(real.trace), SYSTEMS[real.system]
-    shared = Links(fitted.stages.bytes_s, fitted.hop_s, fitted.core_s)
-    links = shared if system.tp > 1 else fitted.stages
+    shared = Links(fitted.stage_links.bytes_s, fitted.hop_s, fitted.core_s)
+    links = shared if system.tp > 1 else fitted.stage_links
     layered = LayeredModel(model, system.tp, system.tp, PAGE_BYTES, 4 * HIDDEN, links=links)
     plain = system.policy is None and system.alone and system.kill is None
     faults = () if real.kill_s is None else (Fault(LEAD_S + real.kill_s, "kill", 1),)
@@ -272,7 +272,7 @@ def served(options: argparse.Namespace) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         path = save_attentive_model(Path(folder) / "model")
         found = Served(path, Path(folder), QUICK_S if options.quick else SECONDS, options.tries)
-        found.measured.stages = measured_stages()
+        found.measured.stage_links = measured_stage_links()
         for memory in options.memory:
             for system in options.systems:
                 found.serve(memory, system, loads)

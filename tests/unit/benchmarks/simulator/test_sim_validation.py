@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from sim_behaviour import Behaviour
-from sim_fit import STAGES, Fitted
+from sim_fit import STAGE_LINKS, Fitted
 from sim_runs import TimedStep
 from sim_served import FIGURES, SYSTEMS, Measured, RealRun, calibration, load_of
 from sim_validation import (
@@ -141,11 +141,11 @@ class RecordedExecutor(LocalExecutor):
 
 
 def served(
-    cost: LayerCost, trace: Trace, system: str, load: str, memory: str, seed: int, stages: Links = STAGES
+    cost: LayerCost, trace: Trace, system: str, load: str, memory: str, seed: int, links: Links = STAGE_LINKS
 ) -> RealRun:
     """A run as if it were real, of ranks with this cost and with noise of their own."""
     made: list[RecordedExecutor] = []
-    known = Fitted(cost, 0.0, (), {}, stages=stages)
+    known = Fitted(cost, 0.0, (), {}, stage_links=links)
     ranks = tuple(range(SYSTEMS[system].ranks))
     about = (load, load, memory, system, trace, PLACES[memory])
     asked = RealRun(*about, {}, [], ("before", "after"), LEAD_S, ranks, 0.0, Behaviour())
@@ -188,7 +188,7 @@ def test_a_simulator_without_the_attention_term_fails_where_the_right_one_passes
 def test_what_was_measured_between_stages_is_what_stages_take_and_no_others(system: str) -> None:
     trace = load_of("conv", SYSTEMS[system].busy, SECONDS, WITH_ATTENTION).trace(7)
     near, far = (
-        served(WITH_ATTENTION, trace, system, "conv", "roomy", 1, replace(STAGES, hop_s=hop_s, stage_s=hop_s))
+        served(WITH_ATTENTION, trace, system, "conv", "roomy", 1, replace(STAGE_LINKS, hop_s=hop_s, stage_s=hop_s))
         for hop_s in (0.0, 1e-2)
     )
     if system == "stages":  # some of which is hidden behind other batches

@@ -289,7 +289,6 @@ FLEET = """
 import os, signal, sys
 from elastic.assets import MODEL_DIR
 from elastic.cluster.launch.base import RankSpec
-from elastic.cluster.launch.fork_server import ForkServer
 from elastic.cluster.launch.local import LocalLauncher
 launcher = LocalLauncher()
 ranks = [launcher.start(RankSpec(f"r{i}", MODEL_DIR, ("cpu=32MiB",))) for i in range(3)]
