@@ -42,23 +42,28 @@ class TokenBudget:
 
 @dataclass
 class CostBudget:
-    """Steps of equal cost: that of the `least` dearest tokens which are in the queue, those at the end of a prompt.
+    """Steps of equal cost: that of the `least` dearest tokens which are in the queue, those at the end of a prompt, or
+    of `usual` ones of prompts that have the least each, if that is more (None: it is not asked).
 
     So no step of the queue has fewer than `least` tokens while there are more, and none costs more than another; what
-    the decoding sequences of a step cost is of its share. `most` bounds the tokens of a step in any case. It is
-    KunServe's lookahead (section 4.3, figures 10 and 11), computed step by step: a plan of all batches would be one of
-    a queue that has changed by the next step. What the queue of a moment makes the share is the share until all that
+    the decoding sequences of a step cost is of its share. `most` bounds the tokens of a step in any case. With it as
+    `usual`, short prompts are cut about as by tokens: smaller steps would read weights more often. It is KunServe's
+    lookahead (section 4.3, figures 10 and 11), computed step by step: a plan of all batches would be one of a queue
+    that has changed by the next step. What the queue of a moment makes the share is the share until all that
     was in it is computed, or something dearer comes: else steps would become cheaper behind each long prompt.
     """
 
     cost: ChunkCost
     least: int
     most: int
+    usual: int | None = None
     _share_s: float = field(default=0.0, init=False, repr=False, compare=False)
     _looked_at: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require(1 <= self.least <= self.most, "least", self.least, f"from 1 to most={self.most}")
+        within = self.usual is None or self.least <= self.usual <= self.most
+        require(within, "usual", self.usual, f"from least={self.least} to most={self.most}")
 
     def tokens(self, decoding: Iterable[int], queue: Iterable[Chunk]) -> int:
         """Return the tokens that cost a step's share."""
@@ -73,9 +78,12 @@ class CostBudget:
     def _share(self, ahead: Sequence[Chunk]) -> float:
         """Return the seconds of a step, by what is in the queue, or was and has left something in it."""
         names = frozenset(chunk.request for chunk in ahead)
-        dearest = max(self.cost(chunk.cut(max(0, chunk.tokens - self.least))[1]) for chunk in ahead)
-        if dearest > self._share_s or self._looked_at.isdisjoint(names):
-            self._share_s, self._looked_at = dearest, names
+        share_s = max(self.cost(chunk.cut(max(0, chunk.tokens - self.least))[1]) for chunk in ahead)
+        if self.usual is not None:
+            short = [Chunk("", 0, self.least)] * (self.usual // self.least)
+            share_s = max(share_s, self.cost.batch(short))
+        if share_s > self._share_s or self._looked_at.isdisjoint(names):
+            self._share_s, self._looked_at = share_s, names
         return self._share_s
 
     def _within(self, queue: Iterable[Chunk], seconds: float, paid: float) -> int:

@@ -17,27 +17,31 @@ from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.planning.sharding.heads import kv_parts
 from elastic.planning.sharding.numbers import by_layer
 
-USUAL = Chunk("", 0, 256)
-"""By what this takes them in a layer ranks are compared."""
+COMPARED = Chunk("", 0, 8)
+"""By what this takes them in a layer ranks are compared: all have measured batches that are as small."""
+UNLIKE = 1.5
+"""So many times as long as another a rank must take, to be slower: it was measured once, for two seconds, perhaps while
+others loaded their models beside it."""
 
 
 class Budgets:
     """Of ranks, and of those that share layers together.
 
-    Where all ranks have as much memory it is no limit of a plan: layers then leave as much room everywhere as they take
-    elsewhere, and caps follow. Where some have more, each must have room for its stage, with the keys and values of
-    live requests, those that they are promised included.
+    Where all ranks have as much memory and are as fast, memory is no limit of a plan: layers then leave as much room
+    everywhere as they take elsewhere, and caps follow. Else each must have room for its stage, with the keys and values
+    of live requests, those that they are promised included.
     """
 
     def __init__(self, rooms: Mapping[str, Room], instances: Sequence[Instance]) -> None:
         """The instances are those of the rooms' ranks, at least one."""
         self._bytes = {rank: _memory_bytes(room) for rank, room in rooms.items()}
-        self._limited = len(set(self._bytes.values())) > 1
         self._units = {unit[0]: unit for unit in sharing(_complete({rank: room.path for rank, room in rooms.items()}))}
         self._kv = _kv_bytes(rooms, instances[0].kv_format)
         costs = {instance.name: instance.hello.cost for instance in instances}
-        seconds = {rank: cost.layer(USUAL) for rank, cost in costs.items() if cost is not None}
+        seconds = {rank: cost.layer(COMPARED) for rank, cost in costs.items() if cost is not None}
         self._seconds = seconds if seconds.keys() >= rooms.keys() else {}
+        unlike = any(self._slowness((rank,)) > 1.0 for rank in self._seconds)
+        self._limited = unlike or len(set(self._bytes.values())) > 1
 
     def fitted(self, held: Held) -> Held:
         """Return a rank, or those that share layers in the name of the first, as plans of drops are to see it."""
@@ -57,10 +61,11 @@ class Budgets:
         return replace(snapshot, groups=tuple(groups))
 
     def _slowness(self, unit: Collection[str]) -> float:
-        """Return how many times as long as the fastest they take, to a tenth: it was measured once."""
+        """Return how many times as long as the fastest they take, to a tenth; 1.0 below `UNLIKE`."""
         if not self._seconds:
             return 1.0
-        return round(max(self._seconds[rank] for rank in unit) / min(self._seconds.values()), 1)
+        slowness = max(self._seconds[rank] for rank in unit) / min(self._seconds.values())
+        return round(slowness, 1) if slowness >= UNLIKE else 1.0
 
 
 def _complete(paths: Mapping[str, LayerPath]) -> dict[str, LayerPath]:

@@ -103,6 +103,24 @@ def test_equal_prompts_are_cut_as_by_tokens(least: int) -> None:
     assert list(map(tuple, steps(CostBudget(COST, least, UNBOUNDED), queue))) == list(by_tokens(queue, least))
 
 
+def test_with_a_usual_number_short_prompts_are_cut_as_by_tokens() -> None:
+    queue = [Chunk(str(i), 0, 64) for i in range(32)]
+    assert list(map(tuple, steps(CostBudget(COST, 64, 256, 256), queue))) == list(by_tokens(queue, 256))
+    assert len(steps(CostBudget(COST, 64, 256), queue)) == 32
+    assert CostBudget(COST, 64, 256, 256).tokens((), [Chunk("short", 0, 90), Chunk("shorter", 0, 70)]) == 160
+
+
+@given(st.integers(0, 1000))
+def test_with_a_usual_number_steps_are_fewer_and_cost_the_same(seed: int) -> None:
+    """Where the last 64 tokens of a prompt cost no more than its first 256."""
+    cost = ChunkCost(2e-8, 2e-8, 2e-5, 1e-4, 1e-4)
+    queue = [chunk for chunk in heavy_tail(seed) if chunk.tokens <= 2000]
+    few, many = (steps(CostBudget(cost, 64, 256, usual), queue) for usual in (256, None))
+    costs = [cost.batch(batch) for batch in few[:-1]]
+    assert len(few) <= len(many)
+    assert max(costs, default=1.0) <= 1.1 * min(costs, default=1.0)
+
+
 def test_what_comes_later_goes_with_the_share_of_the_queue_or_raises_it() -> None:
     budget, long, short = CostBudget(COST, 64, UNBOUNDED), Chunk("long", 0, 3000), Chunk("short", 0, 2000)
     share = budget.tokens((), [long])
@@ -134,6 +152,12 @@ def test_what_decodes_is_of_the_share() -> None:
 def test_without_prompts_the_bound_is_all_there_is() -> None:
     assert CostBudget(COST, 64, 512).tokens([100, 200], ()) == 512
     assert TokenBudget(256).tokens([1], [Chunk("a", 0, 9)]) == 256
+
+
+@pytest.mark.parametrize("usual", [63, 513])
+def test_a_usual_number_that_cannot_be_is_refused(usual: int) -> None:
+    with pytest.raises(ConfigError, match=f"usual={usual}"):
+        CostBudget(COST, 64, 512, usual)
 
 
 @pytest.mark.parametrize("least", [0, 513])

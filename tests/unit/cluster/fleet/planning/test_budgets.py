@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from elastic.cluster.control.stage_questions import Room
-from elastic.cluster.fleet.planning.budgets import USUAL, Budgets
+from elastic.cluster.fleet.planning.budgets import COMPARED, Budgets
 from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading, MemberReading
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.pipeline.path import LayerPath
+from elastic.planning.arrangement.drop import PlannedGroup, drop_plan
 from elastic.planning.arrangement.stages import Held
 from elastic.planning.pipeline.chunk_cost import ChunkCost, ModelCost
 from elastic.planning.sharding.shard_pages import ShardPages
@@ -38,7 +39,9 @@ def alone(name: str, pages: int = 100, committed: int = 0, **other: Any) -> Room
 
 def budgets(*rooms: Room, kv: KVFormat = KV, seconds: Mapping[str, float] | None = None) -> Budgets:
     costs = {
-        name: ModelCost(ChunkCost(0.0, 0.0, each / USUAL.tokens, 0.0, 0.0), ChunkCost(0.0, 0.0, 0.0, 0.0, 0.0), LAYERS)
+        name: ModelCost(
+            ChunkCost(0.0, 0.0, each / COMPARED.tokens, 0.0, 0.0), ChunkCost(0.0, 0.0, 0.0, 0.0, 0.0), LAYERS
+        )
         for name, each in (seconds or {}).items()
     }
     instances: list[Any] = [
@@ -116,11 +119,25 @@ def test_sectors_of_several_groups_are_no_more_than_the_largest_group_needs() ->
 
 @pytest.mark.parametrize(
     ("seconds", "expected"),
-    [({}, [1.0, 1.0]), ({"a": 0.1}, [1.0, 1.0]), ({"a": 0.1, "b": 0.104}, [1.0, 1.0]), ({"a": 0.2, "b": 0.1}, [2, 1])],
+    [({}, [1.0, 1.0]), ({"a": 0.1}, [1.0, 1.0]), ({"a": 0.1, "b": 0.14}, [1.0, 1.0]), ({"a": 0.2, "b": 0.1}, [2, 1])],
 )
 def test_slower_ranks_are_known_where_all_have_measured_it(seconds: dict[str, float], expected: list[float]) -> None:
     told = budgets(alone("a"), alone("b"), seconds=seconds)
     assert [told.fitted(Held(name, ALL)).slowness for name in "ab"] == expected
+
+
+def test_a_slower_rank_has_fewer_layers_as_far_as_the_other_has_room() -> None:
+    """Else what was dropped for more keys and values would leave room for fewer."""
+    seconds, need = {"a": 0.5, "b": 0.1}, 1
+
+    def cut(committed: int) -> tuple[range, ...]:
+        told = budgets(alone("a", 60, committed), alone("b", 60, committed), seconds=seconds)
+        plan = drop_plan([PlannedGroup((told.fitted(Held(name, ALL)),)) for name in "ab"], (WEIGHT * PAGE,) * 4, need)
+        assert plan is not None
+        return plan.groups[0].stages
+
+    assert cut(committed=5) == (range(1), range(1, 4))
+    assert cut(committed=15) == (range(2), range(2, 4))
 
 
 def test_all_members_of_a_snapshot_are_fitted() -> None:
