@@ -202,21 +202,23 @@ def replan(fleet: Deployments, deployed: Deployed, load: Load, clocked: Clocked,
     """Change the intent again and again under requests; return what was lost, and whether the best was reached."""
     before, sender = len(clocked.told), threading.Thread(target=clocked.run, args=(3.0, 1.5 * changes))
     sender.start()
-    reached, seconds = [], []
+    reached, told = [], []
     for number in range(changes):
         intent = Intent(OBJECTIVES[number % 2 * 2], quality_loss=None if number % 2 else 0.0)
-        told = fleet.intend(deployed.name, intent, load=load)
+        told.append(fleet.intend(deployed.name, intent, load=load))
         best = deployed.best(load, intent)
         reached.append(isinstance(best, Deployment) and deployed.observed() == best.configuration)
-        seconds.append(told.seconds)
         time.sleep(1.0)
     sender.join()
     lost = sum(1 for request in list(clocked.told)[before:] if clocked.ended.get(request) != "length")
+    longest = max(told, key=lambda each: each.seconds)
     return {
         "requests": len(clocked.told) - before,
         "lost": lost,
         "reached": sum(reached) / len(reached),
-        "change_s": max(seconds),
+        "change_s": statistics.median(each.seconds for each in told if each.status == "applied"),
+        "longest_s": longest.seconds,
+        "longest": f"{longest.before} to {longest.after}, {[step.kind for step in longest.steps]}",
     }
 
 
@@ -285,7 +287,10 @@ def show_results(results: dict[str, Any]) -> None:
         print(f"others kept {chosen[0]['others']:.2f} cores busy")
     for title in ("re-plan", "harvest"):
         if title in results:
-            table([title, ""], [[name, f"{value:.4g}"] for name, value in results[title].items()])
+            shown = {
+                key: f"{value:.4g}" if not isinstance(value, str) else value for key, value in results[title].items()
+            }
+            table([title, ""], [list(pair) for pair in shown.items()])
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ class Measured:
 def measured_stage_links() -> Links:
     """Measure what `Measured.stage_links` has. Nothing else runs."""
     link = measure_link()
-    return Links(1 / link.each_s, link.fixed_s, stage_s=measure_handovers(link, HANDOVER_ROUNDS).stage_s)
+    return Links(1 / link.each_s, link.fixed_s, stage_s=measure_handovers(link, rounds=HANDOVER_ROUNDS).stage_s)
 
 
 def calibration(seconds: float, ranks: int, seed: int) -> Trace:

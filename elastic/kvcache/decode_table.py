@@ -86,7 +86,7 @@ class DecodeKernelTable:
             if shape.processor in mine:
                 kernels = {str(tokens): name for tokens, name in sorted(entry.items())}
                 dtype = str(shape.dtype).removeprefix("torch.")
-                rows.append(shape._asdict() | {"dtype": dtype, "kernels": kernels})
+                rows.append(shape._asdict() | {"dtype": dtype, "kernels": kernels, "among": list(KERNELS)})
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
@@ -96,7 +96,10 @@ class DecodeKernelTable:
             raise ConfigError(f"variant_cache: {path} cannot be written: {error}") from error
 
     def load(self, path: Path) -> None:
-        """Add what `save` wrote, where this table has no entry yet. Raises `ConfigError` for anything else."""
+        """Add what `save` wrote, where this table has no entry yet; what was chosen among others is measured anew.
+
+        Raises `ConfigError` for anything else.
+        """
         for row in _read(path):
             try:
                 shape, kernels = _from_row(row)
@@ -141,13 +144,10 @@ def measure_ahead(config: Any, dtype: torch.dtype, layouts: Mapping[torch.device
 
 def _from_row(row: dict[str, Any]) -> tuple[DecodeShape, dict[int, str]]:
     fields = {name: row[name] for name in DecodeShape._fields} | {"dtype": getattr(torch, row["dtype"])}
-    kernels = {int(tokens): name for tokens, name in row["kernels"].items()}
-    strange = [
-        f"{tokens}: {name}" for tokens, name in kernels.items() if tokens not in MEASURED_AT or name not in KERNELS
-    ]
-    if strange or not isinstance(fields["dtype"], torch.dtype):
-        raise ValueError(", ".join(strange) or row["dtype"])
-    return DecodeShape(**fields), kernels
+    if not isinstance(fields["dtype"], torch.dtype):
+        raise ValueError(row["dtype"])
+    kernels = {int(tokens): name for tokens, name in row["kernels"].items() if int(tokens) in MEASURED_AT}
+    return DecodeShape(**fields), kernels if row.get("among") == list(KERNELS) else {}
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -235,14 +235,38 @@ def test_a_damaged_table_is_refused_with_the_remedy(tmp_path: Path, text: str) -
         DecodeKernelTable().load(path)
 
 
-def test_an_unknown_kernel_in_a_table_is_refused(tmp_path: Path, timed: Any) -> None:
+def without_a_kernel(row: dict[str, Any]) -> None:
+    row["among"].remove("query_by_key")
+
+
+def with_another_kernel(row: dict[str, Any]) -> None:
+    row["among"].append("no_such_kernel")
+    row["kernels"] = dict.fromkeys(row["kernels"], "no_such_kernel")
+
+
+def as_written_before(row: dict[str, Any]) -> None:
+    del row["among"]
+
+
+def of_other_lengths(row: dict[str, Any]) -> None:
+    row["kernels"] = {"100": "key_by_query"}
+
+
+@pytest.mark.parametrize("change", [without_a_kernel, with_another_kernel, as_written_before, of_other_lengths])
+def test_what_was_chosen_among_other_kernels_or_lengths_is_measured_anew(
+    tmp_path: Path, timed: Any, change: Callable[[dict[str, Any]], None]
+) -> None:
     timed(sdpa=1.0, key_by_query=0.5, query_by_key=2.0)
     table, path = DecodeKernelTable(), tmp_path / FILE
     table.choose(SHAPE, 100, CPU, 2)
     table.save(path, ["some processor"])
-    path.write_text(path.read_text().replace("key_by_query", "no_such_kernel"))
-    with pytest.raises(ConfigError, match="no_such_kernel"):
-        DecodeKernelTable().load(path)
+    rows = json.loads(path.read_text())
+    change(*rows)
+    path.write_text(json.dumps(rows))
+    timed(sdpa=1.0, key_by_query=0.8, query_by_key=0.5)
+    again = DecodeKernelTable()
+    again.load(path)
+    assert again.choose(SHAPE, 100, CPU, 2) == "query_by_key"
 
 
 def begin_with_no_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from functools import partial
 
-from elastic.cluster.fleet.profiling.handovers import HANDOVER_ROUNDS, PLACE_BYTES, measure_handovers
+from elastic.cluster.fleet.profiling.handovers import HANDOVER_ROUNDS, measure_handovers, place_bytes
 from elastic.cluster.peers.link_profile import (
     READ_BYTES,
     REPEATS,
@@ -37,7 +37,7 @@ class LinkProfilingProcess(GuestProcess):
 
 def link_guest_bytes() -> int:
     """Return the memory that a guest takes on each of two devices."""
-    return READ_BYTES + WEIGHT_BYTES + PLACE_BYTES
+    return READ_BYTES + WEIGHT_BYTES + place_bytes()
 
 
 def measure_two_ranks(
@@ -53,7 +53,8 @@ def measure_two_ranks(
     """
     pace = None if share is None else partial(rest_behind, share)
     link = measure_link(repeats, pace)
-    contention, handovers = measure_contention(rounds, pace), measure_handovers(link, handover_rounds, pace)
+    contention = measure_contention(rounds, pace)
+    handovers = measure_handovers(link, contention, handover_rounds, pace)
     return CostProfile("cpu", {}, {}, link, contention=contention, handovers=handovers)
 
 

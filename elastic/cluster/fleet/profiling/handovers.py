@@ -1,11 +1,14 @@
 """What the engine takes of a stage for each batch, and of a rank for each exchange, besides computing and the link.
 
-Two ranks serve a small model whole, in two stages, and sharing its layers: the seconds from token to token differ by
-what is around the links, as the model is so small that its layers take what their calls do, however it is cut.
+Two ranks serve a model whole, in two stages, and sharing its layers: the seconds from token to token differ by what is
+around the links. Nearly all of its weights are attention's, which ranks read whole, however layers are cut, and no
+cache holds them: whoever sends or has waited finds its code and what it touches in memory, as beside a model that is
+served. What two ranks that read the same memory take longer for it is known, and left out.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import tempfile
@@ -24,52 +27,91 @@ from elastic.engines.base import Output, Request
 from elastic.engines.continuous.chunk_profile import Pace
 from elastic.errors import StateError
 from elastic.estimation.estimate import EXCHANGES
+from elastic.estimation.profile import cached_bytes, reading_rate
 from elastic.planning.estimate.performance import Handovers
 from elastic.planning.measured_cost import LinearLatency
 
-LAYERS, HIDDEN, TOKENS = 8, 64, 16
+LAYERS, TOKENS = 8, 16
 """Of the model, and of each answer."""
-PLACE_BYTES = 64 << 20
+MOST_BYTES = 256 << 20
+"""About so many of its weights, however large caches are."""
 HANDOVER_ROUNDS = 3
 ANSWER_S = 60.0
 """How long an answer may take."""
 TOGETHER = ("whole", "staged", "shared")
-_VOCAB = 256
+_VOCAB, _HEAD, _KV_BYTES = 256, 64, 64 << 20
+_MATRICES = 4
+"""Of attention, [hidden, hidden] each."""
 
 
-def measure_handovers(link: LinearLatency, rounds: int = HANDOVER_ROUNDS, pace: Pace | None = None) -> Handovers:
-    """Measure them with a rank on each of two cores; `link` is what is known of the link between them.
+def hidden_size() -> int:
+    """Return the hidden size of a model whose weights are twice what caches of this processor hold."""
+    wanted = min(2 * cached_bytes("cpu"), MOST_BYTES)
+    return 2 * _HEAD * max(1, math.ceil(math.sqrt(wanted / (LAYERS * _MATRICES * 4)) / (2 * _HEAD)))
 
-    `pace` is called behind each answer, with its seconds, and may wait. Raises `StateError` where this process may run
-    on one core alone, or ranks cannot be grouped.
+
+def place_bytes() -> int:
+    """Return the size of the place of a rank."""
+    return _weight_bytes(hidden_size()) + _KV_BYTES
+
+
+def measure_handovers(
+    link: LinearLatency, contention: float = 0.0, rounds: int = HANDOVER_ROUNDS, pace: Pace | None = None
+) -> Handovers:
+    """Measure them with a rank on each of two cores.
+
+    `link` is what is known of the link between them, `contention` by how much more slowly one reads while the other
+    does. `pace` is called behind each answer, with its seconds, and may wait. Raises `StateError` where this process
+    may run on one core alone, or ranks cannot be grouped.
     """
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         raise StateError("this process may run on one core alone: there is no other rank to measure beside")
     gaps: dict[str, list[float]] = {how: [] for how in TOGETHER}
-    places = [[f"cpu#handover{number}={PLACE_BYTES}"] for number in range(2)]
+    places = [[f"cpu#handover{number}={place_bytes()}"] for number in range(2)]
+    hidden = hidden_size()
     with tempfile.TemporaryDirectory() as folder:
-        _save_model(folder)
+        _save_model(folder, hidden)
         with Fleet(folder, ranks=places, cores=[(core,) for core in cores], shards=2, replace=False) as fleet:
             for number in range(rounds + 1):  # what is made once is made in the first round
                 for how, taken in gaps.items():
                     with _grouped(fleet, how):
                         seconds = _gaps(fleet, pace)
                     taken += seconds if number else ()
-    return fitted({how: statistics.median(taken) for how, taken in gaps.items()}, link)
+    medians = {how: statistics.median(taken) for how, taken in gaps.items()}
+    return fitted(medians, link(4 * hidden), contention * _reading_s(_weight_bytes(hidden), pace))
 
 
-def fitted(gaps: Mapping[str, float], link: LinearLatency) -> Handovers:
-    """Return what the seconds from token to token say, of ranks that are as `TOGETHER` has them. None is below 0."""
-    hidden_s = link(4 * HIDDEN)
-    staged = (gaps["staged"] - gaps["whole"]) / 2 - hidden_s
-    shared = (gaps["shared"] - gaps["whole"]) / (EXCHANGES * LAYERS) - hidden_s
+def fitted(gaps: Mapping[str, float], link_s: float, slower_s: float = 0.0) -> Handovers:
+    """Return what the seconds from token to token say, of ranks that are as `TOGETHER` has them. None is below 0.
+
+    `link_s`: of the hidden state of a token; `slower_s`: that ranks take longer to read weights at the same time.
+    """
+    staged = (gaps["staged"] - gaps["whole"]) / 2 - link_s
+    shared = (gaps["shared"] - gaps["whole"] - slower_s) / (EXCHANGES * LAYERS) - link_s
     return Handovers(max(0.0, staged), max(0.0, shared))
 
 
-def _save_model(folder: str | Path) -> None:
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "vocab_size": _VOCAB}
-    config = LlamaConfig(num_hidden_layers=LAYERS, num_attention_heads=4, max_position_embeddings=512, **sizes)
+def _reading_s(nbytes: int, pace: Pace | None) -> float:
+    """Return the seconds in which a rank, which has one thread, reads so many bytes of weights."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return nbytes / reading_rate(nbytes, torch.device("cpu"), pace)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _weight_bytes(hidden: int) -> int:
+    """Return the bytes of the weights of all layers, in float32."""
+    return LAYERS * _MATRICES * hidden**2 * 4
+
+
+def _save_model(folder: str | Path, hidden: int) -> None:
+    sizes = {"hidden_size": hidden, "intermediate_size": _HEAD, "vocab_size": _VOCAB, "head_dim": _HEAD}
+    config = LlamaConfig(
+        num_hidden_layers=LAYERS, num_attention_heads=hidden // _HEAD, max_position_embeddings=512, **sizes
+    )
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 

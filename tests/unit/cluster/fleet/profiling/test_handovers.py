@@ -9,14 +9,14 @@ import pytest
 
 from elastic.cluster.fleet.profiling import handovers
 from elastic.cluster.fleet.profiling.guest import LinkProfilingProcess
-from elastic.cluster.fleet.profiling.handovers import HIDDEN, LAYERS, fitted, measure_handovers
+from elastic.cluster.fleet.profiling.handovers import LAYERS, fitted, hidden_size, measure_handovers, place_bytes
 from elastic.errors import StateError
 from elastic.planning.estimate.performance import Handovers, InstanceCost
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
 from support.processes import wait_for_end, wait_until
 
-LINK = LinearLatency(1e-4, 1e-9)
+LINK, HIDDEN = LinearLatency(1e-4, 1e-9), 256
 TOKEN = [Chunk("", 5, 1)]
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need a core each")
 
@@ -32,13 +32,23 @@ def test_what_is_known_of_engines_is_fitted_again_from_their_passes() -> None:
     known = Handovers(7e-4, 3e-4)
     cut = {"whole": (1, 0), "staged": (2, 0), "shared": (1, 2 * LAYERS)}
     gaps = {how: instance(*counts, known).pass_s(TOKEN) for how, counts in cut.items()}
-    told = fitted(gaps, LINK)
+    gaps["shared"] += 2e-3
+    told = fitted(gaps, LINK(4 * HIDDEN), 2e-3)
     assert told.stage_s == pytest.approx(known.stage_s)
     assert told.exchange_s == pytest.approx(known.exchange_s)
 
 
 def test_none_is_below_zero() -> None:
-    assert fitted(dict.fromkeys(handovers.TOGETHER, 5e-3), LINK) == Handovers(0.0, 0.0)
+    assert fitted(dict.fromkeys(handovers.TOGETHER, 5e-3), LINK(4 * HIDDEN)) == Handovers(0.0, 0.0)
+
+
+@pytest.mark.parametrize(("cached", "hidden"), [(0, 128), (8 << 20, 384), (32 << 20, 768), (1 << 30, 1536)])
+def test_no_cache_holds_what_is_read_and_what_is_read_has_a_bound(
+    monkeypatch: pytest.MonkeyPatch, cached: int, hidden: int
+) -> None:
+    monkeypatch.setattr(handovers, "cached_bytes", lambda _: cached)
+    assert hidden_size() == hidden
+    assert place_bytes() > min(2 * cached, handovers.MOST_BYTES)
 
 
 def test_stages_are_busy_with_them_and_a_rank_by_itself_has_none() -> None:
@@ -58,10 +68,10 @@ def test_one_core_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @two_cores
 def test_real_ranks_are_whole_in_stages_and_share_layers_and_rest_behind_each_answer() -> None:
     rests: list[float] = []
-    told = measure_handovers(LINK, 1, rests.append)
+    told = measure_handovers(LINK, 0.1, 1, rests.append)
     assert told.stage_s >= 0
     assert told.exchange_s >= 0
-    assert len(rests) == 2 * len(handovers.TOGETHER)
+    assert len(rests) > 2 * len(handovers.TOGETHER)  # and behind each reading of weights
 
 
 @pytest.mark.slow
