@@ -28,14 +28,15 @@ from elastic.planning.estimate.devices import CPU_PAGE_BYTES, CUDA_PAGE_BYTES
 from elastic.planning.estimate.layer_cost import LayerCost, r_squared
 from elastic.planning.estimate.performance import NO_HANDOVERS, Handovers
 from elastic.planning.measured_cost import LinearLatency
-from elastic.planning.pipeline.chunk_cost import ChunkCost
+from elastic.planning.pipeline.chunk_cost import ChunkCost, ChunkProfile
 from elastic.quant.kernels.workspace import kept_bytes
 from elastic.wrap import unwrap, wrap
 
 CACHED_BYTES = 64 << 20
 """What caches of a processor hold where it does not say."""
 _CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
-ROUNDS = 5
+PASSES, ROUNDS = 3, 5
+"""All forms are measured in turn, so many times, as the pace of a machine changes: and batches so often in each."""
 _SEQUENCES = 9
 _WIDTH = 1024
 _LEAST_READ = 8 << 20
@@ -100,22 +101,32 @@ def measure_fingerprints(
     kept: dict[str, int] = {}
     for kind in layout.kinds:
         chosen = fingerprint_layers(kind, target.type)
-        rate = reading_rate(len(chosen) * kind.full.nbytes, target, pace)
-        for name in forms:
-            small = (
-                take_layers(model, chosen) if not isinstance(model, str | Path) else fingerprint(model, chosen, dtype)
-            )
-            with engine_for(small.to(target), name, target, context + step_tokens, step_tokens) as engine:
-                mixes = telling_mixes(engine, context, step_tokens, most_s, pace)
-                measured = profile_chunks(engine, mixes, ROUNDS, most_s=most_s, pace=pace)
-                block = engine.kv_format.block_tokens
-                share = measured_share(engine, layout, largest(mixes), parts_of(name)[1])
-            cost = LayerCost.fit(measured.layer, window_of(layout.config, kind), block)
-            layers[kind.name, name] = cost.with_reading(least_bytes(layout, kind, name, target.type) / rate)
-            explained[kind.name, name] = r_squared(cost, measured.layer)
-            around.setdefault(name, LayerCost.fit(measured.rest, attention=False))
-            taken[name], kept[name] = max(share, taken.get(name, 0.0)), kept_bytes()
+        rates: list[float] = []
+        samples: dict[str, list[ChunkProfile]] = {name: [] for name in forms}
+        for _ in range(PASSES):
+            rates.append(reading_rate(len(chosen) * kind.full.nbytes, target, pace))
+            for name in forms:
+                small = _with_layers(model, chosen, dtype)
+                with engine_for(small.to(target), name, target, context + step_tokens, step_tokens) as engine:
+                    mixes = telling_mixes(engine, context, step_tokens, most_s, pace)
+                    samples[name].append(profile_chunks(engine, mixes, ROUNDS, most_s=most_s / PASSES, pace=pace))
+                    block = engine.kv_format.block_tokens
+                    share = measured_share(engine, layout, largest(mixes), parts_of(name)[1])
+                taken[name], kept[name] = max(share, taken.get(name, 0.0)), kept_bytes()
+        for name, passes in samples.items():
+            of_layer = [sample for each in passes for sample in each.layer]
+            cost = LayerCost.fit(of_layer, window_of(layout.config, kind), block)
+            read_s = least_bytes(layout, kind, name, target.type) / statistics.median(rates)
+            layers[kind.name, name] = cost.with_reading(read_s)
+            explained[kind.name, name] = r_squared(cost, of_layer)
+            rest = [sample for each in passes for sample in each.rest]
+            around.setdefault(name, LayerCost.fit(rest, attention=False))
     return CostProfile(target.type, layers, around, activations=taken, scratch_bytes=kept, r_squared=explained)
+
+
+def _with_layers(model: Any, layers: Sequence[int], dtype: torch.dtype | None) -> Any:
+    """Return a model with these layers, of a directory or of a loaded model."""
+    return fingerprint(model, layers, dtype) if isinstance(model, str | Path) else take_layers(model, layers)
 
 
 def reading_rate(nbytes: int, device: torch.device, pace: Pace | None = None) -> float:
