@@ -17,6 +17,8 @@ from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
 
 MOST_CHUNKS = 64
 """How far the queue is looked through."""
+SHORT = 64
+"""Tokens of a short prompt, or as many as a step has at the least: in none are tokens cheaper."""
 
 
 class StepBudget(Protocol):
@@ -43,7 +45,7 @@ class TokenBudget:
 @dataclass
 class CostBudget:
     """Steps of equal cost: that of the `least` dearest tokens which are in the queue, those at the end of a prompt, or
-    of `usual` ones of prompts that have the least each, if that is more (None: it is not asked).
+    of `usual` ones in prompts of `SHORT`, if that is more (None: it is not asked).
 
     So no step of the queue has fewer than `least` tokens while there are more, and none costs more than another; what
     the decoding sequences of a step cost is of its share. `most` bounds the tokens of a step in any case. With it as
@@ -80,8 +82,8 @@ class CostBudget:
         names = frozenset(chunk.request for chunk in ahead)
         share_s = max(self.cost(chunk.cut(max(0, chunk.tokens - self.least))[1]) for chunk in ahead)
         if self.usual is not None:
-            short = [Chunk("", 0, self.least)] * (self.usual // self.least)
-            share_s = max(share_s, self.cost.batch(short))
+            size = min(self.least, SHORT)
+            share_s = max(share_s, self.cost.batch([Chunk("", 0, size)] * (self.usual // size)))
         if share_s > self._share_s or self._looked_at.isdisjoint(names):
             self._share_s, self._looked_at = share_s, names
         return self._share_s
