@@ -147,7 +147,11 @@ def _from_row(row: dict[str, Any]) -> tuple[DecodeShape, dict[int, str]]:
     if not isinstance(fields["dtype"], torch.dtype):
         raise ValueError(row["dtype"])
     kernels = {int(tokens): name for tokens, name in row["kernels"].items() if int(tokens) in MEASURED_AT}
-    return DecodeShape(**fields), kernels if row.get("among") == list(KERNELS) else {}
+    if row.get("among") != list(KERNELS):  # another version's
+        return DecodeShape(**fields), {}
+    if unknown := set(kernels.values()) - KERNELS.keys():
+        raise ValueError(f"{', '.join(sorted(unknown))}: not among the kernels")
+    return DecodeShape(**fields), kernels
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

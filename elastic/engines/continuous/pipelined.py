@@ -94,7 +94,7 @@ class PipelinedEngine(RecoveringEngine):
         Before the engine is started.
         """
         scheduler, most = self._loop.scheduler, self._max_batch_tokens
-        equal = CostBudget(cost, max(1, most // LEAST_SHARE), most, most)
+        equal = CostBudget(cost, max(1, most // LEAST_SHARE), most, usual=most)
         scheduler.budget = PathBudget(scheduler.budget, equal, lambda: bool(self.path.guests))
 
     def attach_stage(self, rank: str, log: LogConnection) -> None:

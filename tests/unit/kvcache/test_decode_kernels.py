@@ -269,6 +269,18 @@ def test_what_was_chosen_among_other_kernels_or_lengths_is_measured_anew(
     assert again.choose(SHAPE, 100, CPU, 2) == "query_by_key"
 
 
+def test_a_kernel_that_it_was_not_chosen_among_is_refused(tmp_path: Path, timed: Any) -> None:
+    timed(sdpa=1.0, key_by_query=0.5, query_by_key=2.0)
+    table, path = DecodeKernelTable(), tmp_path / FILE
+    table.choose(SHAPE, 100, CPU, 2)
+    table.save(path, ["some processor"])
+    (row,) = json.loads(path.read_text())
+    row["kernels"] = dict.fromkeys(row["kernels"], "no_such_kernel")
+    path.write_text(json.dumps([row]))
+    with pytest.raises(ConfigError, match="no_such_kernel"):
+        DecodeKernelTable().load(path)
+
+
 def begin_with_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     table = DecodeKernelTable()
     for module in (decode_table, installation):

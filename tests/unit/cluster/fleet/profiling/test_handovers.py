@@ -11,6 +11,7 @@ from elastic.cluster.fleet.profiling import handovers
 from elastic.cluster.fleet.profiling.guest import LinkProfilingProcess
 from elastic.cluster.fleet.profiling.handovers import LAYERS, fitted, hidden_size, measure_handovers, place_bytes
 from elastic.errors import StateError
+from elastic.estimation.profile import ROUNDS
 from elastic.planning.estimate.performance import Handovers, InstanceCost
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
@@ -71,7 +72,7 @@ def test_real_ranks_are_whole_in_stages_and_share_layers_and_rest_behind_each_an
     told = measure_handovers(LINK, 0.1, 1, rests.append)
     assert told.stage_s >= 0
     assert told.exchange_s >= 0
-    assert len(rests) > 2 * len(handovers.TOGETHER)  # and behind each reading of weights
+    assert len(rests) == 2 * len(handovers.TOGETHER) + ROUNDS + 1  # and behind each reading of weights
 
 
 @pytest.mark.slow
