@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -116,13 +116,22 @@ def prompt(batch: int = 1, length: int = 24, seed: int = 1, device: Any = "cpu")
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
-def in_turn(first: Iterable[Any], second: Sequence[Any]) -> list[Any]:
+def in_turn(first: Iterable[Any], second: Sequence[Any], often: Collection[Any] | None = None) -> list[Any]:
     """Give each value of an axis, such as architectures, one of another in turn; other pairs are for `make long`.
 
-    `first` should have as many values as `second`, or more: then each value of both is there.
+    So are all of those that are not among the `often` ones, where these are given. `first`, or `often`, should have as
+    many values as `second`, or more: then each value of the second is there.
     """
+    values = list(first)
+    turns = [value for value in values if often is None or value in often]
     return [
-        pytest.param(a, b, marks=[] if number == index % len(second) else pytest.mark.long)
-        for index, a in enumerate(first)
+        pytest.param(a, b, marks=[] if a in turns and number == turns.index(a) % len(second) else pytest.mark.long)
+        for a in values
         for number, b in enumerate(second)
     ]
+
+
+def mostly_long(values: Iterable[Any], often: Collection[Any]) -> list[Any]:
+    """Give all values of an axis, of which only the `often` ones are not for `make long` alone."""
+    rows = [(value, value if isinstance(value, tuple) else (value,)) for value in values]
+    return [pytest.param(*row, marks=[] if value in often else pytest.mark.long) for value, row in rows]

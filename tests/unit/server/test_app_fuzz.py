@@ -24,7 +24,7 @@ VIEWS = ["/v1/models", "/v1/models/x/y", "/health", "/metrics", "/elastic/status
 HEADERS = ["accept", "authorization", "content-type", "content-length", "cookie", "expect", "x-y", "host"]
 TOKEN = {"Authorization": "Bearer t"}
 JSON_TYPE = {"Content-Type": "application/json"}
-TIGHT = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+TIGHT = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 numbers = st.one_of(
     st.integers(),

@@ -15,6 +15,7 @@ from elastic import ConfigError, StateError
 from elastic.engines.base import Grammar, Output, Request, Sampling, TokenLogprobs
 from elastic.engines.continuous import ContinuousEngine
 from support import architectures
+from support.architectures import in_turn
 from support.serving.generations import SERVED, Collector, continuation, prompts, same_unless_close, serve
 from support.wrapped_model import small
 
@@ -152,17 +153,16 @@ def test_prompt_log_probabilities_are_whole_although_others_share_the_beginning(
 RULES = [Sampling(), Sampling(1.3, seed=5), Sampling(0.9, top_p=0.9, frequency_penalty=0.5, seed=6)]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=["greedy", "sampled", "penalties"])
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+@pytest.mark.parametrize(("rule", "name"), in_turn(RULES, ["llama-gqa", "gemma3"]))
 def test_a_request_goes_on_in_another_engine_with_the_same_tokens(name: str, rule: Sampling, engines: Any) -> None:
     here, there = (engines(architectures.build(name), max_batch_tokens=16) for _ in range(2))
     (asked,) = prompts([30], architectures.VOCAB)
-    expected = answers(here, Request(asked, 40, rule, n=2))
+    expected = answers(here, Request(asked, 30, rule, n=2))
     choose = random.Random(name)
-    for _ in range(4):
-        request, heard = Request(asked, 40, rule, n=2), Answers()
+    for _ in range(3):
+        request, heard = Request(asked, 30, rule, n=2), Answers()
         here.submit(request, heard)
-        until = choose.randint(0, 30)
+        until = choose.randint(0, 22)
         with heard._news:
             heard._news.wait_for(lambda n=until, h=heard: n == 0 or len(h.outputs.get(0, ())) >= n, 60)
         states = here.export(request.id)

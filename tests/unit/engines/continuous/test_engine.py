@@ -384,13 +384,13 @@ def test_a_listener_that_fails_hurts_nobody_else(engines: Any) -> None:
 def test_tokens_say_which_weights_computed_them_and_swaps_lose_nothing(name: str, engines: Any) -> None:
     model = exact(architectures.build(name))
     prompt = prompts([30], architectures.VOCAB)[0]
-    expected = continuation(model, prompt, 140)
+    expected = continuation(model, prompt, 80)
     engine = engines(model, wrap={"variants": [HALF]})
-    heard, request = Collector(), Request(prompt, 140)
+    heard, request = Collector(), Request(prompt, 80)
     engine.submit(request, heard)
-    heard.wait_for_tokens(request.id, 20)
+    heard.wait_for_tokens(request.id, 8)
     engine.runtime.swap([0, 2], "half")
-    heard.wait_for_tokens(request.id, 60)
+    heard.wait_for_tokens(request.id, 24)
     engine.runtime.restore()
     heard.wait([request.id])
     assert heard.tokens[request.id] == expected

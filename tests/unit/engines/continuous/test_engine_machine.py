@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -149,4 +150,9 @@ class Serving(RuleBasedStateMachine):
 
 
 class TestServing(Serving.TestCase):  # type: ignore[name-defined, misc]
-    settings = settings(max_examples=12, stateful_step_count=20, deadline=None)
+    settings = settings(max_examples=6, stateful_step_count=20, deadline=None)
+
+
+@pytest.mark.long
+class TestServingForLong(Serving.TestCase):  # type: ignore[name-defined, misc]
+    settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

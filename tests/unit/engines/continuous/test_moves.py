@@ -497,7 +497,7 @@ def test_an_adopted_answer_says_how_many_tokens_it_came_with(engines: Any) -> No
 
 def test_an_engine_goes_on_while_blocks_are_copied_into_it(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = engines(), engines()
-    heard, request, other = Collector(), Request(PROMPT, 60), Request(PROMPT[:9], 300)
+    heard, request, other = Collector(), Request(PROMPT, 20), Request(PROMPT[:9], 60)
     a.engine.submit(request, heard)
     heard.wait_for_tokens(request.id, 2)
     states, kv = a.engine.hand_over(request.id)

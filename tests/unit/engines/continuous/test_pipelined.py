@@ -61,19 +61,23 @@ def plain(group: EngineGroup, tokens: int, name: str = "r") -> dict[str, list[in
 
 @pytest.mark.parametrize(
     ("architecture", "cohorts"),
-    in_turn(["llama-gqa", "mistral-sliding", "gemma3", "qwen3-moe", "gpt2", "gpt-oss"], [2, 1]),
+    in_turn(
+        ["llama-gqa", "mistral-sliding", "gemma3", "qwen3-moe", "gpt2", "gpt-oss"],
+        [2, 1],
+        ["gemma3", "gpt2", "gpt-oss"],
+    ),
 )
 def test_layers_go_there_and_back_while_requests_run(
     group: Callable[..., EngineGroup], architecture: str, cohorts: int
 ) -> None:
     ranks = group("ab", architecture, nbytes=8 << 20)
-    expected = plain(ranks, 60)
+    expected = plain(ranks, 48)
     for home, guest in ("ab", "ba"):
         ranks.join(home, guest)
         ranks[home].set_cohorts(cohorts)
     heard = {home: Collector() for home in "ab"}
     for home in "ab":
-        for request in requests(60):
+        for request in requests(48):
             ranks[home].submit(request, heard[home])
     for layers in ((1, 2), (2,), (0,), (0, 1)):
         for home, guest in ("ab", "ba"):
@@ -86,7 +90,7 @@ def test_layers_go_there_and_back_while_requests_run(
     for home in "ab":
         heard[home].wait(list(expected))
         assert heard[home].tokens == expected
-        assert ranks.tracked[home].computed == sum(len(prompt) + 59 for prompt in PROMPTS)
+        assert ranks.tracked[home].computed == sum(len(prompt) + 47 for prompt in PROMPTS)
         ranks.part(home)
 
 

@@ -412,7 +412,7 @@ MACHINES = pytest.mark.parametrize("machine", [LayersMachine, TwoKindsMachine, P
 
 @MACHINES
 def test_layers_move_and_nothing_is_lost(machine: type[LayersMachine]) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=15, stateful_step_count=40, deadline=None))
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from support.serving.live_server import EMBEDDED, FAKE, TOKENIZER, Kind, Live, b
 
 CLIENTS = 64
 LONG = 900
-WHOLE = 40
+WHOLE = 16
 PROMPTS = ["import os", "def f(x):", "class A:\n", "# The"]
 
 

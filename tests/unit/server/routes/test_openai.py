@@ -168,16 +168,16 @@ def test_many_at_once_through_the_asynchronous_client(server: Live, kind: Kind) 
     async def ask(client: openai.AsyncOpenAI, i: int) -> str:
         prompt = f"x{i}"
         if i % 2:
-            got = await client.completions.create(model=NAME, prompt=prompt, max_tokens=20, temperature=0)
+            got = await client.completions.create(model=NAME, prompt=prompt, max_tokens=8, temperature=0)
             return got.choices[0].text
-        stream = await client.completions.create(model=NAME, prompt=prompt, max_tokens=20, temperature=0, stream=True)
+        stream = await client.completions.create(model=NAME, prompt=prompt, max_tokens=8, temperature=0, stream=True)
         return "".join([chunk.choices[0].text async for chunk in stream])
 
     async def all_of_them() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            return await asyncio.gather(*(ask(client, i) for i in range(24)))
+            return await asyncio.gather(*(ask(client, i) for i in range(16)))
 
-    assert asyncio.run(all_of_them()) == [answer(kind, f"x{i}", 20)[0] for i in range(24)]
+    assert asyncio.run(all_of_them()) == [answer(kind, f"x{i}", 8)[0] for i in range(16)]
 
 
 def test_too_many_waiting_is_a_429_with_the_time_to_come_back() -> None:

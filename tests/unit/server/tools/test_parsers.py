@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic.server.tools.base import Parsed, ToolParser
@@ -89,6 +89,7 @@ EACH = pytest.mark.parametrize(("make", "write"), [row[1:] for row in WRITTEN], 
 
 
 @EACH
+@settings(max_examples=40)
 @given(told=calls, data=st.data())
 def test_calls_are_what_was_written(
     make: Callable[[], ToolParser], write: Callable[[list[Call]], str], told: list[Call], data: st.DataObject
