@@ -14,7 +14,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs this may have it ignored, by children too
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of children: more threads than cores wait for each other busily
 torch.set_num_threads(1)
-settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "untimed", settings(), deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("quick", settings.get_profile("untimed"), max_examples=10, stateful_step_count=20)
 settings.load_profile("untimed")  # a busy machine is no failure
 

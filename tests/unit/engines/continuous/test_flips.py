@@ -23,7 +23,7 @@ from support.cluster.engine_group import EngineGroup
 from support.serving.generations import Collector, continuation, prompts
 
 PROMPTS = prompts([40, 25, 9, 33], architectures.VOCAB)
-TOKENS = 80
+TOKENS = 48
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from elastic.engines.vllm.kv.orders import Handshake, RankState, StepReport
 from support.vllm_engine.blocks import PER_SECTOR, CapacityMachine, StubBlockPool
 
 TestCapacity = CapacityMachine.TestCase
-TestCapacity.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestCapacity.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
 def one_rank(mapped: int, *, promises: PromiseLedger | None = None, blocks: int = 32) -> CapacityCoordinator:

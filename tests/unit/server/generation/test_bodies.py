@@ -115,7 +115,7 @@ documents = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(documents, st.booleans())
 def test_parts_are_counted_outside_of_texts_only(document: Any, ascii_only: bool) -> None:
     def count(value: Any) -> tuple[int, int]:
