@@ -49,9 +49,9 @@ MODELS = ["llama-gqa", "mistral-sliding", "gpt2"]
 PREPACKED_OF = 4
 """One of so many examples on a CPU is of it: drawn among models, of few examples none may be."""
 PROMPTS = [torch.randint(3, 96, (1 + i % 2, 20 + 45 * i), generator=torch.Generator().manual_seed(i)) for i in range(4)]
-OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 BEAMS: dict[str, Any] = {**OPTIONS, "num_beams": 2}
-STEP = st.tuples(st.sampled_from("rRskmv" * 2 + "c"), st.sets(st.integers(0, 2), min_size=1))
+STEP = st.tuples(st.sampled_from("rRskmv" * 2 + "vcpM"), st.sets(st.integers(0, 2), min_size=1))
 """Of a journey: what is done, and to which layers."""
 done: Counter[str] = Counter()
 
@@ -211,7 +211,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, name: str, data: st.DataObject) -> None:
         # everything is drawn before anything is begun: hypothesis may end an example at any draw
         layout = data.draw(st.sampled_from(LAYOUTS[self.device]))
-        self.tight, offload, with_beams = (data.draw(st.booleans()) for _ in range(3))
+        self.tight, offload, with_beams, swapped = (data.draw(st.booleans()) for _ in range(4))
         steps = data.draw(st.lists(STEP, min_size=70, max_size=70))
         self.model, self.expected, beams = Undisturbed.get(PREPACKED if self.prepacked else name)
         self.bits = {key: tensor.clone() for key, tensor in self.model.state_dict().items()}
@@ -239,6 +239,8 @@ class Machine(RuleBasedStateMachine):
         for writer in self.writers:
             writer.start()
         self.travel(steps)
+        if self.tight:
+            self.crowd(swapped)
 
     @rule(share=st.floats(0, 1), tight=st.booleans(), wait=st.booleans())
     @told
@@ -392,15 +394,16 @@ class Machine(RuleBasedStateMachine):
         """Many actions one after another, the writers' steps between them."""
         for kind, layers in steps:
             if self.prepacked:  # there is one place, and nowhere to go
-                kind = {"m": "R", "v": "r", "c": "s"}.get(kind, kind)
+                kind = {"m": "R", "M": "R", "v": "r", "c": "s"}.get(kind, kind)
             if kind == "r":
                 self.release(layers, wait=True)
             elif kind == "R":
                 self.restore(layers, wait=True)
-            elif kind == "s":
-                self.swap(layers, None, wait=True)
-            elif kind == "m":
-                self.migrate(layers, None, to=self.where(min(layers)) == self.pools[0].pool.name, kv=0 in layers)
+            elif kind in "sp":
+                self.swap(layers, sum(layers) if kind == "p" else None, wait=True)
+            elif kind in "mM":
+                part = sum(layers) if kind == "M" else None
+                self.migrate(layers, part, to=self.where(min(layers)) == self.pools[0].pool.name, kv=0 in layers)
             elif kind == "v":
                 self.migrate_kv(layers, to=self.other_place(min(layers)), wait=True)
             elif kind == "c":

@@ -10,7 +10,7 @@ MACHINE = Path(__file__).with_name("controller_machine.py")
 
 
 def test_the_laws_hold_under_controllers() -> None:
-    run_machine(MACHINE, "--examples", "12", "--steps", "30", "--least", "1", timeout=300)
+    run_machine(MACHINE, "--examples", "6", "--steps", "30", "--least", "1", timeout=300)
 
 
 @pytest.mark.long

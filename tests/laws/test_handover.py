@@ -9,7 +9,7 @@ from laws.handover_machine import Handover
 
 @pytest.mark.slow
 def test_requests_that_move_get_the_tokens_of_one_undisturbed_engine() -> None:
-    run_state_machine_as_test(Handover, settings=settings(max_examples=12, stateful_step_count=20, deadline=None))
+    run_state_machine_as_test(Handover, settings=settings(max_examples=6, stateful_step_count=20, deadline=None))
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ MACHINES = pytest.mark.parametrize(
 
 @MACHINES
 def test_every_sequence_ends_as_it_would_alone_whatever_happens(machine: type[SchedulerMachine]) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=12, stateful_step_count=40, deadline=None))
 
 
 @pytest.mark.long
