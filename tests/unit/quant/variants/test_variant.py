@@ -137,7 +137,7 @@ def test_calibration_text_makes_a_variant_better(wrapped: Any) -> None:
 @pytest.mark.slow
 def test_host_memory_of_all_variants_is_at_most_twice_the_model(wrapped: Any) -> None:
     config = LlamaConfig(
-        vocab_size=64, hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4
     )
     model = LlamaForCausalLM(config).to(torch.float16).eval().requires_grad_(False)
     gc.collect()
