@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from support.architectures import build, prompt
+from support.architectures import build, in_turn, prompt
 
-NEW = 12
+NEW = 8
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beam": {"num_beams": 3, "num_return_sequences": 2},
@@ -31,12 +32,16 @@ def plain_attention(architecture: str, dtype: torch.dtype = torch.float32) -> An
     return model
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("architecture", ["llama-gqa", "mistral-sliding", "gemma3"])
+@pytest.mark.parametrize(
+    ("driven", "dtype"),
+    in_turn(itertools.product(MODES, ["llama-gqa", "mistral-sliding", "gemma3"]), [torch.float32, torch.float16]),
+    ids=str,
+)
 def test_generate_under_autocast_gives_the_plain_models_tokens(
-    architecture: str, dtype: torch.dtype, mode: str, wrapped: Any
+    driven: tuple[str, str], dtype: torch.dtype, wrapped: Any
 ) -> None:
+    mode, architecture = driven
+
     def generate() -> torch.Tensor:
         batch = 1 if mode == "prompt lookup" else 3
         options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **MODES[mode]}

@@ -61,13 +61,16 @@ def test_what_is_on_two_devices_is_refused_and_results_stay_where_they_are(devic
     assert torch.equal((there + 1).to(HERE), here + 1)
 
 
+@pytest.mark.parametrize("moves", [4, pytest.param(40, marks=pytest.mark.long)])
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_logits_are_bit_equal_whichever_device_has_the_modules(architecture: str, device: Any, wrapped: Any) -> None:
+def test_logits_are_bit_equal_whichever_device_has_the_modules(
+    architecture: str, moves: int, device: Any, wrapped: Any
+) -> None:
     model, choose = build(architecture), random.Random(architecture)
     before, expected = bits(model), model(**prompt(2)).logits
     rt = wrapped(model, here_and_there()).elastic
     modules = [name for layer in range(3) for name in modules_of(model, layer)]
-    for _ in range(8):
+    for _ in range(moves):
         rt.migrate(choose.choice(modules), choose.choice(["cpu#a", "there", "there"]), kv=choose.random() < 0.5)
         assert torch.equal(model(**prompt(2)).logits, expected)
         rt.check()
@@ -96,7 +99,7 @@ def test_generate_writes_the_same_while_modules_change_devices(
     architecture: str, beams: int, device: Any, wrapped: Any
 ) -> None:
     model = build(architecture)
-    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "num_beams": beams}
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "num_beams": beams}
     expected = model.generate(**prompt(2), **options)
     rt = wrapped(model, here_and_there()).elastic
     moving = Moving(rt, [name for layer in range(3) for name in modules_of(model, layer)])
@@ -223,10 +226,10 @@ def test_packed_modules_go_to_devices_with_other_kernels(
     rt.swap(1, variant)
     quantized = model(**prompt(2)).logits
     modules = modules_of(model, 1)
-    for _ in range(8):
+    for step in range(4):
         rt.migrate(choose.choice(modules), choose.choice(["cpu#a", "there", "there"]))
         assert torch.equal(model(**prompt(2)).logits, quantized)
-        if choose.random() < 0.4:
+        if step % 2:
             rt.restore(1)
             assert torch.equal(model(**prompt(2)).logits, plain)
             rt.migrate(choose.choice(modules), choose.choice(["cpu#a", "there"]))
@@ -393,7 +396,7 @@ def test_layers_have_replicas_and_neighbours_on_any_device_dispatched_or_not(
     model = dispatched(architecture, devices) if devices else build(architecture)
     before = brought(model)
     rt = wrapped(model, [small(ROOMY, "cpu#a"), place_there(), small(ROOMY, "cpu#b"), place_there(name="far")]).elastic
-    for _ in range(6):
+    for _ in range(4):
         layers, place = choose.sample(range(3), choose.randint(1, 3)), choose.choice(["cpu#b", "far"])
         there = [i for i in layers if place in [r.place for r in list(rt.status().residencies.values())[i]]]
         if there:
@@ -481,7 +484,7 @@ def act_at_random(rt: Any, choose: random.Random, modules: list[str]) -> None:
         choose.choice(acts)()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 20))])
 def test_any_actions_in_any_order_on_three_places_of_two_devices(
     seed: int, other_kernels: KernelTarget, device: Any, wrapped: Any
 ) -> None:

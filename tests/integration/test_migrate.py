@@ -29,14 +29,15 @@ def owners(rt: Any, place: int) -> dict[str, int]:
     return {owner: size for owner, size in rt.status().places[place].owners.items() if owner != "kv"}
 
 
+@pytest.mark.parametrize("moves", [6, pytest.param(60, marks=pytest.mark.long)])
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_logits_are_bit_equal_wherever_the_weights_are(architecture: str, wrapped: Any) -> None:
+def test_logits_are_bit_equal_wherever_the_weights_are(architecture: str, moves: int, wrapped: Any) -> None:
     model, choose = build(architecture), random.Random(architecture)
     before, expected = bits(model), model(**prompt(2)).logits
     rt = wrapped(model, two_places()).elastic
     at_first = owners(rt, 0)
     modules = [name for layer in range(3) for name in modules_of(model, layer)]
-    for _ in range(12):
+    for _ in range(moves):
         rt.migrate(choose.choice(modules), choose.choice(["cpu#a", "cpu#b"]))
         assert torch.equal(model(**prompt(2)).logits, expected)
         rt.check()
@@ -58,7 +59,7 @@ def test_a_layer_migrates_in_its_variant_and_is_swapped_where_it_is(variant: str
     rt.swap(1, variant)
     quantized = model(**prompt(2)).logits
     modules = modules_of(model, 1)
-    for _ in range(30):
+    for _ in range(8):
         rt.migrate(choose.choice(modules), choose.choice(["cpu#a", "cpu#b"]))
         assert torch.equal(model(**prompt(2)).logits, quantized)
         if choose.random() < 0.4:

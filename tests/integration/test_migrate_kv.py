@@ -81,11 +81,18 @@ def used(rt: Any) -> list[int]:
     return [kv.used_bytes for kv in rt.status().kv]
 
 
+FEW: list[tuple[int, dict[str, int]]] = [(3, {}), (2, {"num_beams": 3})]
+MANY: list[tuple[int, dict[str, int]]] = [*FEW, (1, {}), (8, {})]
+
+
+@pytest.mark.parametrize("batches", [FEW, pytest.param(MANY, marks=pytest.mark.long)], ids=["few", "many"])
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_tokens_and_logits_are_the_plain_models(architecture: str, wrapped: Any) -> None:
+def test_tokens_and_logits_are_the_plain_models(
+    architecture: str, batches: list[tuple[int, dict[str, int]]], wrapped: Any
+) -> None:
     model, choose = build(architecture), random.Random(architecture)
     rt = wrapped(model, two_places(), kv_layout=choose.choice(LAYOUTS)).elastic
-    for batch, options in ((1, {}), (3, {}), (8, {}), (2, {"num_beams": 3})):
+    for batch, options in batches:
         expected = generate(model, prompt(batch), **options)  # nothing moves
         assert_same(generate(model, prompt(batch), lambda: move_at_random(rt, choose), **options), expected)
         rt.check()

@@ -43,7 +43,7 @@ def test_logits_are_those_of_the_statically_quantized_model(architecture: str, w
     model = build(architecture)
     before, expected = bits(model), model(**prompt(2)).logits
     rt = wrapped(model, variants=VARIANTS).elastic
-    for chosen in ({0: "int8", 1: "int4", 2: "int3"}, {0: "int4", 2: "2:4"}, {1: "int3"}, {0: "2:4"}):
+    for chosen in ({0: "int8", 1: "int4", 2: "int3"}, {0: "2:4", 2: "int4"}):
         rt.restore()
         for index, variant in chosen.items():
             assert rt.swap(index, variant).layers == (index,)
@@ -71,7 +71,7 @@ def test_every_step_of_a_generation_is_that_of_the_model_as_it_is_then(architect
     tokens = prompt(1, 40)["input_ids"]
     cache, expected_cache = elastic.ElasticCache(model), t.DynamicCache(config=model.config)
     fed = tokens
-    for _ in range(24):
+    for _ in range(10):
         for index in choose.sample(range(3), choose.randint(0, 3)):
             state[index] = choose.choice([*VARIANTS, "float32"])
             rt.restore(index) if state[index] == "float32" else rt.swap(index, state[index])

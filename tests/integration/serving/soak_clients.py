@@ -14,7 +14,6 @@ import httpx
 from elastic.engines.base import Listener, Output, Request
 from support.serving.live_server import body, texts
 
-CLIENTS = 64
 MOST = 48
 """Tokens of an answer at the most."""
 LINES = ("import os\n", "x = 1\n", "def f(a):\n")
@@ -62,9 +61,9 @@ async def client(http: httpx.AsyncClient, seed: int, until_s: float, seen: Count
         seen["left" if leave_after is not None else "read"] += 1
 
 
-async def everyone(url: str, duration_s: float, seen: Counter[str]) -> None:
-    """Have `CLIENTS` ask for answers one after another for so long; `seen` counts those that were read to the end."""
+async def everyone(url: str, duration_s: float, seen: Counter[str], clients: int = 64) -> None:
+    """Have so many ask for answers one after another for so long; `seen` counts those that were read to the end."""
     end = time.monotonic() + duration_s
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=60) as http:
-        await asyncio.gather(*(client(http, seed, end, seen) for seed in range(CLIENTS)))
+        await asyncio.gather(*(client(http, seed, end, seen) for seed in range(clients)))

@@ -44,7 +44,7 @@ def disturb(runtime: Any, stop: threading.Event, did: Counter[str]) -> None:
             did[f"release {runtime.release(some[:1]).status}"] += 1
 
 
-def soak(server: Live, duration_s: float) -> tuple[Counter[str], Counter[str]]:
+def soak(server: Live, duration_s: float, clients: int) -> tuple[Counter[str], Counter[str]]:
     seen: Counter[str] = Counter()
     did: Counter[str] = Counter()
     stop = threading.Event()
@@ -52,15 +52,15 @@ def soak(server: Live, duration_s: float) -> tuple[Counter[str], Counter[str]]:
 
     disturber.start()
     try:
-        asyncio.run(everyone(server.url, duration_s, seen))
+        asyncio.run(everyone(server.url, duration_s, seen, clients))
     finally:
         stop.set()
         disturber.join()
     return seen, did
 
 
-@pytest.mark.parametrize("duration_s", [4.0, pytest.param(600.0, marks=pytest.mark.long)])
-def test_no_request_is_lost_repeated_or_changed(duration_s: float) -> None:
+@pytest.mark.parametrize(("duration_s", "clients"), [(2.0, 24), pytest.param(600.0, 64, marks=pytest.mark.long)])
+def test_no_request_is_lost_repeated_or_changed(duration_s: float, clients: int) -> None:
     model = exact(AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval().requires_grad_(False))
     alone = {ids: continuation(model, ids, MOST) for ids in (tuple(TOKENIZER.encode(p)) for p in PROMPTS)}
     elastic.wrap(model, places=[small(14 << 20, "cpu#soak")], variants=[HALF])
@@ -69,7 +69,7 @@ def test_no_request_is_lost_repeated_or_changed(duration_s: float) -> None:
     before = {owner: size for owner, size in runtime.status().places[0].owners.items() if size}
     books.keep(engine)
     with live(engine) as server:
-        seen, did = soak(server, duration_s)
+        seen, did = soak(server, duration_s, clients)
         wait_until(lambda: empty(engine))
         traffic = engine.counters.read()
     engine.stop()
