@@ -85,7 +85,8 @@ def _inputs(shape: DecodeShape, tokens: int, device: torch.device, kv_heads: int
         heads = kv_heads
     else:
         heads = min(kv_heads, max(2, torch.get_num_threads(), HEAD_BYTES // (per_head * shape.dtype.itemsize)))
-    sets = max(1, ROTATED_BYTES // (heads * per_head * shape.dtype.itemsize))
+    most = (ROUNDS + 1) * len(KERNELS)  # none is used twice then
+    sets = min(most, max(1, ROTATED_BYTES // (heads * per_head * shape.dtype.itemsize)))
     memory = torch.full((sets, heads * per_head), 0.01, dtype=shape.dtype, device=device)
     query = torch.full((1, heads, shape.queries, shape.dim), 0.01, dtype=shape.dtype, device=device)
 

@@ -171,6 +171,7 @@ def test_what_a_choice_is_measured_on_is_bounded(dim: int, kv_heads: int, tokens
     attended = [key.shape[1] * head for _, key, _ in inputs]
     assert max(attended) <= max(decode_timing.HEAD_BYTES, 2 * head)
     assert sum(attended) <= max(decode_timing.ROTATED_BYTES, attended[0])
+    assert len(inputs) <= (decode_timing.ROUNDS + 1) * len(KERNELS), "more than are timed"
 
 
 def test_without_memory_to_measure_the_stock_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
