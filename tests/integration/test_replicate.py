@@ -680,7 +680,7 @@ def test_generations_in_several_threads_while_replicas_come_and_go() -> None:
         for writer in writers:
             writer.start()
         choose = random.Random(0)
-        for _ in range(12):
+        for _ in range(6):
             place = choose.choice(["cpu#b", "cpu#c"])
             where = list(rt.status().residencies.values())
             there = [i for i in range(3) if place in [r.place for r in where[i]]]

@@ -35,6 +35,11 @@ PROMPTS = prompts([1, 5, 9, 30, 64, 100], VOCAB)
 MOST = 40
 LAYERS = st.sets(st.integers(0, 2), min_size=1).map(sorted)
 PLACES = st.sampled_from(["cpu#b", "cpu#c"])
+JOURNEY = st.lists(
+    st.tuples(st.sampled_from(["replicate", "evict", "swap", "restore", "migrate"]), LAYERS, PLACES),
+    min_size=10,
+    max_size=10,
+)
 FAULTS = st.tuples(st.sampled_from(CALLS), st.integers(1, 3), st.booleans())
 done: Counter[str] = Counter()
 make_backend = opened.make_backend
@@ -52,8 +57,8 @@ def expected(name: str, prompt: tuple[int, ...]) -> list[int]:
 
 
 class Serving(RuleBasedStateMachine):
-    @initialize(name=st.sampled_from(MODELS), pages=st.sampled_from([60, 2000]), share=st.booleans())
-    def begin(self, name: str, pages: int, share: bool) -> None:
+    @initialize(name=st.sampled_from(MODELS), pages=st.sampled_from([60, 2000]), share=st.booleans(), journey=JOURNEY)
+    def begin(self, name: str, pages: int, share: bool, journey: list[tuple[str, list[int], str]]) -> None:
         self.name, self.model = name, exact(build(name))
         places = [small(8 << 20, "cpu#a"), small(8 << 20, "cpu#b"), small(200 << 10, "cpu#c")]
         elastic.wrap(self.model, places=places, variants=[HALF])
@@ -62,6 +67,22 @@ class Serving(RuleBasedStateMachine):
         self.engine = ContinuousEngine(self.model, block_tokens=8, max_batch_tokens=64, share_prefixes=share)
         self.engine.start()
         self.heard, self.requests, self.cancelled = Collector(), list[Request](), set[str]()
+        self.travel(journey)
+
+    def travel(self, journey: list[tuple[str, list[int], str]]) -> None:
+        """Under requests: hypothesis may leave out of an example any of its rules."""
+        self.ask([1, 4, 5], MOST)
+        for kind, layers, place in journey:
+            if kind == "replicate":
+                self.replicate(layers, place, None)
+            elif kind == "evict":
+                self.evict("cpu#b")
+                self.evict("cpu#c")
+            elif kind == "migrate":
+                self.migrate(layers[0], place)
+            else:
+                self.swap(layers, kind == "swap")
+            self.laws()
 
     @rule(which=st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=4), tokens=st.integers(1, MOST))
     def ask(self, which: list[int], tokens: int) -> None:
