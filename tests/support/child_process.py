@@ -23,7 +23,7 @@ import torch, transformers.generation, transformers.models.llama.modeling_llama
 asking = socket.socket(fileno=int(sys.argv.pop()))
 gc.freeze()
 while True:
-    code, descriptors, _, _ = socket.recv_fds(asking, 1 << 17, 2)
+    code, descriptors, _, _ = socket.recv_fds(asking, 1 << 17, 3)
     if not code:
         os._exit(0)
     pid = os.fork()
@@ -35,7 +35,7 @@ while True:
     asking.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
 asking.close()
 for number, descriptor in enumerate(descriptors, 1):
-    os.dup2(descriptor, number)
+    os.dup2(descriptor, number % 3)
     os.close(descriptor)
 exec(code)
 """
@@ -102,11 +102,12 @@ class Forked:
         """`code` is run in `__main__`. It is ended after four minutes, whoever waits for it by then."""
         self._server = _fork_server()
         guard = "import faulthandler; faulthandler.dump_traceback_later(240, exit=True)\n"
-        (said, to_said), (errors, to_errors) = os.pipe(), os.pipe()
-        socket.send_fds(self._server, [(guard + textwrap.dedent(code)).encode()], [to_said, to_errors])
-        os.close(to_said)
-        os.close(to_errors)
-        self.stdout, self.stderr = os.fdopen(said, "rb"), os.fdopen(errors, "rb")
+        (said, to_said), (errors, to_errors), (to_hear, heard) = os.pipe(), os.pipe(), os.pipe()
+        theirs = to_said, to_errors, to_hear
+        socket.send_fds(self._server, [(guard + textwrap.dedent(code)).encode()], theirs)
+        for descriptor in theirs:
+            os.close(descriptor)
+        self.stdout, self.stderr, self.stdin = os.fdopen(said, "rb"), os.fdopen(errors, "rb"), os.fdopen(heard, "wb", 0)
         self.pid = int(self._server.recv(16))
         self.returncode: int | None = None
 
@@ -126,8 +127,8 @@ class Forked:
         """End it, if it has not. Can be called twice."""
         self.send_signal(signal.SIGKILL)
         self.wait()
-        self.stdout.close()
-        self.stderr.close()
+        for file in (self.stdout, self.stderr, self.stdin):
+            file.close()
 
 
 def _told_of_a_hang(code: str, timeout: float) -> str:

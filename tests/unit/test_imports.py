@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import elastic
+from support.child_process import in_fork
 
 ROOT = Path(elastic.__file__).parent
 
@@ -22,12 +23,13 @@ def test_the_public_names_are_these() -> None:
 
 
 @pytest.mark.slow
-def test_importing_elastic_imports_no_transformers_and_starts_nothing() -> None:
+def test_importing_elastic_or_what_measures_links_imports_no_transformers_and_starts_nothing() -> None:
     code = """
         import sys, threading
         import torch
         before = set(sys.modules)
         import elastic
+        import elastic.cluster.peers.link_profile
         added = set(sys.modules) - before
         heavy = {"transformers", "pynvml", "cuda", "accelerate", "rich", "torch._dynamo"} & added
         print(sorted(heavy), threading.active_count(), torch.cuda.is_initialized())
@@ -50,9 +52,7 @@ def test_a_small_program_imports_nothing_of_fleets() -> None:
         elastic.unwrap(model)
         print(sorted({"elastic.cluster", "multiprocessing.forkserver", "ray"} & sys.modules.keys()))
     """
-    code = "\n".join(line.strip() for line in code.splitlines())
-    child = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    assert child.stdout.strip() == "[]"
+    assert in_fork(code).strip() == "[]"
     using = {file.relative_to(ROOT).parts[0] for file in ROOT.rglob("*.py") if "multiprocessing" in file.read_text()}
     assert using <= {"cluster"}
 

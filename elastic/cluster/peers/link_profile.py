@@ -1,5 +1,8 @@
 """What two ranks of one host do to each other: the seconds of an exchange, and how much more slowly one reads memory
-while the other does. Each is a process on a core of its own."""
+while the other does. Each is a process on a core of its own.
+
+The other one is a new interpreter, and waits for the imports of this file: there are none of an engine among them.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,19 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic.cluster.peers.hub import PeerHub
 from elastic.cluster.peers.transport import PeerTransport
-from elastic.engines.continuous.chunk_profile import Pace
 from elastic.engines.pipeline.transport import Key
 from elastic.errors import StateError
-from elastic.estimation.profiles.guest import end_with_parent
+from elastic.estimation.profiles.spare_time import end_with_parent
 from elastic.planning.measured_cost import LinearLatency
+
+if TYPE_CHECKING:
+    from elastic.engines.continuous.chunk_profile import Pace
 
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18)
 """Bytes of an exchange."""

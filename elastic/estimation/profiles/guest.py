@@ -7,13 +7,10 @@ one line of JSON on its output. It ends with whoever started it; who wants it to
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +20,7 @@ import torch
 from elastic.errors import ConfigError, ElasticError
 from elastic.estimation.model_layout import layout_of
 from elastic.estimation.profile import CostProfile, fingerprint_bytes, measure_fingerprints
+from elastic.estimation.profiles.spare_time import end_with_parent, rest_behind
 from elastic.estimation.profiles.store import from_json, to_json
 from elastic.planning.estimate.configuration import FULL
 
@@ -30,7 +28,6 @@ SHARE = 0.2
 """Of its time that it computes."""
 STEP_TOKENS = 256
 """New tokens of a batch that it measures, at the most: a long one would have others wait."""
-_PR_SET_PDEATHSIG = 1
 
 
 class GuestProcess:
@@ -82,16 +79,6 @@ def guest_bytes(model: str | Path, forms: Sequence[str], context: int) -> int:
     layout = layout_of(model, torch.float32)
     tokens = context + STEP_TOKENS
     return max(fingerprint_bytes(layout, kind, name, tokens) for kind in layout.kinds for name in forms)
-
-
-def rest_behind(share: float, seconds: float) -> None:
-    """Sleep behind something that took so long, so that it was that share of the time."""
-    time.sleep(seconds * (1 - share) / share)
-
-
-def end_with_parent() -> None:
-    """Have this process be killed when whoever started it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_guest(measure: Callable[[], CostProfile]) -> int:

@@ -6,8 +6,6 @@ import copy
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 import elastic
 from elastic.assets import MODEL_DIR
 from elastic.cli.main import main
+from support.child_process import Forked
 from support.processes import descendants, shared_memory, shared_memory_left, wait_for_end
 from support.serving.live_server import PATIENCE_S, TOKENIZER, Live, live, model, model_tokens, text_of
 
@@ -141,7 +140,7 @@ def test_bench_and_top_take_a_fleet(
 class Command:
     """`elastic serve` of the small model in a process of its own."""
 
-    def __init__(self, child: subprocess.Popen[str]) -> None:
+    def __init__(self, child: Forked) -> None:
         self.child = child
         self.before = list[str]()
         """The lines that it said before it served."""
@@ -169,8 +168,7 @@ class Command:
         return dict(answer.json())
 
     def _serving(self) -> str:
-        assert self.child.stdout is not None
-        for line in self.child.stdout:
+        for line in map(bytes.decode, self.child.stdout):
             if line.startswith("serving"):
                 return line.split()[-1]
             self.before.append(line.rstrip())
@@ -180,27 +178,19 @@ class Command:
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     """Starts `elastic serve` with some options, and kills it at last."""
-    token, errors, started = tmp_path / "token", tmp_path / "errors", list[subprocess.Popen[str]]()
+    token, started = tmp_path / "token", list[Forked]()
     token.write_text(TOKEN)
 
     def start(*options: str) -> Command:
-        more = ["--port", "0", "--enable-actions", "--token-file", str(token), *options]
-        with errors.open("w") as said:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "elastic.cli.main", "serve", str(MODEL_DIR), *more],
-                stdout=subprocess.PIPE,
-                stderr=said,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        started.append(child)
-        return Command(child)
+        more = ["serve", str(MODEL_DIR), "--port", "0", "--enable-actions", "--token-file", str(token), *options]
+        started.append(Forked(f"import sys; from elastic.cli.main import main; sys.exit(main({more}))"))
+        return Command(started[-1])
 
     yield start
     for child in started:
-        child.kill()
-        child.communicate()
-    print(errors.read_text())
+        child.send_signal(signal.SIGKILL)
+        print(child.stderr.read().decode())
+        child.close()
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from elastic.cli.main import main, parser
 from elastic.errors import ConfigError
 from elastic.server import create_app, uvicorn_server
 from elastic.server.uvicorn_server import bind, listen, run
+from support.child_process import Forked
 from support.processes import wait_until
 from support.serving.fake_engine import FakeEngine
 from support.serving.live_server import PATIENCE_S, app_for, live
@@ -177,15 +178,13 @@ def test_a_secret_that_is_empty_does_not_open_the_server(
 class Child:
     """A server in a process of its own; it says where it listens in its first line."""
 
-    def __init__(self, *command: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+    def __init__(self, process: subprocess.Popen[bytes] | Forked) -> None:
+        self._process = process
 
     def url(self) -> str:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line.startswith("serving "), self._process.communicate()
+        line = self._process.stdout.readline().decode()
+        assert line.startswith("serving "), self._log()
         return line.split()[-1]
 
     def end(self) -> None:
@@ -193,13 +192,12 @@ class Child:
 
     def ended(self, code: int = 0) -> None:
         """Return when it has, as it should."""
-        _, log = self._process.communicate(timeout=PATIENCE_S)
-        assert self._process.returncode == code, log
-        assert "Traceback" not in log
+        assert self._process.wait(PATIENCE_S) == code, self._log()
+        assert "Traceback" not in self._log()
 
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+    def _log(self) -> str:
+        assert self._process.stderr is not None
+        return self._process.stderr.read().decode()
 
 
 @pytest.fixture
@@ -208,13 +206,15 @@ def children(tmp_path: Path) -> Iterator[tuple[Child, Child]]:
     (tmp_path / "token").write_text("sesame\n")
     options = ["--port", "0", "--place", "cpu=64MiB", "--enable-actions", "--token-file", str(tmp_path / "token")]
     name = ["--served-model-name", "tiny"]
-    both = (
-        Child("-P", "-m", "elastic.cli.main", "serve", str(MODEL_DIR), *name, *options),
-        Child("-P", str(EXAMPLES / "fastapi_server.py"), str(MODEL_DIR), "0"),
-    )
-    yield both
-    for child in both:
-        child.kill()
+    command = [sys.executable, "-P", "-m", "elastic.cli.main", "serve", str(MODEL_DIR), *name, *options]
+    example = [str(EXAMPLES / "fastapi_server.py"), str(MODEL_DIR), "0"]
+    script = f"import runpy, sys; sys.argv = {example}; runpy.run_path(sys.argv[0], run_name='__main__')"
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as served,
+        contextlib.closing(Forked(script)) as shown,
+    ):
+        yield Child(served), Child(shown)
+        served.kill()
 
 
 @pytest.mark.slow
@@ -250,9 +250,9 @@ def busy() -> Iterator[Child]:
         "from elastic.server import run;"
         "raise SystemExit(run(app_for(FakeEngine(step_s=1)), port=0))"
     )
-    child = Child("-c", f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); {code}")
-    yield child
-    child.kill()
+    path = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})"
+    with contextlib.closing(Forked(f"{path}; {code}")) as process:
+        yield Child(process)
 
 
 @pytest.mark.slow

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 import threading
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from elastic.types import RankMemory, SharedFile
 from elastic.weights import layer
 from elastic.weights.layer import combined
 from support.architectures import CONFIGS, build, prompt
-from support.child_process import wait_for_the_janitor
+from support.child_process import Forked, wait_for_the_janitor
 from support.wrapped_model import PAGE, assert_same_bits, bits, layers, small, tight
 
 COARSE = elastic.Place("cpu#peer", torch.device("cpu"), 64 << 20, page_bytes=3 * PAGE)
@@ -303,13 +301,11 @@ def test_layers_return_from_another_process_until_it_has_ended(wrapped: Any, ass
     plain = copy.deepcopy(model)
     tokens = torch.tensor([[5, 6, 7]])
     expected, before = model(tokens).logits, bits(model)
-    with subprocess.Popen([sys.executable, "-P", "-c", PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as peer:
-        assert peer.stdout is not None
+    with closing(Forked(PEER)) as peer:
         source = pickle.load(peer.stdout)
         rt = wrapped(model).elastic
         rt.drop(range(4))
         rt.fetch(range(3), source)
-        peer.kill()
     with pytest.raises(StateError, match="its process has ended"):
         rt.fetch(3, source)
     assert rt.dropped == (3,)

@@ -12,7 +12,7 @@ import elastic
 from elastic.memory.weight_layout import ParameterLayout
 from elastic.weights import paging
 from support.architectures import build, prompt
-from support.child_process import in_child
+from support.child_process import in_fork
 
 
 def transposed_and_padded(name: str, parameter: torch.Tensor) -> ParameterLayout:
@@ -60,7 +60,7 @@ def test_the_state_of_a_resident_layer_is_contiguous_where_the_checkpoint_is(
 
 @pytest.mark.slow
 def test_wrapping_and_unwrapping_need_no_more_than_one_layer_beside_the_model() -> None:
-    out = in_child("""
+    out = in_fork("""
     import re, torch, elastic
     from elastic.memory.page_pool import PagePool
     from transformers import LlamaConfig, LlamaForCausalLM

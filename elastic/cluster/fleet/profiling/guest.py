@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from functools import partial
 
 from elastic.cluster.fleet.profiling.handovers import HANDOVER_ROUNDS, measure_handovers, place_bytes
@@ -16,7 +14,8 @@ from elastic.cluster.peers.link_profile import (
     measure_link,
 )
 from elastic.estimation.profile import CostProfile
-from elastic.estimation.profiles.guest import SHARE, GuestProcess, rest_behind, run_guest
+from elastic.estimation.profiles.guest import SHARE, GuestProcess
+from elastic.estimation.profiles.spare_time import rest_behind
 
 
 class LinkProfilingProcess(GuestProcess):
@@ -32,7 +31,7 @@ class LinkProfilingProcess(GuestProcess):
     ) -> None:
         counts = {"--repeats": repeats, "--rounds": rounds, "--handover-rounds": handover_rounds}
         arguments = [text for name, count in counts.items() for text in (name, str(count))]
-        super().__init__("elastic.cluster.fleet.profiling.guest", ["--share", str(share), *arguments])
+        super().__init__("elastic.cluster.fleet.profiling", ["--share", str(share), *arguments])
 
 
 def link_guest_bytes() -> int:
@@ -56,18 +55,3 @@ def measure_two_ranks(
     contention = measure_contention(rounds, pace)
     handovers = measure_handovers(link, contention, handover_rounds, pace)
     return CostProfile("cpu", {}, {}, link, contention=contention, handovers=handovers)
-
-
-def _main() -> int:
-    parser = argparse.ArgumentParser(description="measure links beside what is served")
-    parser.add_argument("--share", type=float, default=SHARE)
-    parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--handover-rounds", type=int, default=HANDOVER_ROUNDS)
-    options = parser.parse_args()
-    counts = options.repeats, options.rounds, options.handover_rounds
-    return run_guest(lambda: measure_two_ranks(*counts, options.share))
-
-
-if __name__ == "__main__":
-    sys.exit(_main())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from elastic.cluster.deployment import harvest
 from elastic.cluster.deployment.choice import Chooser
 from elastic.cluster.deployment.deployments import Deployments
 from elastic.cluster.deployment.devices import DeviceBook
@@ -304,9 +305,10 @@ def test_what_is_known_is_not_measured(world: World) -> None:
 
 @pytest.mark.slow
 def test_a_guest_measures_beside_what_is_served_and_what_is_chosen_next_is_chosen_by_that(
-    path: str, tmp_path: Path
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the only device: the guest is a process that ends by itself, and both deployments of the model learn of it."""
+    monkeypatch.setattr(harvest, "SHARE", 0.9)  # of its time that it computes: the rest is waited for
     store = ProfileStore(tmp_path, beside=False)
     options: dict[str, Any] = {"launch": "in-process", "fleet": {"engine": {"block_tokens": 8}, "beat_timeout_s": 60}}
     prompt = prompts([30], architectures.VOCAB)[0]

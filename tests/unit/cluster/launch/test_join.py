@@ -27,6 +27,7 @@ from elastic.cluster.rank.client import RankClient
 from elastic.engines.base import Request
 from elastic.errors import ConfigError, StateError
 from support.architectures import build
+from support.child_process import Forked
 from support.processes import wait_for_end, wait_until
 from support.serving.fleet_side import FleetSide
 from support.serving.generations import Collector, continuation
@@ -149,31 +150,32 @@ def test_the_command_says_what_is_wrong(
     assert "nobody answers" in said(capsys, "--join", where, "--key-file", str(key_file))
 
 
+def joining(*options: str) -> closing[Forked]:
+    """`elastic rank` in a process of its own."""
+    arguments = ["rank", str(MODEL_DIR), *options]
+    return closing(Forked(f"import sys; from elastic.cli.main import main; sys.exit(main({arguments}))"))
+
+
 @pytest.mark.slow
 def test_a_process_that_is_refused_says_why(launcher: JoinLauncher, key_file: Path) -> None:
     where = f"127.0.0.1:{launcher.address[1]}"
-    options = ["--join", where, "--key-file", str(key_file), "--place", "cpu=32MiB"]
-    command = [sys.executable, "-m", "elastic.cli.main", "rank", str(MODEL_DIR), *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with joining("--join", where, "--key-file", str(key_file), "--place", "cpu=32MiB") as process:
         launcher.start(ANY).refuse("the weights of its layer 5 are others")
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert "elastic rank: the weights of its layer 5 are others" in errors
+        assert process.wait() == 2
+        assert b"elastic rank: the weights of its layer 5 are others" in process.stderr.read()
 
 
 @pytest.mark.slow
 def test_a_process_joins_serves_and_ends_with_its_fleet(launcher: JoinLauncher, key_file: Path) -> None:
     where = f"127.0.0.1:{launcher.address[1]}"
-    options: list[Any] = ["--join", where, "--key-file", key_file, "--place", "cpu=32MiB", "--name", "far"]
-    command = [sys.executable, "-m", "elastic.cli.main", "rank", str(MODEL_DIR), *map(str, options)]
-    with subprocess.Popen(command) as process:
+    options = ["--join", where, "--key-file", str(key_file), "--place", "cpu=32MiB", "--name", "far"]
+    with joining(*options) as process:
         rank = FleetSide(launcher.start(ANY))
         assert (rank.client.hello.name, rank.client.hello.pid) == ("far", process.pid)
         rank.submit("one", tokens=900)
         rank.wait(lambda: len(rank.tokens["one"]) > 3)
         rank.client.kill("as if the fleet had died")
         rank.end()
-        wait_for_end(process.pid)
         assert process.wait() == 0
 
 

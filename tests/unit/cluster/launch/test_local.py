@@ -6,11 +6,10 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from elastic.cluster.launch.local import LocalLauncher
 from elastic.cluster.rank import process
 from elastic.cluster.rank.spec import rank_places
 from elastic.errors import ConfigError, ElasticError, StateError
+from support import child_process
 from support.child_process import end_of_fork
 from support.processes import children, open_files, wait_for_end, wait_until
 from support.serving.fleet_side import FleetSide
@@ -41,13 +41,18 @@ PROMPT = (5, 6, 7)
 
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[LocalLauncher]:
-    """One for all: its fork server takes seconds to import torch and transformers."""
+    """One for all: its fork server takes seconds to import torch and transformers. Its end is that of both."""
     one = LocalLauncher(start_timeout_s=120)
     yield one
-    server = one._server
+    last = FleetSide(one.start(RankSpec("last", MODEL_DIR, ("cpu=32MiB",))))
+    assert one._server is not None
+    server = one._server.pid
     one.close()
-    if server is not None:
-        wait_for_end(server.pid)
+    last.end()
+    wait_for_end(last.client.hello.pid)
+    wait_for_end(server)
+    with pytest.raises(StateError, match="was closed"):
+        one.start(RankSpec("later", MODEL_DIR))
 
 
 @pytest.fixture
@@ -175,32 +180,26 @@ def test_a_model_whose_files_are_cut_off_is_an_error_in_words(start: Callable[..
         start(copy)
 
 
-def test_a_rank_that_does_not_come_in_time_is_ended() -> None:
-    one = LocalLauncher(start_timeout_s=0.0)
+def test_a_rank_that_does_not_come_in_time_is_ended(launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "_start_timeout_s", 0.0)
     with pytest.raises(StateError, match="'late' did not start"):
-        one.start(RankSpec("late", MODEL_DIR))
-    assert one._server is not None
-    server = one._server.pid
+        launcher.start(RankSpec("late", MODEL_DIR))
+    assert launcher._server is not None
+    server = launcher._server.pid
     wait_until(lambda: not children(server), "the rank lives on")
-    one.close()
-    wait_for_end(server)
-    with pytest.raises(StateError, match="was closed"):
-        one.start(RankSpec("later", MODEL_DIR))
 
 
-def test_with_the_fork_server_its_ranks_end_and_another_takes_its_place() -> None:
-    one = LocalLauncher()
-    ranks = [FleetSide(one.start(RankSpec(f"r{i}", MODEL_DIR, ("cpu=32MiB",)))) for i in range(2)]
+def test_with_the_fork_server_its_ranks_end_and_another_takes_its_place(
+    launcher: LocalLauncher, start: Callable[..., FleetSide]
+) -> None:
+    ranks = [start(), start()]
     os.kill(ranks[1].client.hello.pid, signal.SIGSTOP)
-    assert one._server is not None
-    os.kill(one._server.pid, signal.SIGKILL)
+    assert launcher._server is not None
+    os.kill(launcher._server.pid, signal.SIGKILL)
     for rank in ranks:
         assert "fork server has ended" in rank.end()
         wait_for_end(rank.client.hello.pid)
-    again = FleetSide(one.start(RankSpec("again", MODEL_DIR, ("cpu=32MiB",))))
-    assert len(again.answer("one")) == 8
-    one.close()
-    again.end()
+    assert len(start().answer("one")) == 8
 
 
 def test_a_fork_server_ends_in_silence_with_one_that_had_not_read_all() -> None:
@@ -298,18 +297,14 @@ sys.stdin.read()
 """
 
 
-def test_nothing_outlives_a_fleet_process_that_is_killed(tmp_path: Path) -> None:
-    script = tmp_path / "fleet.py"
-    script.write_text(FLEET)
+def test_nothing_outlives_a_fleet_process_that_is_killed() -> None:
     memory = set(os.listdir("/dev/shm"))
-    with subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as fleet:
-        assert fleet.stdout is not None
+    with closing(child_process.Forked(FLEET)) as fleet:
         server, *ranks = map(int, fleet.stdout.readline().split())
         files = [name for rank in ranks for name in open_files(rank)]
         assert any(name.startswith("/memfd:cpu") for name in files)
         assert not any(name.startswith("/dev/shm") for name in files)
         assert "__main__" not in Path(f"/proc/{server}/cmdline").read_text()
-        fleet.kill()
     for pid in (server, *ranks):
         wait_for_end(pid)
     assert set(os.listdir("/dev/shm")) <= memory

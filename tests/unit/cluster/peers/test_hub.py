@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +23,7 @@ from elastic.cluster.peers.hub import PeerHub
 from elastic.cluster.peers.transport import PeerTransport
 from elastic.engines.pipeline.transport import Key, StepFailure
 from elastic.errors import RankLost, StateError
+from support.child_process import Forked
 from support.processes import wait_until
 
 KEY = b"a key of this test's own"
@@ -305,11 +304,7 @@ class Child:
 
     def __init__(self, hub: PeerHub, stack: ExitStack) -> None:
         code = CHILD.format(key=KEY, address=hub.address)
-        self.process = stack.enter_context(
-            subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True)
-        )
-        stack.callback(self.process.kill)
-        assert self.process.stdout is not None
+        self.process = stack.enter_context(closing(Forked(code)))
         hub.meet({"b": ("127.0.0.1", int(self.process.stdout.readline()))})
         self.log, self.transport = hub.connect_log("b", "a"), hub.transport("a")
 
@@ -330,7 +325,7 @@ def test_a_process_that_ends_or_stops_is_an_error(how: str, stack: ExitStack) ->
     os.kill(child.process.pid, signal.SIGSTOP)
     calls = [later(stack, child.double, 5, hidden), later(stack, child.log.receive)]
     if how == "killed":
-        child.process.kill()  # it is an error by itself
+        child.process.close()  # it is an error by itself
     else:
         a.lost("b")
     for call in calls:

@@ -6,8 +6,6 @@ import ctypes
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +23,7 @@ from elastic.memory.backends.rank_memory import MemoryReader, open_memory
 from elastic.memory.page_pool import PagePool
 from elastic.memory.virtual_range import VirtualRange
 from elastic.types import RankMemory
+from support.child_process import Forked
 
 KEY = b"a key of this test's own"
 PAGE, PAGES = 4096, 6
@@ -214,17 +213,12 @@ threading.Event().wait()
 
 def test_a_killed_rank_is_lost_at_once(stack: ExitStack) -> None:
     """It is killed while it has an answer to give."""
-    command = [sys.executable, "-P", "-c", OWNER % KEY]
-    owner = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-    stack.callback(owner.kill)
-    assert owner.stdout is not None
-    assert owner.stdin is not None
+    owner = stack.enter_context(closing(Forked(OWNER % KEY)))
     host, port = owner.stdout.readline().decode().split()
     b = stack.enter_context(closing(PeerHub("b", KEY)))
     b.meet({"a": (host, int(port))})
     reader = opened(stack, b, coordinated=True)
     owner.stdin.write(b"\n")
-    owner.stdin.flush()
     assert len(set(read(reader, (0, PAGE)))) == 1  # pages that nobody wrote to
     waiting = later(stack, reader)
     os.kill(owner.pid, signal.SIGKILL)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from elastic.cluster.peers.hub import PeerHub
 from elastic.cluster.peers.memory.reader import BUFFER_BYTES, buffers_full
 from elastic.errors import BackendUnavailable
-from support.child_process import in_child
+from support.child_process import in_fork
 
 
 def test_without_the_package_it_is_said_which_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def test_without_the_package_it_is_said_which_is_missing(monkeypatch: pytest.Mon
 
 
 def test_nobody_imports_it_unasked() -> None:
-    in_child("import sys, elastic.cluster.peers.hub; assert not any(name.startswith('nixl') for name in sys.modules)")
+    in_fork("import sys, elastic.cluster.peers.hub; assert not any(name.startswith('nixl') for name in sys.modules)")
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6))

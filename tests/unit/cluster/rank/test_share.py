@@ -15,7 +15,7 @@ from elastic.cluster.rank.skeleton import load_skeleton
 from elastic.model_files import load_weights
 from elastic.weights.decoder import find_decoder
 from support import architectures
-from support.child_process import in_child
+from support.child_process import in_fork
 from support.wrapped_model import small
 
 CPU = torch.device("cpu")
@@ -108,15 +108,17 @@ def test_a_place_without_room_for_the_share_is_refused_with_nothing_left(saved: 
 
 @pytest.mark.slow
 def test_a_rank_never_has_more_memory_than_its_share_and_a_buffer(tmp_path: Path) -> None:
-    out = in_child(
+    out = in_fork(
         f"""
-    import re, threading, torch, transformers
+    import ctypes, re, threading, torch, transformers
     from transformers import LlamaConfig, LlamaForCausalLM
     from elastic.cluster.control.connection import queue_pair
     from elastic.cluster.rank.build import built
     from elastic.cluster.rank.spec import RankSpec
     from elastic.memory.page_pool import PagePool
     from elastic.planning.sharding.share import Share
+    M_MMAP_THRESHOLD = -3
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10)  # else malloc keeps what was freed: 0 to 60 MiB
     config = LlamaConfig(vocab_size=64, hidden_size=512, intermediate_size=3072, num_hidden_layers=8,
                          num_attention_heads=8)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained({str(tmp_path)!r})
@@ -137,8 +139,7 @@ def test_a_rank_never_has_more_memory_than_its_share_and_a_buffer(tmp_path: Path
     before = status("VmRSS")
     share = load(Share(part=1, parts=2))
     print(share, status("VmHWM") - before)
-    """,
-        MALLOC_MMAP_THRESHOLD_=str(128 << 10),  # else malloc keeps what was freed: 0 to 60 MiB, as threads fall
+    """
     )
     share, peak = map(float, out.split()[-2:])
     assert 104 < share < 106, (

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from elastic.errors import StateError
 from elastic.memory.backends.libc import libc
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.backends.shared_file import OpenFile, SharedFile, host_name, open_shared
+from support.child_process import Forked, in_fork
 
 PAGE = 4096
 CHILD = """
@@ -35,17 +33,10 @@ CHILD = """
 
 
 @pytest.fixture
-def child() -> Iterator[tuple[subprocess.Popen[str], SharedFile]]:
+def child() -> Iterator[tuple[Forked, SharedFile]]:
     """A process whose page 2 is full of "a"; killed at the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", textwrap.dedent(CHILD)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    try:
+    with closing(Forked(CHILD)) as process:
         yield process, eval(process.stdout.readline(), {"SharedFile": SharedFile})
-    finally:
-        process.kill()
-        process.communicate(timeout=60)
 
 
 @pytest.fixture
@@ -85,13 +76,12 @@ def test_pages_are_read_where_they_are_in_the_file_also_those_that_come_later(ba
 
 @pytest.mark.slow
 def test_what_a_file_has_outlives_its_process_while_another_holds_it(
-    child: tuple[subprocess.Popen[str], SharedFile],
+    child: tuple[Forked, SharedFile],
 ) -> None:
     process, shared = child
     with open_shared(shared) as held:
         assert held.reshare().pid == os.getpid()
-        process.send_signal(signal.SIGKILL)
-        process.wait(60)
+        process.close()
         with pytest.raises(StateError, match="its process has ended"):
             open_shared(shared)
         assert read(held, 2) == b"a" * PAGE
@@ -104,8 +94,7 @@ def test_what_a_file_has_outlives_its_process_while_another_holds_it(
                 file.read_into(ctypes.addressof(buffer), 2 * 4096, 4)
             print(buffer.raw.decode())
         """
-        command = [sys.executable, "-P", "-c", textwrap.dedent(code)]
-        assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout == "aaaa\n"
+        assert in_fork(code) == "aaaa\n"
     with pytest.raises(StateError, match=r"is gone|another file"):
         open_shared(again)
 
@@ -163,5 +152,4 @@ def test_a_read_to_where_nothing_is_mapped_is_an_error_and_no_crash(backend: Mem
 @pytest.mark.slow
 def test_a_host_has_one_name_in_all_of_its_processes() -> None:
     code = "from elastic.memory.backends.shared_file import host_name; print(host_name())"
-    command = [sys.executable, "-P", "-c", code]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip() == host_name()
+    assert in_fork(code).strip() == host_name()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from contextlib import closing
+from functools import partial
+from typing import Any
 
 import pytest
 
+from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.profiling import handovers
 from elastic.cluster.fleet.profiling.guest import LinkProfilingProcess
 from elastic.cluster.fleet.profiling.handovers import LAYERS, fitted, hidden_size, measure_handovers, place_bytes
@@ -15,7 +18,8 @@ from elastic.estimation.profile import ROUNDS
 from elastic.planning.estimate.performance import Handovers, InstanceCost
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
-from support.processes import wait_for_end, wait_until
+from support.child_process import Forked
+from support.processes import children, wait_for_end, wait_until
 
 LINK, HIDDEN = LinearLatency(1e-4, 1e-9), 256
 TOKEN = [Chunk("", 5, 1)]
@@ -67,7 +71,11 @@ def test_one_core_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @two_cores
-def test_real_ranks_are_whole_in_stages_and_share_layers_and_rest_behind_each_answer() -> None:
+def test_real_ranks_are_whole_in_stages_and_share_layers_and_rest_behind_each_answer(
+    launcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handovers, "Fleet", partial(Fleet, launch=launcher))
+    monkeypatch.setattr(handovers, "cached_bytes", lambda _: 0)
     rests: list[float] = []
     told = measure_handovers(LINK, 0.1, 1, rests.append)
     assert told.stage_s >= 0
@@ -77,18 +85,25 @@ def test_real_ranks_are_whole_in_stages_and_share_layers_and_rest_behind_each_an
 
 @pytest.mark.slow
 @two_cores
-def test_a_guest_measures_all_of_it_and_a_cancelled_one_leaves_no_process() -> None:
+def test_a_guest_measures_all_of_it() -> None:
     guest = LinkProfilingProcess(0.9, repeats=1, rounds=1, handover_rounds=1)
     wait_until(lambda: guest.ended, timeout_s=180)
     measured = guest.result()
     assert measured.layers == measured.around == {}
     assert measured.link is not None
 
-    for counts, least in (({"repeats": 1 << 20}, 2), ({"repeats": 1, "rounds": 1, "handover_rounds": 1 << 20}, 2)):
-        guest = LinkProfilingProcess(0.9, **counts)
-        children = Path(f"/proc/{guest._process.pid}/task/{guest._process.pid}/children")
-        wait_until(lambda: len(children.read_text().split()) >= least, timeout_s=120)  # noqa: B023
-        started = [int(pid) for pid in children.read_text().split()]
-        guest.cancel()
-        for pid in started:
-            wait_for_end(pid)
+
+@pytest.mark.slow
+@two_cores
+def test_a_guest_that_is_killed_leaves_no_process() -> None:
+    with closing(
+        Forked("""
+            from elastic.cluster.fleet.profiling.guest import measure_two_ranks
+            from elastic.estimation.profiles.guest import run_guest
+            run_guest(lambda: measure_two_ranks(1 << 20, share=0.9))
+        """)
+    ) as guest:
+        wait_until(lambda: len(children(guest.pid)) == 2)  # the other rank, and what multiprocessing keeps
+        started = children(guest.pid)
+    for pid in started:
+        wait_for_end(pid)
