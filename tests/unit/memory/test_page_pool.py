@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 import elastic
 from elastic import CapacityError, ConfigError, IntegrityError, StateError
@@ -26,6 +26,7 @@ from support.faulty_backend import CALLS, FaultyBackend
 PAGE = 4096
 BUDGET = 40
 ACTIONS = int(os.environ.get("ELASTIC_LEDGER_ACTIONS", "10000"))
+FEW_ACTIONS = 3000
 STEPS = 100
 
 
@@ -215,14 +216,18 @@ class Ledger(RuleBasedStateMachine):
         return range_.storage(slot, PAGE, lambda: None).tensor(torch.uint8)
 
 
-TestLedger = Ledger.TestCase
-TestLedger.pytestmark = [pytest.mark.slow]
-TestLedger.settings = settings(
-    max_examples=ACTIONS // STEPS,
-    stateful_step_count=STEPS,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("actions", [FEW_ACTIONS, pytest.param(ACTIONS, marks=pytest.mark.long)], ids=["few", "many"])
+def test_the_ledger_is_that_of_a_plain_model_of_bytes(actions: int) -> None:
+    run_state_machine_as_test(
+        Ledger,
+        settings=settings(
+            max_examples=actions // STEPS,
+            stateful_step_count=STEPS,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
 
 
 def test_a_recount_finds_what_is_wrong() -> None:

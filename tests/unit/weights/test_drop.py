@@ -356,7 +356,8 @@ REFUSED = {"drop": {"absent", "half"}, "release": {"dropped"}}
 """What cannot be done to a layer in some forms."""
 
 
-def test_whatever_is_done_to_layers_they_keep_their_bits(wrapped: Any) -> None:
+@pytest.mark.parametrize("examples", [15, pytest.param(100, marks=pytest.mark.long)])
+def test_whatever_is_done_to_layers_they_keep_their_bits(examples: int, wrapped: Any) -> None:
     model = exact(build("llama-gqa"))
     before, expected = bits(model), model(**prompt()).logits
     peer = wrapped(exact(build("llama-gqa")), small(2 << 20, "cpu#peer"), variants=[HALF]).elastic
@@ -371,7 +372,7 @@ def test_whatever_is_done_to_layers_they_keep_their_bits(wrapped: Any) -> None:
         "resize": lambda layers: rt.kv.resize(len(layers) * 32 * PAGE),
     }
 
-    @settings(max_examples=40)
+    @settings(max_examples=examples)
     @given(steps=st.lists(STEPS, min_size=1, max_size=12))
     def check(steps: list[tuple[str, set[int]]]) -> None:
         for verb, chosen in steps:

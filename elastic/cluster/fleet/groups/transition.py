@@ -162,6 +162,7 @@ class Books:
         self.pages = {rank: room.usable_pages + room.weights_of(shape.weights[rank]) for rank, room in rooms.items()}
         """For weights of decoder layers, keys and values, and what steps take that have these."""
         self._held: dict[tuple[str, LayerPath], _Held] = {}
+        self._taken: dict[tuple[LayerFlip, LayerPath, frozenset[int]], tuple[int, int]] = {}
 
     def sector_pages(self, rank: str, shards: Iterable[int]) -> int:
         """Count the pages that a sector needs at a rank, in these shards: those of a part that several share once."""
@@ -179,16 +180,11 @@ class Books:
         return self.free(flip.target, shape, caps) - self.needed(flip, shape, caps)
 
     def needed(self, flip: LayerFlip, shape: Shape, caps: Mapping[str, int]) -> int:
-        """Count the pages that a flip takes at its target."""
-        held, room = self._kv(flip.target, shape.paths[flip.home]), self.rooms[flip.target]
-        new = [part for part in room.parts_of(flip.shards) if part not in held.parts]
-        more = max(a + b for a, b in zip(held.pages, self._by_group(room, new), strict=True)) - max(held.pages)
-        weights = 0
-        for shards in layers_of(shape.weights_of(flip), self._layer):
-            first = min(shards) // self._layer * self._layer
-            have = shape.weights[flip.target].intersection(range(first, first + self._layer))
-            weights += room.weights_of(have | shards) - room.weights_of(have)
-        return caps[flip.home] * (more + room.step_pages(len(new), beside=len(held.parts))) + weights
+        """Count the pages that a flip takes at its target; the same are asked for with one cap after another."""
+        key = flip, shape.paths[flip.home], shape.weights[flip.target]
+        if (taken := self._taken.get(key)) is None:
+            taken = self._taken[key] = self._pages_of_a_sector(flip, key[1]), self._pages_of_weights(flip, shape)
+        return caps[flip.home] * taken[0] + taken[1]
 
     def alone(self, home: str) -> int:
         """Count the sectors that an instance has by itself, with all weights there."""
@@ -238,6 +234,22 @@ class Books:
             pages = [n + room.step_pages(len(parts)) for n in self._by_group(room, parts)]
             held = self._held[rank, path] = _Held(parts, pages)
         return held
+
+    def _pages_of_a_sector(self, flip: LayerFlip, path: LayerPath) -> int:
+        """Count the pages that a sector of an instance takes besides at the target of a flip."""
+        held, room = self._kv(flip.target, path), self.rooms[flip.target]
+        new = [part for part in room.parts_of(flip.shards) if part not in held.parts]
+        more = max(a + b for a, b in zip(held.pages, self._by_group(room, new), strict=True)) - max(held.pages)
+        return more + room.step_pages(len(new), beside=len(held.parts))
+
+    def _pages_of_weights(self, flip: LayerFlip, shape: Shape) -> int:
+        """Count the pages of the weights that the target of a flip has not."""
+        room, weights = self.rooms[flip.target], 0
+        for shards in layers_of(shape.weights_of(flip), self._layer):
+            first = min(shards) // self._layer * self._layer
+            have = shape.weights[flip.target].intersection(range(first, first + self._layer))
+            weights += room.weights_of(have | shards) - room.weights_of(have)
+        return weights
 
     def _by_group(self, room: Room, parts: Collection[int]) -> list[int]:
         """Return the pages of a sector in parts of the KV cache, for each group of layers."""
@@ -331,7 +343,7 @@ def _round(most: int, left: list[LayerFlip], shape: Shape, books: Books, caps: M
     """Choose flips of each instance in turn, of up to `most` layers of each, as long as all have room at once."""
     free = {rank: books.free(rank, shape, caps) for rank in books.pages}
     pauses = {home: _Pause(most, shape) for home in shape.paths}
-    waiting = sorted(left, key=lambda flip: -books.left(flip, shape, caps))
+    waiting = sorted(left, key=lambda flip: books.needed(flip, shape, caps) - free[flip.target])
     before = len(waiting) + 1
     while len(waiting) < before:
         before = len(waiting)

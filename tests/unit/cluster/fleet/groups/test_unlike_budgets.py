@@ -76,7 +76,7 @@ def test_long_answers_go_on_while_layers_leave_a_small_rank_and_a_large_one(wrap
     for number, pages in enumerate((600, 42)):
         place = replace(tight(architectures.build("qwen3"), pages), name=f"cpu#{number}")
         models.append(wrapped(architectures.build("qwen3"), place))
-    heard, requests = Collector(), [Request(prompt, 420) for prompt in prompts([40] * 3, architectures.VOCAB)]
+    heard, requests = Collector(), [Request(prompt, 420) for prompt in prompts([40] * 2, architectures.VOCAB)]
     with Fleet.of(*models, engine={"block_tokens": 8, "max_batch_tokens": 64}, beat_timeout_s=60) as fleet:
         for request in requests:
             fleet.submit(request, heard)

@@ -31,16 +31,21 @@ def test_the_seed_is_drawn_once_and_goes_wherever_the_request_goes() -> None:
     assert [s.seed for s in record(seeded).states()] == [s.seed for s in record(seeded).states()]
 
 
-@given(st.lists(st.integers(0, 99), max_size=12), st.data())
-def test_whatever_is_told_again_each_token_is_told_once(tokens: list[int], data: st.DataObject) -> None:
+PLACES = st.integers(0, 12)
+
+
+@given(st.lists(st.integers(0, 99), max_size=12), st.lists(st.tuples(PLACES, PLACES), max_size=12), PLACES)
+def test_whatever_is_told_again_each_token_is_told_once(
+    tokens: list[int], pieces: list[tuple[int, int]], last: int
+) -> None:
     kept, heard = record(Request((1,), 50, id="a")), []
-    while len(heard) < len(tokens):
-        start = data.draw(st.integers(0, len(heard)))
-        stop = data.draw(st.integers(start, len(tokens)))
+    for begin, end in [*pieces, (last, len(tokens))]:
+        start = min(begin, len(heard))
+        stop = max(start, min(end, len(tokens)))
         new = kept.take(Output("a", tuple(tokens[start:stop])), start)
         heard += new.tokens if new is not None else ()
         assert heard == tokens[: max(stop, len(heard))]
-    assert kept.answers[0].tokens == tokens
+    assert heard == kept.answers[0].tokens == tokens
 
 
 def test_missing_tokens_are_an_error_and_nothing_is_told() -> None:
