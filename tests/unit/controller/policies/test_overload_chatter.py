@@ -1,4 +1,4 @@
-"""Drops and restores answer overloads soon, and do not chatter: 200 simulated noisy traces.
+"""Drops and restores answer overloads soon, and do not chatter: 40 simulated noisy traces, or 200.
 
 An episode is a time of 3 s or more in which the requests would need more KV than two instances have with all layers,
 or, where they wait at their instance, than one of these has. It is acted on if within 2 s of its beginning layers are
@@ -24,6 +24,8 @@ from support.planning.simulated_fleet import SimulatedFleet
 from support.planning.simulated_server import BASE, KINDS, TRACE_TICKS, Arrival, trace
 
 TRACES, SOON, EPISODE_TICKS = 200, 20, 30
+FEW = 40
+"""Of the traces: as many of each kind."""
 
 
 @cache
@@ -115,9 +117,10 @@ class Hasty(OverloadPolicy):
 
 
 @pytest.mark.slow
-def test_overloads_are_answered_and_there_is_no_chatter() -> None:
-    total = score(OverloadPolicy, range(TRACES))
-    assert total.episodes >= 100, total
+@pytest.mark.parametrize("traces", [FEW, pytest.param(TRACES, marks=pytest.mark.long)])
+def test_overloads_are_answered_and_there_is_no_chatter(traces: int) -> None:
+    total = score(OverloadPolicy, range(traces))
+    assert total.episodes >= traces / 2, total
     assert total.good >= 0.95 * total.episodes, total
 
 
