@@ -21,7 +21,7 @@ class Answer:
     def listen(self, output: elastic.Output) -> None:
         """Take new tokens. Called on a thread of the fleet."""
         self.tokens += output.tokens
-        if len(self.tokens) > 150:
+        if len(self.tokens) > 40:
             self.begun.set()
         if output.finish:
             self.ended.set()
@@ -29,7 +29,7 @@ class Answer:
 
 def generate(fleet: elastic.Fleet, name: str) -> Answer:
     answer = Answer()
-    fleet.submit(elastic.Request(PROMPT, 400, ignore_eos=True, id=name), answer.listen)
+    fleet.submit(elastic.Request(PROMPT, 250, ignore_eos=True, id=name), answer.listen)
     answer.begun.wait()
     return answer
 

@@ -36,10 +36,10 @@ def main() -> None:
         capacity = {degree: BLOCK * min(c[degree] for c in fleet.capacity([1, 2]).values()) for degree in (1, 2)}
         print(f"tokens that fit one process: {capacity[1]:,}; two that share their layers: {capacity[2]:,}")
 
-        short = Answer(fleet, SHORT, 200)
+        short = Answer(fleet, SHORT, 120)
         short.ended.wait()
         long_prompt = (SHORT * capacity[2])[: capacity[1] + 100]
-        beside, long = Answer(fleet, SHORT, 200), Answer(fleet, long_prompt, 20)
+        beside, long = Answer(fleet, SHORT, 120), Answer(fleet, long_prompt, 20)
         long.ended.wait()
         print(f"a prompt of {len(long_prompt):,} tokens had its answer: {len(long.tokens)} tokens")
         beside.ended.wait()

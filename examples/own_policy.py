@@ -35,7 +35,7 @@ elastic.wrap(model, variants=["int8"], policy=HalfInInt8())
 rt = model.elastic
 
 prompt = tokenizer("class Reader:\n    def read(self", return_tensors="pt")
-ids = model.generate(**prompt, max_new_tokens=300, do_sample=False)
+ids = model.generate(**prompt, max_new_tokens=120, do_sample=False)
 print(f"{ids.shape[1]} tokens")
 
 deadline = time.monotonic() + 30

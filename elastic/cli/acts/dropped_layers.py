@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from elastic.cluster.control.status import FleetStatus
     from elastic.cluster.fleet.fleet import Fleet
 
-REQUESTS, PROMPTS = 32, 4
+REQUESTS, PROMPTS = 32, 2
 MOST_TOKENS = 96
 SECTORS = 4
 """KV for about so many requests is left to a rank by the model's weights."""

@@ -59,9 +59,14 @@ def _collector(tokens: list[int]) -> Callable[[Output], None]:
     return listener
 
 
+@pytest.fixture(scope="module")
+def plain() -> list[tuple[int, ...]]:
+    """The tokens where nothing is evicted."""
+    return answers("cpu#0=64MiB")[0]
+
+
 @pytest.mark.parametrize("way", evicting.WAYS)
-def test_what_was_evicted_goes_on_with_the_same_tokens(way: str) -> None:
-    plain, _ = answers("cpu#0=64MiB")
+def test_what_was_evicted_goes_on_with_the_same_tokens(way: str, plain: list[tuple[int, ...]]) -> None:
     assert [len(tokens) for tokens in plain] == [100] * REQUESTS
     evicting.install(way)
     found, evictions = answers("cpu#0=14MiB")

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from elastic import __version__
 from elastic.cli.main import main
+from support.child_process import Forked
 
 
 @pytest.mark.slow
 def test_the_demo_writes_the_plain_models_text_while_pages_come_and_go(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--max-new-tokens", "90"]) == 0
+    assert main(["demo", "--max-new-tokens", "72"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "tokens equal to the plain model's in acts 1 and 2: yes; after act 3, unwrapped, again: yes;" in out
     assert "32 of 32 answers are the plain model's, token for token" in out
@@ -41,14 +41,16 @@ def test_generate_can_prepack_weights(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.slow
 def test_a_command_ends_quietly_when_nobody_reads_its_output_any_more() -> None:
     """As in `elastic generate ... | head -c 1`."""
-    command = [sys.executable, "-m", "elastic.cli.main", "generate", "--prompt", "import os", "--max-new-tokens", "400"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        assert child.stderr is not None
+    child = Forked("""
+        import sys
+        from elastic.cli.main import main
+        sys.exit(main(["generate", "--prompt", "import os", "--max-new-tokens", "400"]))
+    """)
+    with closing(child):
         assert child.stdout.read(1) == b"i"
         child.stdout.close()
         error = child.stderr.read().decode()
-    assert (child.returncode, error) == (128 + signal.SIGPIPE, "")
+        assert (child.wait(), error) == (128 + signal.SIGPIPE, "")
 
 
 @pytest.mark.parametrize(

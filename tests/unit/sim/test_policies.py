@@ -76,34 +76,39 @@ def test_instances_compute_together_from_the_beginning(static: dict[str, Any]) -
     assert run.report.requests["completed"] == run.report.requests["arrived"]
 
 
-@pytest.mark.slow
-def test_layers_are_dropped_and_shared_in_one_run(tmp_path: Path) -> None:
-    (tmp_path / "day.toml").write_text(SMALL_DAY)
-    run = Run(read_scenario(tmp_path / "day.toml"))
+def small_day(folder: Path) -> Run:
+    (folder / "day.toml").write_text(SMALL_DAY)
+    run = Run(read_scenario(folder / "day.toml"))
     run.play()
-    assert {"dropped", "resharded"} <= run.report.action_counts.keys()
-    assert run.report.by_source["long"].count > 0, "none of these has room at one instance"
-    assert run.report.requests["completed"] == run.report.requests["arrived"]
+    return run
 
 
-def test_what_policies_leave_unread_decides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def day(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One run of it, which is over."""
+    return small_day(tmp_path_factory.mktemp("day"))
+
+
+@pytest.mark.slow
+def test_layers_are_dropped_and_shared_in_one_run(day: Run) -> None:
+    assert {"dropped", "resharded"} <= day.report.action_counts.keys()
+    assert day.report.by_source["long"].count > 0, "none of these has room at one instance"
+    assert day.report.requests["completed"] == day.report.requests["arrived"]
+
+
+@pytest.mark.slow
+def test_what_policies_leave_unread_decides_nothing(day: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The document of a run is the same to the byte where every instance is read anew at each look."""
-    (tmp_path / "day.toml").write_text(SMALL_DAY)
-
-    def document() -> str:
-        run = Run(read_scenario(tmp_path / "day.toml"))
-        run.play()
-        return json.dumps(run.report.document())
 
     def hear(instance: Instance, *said: Any) -> None:
         instance.changes += 1
         heard(instance, *said)
 
-    usual, heard = document(), Instance.hear
+    heard = Instance.hear
     monkeypatch.setattr(Instance, "hear", hear)
     monkeypatch.setattr(FleetReadings, "_earlier", property(lambda _: {}, lambda *_: None), raising=False)
     monkeypatch.setattr(balancer, "_furthest_apart", lambda instances: instances)
-    assert document() == usual
+    assert json.dumps(small_day(tmp_path).report.document()) == json.dumps(day.report.document())
 
 
 def test_faults_befall_instances_and_lose_nothing() -> None:

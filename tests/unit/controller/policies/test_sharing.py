@@ -235,13 +235,19 @@ SILENT = [
 """A model is silent for long with an action under way, whose bytes are not for others."""
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-@example(SILENT, 1, [500] * 4)
-@given(steps, st.integers(0, 4), st.lists(st.integers(500, 1500), min_size=4, max_size=4))
+@pytest.mark.parametrize("examples", [15, pytest.param(200, marks=pytest.mark.long)])
 @pytest.mark.slow
-def test_no_two_models_are_ever_planned_into_the_same_bytes(
-    script: list[tuple[str, ...]], took: int, totals: list[int]
-) -> None:
+def test_no_two_models_are_ever_planned_into_the_same_bytes(examples: int) -> None:
+    @settings(deadline=None, max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
+    @example(SILENT, 1, [500] * 4)
+    @given(steps, st.integers(0, 4), st.lists(st.integers(500, 1500), min_size=4, max_size=4))
+    def plan(script: list[tuple[str, ...]], took: int, totals: list[int]) -> None:
+        run_script(script, took, totals)
+
+    plan()
+
+
+def run_script(script: list[tuple[str, ...]], took: int, totals: list[int]) -> None:
     world = World(**dict(zip("abcd", totals, strict=True)))
     world.took = took
     for name in "ABC":
@@ -279,7 +285,7 @@ def test_no_two_models_are_ever_planned_into_the_same_bytes(
             assert all(action.place in world.totals for action in came)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 6))])
 @pytest.mark.slow
 def test_it_does_not_oscillate(seed: int) -> None:
     """Two loads that come and go by turns, with noise, for two minutes: what moves follows them, and not more often."""
