@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elastic.cluster.fleet.groups.transition import Books, FlipRound, LayerFlip, Shape
+from elastic.cluster.fleet.groups.shape import LayerFlip, Shape
+from elastic.cluster.fleet.groups.transition import Books, FlipRound
 
 
 def needed_at(rank: str, flips: FlipRound, books: Books, shape: Shape, caps: Mapping[str, int]) -> int:

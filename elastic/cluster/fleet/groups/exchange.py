@@ -30,15 +30,8 @@ from elastic.cluster.fleet.groups.group import Deadline, Group
 from elastic.cluster.fleet.groups.price import restored_first
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.results import Exchanged, Status
-from elastic.cluster.fleet.groups.transition import (
-    Books,
-    FlipRound,
-    LayerFlip,
-    Shape,
-    Transition,
-    plan_quickly,
-    plan_transition,
-)
+from elastic.cluster.fleet.groups.shape import LayerFlip, Shape
+from elastic.cluster.fleet.groups.transition import Books, FlipRound, Transition, plan_quickly, plan_transition
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError, ElasticError, RankLost, StateError

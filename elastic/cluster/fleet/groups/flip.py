@@ -18,7 +18,7 @@ from elastic.cluster.control.stage_questions import (
     WrittenBlocks,
 )
 from elastic.cluster.fleet.groups.ranks import Ranks
-from elastic.cluster.fleet.groups.transition import LayerFlip
+from elastic.cluster.fleet.groups.shape import LayerFlip
 from elastic.config import require
 from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.pipeline.path import LayerPath, Way

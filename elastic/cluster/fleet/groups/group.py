@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from elastic import clock
 from elastic.cluster.fleet.groups.results import GroupStatus
-from elastic.cluster.fleet.groups.transition import Shape
+from elastic.cluster.fleet.groups.shape import Shape
 from elastic.cluster.fleet.records.memory_file import HeldMemory
 from elastic.engines.core.kv_state import KVSource
 from elastic.planning.sharding.numbers import whole_layers

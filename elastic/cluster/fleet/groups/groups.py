@@ -31,7 +31,8 @@ from elastic.cluster.fleet.groups.results import (
     all_dropped,
     all_restored,
 )
-from elastic.cluster.fleet.groups.transition import Books, Shape
+from elastic.cluster.fleet.groups.shape import Shape
+from elastic.cluster.fleet.groups.transition import Books
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.cluster.fleet.records.event_log import EventLog

@@ -19,7 +19,7 @@ from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Group
 from elastic.cluster.fleet.groups.groups import Groups
 from elastic.cluster.fleet.groups.results import GroupStatus, Migrated, Replicated, Resharded, Restored, all_restored
-from elastic.cluster.fleet.groups.transition import Shape
+from elastic.cluster.fleet.groups.shape import Shape
 from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.errors import ConfigError, NotFound, RankLost, StateError
 from elastic.planning.sharding.share import Share

@@ -14,9 +14,11 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import NamedTuple
 
 from elastic.cluster.control.stage_questions import Room
+from elastic.cluster.fleet.groups.shape import LayerFlip, Shape
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError
@@ -26,103 +28,11 @@ HEADROOM = 1.25
 """The least that caps are lowered to for fewer rounds, in units of what live requests have and are promised."""
 
 
-class LayerFlip(NamedTuple):
-    """Shards of one instance that another rank computes from then on."""
-
-    home: str
-    shards: tuple[int, ...]
-    """Of one layer or several, all or some of each."""
-    source: str
-    target: str
-
-    def with_more(self, shards: tuple[int, ...]) -> LayerFlip:
-        """Return the flip of further shards, too."""
-        return self._replace(shards=(*self.shards, *shards))
-
-
 FlipRound = tuple[LayerFlip, ...]
 """Flips that go side by side: all of them have room before any of them has made some.
 
 Those of one instance are one pause of it, at which no rank both gives and gets shards.
 """
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Who computes what of a group, and who has which weights."""
-
-    paths: Mapping[str, LayerPath] = field(hash=False)
-    """Of each instance, by its home."""
-    weights: Mapping[str, frozenset[int]] = field(hash=False)
-    """Rank -> the shards whose weights it has."""
-
-    @property
-    def layers(self) -> int:
-        """How many decoder layers there are."""
-        return next(iter(self.paths.values())).layers
-
-    @property
-    def shards(self) -> int:
-        """How many shards each layer has."""
-        return next(iter(self.paths.values())).shards
-
-    @property
-    def numbers(self) -> int:
-        """How many shards a copy of the layers has, numbered from 0."""
-        return self.layers * self.shards
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """The ranks, each the home of an instance."""
-        return tuple(self.paths)
-
-    @property
-    def apart(self) -> bool:
-        """Whether each instance computes all of its layers itself."""
-        return not any(path.guests for path in self.paths.values())
-
-    @property
-    def tp(self) -> int:
-        """How many ranks share a copy of a layer, at the most."""
-        return max(len(copy) for path in self.paths.values() for i in range(self.layers) for copy in path.copies_of(i))
-
-    @property
-    def has_twice(self) -> bool:
-        """Whether several ranks have the weights of a shard."""
-        return sum(map(len, self.weights.values())) > len(frozenset().union(*self.weights.values()))
-
-    def units(self) -> tuple[tuple[str, ...], ...]:
-        """Return the members that compute layers of each other, together; one that does not by itself."""
-        units = {rank: {rank} for rank in self.members}
-        for home, path in self.paths.items():
-            for rank in path.guests:
-                units[home] |= units[rank]
-                units.update(dict.fromkeys(units[home], units[home]))
-        ordered = (tuple(rank for rank in self.members if rank in unit) for unit in units.values())
-        return tuple(dict.fromkeys(ordered))
-
-    def shards_at(self, rank: str) -> dict[str, tuple[int, ...]]:
-        """Return what a rank computes: home -> shards."""
-        return {home: shards for home, path in self.paths.items() if (shards := path.shards_of(rank))}
-
-    def needs(self, rank: str) -> frozenset[int]:
-        """Return the shards whose weights a rank needs."""
-        return frozenset(shard % self.numbers for shards in self.shards_at(rank).values() for shard in shards)
-
-    def after(self, flip: LayerFlip, wanted: Mapping[str, frozenset[int]]) -> Shape:
-        """Return the shape after a flip, when its source has dropped what it neither needs nor wants."""
-        paths = {**self.paths, flip.home: self.paths[flip.home].moved(flip.shards, flip.target)}
-        weights = {**self.weights, flip.target: self.weights[flip.target].union(self.weights_of(flip))}
-        shape = Shape(paths, weights)
-        return replace(shape, weights={**weights, flip.source: shape.kept(flip.source, wanted)})
-
-    def weights_of(self, flip: LayerFlip) -> frozenset[int]:
-        """Return the shards whose weights a flip needs at its target: the same for all copies of a layer."""
-        return frozenset(shard % self.numbers for shard in flip.shards)
-
-    def kept(self, rank: str, wanted: Mapping[str, frozenset[int]]) -> frozenset[int]:
-        """Return the shards of a rank that it needs, or wants, of those that it has."""
-        return self.weights[rank] & (self.needs(rank) | wanted[rank])
 
 
 @dataclass(frozen=True)
@@ -175,9 +85,11 @@ class Books:
         held = sum(caps[home] * max(self._kv(rank, path).pages) for home, path in shape.paths.items())
         return self.pages[rank] - self.rooms[rank].weights_of(shape.weights[rank]) - held
 
-    def left(self, flip: LayerFlip, shape: Shape, caps: Mapping[str, int]) -> int:
-        """Count the pages that a flip leaves its target."""
-        return self.free(flip.target, shape, caps) - self.needed(flip, shape, caps)
+    def best(self, flips: Collection[LayerFlip], shape: Shape, caps: Mapping[str, int]) -> tuple[LayerFlip, int]:
+        """Return the first flip of those that leave their target the most pages, and how many."""
+        free = {rank: self.free(rank, shape, caps) for rank in {flip.target for flip in flips}}
+        left = ((flip, free[flip.target] - self.needed(flip, shape, caps)) for flip in flips)
+        return max(left, key=itemgetter(1))
 
     def needed(self, flip: LayerFlip, shape: Shape, caps: Mapping[str, int]) -> int:
         """Count the pages that a flip takes at its target; the same are asked for with one cap after another."""
@@ -323,8 +235,8 @@ def _walk(
     while left:
         chosen = round_of(left, shape, books, caps)
         if not chosen:
-            best = max(left, key=lambda flip: books.left(flip, shape, caps))
-            return done, (shape, best, -books.left(best, shape, caps))
+            best, pages = books.best(left, shape, caps)
+            return done, (shape, best, -pages)
         for flip in chosen:
             shape = shape.after(flip, target.weights)
         gone = {(flip.home, shard) for flip in chosen for shard in flip.shards}
@@ -335,8 +247,8 @@ def _walk(
 
 def _single(left: list[LayerFlip], shape: Shape, books: Books, caps: Mapping[str, int]) -> FlipRound:
     """Choose the layer that leaves its target the most room, by itself."""
-    best = max(left, key=lambda flip: books.left(flip, shape, caps))
-    return (best,) if books.left(best, shape, caps) >= 0 else ()
+    best, pages = books.best(left, shape, caps)
+    return (best,) if pages >= 0 else ()
 
 
 def _round(most: int, left: list[LayerFlip], shape: Shape, books: Books, caps: Mapping[str, int]) -> FlipRound:

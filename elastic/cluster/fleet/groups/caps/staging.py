@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 
 from elastic.cluster.fleet.groups.exchange import measure
 from elastic.cluster.fleet.groups.ranks import Ranks
-from elastic.cluster.fleet.groups.transition import Books, Shape
+from elastic.cluster.fleet.groups.shape import Shape
+from elastic.cluster.fleet.groups.transition import Books
 
 
 class Staging:

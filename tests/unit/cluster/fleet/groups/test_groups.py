@@ -29,8 +29,9 @@ from elastic.cluster.control.stage_questions import (
     WeightDigests,
 )
 from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.fleet.groups.shape import Shape
 from elastic.cluster.fleet.groups.targets import shape_keeping
-from elastic.cluster.fleet.groups.transition import Books, Shape, plan_transition
+from elastic.cluster.fleet.groups.transition import Books, plan_transition
 from elastic.cluster.fleet.records.requests import new_record
 from elastic.engines.base import Request, Sampling
 from elastic.engines.pipeline.path import LayerPath
