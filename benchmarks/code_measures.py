@@ -44,9 +44,12 @@ class Source:
     """How often each name is used: a variable's, or an attribute's."""
     calls: Counter[str] = field(default_factory=Counter)
     """How often it is called."""
+    nodes: list[ast.AST] = field(default_factory=list)
+    """Of the tree: walked once."""
 
     def __post_init__(self) -> None:
-        for node in ast.walk(self.tree):
+        self.nodes += ast.walk(self.tree)
+        for node in self.nodes:
             if isinstance(node, ast.Name | ast.Attribute):
                 self.names[name_of(node)] += 1
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
@@ -81,8 +84,8 @@ def lines_of(function: Function) -> int:
     return function.end_lineno - function.lineno + 1
 
 
-def functions_of(tree: ast.AST) -> Iterator[Function]:
-    return (node for node in ast.walk(tree) if isinstance(node, Function))
+def functions_of(source: Source) -> Iterator[Function]:
+    return (node for node in source.nodes if isinstance(node, Function))
 
 
 def families(classes: list[Class]) -> dict[str, list[Class]]:
@@ -112,7 +115,7 @@ def called_once(sources: list[Source], classes: list[Class]) -> list[tuple[str, 
             if alone and not each.is_protocol and _is_called_once(method, list(users)):
                 found.append((each.source.path, method.lineno, method.name, lines_of(method)))
     for source in sources:
-        for function in functions_of(source.tree):
+        for function in functions_of(source):
             if function not in methods and _is_called_once(function, [source]):
                 found.append((source.path, function.lineno, function.name, lines_of(function)))
     return sorted(found)
@@ -161,11 +164,11 @@ def measure(listed: int) -> dict[str, Any]:
     """Measure the source."""
     paths = sorted(ROOT.rglob("*.py"))
     sources = [Source(str(path.relative_to(HERE)), ast.parse(path.read_text())) for path in paths]
-    nodes = [(node, source) for source in sources for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)]
+    nodes = [(node, source) for source in sources for node in source.nodes if isinstance(node, ast.ClassDef)]
     classes = [Class(node, source, {name_of(base) for base in node.bases}) for node, source in nodes]
     shared = Counter(name for each in classes for name in each.methods)
     owners = {method: each for each in classes for method in each.node.body if isinstance(method, Function)}
-    functions = [function for source in sources for function in functions_of(source.tree)]
+    functions = [function for source in sources for function in functions_of(source)]
     lines = sorted(map(lines_of, functions))
     kinds = Counter(kind_of(f, owners.get(f), shared) for f in functions if lines_of(f) <= SHORT)
     names = Counter(each.node.name for each in classes)
@@ -182,7 +185,7 @@ def measure(listed: int) -> dict[str, Any]:
         f"of <= {SHORT} lines": f"{sum(kinds.values()) / len(lines):.1%}",
         f"of <= {SHORT} lines, by kind": dict(kinds.most_common()),
         f"private, one caller, <= {FEW} lines": sum(count <= FEW for *_, count in once),
-        f"variables named {', '.join(sorted(FILLERS))}": sum(is_filler(n) for s in sources for n in ast.walk(s.tree)),
+        f"variables named {', '.join(sorted(FILLERS))}": sum(is_filler(n) for s in sources for n in s.nodes),
         "class names that stand twice": sum(count > 1 for count in names.values()),
         "public functions with tensors; that state shapes": [len(tensors), sum(map(states_shapes, tensors))],
     }
