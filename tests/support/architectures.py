@@ -131,7 +131,7 @@ def in_turn(first: Iterable[Any], second: Sequence[Any], often: Collection[Any] 
     ]
 
 
-def mostly_long(values: Iterable[Any], often: Collection[Any]) -> list[Any]:
-    """Give all values of an axis, of which only the `often` ones are not for `make long` alone."""
-    rows = [(value, value if isinstance(value, tuple) else (value,)) for value in values]
-    return [pytest.param(*row, marks=[] if value in often else pytest.mark.long) for value, row in rows]
+def long_ones(*values: Any) -> list[Any]:
+    """Leave values of an axis to `make long`: what they show, others show in `make test`."""
+    rows = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [pytest.param(*row, marks=pytest.mark.long) for row in rows]

@@ -22,20 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 import elastic
 from elastic import CapacityError, ConfigError, StateError
-from elastic.assets import MODEL_DIR
 from elastic.cluster.control.stage_questions import PauseSteps, ResumeSteps
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.results import Dropped
 from elastic.engines.base import Request
 from elastic.types import WeightsSource
 from support import architectures
+from support.architectures import long_ones
 from support.child_process import in_fork
 from support.cluster.shared_launcher import SharedLauncher
+from support.cluster.small_checkpoint import VOCABULARY, checkpoint, small_model
 from support.processes import open_files, wait_until
 from support.serving.generations import Collector, is_continuation, prompts, same_unless_close
 from support.wrapped_model import PAGE, small
@@ -132,7 +131,7 @@ def serve() -> Iterator[Callable[..., Served]]:
                 elastic.unwrap(model)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral-sliding", "qwen3-moe", "gemma3"])
+@pytest.mark.parametrize("name", [*long_ones("qwen3", "mistral-sliding"), "qwen3-moe", "gemma3"])
 def test_layers_are_dropped_and_come_back_under_running_requests(serve: Callable[..., Served], name: str) -> None:
     served = serve(name)
     fleet, weights = served.fleet, [place_bytes(model, "layer") for model in served.models]
@@ -229,7 +228,7 @@ def test_dropped_weights_leave_the_ledgers_and_the_memory_of_the_process() -> No
 def test_several_drops_and_restores_in_a_row(serve: Callable[..., Served]) -> None:
     served = serve("qwen3")
     fleet, layer = served.fleet, served.fleet.layer_bytes()[0]
-    for number in range(3):
+    for number in range(2):
         served.submit([20, 33, 7], tokens=60)
         served.begin(3)
         first = fleet.drop(layer)
@@ -284,8 +283,8 @@ def held_by_process() -> tuple[int, int, int]:
     return len(open_files(os.getpid())), threading.active_count() - pooled, anonymous
 
 
-def test_thirty_changes_at_random(serve: Callable[..., Served]) -> None:
-    change_at_random(serve("qwen3", ranks=3), 30, random.Random(1))
+def test_ten_changes_at_random(serve: Callable[..., Served]) -> None:
+    change_at_random(serve("qwen3", ranks=3), 10, random.Random(1))
 
 
 @pytest.mark.long
@@ -386,7 +385,7 @@ def test_layers_of_one_instance_go_to_another_rank_and_come_back(serve: Callable
     served.begin(5)
     moved = served.fleet.migrate("r0", [1], "r1")
     assert (moved.status, moved.flips) == ("applied", 1)
-    served.submit([20], tokens=300)
+    served.submit([20], tokens=120)
     *_, request = served.requests
     served.heard.wait_for_tokens(request, 3)
     (target,) = {"r0", "r1"} - {served.fleet.instance_of(request)}
@@ -402,7 +401,7 @@ def test_a_request_of_instances_that_have_parted_moves_with_its_keys_and_values(
     served.begin(5)
     served.fleet.drop(layers=served.halves())
     assert served.fleet.restore().status == "applied"
-    served.submit([50], tokens=300)
+    served.submit([50], tokens=160)
     *_, request = served.requests
     served.heard.wait_for_tokens(request, 40)
     (target,) = {"r0", "r1"} - {served.fleet.instance_of(request)}
@@ -450,14 +449,13 @@ def test_ranks_with_other_forms_of_cache_make_no_group() -> None:
 # -- processes
 
 
-PROMPTS = prompts([5, 40, 90, 200, 33, 64], 1000)
+PROMPTS = prompts([5, 40, 90, 200, 33, 64], VOCABULARY)
 
 
 def test_processes_drop_take_back_and_survive_the_death_of_one(launcher: SharedLauncher) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
     engine = {"block_tokens": 16, "max_batch_tokens": 128}
     options: dict[str, Any] = {"launch": launcher, "engine": engine, "replace": False}
-    with Fleet(str(MODEL_DIR), ranks=2, places=["cpu=48MiB"], **options) as fleet:
+    with Fleet(checkpoint(), ranks=2, places=["cpu=48MiB"], **options) as fleet:
         layers = len(fleet.layer_bytes())
         halves = {"r0": range(layers // 2, layers), "r1": range(layers // 2)}
         pids = {rank.name: rank.pid for rank in fleet.status().ranks}
@@ -489,7 +487,7 @@ def test_processes_drop_take_back_and_survive_the_death_of_one(launcher: SharedL
         assert fleet.status().totals.recomputed_tokens == 0
         for name, prompt in asked.items():
             assert heard.ends[name].finish == "length", heard.ends[name]
-            assert same_unless_close(plain, prompt, heard.tokens[name])
+            assert same_unless_close(small_model(), prompt, heard.tokens[name])
         fleet.check()
         (recovered,) = [event for event in fleet.events() if event.kind == "recovered"]
         assert recovered.recomputed_tokens == 0

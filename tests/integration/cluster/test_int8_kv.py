@@ -5,18 +5,19 @@ Vectors are rounded once, when they are written. So whatever moves, the answers 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 import elastic
-from elastic.assets import MODEL_DIR
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Request
 from support import architectures
+from support.architectures import long_ones
+from support.cluster.shared_launcher import SharedLauncher
+from support.cluster.small_checkpoint import VOCABULARY, checkpoint, small_model
 from support.serving.generations import Collector, prompts, serve
 from support.serving.tracked_engine import TrackedEngine
 from support.wrapped_model import small
@@ -59,7 +60,7 @@ def other(fleet: Fleet, request: str) -> str:
     return "r1" if fleet.instance_of(request) == "r0" else "r0"
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+@pytest.mark.parametrize("name", [*long_ones("llama-gqa"), "gemma3"])
 def test_requests_layers_and_shards_move_and_no_answer_changes(fleets: Callable[[str], Fleet], name: str) -> None:
     alone = TrackedEngine(architectures.build(name), **{**ENGINE, "share_prefixes": False})
     expected = serve(alone.engine, [*requests([*PROMPTS, *SHARED]).values()]).tokens
@@ -93,22 +94,27 @@ def test_requests_layers_and_shards_move_and_no_answer_changes(fleets: Callable[
     fleet.check()
 
 
-def test_processes_move_a_request_and_share_layers() -> None:
-    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval().requires_grad_(False)
-    asked = requests(prompts([30, 90], 1000), 50)
+def test_processes_move_a_request_and_share_layers(launcher: SharedLauncher) -> None:
+    asked = requests(prompts([30, 90], VOCABULARY), 100)
     engine = {"max_batch_tokens": 128, "kv_cache_dtype": "int8", "block_tokens": None}  # as many as fit with scales
-    alone = TrackedEngine(model, 48 << 20, **engine)
+    alone = TrackedEngine(copy.deepcopy(small_model()), 48 << 20, **engine)
     expected = serve(alone.engine, [*asked.values()]).tokens
     alone.close()
     heard = Collector()
-    options: dict[str, Any] = {"replace": False, "shards": 2, "engine": engine, "beat_timeout_s": 60}
-    with Fleet(str(MODEL_DIR), ranks=2, places=["cpu=48MiB"], **options) as fleet:
+    options: dict[str, Any] = {
+        "launch": launcher,
+        "replace": False,
+        "shards": 2,
+        "engine": engine,
+        "beat_timeout_s": 60,
+    }
+    with Fleet(checkpoint(), ranks=2, places=["cpu=48MiB"], **options) as fleet:
         for request in asked.values():
             fleet.submit(request, heard)
         heard.wait_for_tokens("90", 3)
         assert fleet.move("90", other(fleet, "90")).recomputed_tokens == 0
         assert fleet.reshard(["r0", "r1"], tp=2).status == "applied"
-        heard.wait_for_tokens("90", min(50, len(heard.tokens["90"]) + 4))
+        heard.wait_for_tokens("90", min(100, len(heard.tokens["90"]) + 4))
         assert fleet.reshard("r0", tp=1).status == "applied"
         heard.wait([*asked])
         assert fleet.status().totals.recomputed_tokens == 0

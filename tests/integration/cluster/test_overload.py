@@ -6,21 +6,19 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 import elastic
-from elastic.assets import MODEL_DIR
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.config import Overload
 from elastic.engines.base import Request
+from support.cluster.small_checkpoint import LAYERS, checkpoint, small_model
 from support.processes import wait_until
 from support.serving.generations import Collector, continuation
 
-LAYERS, TOKENS = 12, 96
-WEIGHTS, SECTOR = 10_498_560, LAYERS << 16
-PLACES = [[f"cpu#r{rank}={(WEIGHTS + SECTOR // 2 + 3 * SECTOR) >> 10}KiB"] for rank in range(2)]
-"""KV for four requests at each of two ranks."""
+TOKENS, PAGE = 96, 64 << 10
+WEIGHTS, SECTOR = sum(each.nbytes for each in small_model().parameters()), LAYERS * PAGE
+PLACES = [[f"cpu#r{rank}={(WEIGHTS + 6 * PAGE + 3 * SECTOR) >> 10}KiB"] for rank in range(2)]
+"""KV for two requests at each of two ranks."""
 SOON = Overload(tick_s=0.02, pressure_ticks=2, recovery_ticks=2, cooldown_s=0.1, dwell_s=0.2, idle_s=0.1)
 PROMPTS = [tuple(range(5, 5 + length)) for length in (6, 9, 12, 15)]
 
@@ -28,8 +26,7 @@ PROMPTS = [tuple(range(5, 5 + length)) for length in (6, 9, 12, 15)]
 @cache
 def expected() -> list[list[int]]:
     """What the plain model goes on with after each prompt."""
-    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
-    return [continuation(model, prompt, TOKENS) for prompt in PROMPTS]
+    return [continuation(small_model(), prompt, TOKENS) for prompt in PROMPTS]
 
 
 def burst(fleet: Fleet, heard: Collector, count: int) -> list[str]:
@@ -48,7 +45,7 @@ def kinds(fleet: Fleet) -> list[str]:
 def test_a_burst_is_served_in_two_stages_and_every_layer_returns(policy: Any) -> None:
     heard = Collector()
     options: dict[str, Any] = {"launch": "in-process", "replace": False, "beat_timeout_s": 60}
-    with Fleet(str(MODEL_DIR), ranks=PLACES, policy=policy, **options) as fleet:
+    with Fleet(checkpoint(), ranks=PLACES, policy=policy, **options) as fleet:
         alone = [instance.load.total_blocks for instance in fleet.status().instances]
         names = burst(fleet, heard, 16)
         wait_until(lambda: "dropped" in kinds(fleet), "nothing is dropped")
@@ -74,7 +71,7 @@ def test_a_burst_is_served_in_two_stages_and_every_layer_returns(policy: Any) ->
 def test_a_fleet_with_room_drops_nothing() -> None:
     heard = Collector()
     options: dict[str, Any] = {"launch": "in-process", "replace": False, "beat_timeout_s": 60}
-    with elastic.Fleet(str(MODEL_DIR), ranks=PLACES, policy=SOON, **options) as fleet:
+    with elastic.Fleet(checkpoint(), ranks=PLACES, policy=SOON, **options) as fleet:
         names = burst(fleet, heard, 4)
         heard.wait(names)
         assert fleet.status().policy

@@ -11,23 +11,18 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
-from tempfile import TemporaryDirectory
 from typing import Any
-
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from elastic import CapacityError, ConfigError, Overloaded, RankLost, StateError
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Output, Request
 from elastic.types import ResizeKV, Restore, Swap
 from support.cluster.shared_launcher import SharedLauncher
-from support.lossless_variant import HALF, exact
+from support.cluster.small_checkpoint import LAYERS, VOCABULARY, checkpoint, small_model
+from support.lossless_variant import HALF
 from support.processes import FORKSERVER, alive, held, shared_memory, shared_memory_left, wait_until
 from support.serving.generations import Collector, prompts, same_unless_close
 
-LAYERS, VOCABULARY = 4, 96
 PROMPTS = prompts([3, 9, 17, 40, 70, 121], VOCABULARY, seed=5)
 TOKENS = (20, 60, 150)
 LIVE = 6
@@ -36,29 +31,6 @@ PLACE, MOST_PAGES, PAGE = "cpu=6MiB", 64, 64 << 10
 ENGINE = {"block_tokens": 8, "max_batch_tokens": 64, "share_prefixes": False}
 SOON_S, BEAT_S = 2.0, 6.0
 REFUSALS = (ConfigError, StateError, Overloaded, CapacityError)
-
-
-@cache
-def model() -> Any:
-    """What is served, of weights that the variant holds exactly, so that a swap changes no token."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=LAYERS, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=512, eos_token_id=None,
-    )  # fmt: skip
-    plain = LlamaForCausalLM(config).eval().requires_grad_(False)
-    for parameter in plain.parameters():
-        if parameter.ndim > 1:
-            parameter.mul_(4)  # far from uniform logits, so that greedy choices are clear
-    return exact(plain)
-
-
-@cache
-def checkpoint() -> TemporaryDirectory[str]:
-    """Its files."""
-    folder: TemporaryDirectory[str] = TemporaryDirectory(prefix="elastic-machine-")
-    model().save_pretrained(folder.name)
-    return folder
 
 
 class Traffic(Collector):
@@ -103,7 +75,7 @@ class Traffic(Collector):
             end, got = self.ends[name], self.tokens[name]
             assert end.finish == "length" or (end.finish == "cancelled" and name in self.cancelled), end
             assert end.finish == "cancelled" or len(got) == request.max_tokens
-            assert same_unless_close(model(), request.prompt, got), name
+            assert same_unless_close(small_model(), request.prompt, got), name
 
     def computed_once(self) -> tuple[int, int]:
         """Return the least and most tokens that engines compute for all of them, with nothing computed twice.
@@ -316,7 +288,7 @@ def machine(launcher: SharedLauncher, ranks: int, seed: int) -> Iterator[Process
     """Give a machine over a fleet of processes, of which nothing is left in the end."""
     shm, before = shared_memory(), held()
     options: dict[str, Any] = {"places": [PLACE], "engine": ENGINE, "wrap": {"variants": [HALF]}, "launch": launcher}
-    with Fleet(checkpoint().name, ranks=ranks, beat_timeout_s=BEAT_S, **options) as fleet:
+    with Fleet(checkpoint(), ranks=ranks, beat_timeout_s=BEAT_S, **options) as fleet:
         one = ProcessMachine(fleet, seed)
         yield one
         pids, addresses = one.pids().values(), list(fleet._groups._ranks._addresses.values())

@@ -18,7 +18,7 @@ from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.core.kv_state import KVFormat, SequenceKV, scale_slots, usual_block_tokens
 from elastic.engines.executor import block_layout
 from support import architectures
-from support.architectures import mostly_long
+from support.architectures import long_ones
 from support.cluster.engine_group import EngineGroup
 from support.serving.generations import Collector, prompts, same_unless_close, serve
 from support.serving.kv_digests import kv_digests, layer_digests
@@ -50,13 +50,7 @@ def answers(engine: ContinuousEngine, asked: Sequence[Sequence[int]] = ASKED) ->
     return [heard.tokens[request.id] for request in requests]
 
 
-@pytest.mark.parametrize(
-    "name",
-    mostly_long(
-        ["llama-gqa", "gemma3", "qwen2-sliding", "gemma2", "gpt-oss", "deepseek-v3"],
-        {"gemma3", "gpt-oss", "deepseek-v3"},
-    ),
-)
+@pytest.mark.parametrize("name", [*long_ones("llama-gqa", "qwen2-sliding", "gemma2"), "gemma3", "gpt-oss", "deepseek-v3"])
 def test_answers_do_not_depend_on_how_they_are_computed(name: str, engines: Any) -> None:
     """Vectors are rounded when they are written, and a prompt sees its own as those are which come after it."""
     alone = engines(name, max_batch_tokens=256, share_prefixes=False, block_layout="token_major").engine
