@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +28,7 @@ from elastic.memory.backends import rank_memory
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.rate_limit import YieldingPace
 from support import architectures
+from support.child_process import Forked
 from support.serving.generations import Collector, is_continuation, prompts, same_unless_close
 from support.wrapped_model import small
 
@@ -130,9 +129,8 @@ def fail(*_: object) -> None:
     raise StateError("the cable is broken")
 
 
-@pytest.mark.parametrize("exchange", ["live", "stall"])
 def test_instances_go_on_or_stop_while_layers_change_their_rank(
-    served: Served, exchange: Literal["live", "stall"], monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the number of steps that the engine which gets a layer has begun at each of its copies."""
     copy, steps = ContinuousEngine.copy_layers, defaultdict[str, set[int]](set)
@@ -142,20 +140,19 @@ def test_instances_go_on_or_stop_while_layers_change_their_rank(
         return copy(engine, *args, **options)
 
     monkeypatch.setattr(ContinuousEngine, "copy_layers", look)
-    served.submit()
-    for change in (partial(served.fleet.drop, layers=PARTS), served.fleet.restore):
-        steps.clear()
-        done = change(exchange=exchange, layers_per_step=1)
-        assert (done.status, done.flips) == ("applied", 3)
-        assert len(steps) == 2
-        assert (max(map(len, steps.values())) == 1) is (exchange == "stall")
+    exchanges: tuple[Literal["live", "stall"], ...] = ("live", "stall")
+    for exchange in exchanges:
+        served.submit()
+        for change in (partial(served.fleet.drop, layers=PARTS), served.fleet.restore):
+            steps.clear()
+            done = change(exchange=exchange, layers_per_step=1)
+            assert (done.status, done.flips) == ("applied", 3)
+            assert len(steps) == 2
+            assert (max(map(len, steps.values())) == 1) is (exchange == "stall")
     served.finish()
 
 
-@pytest.mark.parametrize("coordinated", [True, False])
-def test_copies_let_what_computes_pass_if_they_are_told_to(
-    served: Served, coordinated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_let_what_computes_pass_if_they_are_told_to(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     copying, asked = YieldingPace.copying, list[YieldingPace]()
 
     def count(pace: YieldingPace, nbytes: int) -> AbstractContextManager[None]:
@@ -164,11 +161,11 @@ def test_copies_let_what_computes_pass_if_they_are_told_to(
 
     monkeypatch.setattr(YieldingPace, "copying", count)
     served.submit()
-    assert served.fleet.drop(layers=PARTS, coordinated=coordinated).status == "applied"
-    assert len(set(asked)) == (2 if coordinated else 0)
-    asked.clear()
-    assert served.fleet.restore(coordinated=coordinated).status == "applied"
-    assert len(set(asked)) == (2 if coordinated else 0)
+    for coordinated in (True, False):
+        for change in (partial(served.fleet.drop, layers=PARTS), served.fleet.restore):
+            asked.clear()
+            assert change(coordinated=coordinated).status == "applied"
+            assert len(set(asked)) == (2 if coordinated else 0)
     served.finish()
 
 
@@ -206,10 +203,12 @@ def test_a_request_whose_source_is_lost_under_its_last_copy_goes_on_elsewhere(mo
 
 
 FAR = """
-import sys
+import faulthandler, os, sys
 from elastic.memory.backends import rank_memory, shared_file
 
-name = shared_file.host_name().split("/")[0] + "/" + sys.argv[1]
+faulthandler.cancel_dump_traceback_later()  # its thread would be missing in the fork
+number = 1 if os.fork() else 0
+name = f"{{shared_file.host_name().split('/')[0]}}/n{{number}}"
 shared_file.host_name = rank_memory.host_name = lambda: name
 rank_memory.open_shared = None
 from elastic.cluster.rank import rank
@@ -217,9 +216,9 @@ from elastic.cluster.rank import rank
 rank.host_name = lambda: name
 from elastic.cli.main import main
 
-sys.exit(main(sys.argv[2:]))
+sys.exit(main([*{arguments}, "--name", f"far{{number}}", "--place", f"cpu#{{number}}=24MiB"]))
 """
-"""A rank in a process namespace of its own: nobody finds its memory file."""
+"""Two ranks in process namespaces of their own: nobody finds their memory files."""
 
 
 def test_processes_that_find_no_memory_file_of_each_other_exchange_requests_and_layers(tmp_path: Path) -> None:
@@ -230,10 +229,8 @@ def test_processes_that_find_no_memory_file_of_each_other_exchange_requests_and_
         stack.callback(launcher.close)
         fleet = Fleet(str(MODEL_DIR), ranks=2, launch=launcher, replace=False, beat_timeout_s=60)
         where = f"{launcher.address[0]}:{launcher.address[1]}"
-        for number in range(2):
-            arguments = [str(MODEL_DIR), "--join", where, "--key-file", str(key_file), "--name", f"far{number}"]
-            arguments += ["--place", f"cpu#{number}=24MiB"]
-            stack.enter_context(subprocess.Popen([sys.executable, "-P", "-c", FAR, f"n{number}", "rank", *arguments]))
+        arguments = ["rank", str(MODEL_DIR), "--join", where, "--key-file", str(key_file)]
+        stack.enter_context(closing(Forked(FAR.format(arguments=arguments))))
         stack.callback(fleet.stop, drain=False)
         fleet.start()
         names = [rank.name for rank in fleet.status().ranks]

@@ -9,7 +9,7 @@ from laws.fleets.engine_machine import EngineMachine
 
 @pytest.mark.slow
 def test_every_request_gets_its_tokens_whoever_computes_which_layer() -> None:
-    run_state_machine_as_test(EngineMachine, settings=settings(max_examples=4, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(EngineMachine, settings=settings(max_examples=2, stateful_step_count=30, deadline=None))
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from laws.fleets.sharded_machine import ShardedMachine
 
 @pytest.mark.slow
 def test_every_request_gets_its_tokens_once_whatever_instances_drop() -> None:
-    run_state_machine_as_test(GroupMachine, settings=settings(max_examples=8, stateful_step_count=15, deadline=None))
+    run_state_machine_as_test(GroupMachine, settings=settings(max_examples=4, stateful_step_count=15, deadline=None))
 
 
 @pytest.mark.long
@@ -20,7 +20,7 @@ def test_every_request_gets_its_tokens_once_for_thousands_of_steps_of_groups() -
 
 @pytest.mark.slow
 def test_every_request_gets_its_tokens_once_whatever_instances_share() -> None:
-    run_state_machine_as_test(ShardedMachine, settings=settings(max_examples=6, stateful_step_count=12, deadline=None))
+    run_state_machine_as_test(ShardedMachine, settings=settings(max_examples=4, stateful_step_count=12, deadline=None))
 
 
 @pytest.mark.long

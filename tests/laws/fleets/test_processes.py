@@ -5,7 +5,7 @@ import pytest
 from laws.fleets.process_machine import machine
 from support.cluster.shared_launcher import SharedLauncher
 
-ONCE, MANY = 16, 200
+ONCE, MANY = 8, 200
 """Actions of a run without deaths; of one with them there are as many."""
 
 
