@@ -21,7 +21,7 @@ from support.serving.generations import Collector, prompts, same_unless_close
 
 logger = logging.getLogger(__name__)
 pytestmark = pytest.mark.slow
-TOKENS = 150
+TOKENS = 300
 PROMPTS = prompts([5, 40, 90, 200, 33, 64], VOCABULARY)
 ENGINE = {"block_tokens": 16, "max_batch_tokens": 128}
 
