@@ -1,4 +1,4 @@
-"""The policies act on every burst soon, and do not chatter: 60 simulated noisy traces for each mode,
+"""The policies act on every burst soon, and do not chatter: 100 simulated noisy traces for each mode,
 or 200.
 
 An episode is a time of 3 s or more in which the requests would need more KV than the mode's entry threshold, if all
@@ -25,7 +25,7 @@ from elastic.types import Restore, Swap
 from support.planning.simulated_server import BASE, KINDS, LAYERS, SIZES, TICK_S, Plant, demand, trace
 
 N = 20
-TRACES, FEW = 200, 60
+TRACES, FEW = 200, 100
 """The few have as many of each kind."""
 EPISODE_S = 3.0
 

@@ -50,7 +50,9 @@ def answers(engine: ContinuousEngine, asked: Sequence[Sequence[int]] = ASKED) ->
     return [heard.tokens[request.id] for request in requests]
 
 
-@pytest.mark.parametrize("name", [*long_ones("llama-gqa", "qwen2-sliding", "gemma2"), "gemma3", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name", [*long_ones("llama-gqa", "qwen2-sliding", "gemma2"), "gemma3", "gpt-oss", "deepseek-v3"]
+)
 def test_answers_do_not_depend_on_how_they_are_computed(name: str, engines: Any) -> None:
     """Vectors are rounded when they are written, and a prompt sees its own as those are which come after it."""
     alone = engines(name, max_batch_tokens=256, share_prefixes=False, block_layout="token_major").engine
