@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elastic.cluster.fleet.groups.shape import LayerFlip, Shape
+from elastic.cluster.fleet.groups.group import LayerFlip, Shape
 from elastic.cluster.fleet.groups.transition import Books, FlipRound
 
 

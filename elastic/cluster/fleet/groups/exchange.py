@@ -26,11 +26,10 @@ from elastic.cluster.control.stage_questions import (
 from elastic.cluster.fleet.groups.caps.change import CapChange
 from elastic.cluster.fleet.groups.caps.needs import is_short
 from elastic.cluster.fleet.groups.flip import ExchangeForm, FlipDone, flip_layers
-from elastic.cluster.fleet.groups.group import Deadline, Group
+from elastic.cluster.fleet.groups.group import Deadline, Group, LayerFlip, Shape
 from elastic.cluster.fleet.groups.price import restored_first
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.results import Exchanged, Status
-from elastic.cluster.fleet.groups.shape import LayerFlip, Shape
 from elastic.cluster.fleet.groups.transition import Books, FlipRound, Transition, plan_quickly, plan_transition
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.pipeline.path import LayerPath

@@ -17,8 +17,8 @@ from elastic.cluster.control.stage_questions import (
     PrepareLayers,
     WrittenBlocks,
 )
+from elastic.cluster.fleet.groups.group import LayerFlip
 from elastic.cluster.fleet.groups.ranks import Ranks
-from elastic.cluster.fleet.groups.shape import LayerFlip
 from elastic.config import require
 from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.pipeline.path import LayerPath, Way

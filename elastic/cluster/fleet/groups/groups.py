@@ -19,7 +19,7 @@ from elastic.cluster.fleet.groups.caps.reach import note_reach
 from elastic.cluster.fleet.groups.caps.staging import Staging
 from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, measure, part
 from elastic.cluster.fleet.groups.flip import ExchangeForm
-from elastic.cluster.fleet.groups.group import Group, RankClaims
+from elastic.cluster.fleet.groups.group import Group, RankClaims, Shape
 from elastic.cluster.fleet.groups.price import DryRuns, shape_of
 from elastic.cluster.fleet.groups.ranks import Ranks, require_all, require_like
 from elastic.cluster.fleet.groups.recovery import go_on, recover
@@ -31,7 +31,6 @@ from elastic.cluster.fleet.groups.results import (
     all_dropped,
     all_restored,
 )
-from elastic.cluster.fleet.groups.shape import Shape
 from elastic.cluster.fleet.groups.transition import Books
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.planning.budgets import Budgets

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 from elastic.cluster.control.stage_questions import MeasureRoom, Room
 from elastic.cluster.control.status import EventKind, FleetEvent
+from elastic.cluster.fleet.groups.group import LayerFlip, Shape
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.results import Exchanged
-from elastic.cluster.fleet.groups.shape import LayerFlip, Shape
 from elastic.cluster.fleet.groups.transition import flips_between
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.controller.policies.action_costs import WEIGHT, ActionCost, ActionCosts

@@ -16,10 +16,9 @@ from elastic.cluster.fleet.groups import targets
 from elastic.cluster.fleet.groups.caps.reach import largest_instances, note_reach
 from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, close_stages, compare_weights, measure
 from elastic.cluster.fleet.groups.flip import ExchangeForm
-from elastic.cluster.fleet.groups.group import Group
+from elastic.cluster.fleet.groups.group import Group, Shape
 from elastic.cluster.fleet.groups.groups import Groups
 from elastic.cluster.fleet.groups.results import GroupStatus, Migrated, Replicated, Resharded, Restored, all_restored
-from elastic.cluster.fleet.groups.shape import Shape
 from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.errors import ConfigError, NotFound, RankLost, StateError
 from elastic.planning.sharding.share import Share

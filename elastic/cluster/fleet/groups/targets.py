@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from elastic.cluster.fleet.groups.shape import Shape
+from elastic.cluster.fleet.groups.group import Shape
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ConfigError
 from elastic.planning.arrangement.drop import GroupPlan

@@ -18,7 +18,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from elastic.cluster.control.stage_questions import Room
-from elastic.cluster.fleet.groups.shape import LayerFlip, Shape
+from elastic.cluster.fleet.groups.group import LayerFlip, Shape
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError
@@ -85,18 +85,19 @@ class Books:
         held = sum(caps[home] * max(self._kv(rank, path).pages) for home, path in shape.paths.items())
         return self.pages[rank] - self.rooms[rank].weights_of(shape.weights[rank]) - held
 
-    def best(self, flips: Collection[LayerFlip], shape: Shape, caps: Mapping[str, int]) -> tuple[LayerFlip, int]:
-        """Return the first flip of those that leave their target the most pages, and how many."""
-        free = {rank: self.free(rank, shape, caps) for rank in {flip.target for flip in flips}}
+    def best(self, flips: Iterable[LayerFlip], shape: Shape, caps: Mapping[str, int]) -> tuple[LayerFlip, int]:
+        """Return the first of the flips that leave their target the most pages, and how many."""
+        free = {rank: self.free(rank, shape, caps) for rank in self.pages}
         left = ((flip, free[flip.target] - self.needed(flip, shape, caps)) for flip in flips)
         return max(left, key=itemgetter(1))
 
     def needed(self, flip: LayerFlip, shape: Shape, caps: Mapping[str, int]) -> int:
         """Count the pages that a flip takes at its target; the same are asked for with one cap after another."""
         key = flip, shape.paths[flip.home], shape.weights[flip.target]
-        if (taken := self._taken.get(key)) is None:
-            taken = self._taken[key] = self._pages_of_a_sector(flip, key[1]), self._pages_of_weights(flip, shape)
-        return caps[flip.home] * taken[0] + taken[1]
+        if key not in self._taken:
+            self._taken[key] = self._taken_by(*key)
+        each, weights = self._taken[key]
+        return caps[flip.home] * each + weights
 
     def alone(self, home: str) -> int:
         """Count the sectors that an instance has by itself, with all weights there."""
@@ -147,21 +148,16 @@ class Books:
             held = self._held[rank, path] = _Held(parts, pages)
         return held
 
-    def _pages_of_a_sector(self, flip: LayerFlip, path: LayerPath) -> int:
-        """Count the pages that a sector of an instance takes besides at the target of a flip."""
-        held, room = self._kv(flip.target, path), self.rooms[flip.target]
+    def _taken_by(self, flip: LayerFlip, path: LayerPath, resident: frozenset[int]) -> tuple[int, int]:
+        """Count the pages that a flip takes at its target: for each sector of its instance, and for weights."""
+        held, room, weights = self._kv(flip.target, path), self.rooms[flip.target], 0
         new = [part for part in room.parts_of(flip.shards) if part not in held.parts]
         more = max(a + b for a, b in zip(held.pages, self._by_group(room, new), strict=True)) - max(held.pages)
-        return more + room.step_pages(len(new), beside=len(held.parts))
-
-    def _pages_of_weights(self, flip: LayerFlip, shape: Shape) -> int:
-        """Count the pages of the weights that the target of a flip has not."""
-        room, weights = self.rooms[flip.target], 0
-        for shards in layers_of(shape.weights_of(flip), self._layer):
+        for shards in layers_of(frozenset(shard % len(self._every) for shard in flip.shards), self._layer):
             first = min(shards) // self._layer * self._layer
-            have = shape.weights[flip.target].intersection(range(first, first + self._layer))
+            have = resident.intersection(range(first, first + self._layer))
             weights += room.weights_of(have | shards) - room.weights_of(have)
-        return weights
+        return more + room.step_pages(len(new), beside=len(held.parts)), weights
 
     def _by_group(self, room: Room, parts: Collection[int]) -> list[int]:
         """Return the pages of a sector in parts of the KV cache, for each group of layers."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from elastic import clock
 from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.fleet.dispatcher import Dispatcher
-from elastic.cluster.fleet.groups.shape import Shape
+from elastic.cluster.fleet.groups.group import Shape
 from elastic.cluster.fleet.groups.transition import Books
 from elastic.cluster.fleet.instance import Instance, all_blocks, request_blocks
 from elastic.cluster.fleet.planning.starvation import waited_s, waiting_blocks

@@ -8,7 +8,7 @@ from dataclasses import replace
 from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.caps.needs import sector_blocks, shared_memory
-from elastic.cluster.fleet.groups.shape import Shape
+from elastic.cluster.fleet.groups.group import Shape
 from elastic.cluster.fleet.groups.targets import parallel
 from elastic.cluster.fleet.groups.transition import Books
 from elastic.engines.core.kv_state import KVFormat

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from elastic.cluster.fleet.groups.exchange import measure
+from elastic.cluster.fleet.groups.group import Shape
 from elastic.cluster.fleet.groups.ranks import Ranks
-from elastic.cluster.fleet.groups.shape import Shape
 from elastic.cluster.fleet.groups.transition import Books
 
 

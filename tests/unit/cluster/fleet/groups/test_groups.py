@@ -29,7 +29,7 @@ from elastic.cluster.control.stage_questions import (
     WeightDigests,
 )
 from elastic.cluster.fleet.fleet import Fleet
-from elastic.cluster.fleet.groups.shape import Shape
+from elastic.cluster.fleet.groups.group import Shape
 from elastic.cluster.fleet.groups.targets import shape_keeping
 from elastic.cluster.fleet.groups.transition import Books, plan_transition
 from elastic.cluster.fleet.records.requests import new_record

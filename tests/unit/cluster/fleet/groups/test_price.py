@@ -12,8 +12,8 @@ import pytest
 from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.control.status import FleetEvent
 from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.fleet.groups.group import Shape
 from elastic.cluster.fleet.groups.price import HOP_S, learned_cost, slowdown
-from elastic.cluster.fleet.groups.shape import Shape
 from elastic.cluster.fleet.records.requests import new_record
 from elastic.controller.policies.action_costs import PRIORS, WEIGHT
 from elastic.controller.policies.arbiter import CostWeights

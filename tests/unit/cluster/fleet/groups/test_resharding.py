@@ -14,7 +14,7 @@ from elastic.cluster.control.messages import Apply
 from elastic.cluster.control.stage_questions import CopyLayers, FlipLayers, PrepareLayers
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups import targets
-from elastic.cluster.fleet.groups.shape import Shape
+from elastic.cluster.fleet.groups.group import Shape
 from elastic.cluster.fleet.groups.transition import Books, plan_transition
 from elastic.errors import StateError
 from elastic.planning.sharding.heads import kv_shards
