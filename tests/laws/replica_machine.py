@@ -27,7 +27,7 @@ from laws.machine_process import machine_parser, prepare_process, run_examples
 from support.architectures import VOCAB, build
 from support.faulty_backend import CALLS, FaultyBackend
 from support.lossless_variant import HALF, exact
-from support.serving.generations import Collector, continuation, prompts, same_unless_close
+from support.serving.generations import Collector, prompts, same_unless_close
 from support.wrapped_model import small
 
 MODELS = ["llama-gqa", "gemma3", "mixtral", "gpt2"]
@@ -49,11 +49,6 @@ opened.make_backend = lambda place: FaultyBackend(make_backend(place))
 @functools.cache
 def plain(name: str) -> Any:
     return exact(build(name))
-
-
-@functools.cache
-def expected(name: str, prompt: tuple[int, ...]) -> list[int]:
-    return continuation(plain(name), prompt, MOST)
 
 
 class Serving(RuleBasedStateMachine):
@@ -156,8 +151,7 @@ class Serving(RuleBasedStateMachine):
             finish = self.heard.ends[request.id].finish
             assert finish == "length" or (finish == "cancelled" and request.id in self.cancelled), finish
             assert len(got) == request.max_tokens or finish == "cancelled"
-            right = expected(self.name, request.prompt)[: len(got)]
-            assert got == right or same_unless_close(plain(self.name), request.prompt, got), (got, right)
+            assert same_unless_close(plain(self.name), request.prompt, got), got
             done[finish] += 1
         done["passes"] += len(self.rt.passes())
         assert self.rt.kv.used_bytes == 0

@@ -20,7 +20,7 @@ from elastic.hooks.replicas.load_balance import ThroughputEstimator
 from laws.machine_process import run_machine
 from support import architectures
 from support.lossless_variant import HALF, exact
-from support.serving.generations import SERVED, Collector, continuation, prompts, same_unless_close, serve
+from support.serving.generations import SERVED, Collector, Continuation, continuation, prompts, same_unless_close, serve
 from support.wrapped_model import PAGE, small
 
 LENGTHS = [1, 7, 8, 9, 40, 70, 130]
@@ -57,7 +57,7 @@ def owners(rt: Any, place: int) -> dict[str, int]:
     return {owner: size for owner, size in rt.status().places[place].owners.items() if size and owner != "kv"}
 
 
-def right(model: Any, request: Request, got: list[int], expected: list[int]) -> bool:
+def right(model: Any, request: Request, got: list[int], expected: list[int] | Continuation) -> bool:
     return got == expected or same_unless_close(model, request.prompt, got)
 
 
@@ -165,7 +165,7 @@ def test_an_engine_begins_and_ends_with_replicas_that_are_there(engines: Any) ->
 def test_a_replica_finds_no_room_and_is_added_when_there_is_some(engines: Any) -> None:
     model = architectures.build("llama-gqa")
     prompt = prompts([30], architectures.VOCAB)[0]
-    expected = continuation(model, prompt, 60)
+    expected = Continuation(architectures.plain("llama-gqa"), prompt, 60)
     engine = engines(model, budget=12 * PAGE)
     heard, requests = Collector(), [Request(prompt, 60) for _ in range(2)]
     for request in requests:
@@ -199,7 +199,7 @@ def test_a_replica_that_fails_ends_the_requests_in_its_batch_and_no_other(engine
 def test_replicas_are_in_the_variant_of_layers_that_were_swapped_while_serving(engines: Any) -> None:
     model = exact(architectures.build("llama-gqa"))
     asked = prompts([30, 8, 17], architectures.VOCAB)
-    expected = [continuation(model, p, 80) for p in asked]
+    expected = [Continuation(exact(architectures.build("llama-gqa")), p, 80) for p in asked]
     engine = engines(model, wrap={"variants": [HALF]})
     rt, heard, requests = engine.runtime, Collector(), [Request(p, 80) for p in asked]
     for request in requests:
@@ -236,7 +236,7 @@ def test_replicas_of_packed_layers_serve(variant: str, engines: Any) -> None:
 def test_the_model_generates_beside_its_engine_with_replicas(engines: Any) -> None:
     model = architectures.build("llama-gqa")
     asked = prompts([20, 20, 20], architectures.VOCAB)
-    expected = [continuation(model, p, 30) for p in asked]
+    expected = [Continuation(architectures.plain("llama-gqa"), p, 30) for p in asked]
     engine = engines(model)
     engine.runtime.replicate(range(3), "cpu#b")
     heard, requests = Collector(), [Request(p, 30) for p in asked]

@@ -101,6 +101,23 @@ def is_continuation(model: Any, prompt: Sequence[int], tokens: int, got: Sequenc
     return likeliest == list(got) or continuation(model, prompt, tokens) == list(got)
 
 
+class Continuation:
+    """What `generate` goes on with, to compare tokens with: as `is_continuation` does, where `continuation` takes a
+    step for each. The model must be a plain one, that no engine has.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, model: Any, prompt: Sequence[int], tokens: int) -> None:
+        self._model, self._prompt, self._tokens = model, prompt, tokens
+
+    def __eq__(self, got: object) -> bool:
+        return isinstance(got, list) and is_continuation(self._model, self._prompt, self._tokens, got)
+
+    def __repr__(self) -> str:
+        return repr(continuation(self._model, self._prompt, self._tokens))
+
+
 @torch.no_grad()
 def same_unless_close(model: Any, prompt: Sequence[int], got: Sequence[int], close: float = 1e-3) -> bool:
     """Whether each token is the likeliest after those before it, or nearly: batches round otherwise than one alone.

@@ -23,7 +23,7 @@ from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.executor import attention as executor_attention
 from support import architectures
 from support.lossless_variant import HALF, exact
-from support.serving.generations import SERVED, Collector, continuation, prompts, same_unless_close, serve
+from support.serving.generations import SERVED, Collector, Continuation, continuation, prompts, same_unless_close, serve
 from support.wrapped_model import PAGE, small, tight
 
 
@@ -249,7 +249,7 @@ def test_more_requests_than_fit_wait_and_none_is_computed_twice(engines: Any) ->
     model = architectures.build("llama-gqa")
     asked = prompts([40] * 12, architectures.VOCAB)
     place = tight(model, kv_pages=18)
-    expected = [continuation(model, p, 30) for p in asked]
+    expected = [Continuation(architectures.plain("llama-gqa"), p, 30) for p in asked]
     engine = engines(model, place, share_prefixes=False)
     computed: list[int] = []
     model.register_forward_pre_hook(lambda m, a, k: computed.append(k["input_ids"].shape[1]), with_kwargs=True)
@@ -384,7 +384,7 @@ def test_a_listener_that_fails_hurts_nobody_else(engines: Any) -> None:
 def test_tokens_say_which_weights_computed_them_and_swaps_lose_nothing(name: str, engines: Any) -> None:
     model = exact(architectures.build(name))
     prompt = prompts([30], architectures.VOCAB)[0]
-    expected = continuation(model, prompt, 80)
+    expected = Continuation(exact(architectures.build(name)), prompt, 80)
     engine = engines(model, wrap={"variants": [HALF]})
     heard, request = Collector(), Request(prompt, 80)
     engine.submit(request, heard)
@@ -403,7 +403,7 @@ def test_tokens_say_which_weights_computed_them_and_swaps_lose_nothing(name: str
 def test_weights_migrate_while_requests_run_and_leave_room_for_more(engines: Any) -> None:
     model = exact(architectures.build("llama-gqa"))
     prompt = prompts([30], architectures.VOCAB)[0]
-    expected = continuation(model, prompt, 150)
+    expected = Continuation(exact(architectures.build("llama-gqa")), prompt, 150)
     engine = engines(model, [small(8 << 20, "cpu#a"), small(8 << 20, "cpu#b")])
     rt, heard, request = engine.runtime, Collector(), Request(prompt, 150)
     before = rt.kv.maximum_bytes
@@ -441,7 +441,7 @@ def test_swapped_layers_are_room_for_requests_and_return_when_they_can(engines: 
 def test_a_smaller_limit_lets_requests_in_later_and_ends_none(engines: Any) -> None:
     model = architectures.build("llama-gqa")
     asked = prompts([30] * 8, architectures.VOCAB)
-    expected = [continuation(model, p, 40) for p in asked]
+    expected = [Continuation(architectures.plain("llama-gqa"), p, 40) for p in asked]
     engine = engines(model, share_prefixes=False)
     heard, requests = Collector(), [Request(p, 40) for p in asked]
     for request in requests:
@@ -458,7 +458,7 @@ def test_a_smaller_limit_lets_requests_in_later_and_ends_none(engines: Any) -> N
 def test_a_request_that_the_limit_has_no_room_for_is_told_and_those_before_it_wait(engines: Any) -> None:
     model = architectures.build("llama-gqa")
     (asked,) = prompts([30], architectures.VOCAB)
-    expected = continuation(model, asked, 40)
+    expected = Continuation(architectures.plain("llama-gqa"), asked, 40)
     engine = engines(model, share_prefixes=False, max_requests=1)
     heard, (running, waiting) = Collector(), [Request(asked, 40) for _ in range(2)]
     go_on = threading.Event()

@@ -20,7 +20,7 @@ from elastic.errors import RankLost, StateError
 from elastic.memory.backends.shared_file import OpenFile
 from support import architectures
 from support.cluster.engine_group import EngineGroup
-from support.serving.generations import Collector, continuation, prompts
+from support.serving.generations import Collector, Continuation, prompts
 
 PROMPTS = prompts([40, 25, 9, 33], architectures.VOCAB)
 TOKENS = 48
@@ -39,7 +39,7 @@ def ranks() -> Iterator[EngineGroup]:
 def begin_answers(ranks: EngineGroup) -> tuple[Collector, dict[str, list[int]]]:
     """Have some requests be answered by a; return who hears of them, and what the model alone answers."""
     model, heard = ranks.plain(), Collector()
-    expected = {f"r{number}": continuation(model, prompt, TOKENS) for number, prompt in enumerate(PROMPTS)}
+    expected = {f"r{number}": Continuation(model, prompt, TOKENS) for number, prompt in enumerate(PROMPTS)}
     for number, prompt in enumerate(PROMPTS):
         ranks["a"].submit(Request(prompt, TOKENS, id=f"r{number}"), heard)
     heard.wait_for_tokens("r0", 2)
@@ -138,7 +138,7 @@ def test_sectors_that_were_given_back_since_their_rank_told_of_them_are_asked_fo
 ) -> None:
     """Their numbers are soon those of others, in other pages: here c hears of neither before it has told."""
     a, b, c = (ranks[rank] for rank in "abc")
-    expected = continuation(ranks.plain(), PROMPTS[2], 120)
+    expected = Continuation(ranks.plain(), PROMPTS[2], 120)
     layers, heard, told_of = (1, 2), Collector(), threading.Event()
     ranks.move("a", layers, "c")
     for number, prompt in enumerate(PROMPTS[:2]):
@@ -176,7 +176,7 @@ def test_sectors_that_were_given_back_since_their_rank_told_of_them_are_asked_fo
 def test_what_a_request_leaves_that_is_cancelled_as_layers_begin_to_move_goes_with_them(ranks: EngineGroup) -> None:
     """Its blocks come free behind the step whose report says so, and others share them from then on."""
     a, heard, go_on = ranks["a"], Collector(), threading.Event()
-    expected = continuation(ranks.plain(), PROMPTS[0], TOKENS)
+    expected = Continuation(ranks.plain(), PROMPTS[0], TOKENS)
     a.submit(Request(PROMPTS[0], TOKENS, id="first"), heard)
     heard.wait_for_tokens("first", 2)
     a._loop.post(lambda: go_on.wait(30))

@@ -26,7 +26,7 @@ from support.architectures import in_turn
 from support.child_process import Forked
 from support.cluster.engine_group import EngineGroup, engine_groups
 from support.processes import wait_until
-from support.serving.generations import Collector, continuation, prompts
+from support.serving.generations import Collector, Continuation, prompts
 from support.serving.tracked_engine import TrackedEngine
 
 LENGTHS = [3, 17, 70, 140]
@@ -135,7 +135,7 @@ def test_what_a_killed_engine_had_computed_is_not_computed_again(killed: Killed,
         heard.wait(sorted(killed.tokens))
         for i, prompt in enumerate(prompts(LENGTHS, architectures.VOCAB)):
             tokens = killed.tokens[f"r{i}"] + heard.tokens[f"r{i}"]
-            assert tokens == continuation(architectures.build(name), prompt, MOST)
+            assert tokens == Continuation(architectures.plain(name), prompt, MOST)
         assert engine.computed == expected_computed
     finally:
         engine.close()
@@ -200,7 +200,7 @@ def test_what_a_killed_home_and_its_guests_have_is_adopted_layer_by_layer(cut: t
         heard.wait([f"r{number}" for number in range(len(LENGTHS))])
         for number, prompt in enumerate(prompts(LENGTHS, architectures.VOCAB)):
             got = killed.tokens[f"r{number}"] + heard.tokens[f"r{number}"]
-            assert got == continuation(architectures.build(architecture), prompt, MOST)
+            assert got == Continuation(architectures.plain(architecture), prompt, MOST)
         computed = sum(ranks.tracked[rank].computed - before[rank] for rank in "bc")
         assert computed == sum(MOST - len(tokens) for tokens in killed.tokens.values())
         for guest in "bc":
@@ -229,4 +229,4 @@ def test_layers_of_a_killed_home_that_nobody_has_are_computed_anew() -> None:
         assert ranks["c"].adopt([state], heard, kv=[kv], source=source) == 0
         heard.wait(["r0"])
         (prompt,) = prompts(LENGTHS, architectures.VOCAB)[:1]
-        assert killed.tokens["r0"] + heard.tokens["r0"] == continuation(killed.tracked.model, prompt, MOST)
+        assert killed.tokens["r0"] + heard.tokens["r0"] == Continuation(killed.tracked.model, prompt, MOST)

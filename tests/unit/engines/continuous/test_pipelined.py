@@ -20,7 +20,7 @@ from support import architectures
 from support.architectures import in_turn
 from support.cluster.engine_group import EngineGroup, engine_groups, read_file
 from support.processes import wait_until
-from support.serving.generations import Collector, continuation, prompts
+from support.serving.generations import Collector, Continuation, prompts
 from support.wrapped_model import layers as decoder_layers
 
 PROMPTS = prompts([40, 25, 9, 33], architectures.VOCAB)
@@ -39,7 +39,7 @@ def requests(tokens: int, name: str = "r") -> list[Request]:
 
 def test_layers_that_another_rank_computes_give_the_tokens_of_one_rank(group: Callable[..., EngineGroup]) -> None:
     ranks = group("ab")
-    expected = {f"r{i}": continuation(ranks.plain(), prompt, 24) for i, prompt in enumerate(PROMPTS)}
+    expected = {f"r{i}": Continuation(ranks.plain(), prompt, 24) for i, prompt in enumerate(PROMPTS)}
     ranks.join("a", "b")
     ranks.move("a", (1, 2), "b")
     heard = Collector()
@@ -54,9 +54,9 @@ def test_layers_that_another_rank_computes_give_the_tokens_of_one_rank(group: Ca
     ranks.check()
 
 
-def plain(group: EngineGroup, tokens: int, name: str = "r") -> dict[str, list[int]]:
+def plain(group: EngineGroup, tokens: int, name: str = "r") -> dict[str, Any]:
     model = group.plain()
-    return {f"{name}{i}": continuation(model, prompt, tokens) for i, prompt in enumerate(PROMPTS)}
+    return {f"{name}{i}": Continuation(model, prompt, tokens) for i, prompt in enumerate(PROMPTS)}
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_what_is_kept_for_reuse_goes_with_its_layers_and_what_is_free_does_not(
     engine.submit(Request(prompt, 10, id="second"), heard)
     heard.wait(["second"])
     assert ranks.tracked["a"].computed - before < len(prompt), "most of the prompt was there"
-    assert heard.tokens["second"] == continuation(ranks.plain(), prompt, 10)
+    assert heard.tokens["second"] == Continuation(ranks.plain(), prompt, 10)
     ranks.part("a")
 
 
@@ -509,7 +509,7 @@ def test_a_request_that_never_fits_alone_fails_or_leaves_when_its_group_is_lost(
 ) -> None:
     ranks = group("ab", nbytes=200 << 10)
     engine, alone = ranks["a"], ranks.sectors_alone("a")
-    expected = continuation(architectures.build("llama-gqa"), PROMPTS[1], 30)
+    expected = Continuation(architectures.plain("llama-gqa"), PROMPTS[1], 30)
     ranks.join("a", "b", sectors=1)
     ranks.move("a", (1, 2), "b")
     ranks["b"].allot("a", alone + alone // 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from elastic import ConfigError, StateError
 from elastic.engines.base import Request
 from support import architectures
 from support.cluster.engine_group import EngineGroup, engine_groups
-from support.serving.generations import Collector, continuation, prompts
+from support.serving.generations import Collector, Continuation, prompts
 
 PROMPTS = prompts([40, 25, 9, 33], architectures.VOCAB)
 LAYERS = 3
@@ -24,9 +25,9 @@ def group() -> Iterator[Callable[..., EngineGroup]]:
         yield make
 
 
-def plain(ranks: EngineGroup, tokens: int) -> dict[str, list[int]]:
+def plain(ranks: EngineGroup, tokens: int) -> dict[str, Any]:
     model = ranks.plain()
-    return {f"r{i}": continuation(model, prompt, tokens) for i, prompt in enumerate(PROMPTS)}
+    return {f"r{i}": Continuation(model, prompt, tokens) for i, prompt in enumerate(PROMPTS)}
 
 
 def submit(ranks: EngineGroup, tokens: int) -> Collector:
@@ -102,7 +103,7 @@ def test_each_rank_computes_about_half_of_the_requests(group: Callable[..., Engi
 def test_copies_share_no_prefix_with_each_other_and_one_does_with_itself(group: Callable[..., EngineGroup]) -> None:
     ranks = group("ab")
     engine, prompt = ranks["a"], PROMPTS[0]
-    expected = continuation(ranks.plain(), prompt, 8)
+    expected = Continuation(ranks.plain(), prompt, 8)
     ranks.join("a", "b")
     replicate(ranks, (1, 2), "b")
     cached = []

@@ -15,7 +15,7 @@ from elastic.engines.pipeline.batches import LOOK_STEPS, BatchCount
 from elastic.engines.pipeline.path import LayerPath
 from support import architectures
 from support.cluster.engine_group import EngineGroup, engine_groups
-from support.serving.generations import Collector, continuation, prompts
+from support.serving.generations import Collector, Continuation, prompts
 from support.wrapped_model import layers as decoder_layers
 
 ALONE, TWO, THREE = (LayerPath("a", tuple(ranks)) for ranks in ("aaa", "aab", "abc"))
@@ -106,7 +106,7 @@ def test_two_batches_are_in_flight_after_a_drop_and_one_after_a_restore(group: C
     heard.wait(submit(engine, heard, 8, "again", Sampling()))
     assert (engine._home.cohorts, most[-1]) == (1, 1)
     for number, prompt in enumerate(PROMPTS):
-        assert heard.tokens[f"r{number}"] == continuation(ranks.plain(), prompt, 40)
+        assert heard.tokens[f"r{number}"] == Continuation(ranks.plain(), prompt, 40)
         assert heard.tokens[f"drawn{number}"] == heard.tokens[alone[number]]
     ranks.check()
 
@@ -150,7 +150,7 @@ def test_both_stages_compute_at_the_same_time(group: Callable[..., EngineGroup])
     heard.wait(submit(ranks["a"], heard, 12, "r", Sampling()))
     assert both.is_set()
     for number, prompt in enumerate(PROMPTS):
-        assert heard.tokens[f"r{number}"] == continuation(ranks.plain(), prompt, 12)
+        assert heard.tokens[f"r{number}"] == Continuation(ranks.plain(), prompt, 12)
     for hook in hooks:
         hook.remove()
 
