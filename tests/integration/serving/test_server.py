@@ -16,15 +16,17 @@ from elastic.engines.structured import LlguidanceCompiler
 from support.serving.live_server import NAME, TOKENIZER, live, model
 from support.serving.tool_calls import CHATTING, CLOCK, WEATHER
 
+LAYERS = 12
+"""All of the model: what it writes by a grammar has an end."""
 PROMPT = "def read(path):"
 MESSAGES: Any = [{"role": "user", "content": "x"}]
 
 
 @pytest.fixture
 def client() -> Iterator[openai.OpenAI]:
-    elastic.wrap(model(), places=[elastic.Place("cpu", torch.device("cpu"), 64 << 20, page_bytes=4096)])
+    elastic.wrap(model(LAYERS), places=[elastic.Place("cpu", torch.device("cpu"), 64 << 20, page_bytes=4096)])
     grammars = LlguidanceCompiler(TOKENIZER)
-    engine = ContinuousEngine(model(), grammars=grammars)
+    engine = ContinuousEngine(model(LAYERS), grammars=grammars)
     try:
         with (
             live(engine, tokenizer=CHATTING, grammars=grammars) as server,
@@ -33,13 +35,13 @@ def client() -> Iterator[openai.OpenAI]:
             yield found
     finally:
         engine.stop(drain=False)
-        elastic.unwrap(model())
+        elastic.unwrap(model(LAYERS))
 
 
 @torch.no_grad()
 def logprobs_of(ids: list[int]) -> torch.Tensor:
     """The model's log-probability of each token but the first, [tokens - 1]."""
-    scores = model()(torch.tensor([ids])).logits[0].log_softmax(-1)
+    scores = model(LAYERS)(torch.tensor([ids])).logits[0].log_softmax(-1)
     return scores[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 import threading
 from collections import Counter
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 import elastic
 from elastic.engines.continuous import ContinuousEngine
@@ -18,7 +17,8 @@ from integration.serving.soak_clients import MOST, PROMPTS, Books, everyone
 from support.lossless_variant import HALF, exact
 from support.processes import wait_until
 from support.serving.generations import continuation, same_unless_close
-from support.serving.live_server import MODEL_DIR, TOKENIZER, Live, empty, live
+from support.serving.live_server import TOKENIZER, Live, empty, live
+from support.serving.live_server import model as served
 from support.wrapped_model import small
 
 
@@ -61,7 +61,7 @@ def soak(server: Live, duration_s: float, clients: int) -> tuple[Counter[str], C
 
 @pytest.mark.parametrize(("duration_s", "clients"), [(2.0, 24), pytest.param(600.0, 64, marks=pytest.mark.long)])
 def test_no_request_is_lost_repeated_or_changed(duration_s: float, clients: int) -> None:
-    model = exact(AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval().requires_grad_(False))
+    model = exact(copy.deepcopy(served()))
     alone = {ids: continuation(model, ids, MOST) for ids in (tuple(TOKENIZER.encode(p)) for p in PROMPTS)}
     elastic.wrap(model, places=[small(14 << 20, "cpu#soak")], variants=[HALF])
     runtime, books = model.elastic, Books()

@@ -15,8 +15,11 @@ from elastic.engines.base import Grammar, Request, Sampling
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.structured import LlguidanceCompiler
 from support.serving.generations import Collector, serve
+from support.serving.live_server import FEW, TOKENIZER, model
 from support.wrapped_model import small
 
+ALL = 12
+"""Layers of the model: what all of them write by a grammar has an end."""
 PROMPT = (10, 20, 30)
 LIST = Grammar(
     "json_schema",
@@ -45,15 +48,14 @@ class Limited:
 
 
 @pytest.fixture
-def engine(assets: Any, wrapped: Any) -> Iterator[Any]:
-    """engine(grammars) over the shipped model, started; stopped when the test ends."""
+def engine(wrapped: Any) -> Iterator[Any]:
+    """engine(grammars, layers) over the first layers of the model that ships, started; stopped when the test ends."""
     made: list[ContinuousEngine] = []
 
-    def engine(grammars: Any) -> ContinuousEngine:
-        model, _ = assets
-        if getattr(model, "elastic", None) is None:
-            wrapped(model, small(64 << 20))
-        made.append(ContinuousEngine(model, block_tokens=8, grammars=grammars))
+    def engine(grammars: Any, layers: int = FEW) -> ContinuousEngine:
+        if getattr(model(layers), "elastic", None) is None:
+            wrapped(model(layers), small(64 << 20))
+        made.append(ContinuousEngine(model(layers), block_tokens=8, grammars=grammars))
         made[-1].start()
         return made[-1]
 
@@ -66,15 +68,14 @@ def asked(grammar: Grammar | None, seed: int, max_tokens: int = 60) -> Request:
     return Request(PROMPT, max_tokens, Sampling(1.0, seed=seed), grammar=grammar)
 
 
-def test_answers_beside_others_are_of_their_grammars(engine: Any, assets: Any) -> None:
+def test_answers_beside_others_are_of_their_grammars(engine: Any) -> None:
     pytest.importorskip("llguidance")
-    _, tokenizer = assets
-    serving = engine(LlguidanceCompiler(tokenizer))
-    requests = [asked((LIST, NAME, None)[seed % 3], seed) for seed in range(9)]
+    serving = engine(LlguidanceCompiler(TOKENIZER), ALL)
+    requests = [asked(*((LIST, seed), (NAME, seed), (None, seed, 20))[seed % 3]) for seed in range(9)]
     heard = serve(serving, requests)
     for request in requests:
         tokens, end = heard.tokens[request.id], heard.ends[request.id]
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        text = TOKENIZER.decode(tokens, skip_special_tokens=True)
         if request.grammar == LIST:
             assert end.finish == "stop"
             assert set(json.loads(text)) <= {"def", "class", 7}
@@ -82,15 +83,14 @@ def test_answers_beside_others_are_of_their_grammars(engine: Any, assets: Any) -
             assert end.finish == "stop"
             assert re.fullmatch("[a-z_]{2,6}", text)
         else:
-            alone = serve(serving, [asked(None, request.sampling.seed)])
+            alone = serve(serving, [asked(None, request.sampling.seed, request.max_tokens)])
             assert tokens in alone.tokens.values()
 
 
-def test_a_structured_answer_goes_on_in_another_engine(engine: Any, assets: Any) -> None:
+def test_a_structured_answer_goes_on_in_another_engine(engine: Any) -> None:
     pytest.importorskip("llguidance")
-    _, tokenizer = assets
     grammar = Grammar("regex", "([a-z]+ ){1000}")
-    here = engine(LlguidanceCompiler(tokenizer))
+    here = engine(LlguidanceCompiler(TOKENIZER))
     request = asked(grammar, 3)
     expected = serve(here, [request]).tokens[request.id]
     moving, heard = asked(grammar, 3), Collector()
@@ -98,7 +98,7 @@ def test_a_structured_answer_goes_on_in_another_engine(engine: Any, assets: Any)
     heard.wait_for_tokens(moving.id, 5)
     states = here.export(moving.id)
     here.stop()
-    there = engine(LlguidanceCompiler(tokenizer))
+    there = engine(LlguidanceCompiler(TOKENIZER))
     there.adopt(states, heard)
     heard.wait([moving.id])
     assert len(states[0].generated) >= 5
@@ -115,9 +115,9 @@ def test_an_answer_whose_grammar_cannot_be_followed_fails_alone(engine: Any) -> 
     assert serving.counters.read().running == 0
 
 
-def test_what_is_no_grammar_is_refused_before_it_is_queued(engine: Any, assets: Any) -> None:
+def test_what_is_no_grammar_is_refused_before_it_is_queued(engine: Any) -> None:
     pytest.importorskip("llguidance")
-    serving = engine(LlguidanceCompiler(assets[1]))
+    serving = engine(LlguidanceCompiler(TOKENIZER))
     with pytest.raises(ConfigError, match="unclosed group"):
         serving.submit(asked(Grammar("regex", "(a"), 0), Collector())
     assert serving.counters.read().waiting == 0

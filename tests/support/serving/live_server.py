@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -26,6 +27,8 @@ from support.serving.generations import continuation
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL_DIR)
 NAME = "small"
 CONTEXT = 1_000
+FEW = 4
+"""Layers that are served unless a test needs the whole model: a step takes a third of the time."""
 PATIENCE_S = 30
 
 
@@ -47,9 +50,23 @@ def fake() -> Iterator[FakeEngine]:
 
 
 @cache
-def model() -> Any:
-    found = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+def model(layers: int = FEW) -> Any:
+    """The first layers of the model that ships, which has twelve."""
+    found = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32, num_hidden_layers=layers)
     return found.eval().requires_grad_(False)
+
+
+@cache
+def _files() -> TemporaryDirectory[str]:
+    folder: TemporaryDirectory[str] = TemporaryDirectory(prefix="elastic-served-")
+    model().save_pretrained(folder.name)
+    TOKENIZER.save_pretrained(folder.name)
+    return folder
+
+
+def model_files() -> str:
+    """The directory of its files and its tokenizer's, which are there until this process ends."""
+    return _files().name
 
 
 @cache

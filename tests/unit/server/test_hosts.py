@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -59,6 +60,7 @@ def test_run_answers_to_all_names_only_where_others_can_reach_it(
         def run(self, sockets: Any) -> None: ...
 
     monkeypatch.setattr(uvicorn_server, "Server", Recorded)
+    monkeypatch.setattr(uvicorn_server, "gc", Mock())  # a collection of all that tests have imported
     assert uvicorn_server.run(app_for(FakeEngine()), host=host, port=0, allowed_hosts=given) == 0
     assert made["allowed_hosts"] == names
 

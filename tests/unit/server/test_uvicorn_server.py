@@ -7,7 +7,6 @@ import gc
 import json
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -146,6 +145,7 @@ def test_collections_of_garbage_leave_out_what_was_there_before_it_serves(monkey
     assert run(app, port=0) == 0
     assert looked_at[0] < before / 10
     assert gc.get_freeze_count() == 0
+    gc.freeze()  # as before: else each test after this one collects all that was imported
 
 
 @pytest.mark.parametrize(
@@ -178,11 +178,10 @@ def test_a_secret_that_is_empty_does_not_open_the_server(
 class Child:
     """A server in a process of its own; it says where it listens in its first line."""
 
-    def __init__(self, process: subprocess.Popen[bytes] | Forked) -> None:
+    def __init__(self, process: Forked) -> None:
         self._process = process
 
     def url(self) -> str:
-        assert self._process.stdout is not None
         line = self._process.stdout.readline().decode()
         assert line.startswith("serving "), self._log()
         return line.split()[-1]
@@ -196,50 +195,45 @@ class Child:
         assert "Traceback" not in self._log()
 
     def _log(self) -> str:
-        assert self._process.stderr is not None
         return self._process.stderr.read().decode()
 
 
-@pytest.fixture
-def children(tmp_path: Path) -> Iterator[tuple[Child, Child]]:
-    """`elastic serve` and the example, on the small model inside."""
+@pytest.mark.slow
+def test_the_command_serves_until_sigterm(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("sesame\n")
     options = ["--port", "0", "--place", "cpu=64MiB", "--enable-actions", "--token-file", str(tmp_path / "token")]
-    name = ["--served-model-name", "tiny"]
-    command = [sys.executable, "-P", "-m", "elastic.cli.main", "serve", str(MODEL_DIR), *name, *options]
-    example = [str(EXAMPLES / "fastapi_server.py"), str(MODEL_DIR), "0"]
-    script = f"import runpy, sys; sys.argv = {example}; runpy.run_path(sys.argv[0], run_name='__main__')"
-    with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as served,
-        contextlib.closing(Forked(script)) as shown,
-    ):
-        yield Child(served), Child(shown)
-        served.kill()
+    arguments = ["serve", str(MODEL_DIR), "--served-model-name", "tiny", *options]
+    script = f"import sys; from elastic.cli.main import main; sys.exit(main({arguments}))"
+    with contextlib.closing(Forked(script)) as process:
+        command = Child(process)
+        with httpx.Client(base_url=command.url(), timeout=PATIENCE_S) as client:
+            status = client.get("/elastic/status").json()
+            assert (status["model"], status["layers"]) == ("tiny", ["float32"] * 12)
+            headers = {"Authorization": "Bearer sesame"}
+            step = {"actions": [{"kind": "release", "layers": [3]}]}
+            assert client.post("/elastic/actions", json=step, headers=headers).status_code == 200
+            with client.stream("POST", "/v1/completions", json={**ASKED, "max_tokens": 60, "stream": True}) as running:
+                lines = running.iter_lines()
+                events = [next(lines)]
+                command.end()
+                events += [line for line in lines if line]
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
+        command.ended()
 
 
 @pytest.mark.slow
-def test_the_command_and_the_example_serve_until_sigterm(children: tuple[Child, Child]) -> None:
-    command, example = children
-    with httpx.Client(base_url=command.url(), timeout=PATIENCE_S) as client:
-        status = client.get("/elastic/status").json()
-        assert (status["model"], status["layers"]) == ("tiny", ["float32"] * 12)
-        headers = {"Authorization": "Bearer sesame"}
-        step = {"actions": [{"kind": "release", "layers": [3]}]}
-        assert client.post("/elastic/actions", json=step, headers=headers).status_code == 200
-        with client.stream("POST", "/v1/completions", json={**ASKED, "max_tokens": 60, "stream": True}) as running:
-            lines = running.iter_lines()
-            events = [next(lines)]
-            command.end()
-            events += [line for line in lines if line]
-    assert events[-1] == "data: [DONE]"
-    assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
-    with httpx.Client(base_url=example.url(), timeout=PATIENCE_S) as client:
-        assert client.get("/layers").json() == 12
-        asked = {"model": "my-model", "prompt": "import os", "max_tokens": 5, "temperature": 0}
-        assert client.post("/v1/completions", json=asked).json()["usage"]["completion_tokens"] == 5
-        example.end()
-    command.ended()
-    example.ended()
+def test_the_example_serves_until_sigterm() -> None:
+    arguments = [str(EXAMPLES / "fastapi_server.py"), str(MODEL_DIR), "0"]
+    script = f"import runpy, sys; sys.argv = {arguments}; runpy.run_path(sys.argv[0], run_name='__main__')"
+    with contextlib.closing(Forked(script)) as process:
+        example = Child(process)
+        with httpx.Client(base_url=example.url(), timeout=PATIENCE_S) as client:
+            assert client.get("/layers").json() == 12
+            asked = {"model": "my-model", "prompt": "import os", "max_tokens": 5, "temperature": 0}
+            assert client.post("/v1/completions", json=asked).json()["usage"]["completion_tokens"] == 5
+            example.end()
+        example.ended()
 
 
 @pytest.fixture
