@@ -7,6 +7,7 @@ import gc
 import json
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -178,10 +179,11 @@ def test_a_secret_that_is_empty_does_not_open_the_server(
 class Child:
     """A server in a process of its own; it says where it listens in its first line."""
 
-    def __init__(self, process: Forked) -> None:
+    def __init__(self, process: Forked | subprocess.Popen[bytes]) -> None:
         self._process = process
 
     def url(self) -> str:
+        assert self._process.stdout is not None
         line = self._process.stdout.readline().decode()
         assert line.startswith("serving "), self._log()
         return line.split()[-1]
@@ -195,7 +197,17 @@ class Child:
         assert "Traceback" not in self._log()
 
     def _log(self) -> str:
+        assert self._process.stderr is not None
         return self._process.stderr.read().decode()
+
+
+@contextlib.contextmanager
+def killed(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """It does not outlive what is done with it."""
+    try:
+        yield
+    finally:
+        process.kill()
 
 
 @pytest.mark.slow
@@ -203,8 +215,8 @@ def test_the_command_serves_until_sigterm(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("sesame\n")
     options = ["--port", "0", "--place", "cpu=64MiB", "--enable-actions", "--token-file", str(tmp_path / "token")]
     arguments = ["serve", str(MODEL_DIR), "--served-model-name", "tiny", *options]
-    script = f"import sys; from elastic.cli.main import main; sys.exit(main({arguments}))"
-    with contextlib.closing(Forked(script)) as process:
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-m", "elastic.cli.main", *arguments], **pipes) as process, killed(process):
         command = Child(process)
         with httpx.Client(base_url=command.url(), timeout=PATIENCE_S) as client:
             status = client.get("/elastic/status").json()
