@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -61,9 +62,17 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imported(path: Path) -> Iterator[str]:
-    """The modules that a file imports: anywhere in it, for types only and inside functions too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements in another, at any depth; in expressions there are no imports and no classes."""
+    for part in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for inner in getattr(node, part, ()):
+            yield inner
+            yield from statements(inner)
+
+
+def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """The modules that statements import: for types only and inside functions too."""
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "elastic":
             module = node.module.removeprefix("elastic").removeprefix(".")
             for name in node.names:
@@ -75,10 +84,24 @@ def imported(path: Path) -> Iterator[str]:
                     yield name.name.removeprefix("elastic").removeprefix(".")
 
 
+class Source(NamedTuple):
+    """What the tests ask of a module's source."""
+
+    words: str | None
+    imports: frozenset[str]
+    classes: tuple[str, ...]
+
+
 @functools.cache
-def arrows() -> dict[str, set[str]]:
-    """What each module imports: read when the first test asks, not by every process that collects tests."""
-    return {name: {other for other in imported(path) if other != name} for name, path in MODULES.items()}
+def sources() -> dict[str, Source]:
+    """Every module's source: read when the first test asks, not by every process that collects tests."""
+    return {module: source_of(module, ast.parse(path.read_text())) for module, path in MODULES.items()}
+
+
+def source_of(module: str, tree: ast.Module) -> Source:
+    nodes = list(statements(tree))
+    classes = tuple(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    return Source(ast.get_docstring(tree), frozenset(imported(nodes)) - {module}, classes)
 
 
 def place(module: str) -> tuple[str, str]:
@@ -119,20 +142,22 @@ def test_every_module_has_a_floor() -> None:
     assert not {room for room, sub in rooms if sub} - INSIDE.keys()
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_imports_go_down(module: str) -> None:
-    up = sorted(other for other in arrows()[module] if not goes_down(module, other))
-    assert up == [], f"elastic.{module} imports upwards or sideways"
+def test_imports_go_down() -> None:
+    up = {
+        module: [other for other in sorted(source.imports) if not goes_down(module, other)]
+        for module, source in sources().items()
+    }
+    assert {module: others for module, others in up.items() if others} == {}, "these import upwards or sideways"
 
 
 def test_no_circle_between_files() -> None:
-    assert circle({module: set(others) for module, others in arrows().items()}) == []
+    assert circle({module: set(source.imports) for module, source in sources().items()}) == []
 
 
 def test_no_circle_between_rooms() -> None:
     rooms: dict[object, set[object]] = {}
-    for module, others in arrows().items():
-        rooms.setdefault(place(module), set()).update(place(other) for other in others)
+    for module, source in sources().items():
+        rooms.setdefault(place(module), set()).update(map(place, source.imports))
     assert circle({room: others - {room} for room, others in rooms.items()}) == []
 
 
@@ -143,16 +168,14 @@ def test_no_folder_is_crowded(root: Path) -> None:
     assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
 
 
-@pytest.mark.parametrize("package", sorted(name for name, path in MODULES.items() if path.stem == "__init__"))
-def test_every_package_says_what_it_is(package: str) -> None:
-    words = ast.get_docstring(ast.parse(MODULES[package].read_text()))
-    assert words, f"elastic.{package} has no docstring"
+def test_every_package_says_what_it_is() -> None:
+    packages = {name for name, path in MODULES.items() if path.stem == "__init__"}
+    assert {name for name in packages if not sources()[name].words} == set(), "these have no docstring"
 
 
 def test_no_class_name_stands_twice() -> None:
     defined: dict[str, list[str]] = {}
-    for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                defined.setdefault(node.name, []).append(module)
+    for module, source in sources().items():
+        for name in source.classes:
+            defined.setdefault(name, []).append(module)
     assert {name: modules for name, modules in defined.items() if len(modules) > 1} == {}
