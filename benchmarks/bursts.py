@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from serving import prompt
@@ -135,6 +136,7 @@ class RecordedTrace:
         return rates.begun(choose) + found
 
 
+@cache
 def held_when_drawn(count: int = 500) -> float:
     """Return the mean of what a drawn request needs times how many tokens it generates: how long it has that."""
     choose = random.Random(0)

@@ -60,14 +60,19 @@ class OneRank:
 
 
 @contextmanager
-def ranks(path: Path, forms: Sequence[str], shards: int) -> Iterator[tuple[elastic.Fleet, OneRank]]:
-    """Serve with two ranks, a core each, whose layers are cut in so many parts, or have variants."""
+def ranks(path: Path, forms: Sequence[str], shards: int, **options: Any) -> Iterator[tuple[elastic.Fleet, OneRank]]:
+    """Serve with two ranks, a core each, whose layers are cut in so many parts, or have variants.
+
+    `options` are others of the fleet.
+    """
     route = OneRank()
     wrap = {"variants": tuple(form for form in forms if form != "full")}
     cores = [(0,), (1,)]
     with (
         patch.object(choice, "route", route),
-        fleet(path, cores, place=PLACE, engine=ENGINE, shards=shards, wrap=wrap, beat_timeout_s=60.0) as engine,
+        fleet(
+            path, cores, place=PLACE, engine=ENGINE, shards=shards, wrap=wrap, beat_timeout_s=60.0, **options
+        ) as engine,
     ):
         yield engine, route
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import mul
 
 ROUNDS = 30
 """Times that the coefficients may each enter or leave, on the average; few are needed."""
@@ -15,12 +16,14 @@ def not_negative(rows: Sequence[Sequence[float]]) -> list[float]:
     By active sets (Lawson and Hanson, 1974, chapter 23): the coefficient that would explain most of what is left
     enters; those that would fall below zero leave. A column of zeros has the coefficient 0.
     """
-    count = len(rows[0])
-    scale = [math.sqrt(math.fsum(row[i] ** 2 for row in rows)) or 1.0 for i in range(count)]
+    columns = list(zip(*rows, strict=True))
+    count = len(columns)
+    scale = [math.sqrt(math.fsum(map(mul, column, column))) or 1.0 for column in columns]
     products = [
-        [math.fsum(r[i] * r[j] for r in rows) / scale[i] / scale[j] for j in range(count)] for i in range(count)
+        [math.fsum(map(mul, column, other)) / of_column / length for other, length in zip(columns, scale, strict=True)]
+        for column, of_column in zip(columns, scale, strict=True)
     ]
-    sums = [math.fsum(row[i] for row in rows) / scale[i] for i in range(count)]
+    sums = [math.fsum(column) / length for column, length in zip(columns, scale, strict=True)]
     solution = [0.0] * count
     free: list[int] = []
     for _ in range(ROUNDS * count):
