@@ -19,7 +19,7 @@ STEPS = {"token": 1e-4, "chunk": 5.5e-2, "shared": 5e-2}
 BURST = {"arrivals": "bursts", "rate": 0.1, "bursts": [{"from_s": 1, "until_s": 3, "rate": 12}]}
 SMALL_DAY = """
 extends = "day-1000-all"
-duration_s = 6
+duration_s = 4
 samples = 10
 fleet = { instances = 4 }
 [[requests]]
