@@ -42,7 +42,7 @@ def test_the_order_is_shown_and_saved_beside_the_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["int3", "2:4"])
+@pytest.mark.parametrize("variant", ["int3", pytest.param("2:4", marks=pytest.mark.long)])
 def test_a_picture_is_drawn(variant: str, model: Path, text: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture, out = tmp_path / "out.png", tmp_path / "profile.json"

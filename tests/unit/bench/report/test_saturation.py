@@ -49,7 +49,7 @@ def test_one_whose_clients_give_up_still_shows_until_they_do() -> None:
     assert saturation(records, DURATION, end_of(records)).over_saturated
 
 
-@pytest.mark.parametrize("load", [0.3, 0.5, 0.7])
+@pytest.mark.parametrize("load", [*(pytest.param(load, marks=pytest.mark.long) for load in (0.3, 0.5)), 0.7])
 @pytest.mark.slow
 def test_a_server_that_keeps_up_is_seldom_accused(load: float) -> None:
     accused = 0
