@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -182,10 +181,10 @@ def test_a_process_joins_serves_and_ends_with_its_fleet(launcher: JoinLauncher, 
 @pytest.mark.slow
 def test_ranks_that_torchrun_starts_make_a_fleet_and_end_with_it(launcher: JoinLauncher, key_file: Path) -> None:
     where = f"127.0.0.1:{launcher.address[1]}"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    torchrun = ["--standalone", "--nproc-per-node", "2", "--no-python"]
     options: list[Any] = ["--join", where, "--key-file", key_file, "--place", "cpu=16MiB"]
     command = [sys.executable, "-m", "elastic.cli.main", "rank", str(MODEL_DIR), *map(str, options)]
-    with subprocess.Popen([*torchrun, *command]) as process:
+    with closing(Forked(f"from torch.distributed.run import main; main({[*torchrun, *command]})")) as process:
         heard, requests = Collector(), [Request((5, 6, 7), 8, ignore_eos=True) for _ in range(4)]
         with Fleet(MODEL_DIR, ranks=2, launch=launcher) as fleet:
             ranks = fleet.status().ranks
