@@ -17,6 +17,8 @@ from pathlib import Path
 
 from elastic.memory.background import janitor
 
+TESTS = str(Path(__file__).parents[1])
+"""On the path of tests, and not of their children."""
 FORK_SERVER = """
 import gc, os, socket, sys
 import torch, transformers.generation, transformers.models.llama.modeling_llama

@@ -13,7 +13,7 @@ import pytest
 
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Request
-from support.child_process import end_of_fork
+from support.child_process import TESTS, end_of_fork
 from support.cluster.shared_launcher import SharedLauncher
 from support.cluster.small_checkpoint import VOCABULARY, checkpoint, small_model
 from support.processes import alive, shared_memory, shared_memory_left, wait_until
@@ -130,7 +130,11 @@ def test_a_hundred_ranks_are_killed_and_stopped(fleet: Fleet, seed: int) -> None
 @pytest.mark.parametrize("end", [pytest.param("SIGKILL", marks=pytest.mark.long), "exit"])
 def test_nothing_is_left_of_a_fleet_whose_process_ends(end: str) -> None:
     code = f"""
-        import os, signal, time
+        import os, signal, sys, time
+        sys.path.append({TESTS!r})
+        from support.cluster.forked_server import fork_the_server
+
+        fork_the_server()
         from elastic.cluster.fleet.fleet import Fleet
         from elastic.engines.base import Request
 

@@ -149,9 +149,8 @@ SERVE = """
     import sys
     sys.path.insert(0, {tests!r})
     from elastic.cli.main import main
-    from elastic.cluster.launch import local
-    from support.cluster.forked_server import ForkedServer
-    local.subprocess.Popen = ForkedServer
+    from support.cluster.forked_server import fork_the_server
+    fork_the_server()
     sys.exit(main({arguments}))
 """
 

@@ -30,7 +30,7 @@ from elastic.cluster.rank import process
 from elastic.cluster.rank.spec import rank_places
 from elastic.errors import ConfigError, ElasticError, StateError
 from support import child_process
-from support.child_process import end_of_fork
+from support.child_process import TESTS, end_of_fork
 from support.processes import children, open_files, wait_for_end, wait_until
 from support.serving.fleet_side import FleetSide
 from support.serving.generations import continuation
@@ -71,7 +71,9 @@ def start(launcher: LocalLauncher) -> Iterator[Callable[..., FleetSide]]:
     assert launcher._server is None or launcher._server.ended or not children(launcher._server.pid)
 
 
-def test_ranks_serve_as_the_model_does_and_end_when_asked(start: Callable[..., FleetSide]) -> None:
+def test_ranks_serve_as_the_model_does_and_end_when_asked(
+    launcher: LocalLauncher, start: Callable[..., FleetSide]
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
     expected = continuation(model, PROMPT, 12)
     ranks = [start(), start(cores=(min(os.sched_getaffinity(0)),))]
@@ -82,6 +84,8 @@ def test_ranks_serve_as_the_model_does_and_end_when_asked(start: Callable[..., F
     assert ranks[1].client.hello.places == rank_places(["cpu=32MiB"])
     status = Path(f"/proc/{ranks[1].client.hello.pid}/status").read_text()
     assert f"Cpus_allowed_list:\t{min(os.sched_getaffinity(0))}\n" in status
+    assert launcher._server is not None
+    assert "__main__" not in Path(f"/proc/{launcher._server.pid}/cmdline").read_text()
     for rank in ranks:
         rank.client.close(drain=True, timeout_s=60)
         assert rank.end() == "its process has ended with code 0; its connection ended"
@@ -284,13 +288,16 @@ def test_less_than_one_rank_cannot_share_anything() -> None:
         LocalLauncher(0)
 
 
-FLEET = """
+FLEET = f"""
 import os, signal, sys
+sys.path.append({TESTS!r})
+from support.cluster.forked_server import fork_the_server
+fork_the_server()
 from elastic.assets import MODEL_DIR
 from elastic.cluster.launch.base import RankSpec
 from elastic.cluster.launch.local import LocalLauncher
 launcher = LocalLauncher()
-ranks = [launcher.start(RankSpec(f"r{i}", MODEL_DIR, ("cpu=32MiB",))) for i in range(3)]
+ranks = [launcher.start(RankSpec(f"r{{i}}", MODEL_DIR, ("cpu=32MiB",))) for i in range(3)]
 os.kill(ranks[1].hello.pid, signal.SIGSTOP)
 print(launcher._server.pid, *(rank.hello.pid for rank in ranks), flush=True)
 sys.stdin.read()
@@ -304,7 +311,6 @@ def test_nothing_outlives_a_fleet_process_that_is_killed() -> None:
         files = [name for rank in ranks for name in open_files(rank)]
         assert any(name.startswith("/memfd:cpu") for name in files)
         assert not any(name.startswith("/dev/shm") for name in files)
-        assert "__main__" not in Path(f"/proc/{server}/cmdline").read_text()
     for pid in (server, *ranks):
         wait_for_end(pid)
     assert set(os.listdir("/dev/shm")) <= memory

@@ -6,7 +6,6 @@ import os
 
 import pytest
 
-from elastic.cluster.peers import link_profile
 from elastic.cluster.peers.link_profile import (
     BURST,
     _Exchanges,
@@ -15,6 +14,7 @@ from elastic.cluster.peers.link_profile import (
     measure_link,
 )
 from elastic.errors import StateError
+from support.child_process import in_fork
 
 
 def test_the_line_goes_through_the_fewest_and_the_most_bytes() -> None:
@@ -50,20 +50,39 @@ def test_one_core_tells_nothing_of_two_ranks(monkeypatch: pytest.MonkeyPatch) ->
             measure()
 
 
+FORKS = """
+import multiprocessing, os
+from elastic.cluster.peers import link_profile
+from elastic.errors import StateError
+
+context = multiprocessing.get_context("fork")
+link_profile.multiprocessing.get_context = lambda _: context
+"""
+"""In a process by itself the other one is a fork of it; a guest's is a new interpreter (`fleet/profiling`)."""
+
+
 @pytest.mark.slow
-def test_the_end_of_the_other_process_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    nowhere = 1 << 15
-    monkeypatch.setattr(link_profile, "_two_cores", lambda: (min(os.sched_getaffinity(0)), nowhere))
-    with pytest.raises(StateError, match=f"core {nowhere} ended with 1"):
-        measure_link()
+def test_the_end_of_the_other_process_is_an_error_in_words() -> None:
+    code = """
+link_profile._two_cores = lambda: (min(os.sched_getaffinity(0)), 1 << 15)
+try:
+    link_profile.measure_link()
+except StateError as error:
+    print(error)
+"""
+    assert f"core {1 << 15} ended with 1" in in_fork(FORKS + code)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need a core each")
-def test_two_processes_measure_and_leave_this_one_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_profile, "READ_BYTES", 8 << 20)
-    cores = os.sched_getaffinity(0)
-    link, contention = measure_link(repeats=3), measure_contention(rounds=1)
-    assert link.fixed_s + link.each_s > 0
-    assert contention >= 0
-    assert os.sched_getaffinity(0) == cores
+def test_two_processes_measure_and_leave_this_one_as_it_was() -> None:
+    code = """
+link_profile.READ_BYTES = 8 << 20
+cores = os.sched_getaffinity(0)
+link, contention = link_profile.measure_link(repeats=3), link_profile.measure_contention(rounds=1)
+assert link.fixed_s + link.each_s > 0
+assert contention >= 0
+assert os.sched_getaffinity(0) == cores
+print("measured")
+"""
+    assert in_fork(FORKS + code) == "measured\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import closing
 from functools import partial
@@ -15,10 +16,12 @@ from elastic.cluster.fleet.profiling.guest import LinkProfilingProcess
 from elastic.cluster.fleet.profiling.handovers import LAYERS, fitted, hidden_size, measure_handovers, place_bytes
 from elastic.errors import StateError
 from elastic.estimation.profile import ROUNDS
+from elastic.estimation.profiles import guest
+from elastic.estimation.profiles.store import from_json
 from elastic.planning.estimate.performance import Handovers, InstanceCost
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
-from support.child_process import Forked
+from support.child_process import TESTS, Forked, in_fork
 from support.processes import children, wait_for_end, wait_until
 
 LINK, HIDDEN = LinearLatency(1e-4, 1e-9), 256
@@ -85,10 +88,23 @@ def test_real_ranks_are_whole_in_stages_and_share_layers_and_rest_behind_each_an
 
 @pytest.mark.slow
 @two_cores
-def test_a_guest_measures_all_of_it() -> None:
-    guest = LinkProfilingProcess(0.9, repeats=1, rounds=1, handover_rounds=1)
-    wait_until(lambda: guest.ended, timeout_s=180)
-    measured = guest.result()
+def test_a_guest_measures_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a fork, as the fork server of its ranks is; the other rank of a link is a new interpreter."""
+    commands: list[list[str]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(guest.subprocess, "Popen", lambda command, **_: commands.append(command))
+        LinkProfilingProcess(0.9, repeats=1, rounds=1, handover_rounds=1)
+    ((_, option, module, *arguments),) = commands
+    code = f"""
+        import runpy, sys
+        sys.path.append({TESTS!r})
+        from support.cluster.forked_server import fork_the_server
+        fork_the_server()
+        sys.argv[1:] = {arguments}
+        runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
+    """
+    assert option == "-m"
+    measured = from_json(json.loads(in_fork(code)))
     assert measured.layers == measured.around == {}
     assert measured.link is not None
 
@@ -102,8 +118,8 @@ def test_a_guest_that_is_killed_leaves_no_process() -> None:
             from elastic.estimation.profiles.guest import run_guest
             run_guest(lambda: measure_two_ranks(1 << 20, share=0.9))
         """)
-    ) as guest:
-        wait_until(lambda: len(children(guest.pid)) == 2)  # the other rank, and what multiprocessing keeps
-        started = children(guest.pid)
+    ) as process:
+        wait_until(lambda: len(children(process.pid)) == 2)  # the other rank, and what multiprocessing keeps
+        started = children(process.pid)
     for pid in started:
         wait_for_end(pid)
