@@ -13,7 +13,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Protocol
 
 from elastic.config import Lengths
@@ -56,18 +55,9 @@ class Offered:
     prompt: int
     output: int
 
-    @cached_property
+    @property
     def tokens(self) -> int:
         return self.prompt + self.output
-
-    @cached_property
-    def work(self) -> float:
-        return work(self.prompt, self.output)
-
-    @cached_property
-    def waiting(self) -> WaitingRequest:
-        """As schedulers see it while no instance has it."""
-        return WaitingRequest(self.name, LiveTokens(self.tokens, 0), self.at_s)
 
 
 @dataclass
@@ -77,7 +67,7 @@ class _Running:
 
     @property
     def left(self) -> float:
-        return self.request.work - self.spent
+        return work(self.request.prompt, self.request.output) - self.spent
 
     @property
     def done(self) -> float:
@@ -158,7 +148,7 @@ class SimulatedDegrees:
         return LengthSnapshot(
             self.now_s,
             tuple(map(self._reading, self.instances)),
-            tuple(one.waiting for one in self.waiting),
+            tuple(WaitingRequest(one.name, LiveTokens(one.tokens, 0), one.at_s) for one in self.waiting),
         )
 
     def _reading(self, one: _Instance) -> InstanceReading:
