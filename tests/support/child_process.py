@@ -68,11 +68,18 @@ def in_fork(code: str, timeout: float = 240, **environment: str) -> str:
     return said
 
 
-def run_script(script: Path, *arguments: str, timeout: float = 240) -> str:
-    """Run a program as the interpreter would, in such a fork; return what it wrote to its output."""
+def run_script(script: Path, *arguments: str, timeout: float = 240, with_ranks: bool = False) -> str:
+    """Run a program as the interpreter would, in such a fork; return what it wrote to its output.
+
+    With `with_ranks` its ranks come from a fork of it, too, as it is when it begins.
+    """
     code = f"""
         import runpy, sys
         sys.setswitchinterval({sys.getswitchinterval()})
+        if {with_ranks}:
+            sys.path.append({TESTS!r})
+            from support.isolation.forked_server import fork_the_server
+            fork_the_server()
         sys.argv = {[str(script), *arguments]}
         runpy.run_path({str(script)!r}, run_name="__main__")
     """

@@ -132,7 +132,7 @@ def test_nothing_is_left_of_a_fleet_whose_process_ends(end: str) -> None:
     code = f"""
         import os, signal, sys, time
         sys.path.append({TESTS!r})
-        from support.cluster.forked_server import fork_the_server
+        from support.isolation.forked_server import fork_the_server
 
         fork_the_server()
         from elastic.cluster.fleet.fleet import Fleet

@@ -149,7 +149,7 @@ SERVE = """
     import sys
     sys.path.insert(0, {tests!r})
     from elastic.cli.main import main
-    from support.cluster.forked_server import fork_the_server
+    from support.isolation.forked_server import fork_the_server
     fork_the_server()
     sys.exit(main({arguments}))
 """

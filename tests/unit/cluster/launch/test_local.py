@@ -291,7 +291,7 @@ def test_less_than_one_rank_cannot_share_anything() -> None:
 FLEET = f"""
 import os, signal, sys
 sys.path.append({TESTS!r})
-from support.cluster.forked_server import fork_the_server
+from support.isolation.forked_server import fork_the_server
 fork_the_server()
 from elastic.assets import MODEL_DIR
 from elastic.cluster.launch.base import RankSpec

@@ -98,7 +98,7 @@ def test_a_guest_measures_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     code = f"""
         import runpy, sys
         sys.path.append({TESTS!r})
-        from support.cluster.forked_server import fork_the_server
+        from support.isolation.forked_server import fork_the_server
         fork_the_server()
         sys.argv[1:] = {arguments}
         runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
