@@ -27,7 +27,6 @@ from elastic.planning.sharding.numbers import layers_of
 HEADROOM = 1.25
 """The least that caps are lowered to for fewer rounds, in units of what live requests have and are promised."""
 
-
 FlipRound = tuple[LayerFlip, ...]
 """Flips that go side by side: all of them have room before any of them has made some.
 
@@ -95,7 +94,7 @@ class Books:
         """Count the pages that a flip takes at its target; the same are asked for with one cap after another."""
         key = flip, shape.paths[flip.home], shape.weights[flip.target]
         if key not in self._taken:
-            self._taken[key] = self._taken_by(*key)
+            self._taken[key] = self._taken_by(flip, shape)
         each, weights = self._taken[key]
         return caps[flip.home] * each + weights
 
@@ -148,14 +147,14 @@ class Books:
             held = self._held[rank, path] = _Held(parts, pages)
         return held
 
-    def _taken_by(self, flip: LayerFlip, path: LayerPath, resident: frozenset[int]) -> tuple[int, int]:
+    def _taken_by(self, flip: LayerFlip, shape: Shape) -> tuple[int, int]:
         """Count the pages that a flip takes at its target: for each sector of its instance, and for weights."""
-        held, room, weights = self._kv(flip.target, path), self.rooms[flip.target], 0
+        held, room, weights = self._kv(flip.target, shape.paths[flip.home]), self.rooms[flip.target], 0
         new = [part for part in room.parts_of(flip.shards) if part not in held.parts]
         more = max(a + b for a, b in zip(held.pages, self._by_group(room, new), strict=True)) - max(held.pages)
-        for shards in layers_of(frozenset(shard % len(self._every) for shard in flip.shards), self._layer):
+        for shards in layers_of(shape.weights_of(flip), self._layer):
             first = min(shards) // self._layer * self._layer
-            have = resident.intersection(range(first, first + self._layer))
+            have = shape.weights[flip.target].intersection(range(first, first + self._layer))
             weights += room.weights_of(have | shards) - room.weights_of(have)
         return more + room.step_pages(len(new), beside=len(held.parts)), weights
 
