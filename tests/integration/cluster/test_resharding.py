@@ -254,7 +254,7 @@ def by_heads(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> C
     return start
 
 
-@pytest.mark.parametrize(("kv_heads", "page_kib"), [(1, 64), (8, 4)])
+@pytest.mark.parametrize(("kv_heads", "page_kib"), [(1, 64), (2, 16), (8, 4)])
 def test_two_ups_and_downs_with_any_heads_and_pages(
     by_heads: Callable[[int, int], Served], kv_heads: int, page_kib: int
 ) -> None:
