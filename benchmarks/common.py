@@ -202,17 +202,18 @@ class Repeater(threading.Thread):
         self.join()
 
 
-class EarlierCheckout:
-    """Another checkout of Elastic, in a process of its own: this script, which computes a round when it is told to."""
+class AnotherProcess:
+    """This script in a process of its own, with this or another checkout, which computes a round when told to."""
 
-    def __init__(self, options: argparse.Namespace, round_of: str) -> None:
+    def __init__(self, options: argparse.Namespace, round_of: str, *, checkout: str | None = None) -> None:
         quick = ["--quick"] if options.quick else []
+        paths = {"PYTHONPATH": checkout} if checkout else {}
         self._process = subprocess.Popen(
             [sys.executable, sys.argv[0], "--device", options.device, "--round-of", round_of, *quick],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": options.earlier},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | paths,
         )  # fmt: skip
 
-    def __enter__(self) -> EarlierCheckout:
+    def __enter__(self) -> AnotherProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -223,11 +224,18 @@ class EarlierCheckout:
         """Have it compute a round, and wait for its end."""
         print("go", file=self._process.stdin, flush=True)
         if self._process.stdout.readline() != "done\n":
-            raise RuntimeError("the earlier checkout has ended")
+            raise RuntimeError("the other process has ended")
+
+
+class EarlierCheckout(AnotherProcess):
+    """Another checkout of Elastic, that of `--earlier`."""
+
+    def __init__(self, options: argparse.Namespace, round_of: str) -> None:
+        super().__init__(options, round_of, checkout=options.earlier)
 
 
 def compute_rounds(work: Callable[[], Any]) -> None:
-    """Be the process of an `EarlierCheckout`."""
+    """Be `AnotherProcess`."""
     for _ in sys.stdin:
         work()
         print("done", flush=True)
