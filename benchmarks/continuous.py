@@ -30,7 +30,6 @@ from common import (
     show,
     table,
 )
-from large_model import build
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -74,11 +73,17 @@ def stock(manager: Any, asked: list[list[int]]) -> list[list[int]]:
     names = manager.add_requests(asked, max_new_tokens=NEW)
     tokens = {}
     while len(tokens) < len(asked):
-        result = manager.get_result(timeout=20)
+        result = manager.get_result(timeout=60)
         if result is None:
-            raise TimeoutError("transformers' batching has not answered for 20 s")
+            raise TimeoutError("transformers' batching has not answered for 60 s")
         tokens[result.request_id] = result.generated_tokens
     return [tokens[name] for name in names]
+
+
+def of_seven_billions(device: str, *, quick: bool) -> Any:
+    from large_model import build  # which earlier checkouts cannot import
+
+    return build("quick" if quick else "7B", device)
 
 
 def started(model: Any, device: str, **more: bool) -> ContinuousEngine:
@@ -136,7 +141,7 @@ def main() -> None:
     models = {
         "2.6M": lambda: AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=dtype).to(device).eval(),
         "130M GQA": lambda: llama(4, dtype, device, quick=options.quick),
-        "7B": lambda: build("quick" if options.quick else "7B", device),
+        "7B": lambda: of_seven_billions(device, quick=options.quick),
     }
     if options.round_of:
         name, count = options.round_of.split("/")
