@@ -34,9 +34,12 @@ class InstantModel(torch.nn.Module):
         self._groups = groups
         self._logits = torch.rand(1, most, vocabulary)
 
-    def forward(self, input_ids: torch.Tensor, cache: Any, logits_to_keep: torch.Tensor | None = None, **_: Any) -> Any:
+    def forward(
+        self, input_ids: torch.Tensor, paged_cache: Any, logits_to_keep: torch.Tensor | None = None, **_: Any
+    ) -> Any:
         for group in range(self._groups):
-            made, parts = cache.metadata(group), cache.cache.parts(group, tuple(range(cache.cache.kv_shards)))
+            cache = paged_cache.cache
+            made, parts = paged_cache.metadata(group), cache.parts(group, tuple(range(cache.kv_shards)))
             for index in (made.write, *(sequences.read for sequences in made.decodes)):
                 index.of(parts)
         kept = input_ids.shape[1] if logits_to_keep is None else len(logits_to_keep)

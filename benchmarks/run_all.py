@@ -123,6 +123,7 @@ def main() -> None:
     more = ["--device", options.device, *(["--quick"] if options.quick else [])]
     more += ["--rounds", str(options.rounds)] if options.rounds else []
     target = options.results / f"{options.machine}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(target.read_text()) if target.exists() else {}
     end = time.monotonic() + 60 * options.minutes if options.minutes else None
     failed = []
