@@ -46,7 +46,7 @@ test: $(VENV)/installed lint type ## set up, and check everything against the in
 	$(BIN)/pytest -q -n 2
 
 long: $(VENV)/installed ## the checks that take minutes
-	$(BIN)/pytest -q -m long
+	$(BIN)/pytest -q -m "long and not cuda"
 
 simulate: $(SIMULATED_CUDA)/built ## the tests marked cuda on a simulated GPU: TESTS=, SCHEDULES=, SIMULATED_VENV=
 	$(SIMULATED) $(SIMULATED_PYTEST) -n 2 --dist worksteal --schedules "$(SCHEDULES)" $(TESTS)

@@ -3,14 +3,15 @@
     python benchmarks/continuous.py [--device cuda:0] [--only MODEL …] [--earlier CHECKOUT] [--prepack]
 
 All requests are there at the beginning; the time is until the last has ended. All have room for all of them, the same
-block size, and the same most tokens in a batch; none shares prefixes. With `--earlier`, the engine of another checkout
-of Elastic takes part, in a process of its own. Targets: one request alone at least as fast as with transformers' own,
-and 1.05 of the engine before this one.
+block size, and the same most tokens in a batch; none shares prefixes. Models are read from a checkpoint, as users'
+are. With `--earlier`, the engine of another checkout of Elastic takes part, in a process of its own. Targets: one
+request alone at least as fast as with transformers' own, and 1.05 of the engine before this one.
 """
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -80,6 +81,12 @@ def stock(manager: Any, asked: list[list[int]]) -> list[list[int]]:
     return [tokens[name] for name in names]
 
 
+def of_130_millions(device: str, dtype: torch.dtype, *, quick: bool) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        llama(4, dtype, device, quick=quick).save_pretrained(folder)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+
+
 def of_seven_billions(device: str, *, quick: bool) -> Any:
     from large_model import build  # which earlier checkouts cannot import
 
@@ -135,12 +142,13 @@ def compare(name: str, make: Callable[[], Any], count: int, options: Any, rounds
 def main() -> None:
     prepack = {"action": "store_true", "help": "multiply prepacked matrices; those of an earlier checkout are plain"}
     only = {"nargs": "*", "choices": MODELS, "default": MODELS, "help": "models to serve; 7B on a GPU alone"}
-    options = arguments(__doc__.splitlines()[0], prepack=prepack, only=only, **EARLIER)
+    requests = {"type": int, "nargs": "*", "default": [1, 16, 64]}
+    options = arguments(__doc__.splitlines()[0], prepack=prepack, only=only, requests=requests, **EARLIER)
     device, cpu = options.device, options.device == "cpu"
     dtype = torch.float32 if cpu else torch.bfloat16
     models = {
         "2.6M": lambda: AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=dtype).to(device).eval(),
-        "130M GQA": lambda: llama(4, dtype, device, quick=options.quick),
+        "130M GQA": lambda: of_130_millions(device, dtype, quick=options.quick),
         "7B": lambda: of_seven_billions(device, quick=options.quick),
     }
     if options.round_of:
@@ -154,7 +162,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     rows = []
     for name in (name for name in options.only if not (cpu and name == "7B")):
-        for count in (4,) if options.quick else (1, 16, 64):
+        for count in (4,) if options.quick else options.requests:
             figures = results[f"{name}, {count}"] = compare(name, models[name], count, options, rounds)
             speed, earlier = figures["tokens_per_s"], figures["over_earlier"]
             rows.append(
