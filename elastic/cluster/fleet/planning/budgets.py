@@ -12,6 +12,7 @@ from elastic.cluster.fleet.instance import Instance
 from elastic.controller.fleet_snapshot import FleetSnapshot
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.pipeline.path import LayerPath
+from elastic.errors import StateError
 from elastic.planning.arrangement.stages import Held
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.planning.sharding.heads import kv_parts
@@ -33,7 +34,9 @@ class Budgets:
     """
 
     def __init__(self, rooms: Mapping[str, Room], instances: Sequence[Instance]) -> None:
-        """The instances are those of the rooms' ranks, at least one."""
+        """The instances are those of the rooms' ranks. Raises `StateError` where there is none."""
+        if not instances:
+            raise StateError("no rank serves: no drop can be planned")
         self._bytes = {rank: _memory_bytes(room) for rank, room in rooms.items()}
         self._units = {unit[0]: unit for unit in sharing(_complete({rank: room.path for rank, room in rooms.items()}))}
         self._kv = _kv_bytes(rooms, instances[0].kv_format)

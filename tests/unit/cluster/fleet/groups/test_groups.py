@@ -122,6 +122,17 @@ def test_a_need_in_bytes_drops_as_few_layers_as_suffice(fleets: Any) -> None:
     assert_alone(fleet, ranks)
 
 
+def test_no_drop_is_planned_where_every_rank_was_just_lost(fleets: Any) -> None:
+    fleet, ranks = fleets(2)
+    fleet.layer_bytes()  # known from then on
+    for rank in ranks:
+        rank.die("killed by the test")
+    with pytest.raises(StateError, match="no rank serves: no drop can be planned"):
+        fleet.drop(1)
+    with pytest.raises(StateError, match="no rank serves"):
+        fleet.budgets()
+
+
 def test_how_bytes_come_free_is_said_with_the_bytes(fleets: Any) -> None:
     fleet, ranks = fleets(2)
     for options in ({"whole": True}, {"most": 2}):
