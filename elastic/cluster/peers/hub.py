@@ -41,7 +41,7 @@ class PeerHello:
     """The instance, by its home; of memory the place."""
     kind: Kind
     number: int
-    """Counts the connections that the rank has made."""
+    """Of hidden states: grows with the connections that the rank has made."""
 
 
 class PeerHub:
@@ -111,7 +111,7 @@ class PeerHub:
             if transport is not None and not transport.closed:
                 return transport
             transport = self._transports[home] = PeerTransport(
-                home, lambda rank: self._connect(rank, home, "hidden states").detach(), self.wires
+                home, partial(self._connect_transport, home), self.wires, self._numbers
             )
             for rank, reason in self._lost.items():
                 transport.lost(rank, reason)
@@ -230,7 +230,10 @@ class PeerHub:
             self._agent = self._agent or NixlAgent()
             return self._agent
 
-    def _connect(self, rank: str, of: str, kind: Kind) -> SocketConnection:
+    def _connect_transport(self, home: str, rank: str, number: int) -> socket.socket:
+        return self._connect(rank, home, "hidden states", number).detach()
+
+    def _connect(self, rank: str, of: str, kind: Kind, number: int = 0) -> SocketConnection:
         """Return a connection on which the hello was said. Raises `RankLost`."""
         with self._changed:
             self._require_open()
@@ -242,7 +245,7 @@ class PeerHub:
         try:
             connection = handshake.connect(address, self._key)
             try:
-                connection.send(PeerHello(self.name, of, kind, next(self._numbers)))
+                connection.send(PeerHello(self.name, of, kind, number))
             except ElasticError:
                 connection.close()
                 raise

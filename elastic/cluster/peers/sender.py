@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from elastic.cluster.peers.frames import GOODBYE
@@ -19,9 +19,18 @@ class HiddenStatesSender:
     thread of its own. So a rank that does not read, or is stopped, keeps nobody waiting.
     """
 
-    def __init__(self, rank: str, connect: Callable[[], socket.socket], failed: Callable[[str], None]) -> None:
-        """`connect` may wait and raise; `failed` is called with the reason, by a thread, when the rank has gone."""
-        self._rank, self._connect, self._failed = rank, connect, failed
+    def __init__(
+        self,
+        rank: str,
+        connect: Callable[[int], socket.socket],
+        failed: Callable[[str], None],
+        numbers: Iterator[int],
+    ) -> None:
+        """`connect` may wait and raise; it is given the connection's number, the next of `numbers`.
+
+        `failed` is called with the reason, by a thread, when the rank has gone.
+        """
+        self._rank, self._connect, self._failed, self._numbers = rank, connect, failed, numbers
         self._changed = threading.Condition()
         self._stream: socket.socket | None = None
         self._backlog: deque[bytes] = deque()  # the first one is being sent, from where on only its thread knows
@@ -111,9 +120,10 @@ class HiddenStatesSender:
                 if over:
                     self._say_goodbye()
                     return
+                number = next(self._numbers)  # below those of whoever is made once this one is over
             try:
                 if stream is None:
-                    stream = self._connect()
+                    stream = self._connect(number)
             except (OSError, ElasticError) as error:
                 with self._changed:
                     self._over = self._over or f"rank {self._rank!r} cannot be reached: {error}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -48,10 +50,20 @@ class TrafficCounter:
 class PeerTransport:
     """A `Transport`. Each rank and direction has a connection of its own."""
 
-    def __init__(self, home: str, connect: Callable[[str], socket.socket], wires: TrafficCounter | None = None) -> None:
-        """`connect` makes a connection to a rank for what the instance of `home` sends there; `wires` counts."""
+    def __init__(
+        self,
+        home: str,
+        connect: Callable[[str, int], socket.socket],
+        wires: TrafficCounter | None = None,
+        numbers: Iterator[int] | None = None,
+    ) -> None:
+        """`connect` makes a connection to a rank, of a number, for what the instance of `home` sends there.
+
+        `wires` counts bytes; `numbers` are those of this rank's connections, in all transports of the instance.
+        """
         self.home = home
         self._connect, self._wires = connect, wires or TrafficCounter()
+        self._numbers = itertools.count() if numbers is None else numbers
         self._lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
         self.closed = False
@@ -110,8 +122,8 @@ class PeerTransport:
         """Take a rank that was lost for a new one."""
         with self._lock:
             peer = self._peers.pop(rank, None)
-        if peer is not None:
-            peer.end(f"rank {rank!r} was started anew")
+            if peer is not None:  # over before there is another one, whose connections so have later numbers
+                peer.end(f"rank {rank!r} was started anew")
 
     @property
     def _closed_words(self) -> str:
@@ -120,7 +132,7 @@ class PeerTransport:
     def _peer(self, rank: str) -> _Peer:
         with self._lock:
             if rank not in self._peers:
-                peer = self._peers[rank] = _Peer(rank, lambda: self._connect(rank))
+                peer = self._peers[rank] = _Peer(rank, partial(self._connect, rank), self._numbers)
                 if self.closed:
                     peer.end(self._closed_words)
             return self._peers[rank]
@@ -129,8 +141,8 @@ class PeerTransport:
 class _Peer:
     """Both ways to and from one rank. What fails of a rank that was lost ends nothing of the one started anew."""
 
-    def __init__(self, rank: str, connect: Callable[[], socket.socket]) -> None:
-        self.sender = HiddenStatesSender(rank, connect, self.end)
+    def __init__(self, rank: str, connect: Callable[[int], socket.socket], numbers: Iterator[int]) -> None:
+        self.sender = HiddenStatesSender(rank, connect, self.end, numbers)
         self.receiver = HiddenStatesReceiver(rank)
 
     def send(self, parts: Sequence[memoryview]) -> None:

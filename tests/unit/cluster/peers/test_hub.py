@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic.cluster.control import handshake
 from elastic.cluster.control.connection import SocketConnection
 from elastic.cluster.control.handshake import connect
 from elastic.cluster.control.status import Wire
@@ -165,13 +166,49 @@ def test_a_rank_that_was_lost_and_is_met_again_is_a_new_one(stack: ExitStack) ->
     assert torch.equal(here.receive("a", LIKE, Key(1, 1)), LIKE + 2)
 
 
+def test_a_connection_made_late_for_a_rank_before_takes_not_the_place_of_the_new_ones(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank was lost and met again while the first connection was being made: that stands after the second."""
+    connecting, met, late, attached = threading.Event(), threading.Event(), [], []
+    attach = receiver.HiddenStatesReceiver.attach
+
+    def connect_late(*where: Any) -> SocketConnection:
+        if not connecting.is_set():
+            late.append(threading.current_thread())
+            connecting.set()
+            assert met.wait(10)
+        return connect(*where)
+
+    def noted(of: receiver.HiddenStatesReceiver, stream: socket.socket, connection: int) -> None:
+        attach(of, stream, connection)
+        attached.append(connection)
+
+    a, b = hubs(stack)
+    there = a.transport("a")
+    wait_until(lambda: b._early)
+    monkeypatch.setattr(handshake, "connect", connect_late)
+    monkeypatch.setattr(receiver.HiddenStatesReceiver, "attach", noted)
+    here = b.transport("a")
+    assert connecting.wait(10)
+    b.lost("a")
+    b.meet({"a": a.address})
+    here.send("a", LIKE, Key(0, 0))
+    assert torch.equal(there.receive("b", LIKE, Key(0, 0)), LIKE)
+    here.send("a", LIKE + 1, Key(1, 0))
+    met.set()
+    late[0].join(10)
+    wait_until(lambda: len(attached) == 3)  # of `a` at `b`, of the new one, of the late one
+    assert torch.equal(there.receive("b", LIKE, Key(1, 0)), LIKE + 1)
+
+
 def test_what_fails_late_of_a_rank_before_ends_not_the_new_one(stack: ExitStack) -> None:
     """A connection that was being made when the rank was lost fails after it was met again."""
     connecting, met, late = threading.Event(), threading.Event(), []
     near, far = socket.socketpair()
     stack.enter_context(far)
 
-    def connect(rank: str) -> socket.socket:
+    def connect(rank: str, number: int) -> socket.socket:
         if connecting.is_set():
             return near
         late.append(threading.current_thread())
