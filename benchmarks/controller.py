@@ -75,8 +75,9 @@ def counting(model: Any) -> float:
     token = torch.ones(4, 1, dtype=torch.long)
 
     def step() -> None:
-        generations.begin(cache, token)
-        generations.end(cache, failed=False)
+        request = generations.begin(cache, token)
+        assert request is not None
+        generations.end(cache, request, failed=False)
 
     return microseconds(step, 10_000)
 
