@@ -137,8 +137,8 @@ def over_earlier(work: Any, options: Any) -> dict[str, float]:
 
 
 def main() -> None:
-    pairs = {"type": int, "default": 5, "help": "pairs of fresh processes"}
-    options = arguments(__doc__.splitlines()[0], **EARLIER, pairs=pairs)
+    of_processes = {"type": int, "help": "pairs of fresh processes: 5; on a GPU, where weights lie as before, none"}
+    options = arguments(__doc__.splitlines()[0], **EARLIER, pairs=of_processes)
     if options.round_of and options.round_of != "decode":
         be_a_process(options)
         return
@@ -155,7 +155,8 @@ def main() -> None:
     earlier = over_earlier(steps(model, cache), options) if options.earlier else None
     hooks = hook_microseconds(model, steps(model, cache))
     elastic.unwrap(model)
-    loaded = as_loaded(options, options.pairs)
+    pairs = (5 if options.device == "cpu" else 0) if options.pairs is None else options.pairs
+    loaded = as_loaded(options, pairs) if pairs else None
     step_us = 1e6 * statistics.median(decode["plain"]) / STEPS
     results = {
         "hooks_us_per_step": hooks,
@@ -167,8 +168,7 @@ def main() -> None:
         "prefill_ms": 1e3 * statistics.median(prefill["plain"]),
         "over_earlier": earlier,
     }
-    ratios = [show(results["decode_ratio"]), show(loaded), show(results["prefill_ratio"])]
-    ratios.append(show(earlier) if earlier else "")
+    ratios = [results["decode_ratio"], loaded, results["prefill_ratio"], earlier]
     table(
         [
             "hooks us/step",
@@ -178,7 +178,7 @@ def main() -> None:
             "prefill wrapped/plain",
             "earlier/wrapped",
         ],
-        [[f"{hooks:.1f}", f"{hooks / step_us:.3%}", *ratios]],
+        [[f"{hooks:.1f}", f"{hooks / step_us:.3%}", *(show(each) if each else "" for each in ratios)]],
     )
     finish("overhead", options.device, results)
 
