@@ -49,3 +49,11 @@ def test_a_benchmark_that_ends_leaves_its_line(tmp_path: Path, monkeypatch: pyte
 def test_those_with_the_option_are_run_with_it(name: str) -> None:
     script = Path(run_all.__file__).with_name(f"{name}.py").read_text()
     assert ("KEEP" in script) == (name in run_all.KEEPING)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", run_all.BENCHMARKS)
+def test_a_benchmark_runs_to_its_end(name: str) -> None:
+    """What benchmarks call of Elastic is still there, as they call it."""
+    result = run_all.run(name, ["--quick", "--rounds", "1"], 1800)
+    assert "failed" not in result, result
