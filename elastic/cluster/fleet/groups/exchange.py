@@ -30,7 +30,7 @@ from elastic.cluster.fleet.groups.group import Deadline, Group, LayerFlip, Shape
 from elastic.cluster.fleet.groups.price import restored_first
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.results import Exchanged, Status
-from elastic.cluster.fleet.groups.transition import Books, FlipRound, Transition, plan_quickly, plan_transition
+from elastic.cluster.fleet.groups.transition import Books, FlipRound, Transition, plan_transition, plans_of
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError, ElasticError, RankLost, StateError
@@ -84,9 +84,10 @@ class Exchange:
         except StateError as error:
             return self._result("deferred", str(error))
         books, most = self._books(rooms), self._form.layers_per_step
-        transition = plan_quickly(group.shape, self._target, books, group.caps_in_force(), most)
+        plans = plans_of(group.shape, self._target, books, group.caps_in_force(), most)
         try:
-            if not self._caps.lower(transition.caps):
+            transition = self._lower_caps(plans)
+            if transition is None:
                 return self._result("deferred", "live requests need more of the caches than would be left in between")
             self._did("caps lowered")
             self._connect(transition, rooms)
@@ -144,6 +145,11 @@ class Exchange:
         return self._ranks.instance(self.group.members[0]).kv_format
 
     # -- caps
+
+    def _lower_caps(self, plans: Sequence[Transition]) -> Transition | None:
+        """Lower caps to those of the first plan in which all that lives fits now, or else in time in the last's."""
+        quick = (plan for plan in plans[:-1] if self._caps.lower(plan.caps, at_once=True))
+        return next(quick, None) or (plans[-1] if self._caps.lower(plans[-1].caps) else None)
 
     def _raise_caps(self) -> None:
         """Let the instances have what there is now, as far as stages find room for it."""

@@ -188,20 +188,21 @@ def plan_transition(
         caps = _lowered(*stuck, books, caps)
 
 
-def plan_quickly(
+def plans_of(
     now: Shape, target: Shape, books: Books, caps: Mapping[str, int], layers_per_step: int | None = None
-) -> Transition:
-    """Order the flips as `plan_transition` does, but with lower caps where these save rounds, and nobody needs more.
+) -> tuple[Transition, ...]:
+    """Return what `plan_transition` does, and before it one with lower caps where these save rounds.
 
-    What live requests have and are promised keeps `HEADROOM` for others that come meanwhile.
+    What live requests have and are promised keeps `HEADROOM` for others that come meanwhile; whoever comes beyond that
+    makes the first plan one that would wait for requests to end.
     """
     planned = plan_transition(now, target, books, caps, layers_per_step)
     needed = {home: math.ceil(HEADROOM * books.rooms[home].committed_sectors) for home in caps}
     lower = {home: min(cap, max(needed[home], cap // 2)) for home, cap in planned.caps.items()}
     if lower == planned.caps:
-        return planned
+        return (planned,)
     quick = plan_transition(now, target, books, lower, layers_per_step)
-    return quick if quick.caps == lower and len(quick.rounds) < len(planned.rounds) else planned
+    return (quick, planned) if quick.caps == lower and len(quick.rounds) < len(planned.rounds) else (planned,)
 
 
 def flips_between(now: Shape, target: Shape) -> list[LayerFlip]:

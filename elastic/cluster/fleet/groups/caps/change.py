@@ -24,16 +24,17 @@ class CapChange:
     def __init__(self, ranks: Ranks, group: Group, deadline: Deadline) -> None:
         self._ranks, self._group, self._deadline = ranks, group, deadline
 
-    def lower(self, caps: Mapping[str, int]) -> bool:
+    def lower(self, caps: Mapping[str, int], *, at_once: bool = False) -> bool:
         """Have instances map no more than these caps, and stages keep room for no more; the others stay as they are.
 
-        Return False, with the caps of before, if what lives does not fit in them in time.
+        Return False, with the caps of before, if what lives does not fit in them in time: `at_once`, now.
         """
         before = {home: self._group.caps[home] for home in caps}
         reached = False
         try:
             self._ranks.set_caps(caps)
-            reached = self.until(partial(self._reached, caps)) and self.until(partial(self._allot, caps))
+            steps = partial(self._reached, caps), partial(self._allot, caps)
+            reached = all(step() if at_once else self.until(step) for step in steps)
         finally:
             if reached:
                 self._group.caps = {**self._group.caps, **caps}

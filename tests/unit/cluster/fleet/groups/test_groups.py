@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -290,6 +291,24 @@ def test_instances_that_use_little_change_all_their_layers_at_one_pause(fleets: 
         assert verb().status == "applied"
         assert [sum(isinstance(each, FlipLayers) for each in rank.asked) for rank in ranks] == [1, 1]
     assert_alone(fleet, ranks)
+
+
+def test_requests_that_come_as_caps_are_lowered_cost_pauses_and_not_the_drop(fleets: Any) -> None:
+    fleet, ranks = fleets()
+    fleet.keep_staging()
+
+    def come(rank: GroupRank, question: Any) -> None:
+        """Little is used when rooms are measured, all that there may be when the cap is to be less."""
+        if isinstance(question, SetCap) and not rank.stuck:
+            rank.committed, rank.stuck = rank.cap, True
+
+    for rank in ranks:
+        rank.committed, rank.fails = ALONE // 5, partial(come, rank)
+    dropped = fleet.drop(layers={"r0": range(3, 6), "r1": range(3)}, timeout_s=0.05)
+    assert (dropped.status, dropped.flips) == ("applied", 6)
+    assert [len(flips) for flips in flips_of(ranks)] == [3, 3]
+    for rank in ranks:
+        rank.check()
 
 
 def test_what_a_round_frees_lets_more_layers_flip_in_the_next_one() -> None:
