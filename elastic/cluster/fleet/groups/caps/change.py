@@ -33,8 +33,8 @@ class CapChange:
         reached = False
         try:
             self._ranks.set_caps(caps)
-            steps = partial(self._reached, caps), partial(self._allot, caps)
-            reached = all(step() if at_once else self.until(step) for step in steps)
+            conditions = partial(self._reached, caps), partial(self._allot, caps)
+            reached = all(each() if at_once else self.until(each) for each in conditions)
         finally:
             if reached:
                 self._group.caps = {**self._group.caps, **caps}
