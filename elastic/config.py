@@ -24,7 +24,10 @@ _LARGEST = 2**63
 _LARGEST_INDEX = 127
 """Of a device: torch takes larger ones modulo 256."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", re.ASCII)
-_PLACE = re.compile(r"(?P<device>cpu|cuda)(?::(?P<index>\d{1,3}))?(?:#(?P<label>\w+))?(?:=(?P<budget>.+))?", re.ASCII)
+_PLACE = re.compile(
+    r"(?P<device>cpu|cuda)(?::(?P<index>\d{1,3}))?(?:#(?P<label>\w+))?(?:=(?P<budget>[^/]+))?(?:/(?P<page>.+))?",
+    re.ASCII,
+)
 
 
 def parse_bytes(size: int | str, *, option: str = "size") -> int:
@@ -60,28 +63,38 @@ class Place:
     budget_bytes: int | None = None
     """None: chosen when the place is opened, from the memory that is free then."""
     page_bytes: int | None = None
-    """None: 64 KiB on a CPU, the driver's granularity (usually 2 MiB) on CUDA. A multiple makes super-pages."""
+    """None: 64 KiB on a CPU, the driver's granularity (usually 2 MiB) on CUDA. A multiple makes super-pages.
+
+    On a CPU pages of 2 MiB and multiples are huge pages where the system makes them: worth it for large models.
+    """
 
     @classmethod
     def parse(cls, text: str | Place) -> Place:
-        """A place from text: `"cuda:0"`, `"cuda:1=20GiB"`, `"cpu#0=1GiB"`, `"cuda:0#a=30GiB"`."""
+        """A place from text: `"cuda:0"`, `"cuda:1=20GiB"`, `"cpu#0=1GiB"`, `"cuda:0#a=30GiB"`, `"cpu=60GiB/2MiB"`.
+
+        What follows `=` is the budget, what follows `/` the size of a page.
+        """
         if isinstance(text, Place):
             return text
         match = _PLACE.fullmatch(text.strip()) if isinstance(text, str) else None
         index = int(match["index"] or 0) if match is not None else 0
         if match is None or (match["device"] == "cpu" and match["index"]) or index > _LARGEST_INDEX:
             raise ConfigError(
-                f"places: {text!r} is not a place; write 'cpu', 'cpu#0=1GiB', 'cuda:0' or 'cuda:0#a=30GiB'"
+                f"places: {text!r} is not a place; write 'cpu', 'cpu#0=1GiB', 'cuda:0', 'cuda:0#a=30GiB' or, with the "
+                "size of pages, 'cpu=60GiB/2MiB'"
             )
         device = match["device"] if match["device"] == "cpu" else f"cuda:{match['index'] or 0}"
         name = device + (f"#{match['label']}" if match["label"] else "")
         budget = parse_bytes(match["budget"], option=f"budget of place {name}") if match["budget"] else None
-        return cls(name, torch.device(device), budget)
+        page = parse_bytes(match["page"], option=f"page size of place {name}") if match["page"] else None
+        return cls(name, torch.device(device), budget, page)
 
     def __post_init__(self) -> None:
-        budget = self.budget_bytes
+        budget, page = self.budget_bytes, self.page_bytes
         good = budget is None or (_is_integer(budget) and budget >= 0)
         require(good, f"budget of place {self.name}", budget, "whole bytes, at least 0, or None")
+        good = page is None or (_is_integer(page) and page > 0)
+        require(good, f"page_bytes of place {self.name}", page, "whole bytes, above 0, or None")
 
 
 @dataclass(frozen=True)

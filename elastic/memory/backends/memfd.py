@@ -3,6 +3,9 @@
 A page is a slice of the file. `fallocate` makes it, so that a shortage is an error here and no SIGBUS later; punching
 a hole gives it back to the kernel. Pages are shared mappings: a forked child must not touch them (`memory/places.py`
 sees to that, and every release checks the process id).
+
+Pages of 2 MiB and multiples are huge pages where the system makes such: created and mapped faster, and a step over
+large weights looks addresses up faster.
 """
 
 from __future__ import annotations
@@ -13,19 +16,21 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
 import torch
 
 from elastic.errors import BackendUnavailable, CapacityError, ConfigError, StateError
 from elastic.memory.backends.base import runs
-from elastic.memory.backends.libc import FAILED, libc
+from elastic.memory.backends.libc import FAILED, NO_RESERVE, libc, reserve
 from elastic.memory.backends.mapping_quota import AddressSpace, MappingQuota
 from elastic.memory.backends.page_table_cache import PageTableCache
 from elastic.memory.backends.shared_file import SharedFile, share
 
 DEFAULT_PAGE_BYTES = 64 * 1024
-_MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
-_RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+_MAP_FIXED, _MAP_POPULATE = 0x10, 0x8000
+_RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
 _MAPPED = mmap.MAP_SHARED | _MAP_FIXED | _MAP_POPULATE
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _ALLOCATE, _PUNCH_HOLE = 0, 1 | 2  # modes of fallocate; a hole leaves the file as long as it was
@@ -50,19 +55,20 @@ class MemfdBackend:
         self._sizes = threading.Lock()  # pages are created by several threads, each of which may lengthen the file
         self._pid = os.getpid()
         self._space = AddressSpace(self.page_bytes, quota)
-        self._page_tables = PageTableCache(self._file, self.page_bytes)
+        self._huge_bytes = huge_page_bytes(self.page_bytes)
+        self._page_tables = PageTableCache(self._file, self.page_bytes, self._huge_bytes)
 
     def reserve(self, nbytes: int, *, readable_gaps: bool = False) -> int:
         protection = mmap.PROT_READ if readable_gaps else 0
-        address = libc.mmap(None, nbytes, protection, _RESERVED, -1, 0)
-        if address == FAILED:
+        address = reserve(nbytes, self._huge_bytes or mmap.PAGESIZE, protection)
+        if address is None:
             raise self._failure("reserve address space", nbytes)
         try:
             self._space.reserve(address, nbytes)
         except CapacityError:
             libc.munmap(address, nbytes)
             raise
-        return int(address)
+        return address
 
     def unreserve(self, address: int, nbytes: int) -> None:
         if libc.munmap(address, nbytes):
@@ -133,9 +139,11 @@ class MemfdBackend:
         """Make or unmake these pages of the file, all or none; return them as runs of (first, count)."""
         pieces = runs(sorted(pages))
         for done, (first, count) in enumerate(pieces):
+            if mode == _ALLOCATE and self._huge_bytes:
+                self._page_tables.make_huge(first, count)
             if self._refuses(mode, first, count):
                 error = self._failure(what, count * self.page_bytes)
-                for undone in pieces[:done]:
+                for undone in pieces[: done + (mode == _ALLOCATE)]:
                     self._refuses(_PUNCH_HOLE if mode == _ALLOCATE else _ALLOCATE, *undone)
                 raise error
         return pieces
@@ -156,3 +164,13 @@ class MemfdBackend:
             message = f"the system refused to {what}: {os.strerror(code)}"
             return CapacityError(message, requested_bytes=nbytes, free_bytes=0, total_bytes=total)
         return StateError(f"could not {what} ({nbytes:,} bytes): {os.strerror(code)}")
+
+
+@cache
+def huge_page_bytes(page_bytes: int) -> int:
+    """Return the bytes of a huge page of this system, if pages of this size can consist of such; else 0."""
+    try:
+        nbytes = int(Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").read_text())
+    except OSError:  # a system without them
+        return 0
+    return 0 if page_bytes % nbytes else nbytes

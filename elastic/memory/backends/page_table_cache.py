@@ -1,20 +1,24 @@
 """Page tables kept for reuse: a mapping of a whole memory file, from which they move into ranges and back.
 
 To fill a page table costs more than to copy what it shows (8 us for 64 KiB, and 5 to empty it); to move it costs a
-system call for any number of consecutive pages. So pages that no range shows stay mapped here.
+system call for any number of consecutive pages. So pages that no range shows stay mapped here. Those that consist of
+huge pages are made here, too: the system makes them where they are mapped.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
 import threading
 
-from elastic.memory.backends.libc import FAILED, libc
+from elastic.memory.backends.libc import FAILED, libc, reserve
 
 _DONTUNMAP, _FIXED, _MAYMOVE = 4, 2, 1
 _MOVE = _DONTUNMAP | _FIXED | _MAYMOVE
-_POPULATE_READ = 22
+_MAP_FIXED = 0x10
+_POPULATE_READ, _COLLAPSE = 22, 25
 _MOST_BYTES = 256 << 30
 """Of address space for one place. Pages above it are mapped anew each time."""
 
@@ -25,25 +29,34 @@ class PageTableCache:
     Both addresses of a move show the same file before and after it (`MREMAP_DONTUNMAP`): none is ever free for others.
     """
 
-    def __init__(self, file: int, page_bytes: int) -> None:
+    def __init__(self, file: int, page_bytes: int, huge_bytes: int = 0) -> None:
         self._file = file
         self._page_bytes = page_bytes
+        self._huge_bytes = huge_bytes
         self._pages = 0  # those that the mapping covers; 0 before it is made, and where it cannot be used
         self._address = 0
         self._usable = True
         self._filled = bytearray()
         self._making = threading.Lock()  # pages are created by several threads
 
+    def make_huge(self, first: int, count: int) -> None:
+        """Create pages that consist of huge pages, as far as the system has any (Linux 6.1): 0.4 ms for 2 MiB.
+
+        Filling them by small ones takes thrice as long, and mapping them ten times. A huge page is made of one that has
+        at least one small page.
+        """
+        self._map_file()
+        if not self._huge_bytes or first + count > self._pages:
+            return
+        start, size = first * self._page_bytes, count * self._page_bytes
+        for offset in range(start, start + size, self._huge_bytes):
+            libc.fallocate(self._file, 0, offset, mmap.PAGESIZE)
+        if libc.madvise(self._address + start, size, _COLLAPSE) and ctypes.get_errno() == errno.EINVAL:
+            self._huge_bytes = 0  # this system makes none
+
     def fill(self, first: int, count: int) -> None:
-        """Map created pages here from now on; the first call maps all of the file that there can ever be."""
-        with self._making:
-            if self._usable and not self._pages:
-                pages = min(os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE, _MOST_BYTES) // self._page_bytes
-                read_write = mmap.PROT_READ | mmap.PROT_WRITE
-                address = libc.mmap(None, pages * self._page_bytes, read_write, mmap.MAP_SHARED, self._file, 0)
-                self._usable = address != FAILED
-                if self._usable:
-                    self._address, self._pages = address, pages
+        """Map created pages here from now on."""
+        self._map_file()
         if first + count <= self._pages:
             address = self._address + first * self._page_bytes
             self._mark(first, count, not libc.madvise(address, count * self._page_bytes, _POPULATE_READ))
@@ -73,6 +86,19 @@ class PageTableCache:
             if self._pages:
                 libc.munmap(self._address, self._pages * self._page_bytes)
             self._usable, self._pages = False, 0
+
+    def _map_file(self) -> None:
+        """Map all of the file that there can ever be, the first time."""
+        with self._making:
+            if not self._usable or self._pages:
+                return
+            pages = min(os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE, _MOST_BYTES) // self._page_bytes
+            size, read_write = pages * self._page_bytes, mmap.PROT_READ | mmap.PROT_WRITE
+            address = reserve(size, self._huge_bytes or mmap.PAGESIZE)
+            if address and libc.mmap(address, size, read_write, mmap.MAP_SHARED | _MAP_FIXED, self._file, 0) != FAILED:
+                self._address, self._pages = address, pages
+            else:
+                self._usable = False
 
     def _move(self, first: int, count: int, address: int, *, inwards: bool) -> bool:
         if first + count > self._pages:

@@ -316,7 +316,9 @@ def test_place_texts() -> None:
     assert Place.parse("cuda:1=20GiB") == Place("cuda:1", torch.device("cuda:1"), 20 << 30)
     assert Place.parse("cpu#0=1GiB").name == "cpu#0"
     assert Place.parse("cuda#a").device == torch.device("cuda:0")
-    for bad in ("cpu:1", "tpu", "cuda:x", "cpu#0=lots", 3):
+    assert Place.parse("cpu#0=1GiB/2MiB") == Place("cpu#0", torch.device("cpu"), 1 << 30, 2 << 20)
+    assert Place.parse("cpu/4096") == Place("cpu", torch.device("cpu"), None, 4096)
+    for bad in ("cpu:1", "tpu", "cuda:x", "cpu#0=lots", "cpu=1GiB/", "cpu=1GiB/few", "cpu/0", 3):
         with pytest.raises(elastic.ConfigError):
             Place.parse(bad)  # type: ignore[arg-type]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -10,19 +11,19 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from elastic import CapacityError, ConfigError
+from elastic import CapacityError, ConfigError, StateError
 from elastic.config import Place
 from elastic.memory.backends.base import PageBackend, runs
-from elastic.memory.backends.memfd import MemfdBackend
+from elastic.memory.backends.memfd import MemfdBackend, huge_page_bytes
 from elastic.memory.mapped_storage import MappedStorage
 from elastic.memory.places import make_backend
 from support.child_process import end_of_fork
 from support.faulty_backend import CALLS, FaultyBackend
 
 
-@pytest.fixture
-def backend(device: str) -> Iterator[PageBackend]:
-    made = make_backend(Place.parse(device))
+@pytest.fixture(params=["", "/4MiB"], ids=["usual pages", "4 MiB"])
+def backend(request: pytest.FixtureRequest, device: str) -> Iterator[PageBackend]:
+    made = make_backend(Place.parse(device + request.param))
     yield made
     made.close()
 
@@ -88,8 +89,9 @@ def test_destroying_a_page_releases_its_memory() -> None:
     backend.close()
 
 
-def test_a_destroyed_page_comes_back_as_zeros() -> None:
-    backend = MemfdBackend()
+@pytest.mark.parametrize("page_bytes", [64 << 10, 2 << 20])
+def test_a_destroyed_page_comes_back_as_zeros(page_bytes: int) -> None:
+    backend = MemfdBackend(page_bytes)
     address = backend.reserve(backend.page_bytes)
     for _ in range(2):
         backend.create([0])
@@ -138,12 +140,51 @@ def test_without_a_parking_place_pages_are_mapped_anew(monkeypatch: pytest.Monke
     backend.close()
 
 
+def test_pages_that_can_be_huge_pages_lie_where_the_system_shows_such_at_once() -> None:
+    huge = huge_page_bytes(32 << 20) or mmap.PAGESIZE  # none: a system without
+    backend = MemfdBackend(32 << 20)
+    addresses = [backend.reserve(pages * backend.page_bytes) for pages in (1, 3, 2)]
+    assert not [address for address in addresses if address % huge]
+    for address, pages in zip(addresses, (1, 3, 2), strict=True):
+        backend.unreserve(address, pages * backend.page_bytes)  # and nothing around it
+    backend.close()
+    assert huge_page_bytes(64 << 10) == 0
+
+
+def test_a_system_that_makes_no_huge_pages_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic.memory.backends.memfd.huge_page_bytes", lambda page_bytes: 2 << 20)
+    monkeypatch.setattr("elastic.memory.backends.page_table_cache._COLLAPSE", 1 << 10)  # advice that no kernel knows
+    backend = MemfdBackend(2 << 20)
+    address = backend.reserve(2 * backend.page_bytes)
+    backend.create([0])
+    monkeypatch.setattr("elastic.memory.backends.page_table_cache._COLLAPSE", -1)
+    backend.create([1])
+    backend.map(address, [1, 0])
+    show(backend, address, 2).fill_(3)
+    assert backend._page_tables._huge_bytes == 0
+    assert os.fstat(backend._file).st_blocks * 512 == 2 * backend.page_bytes
+    backend.close()
+
+
+def test_pages_that_were_made_huge_before_the_system_refused_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = MemfdBackend(2 << 20)
+    backend.create([0])
+    refuses = backend._refuses
+    monkeypatch.setattr(
+        backend, "_refuses", lambda mode, first, count: (first == 7 and not mode) or refuses(mode, first, count)
+    )
+    with pytest.raises((CapacityError, StateError), match="create pages"):
+        backend.create([2, 3, 7, 8])
+    assert (backend.created, os.fstat(backend._file).st_blocks * 512) == (1, backend.page_bytes)
+    backend.close()
+
+
 @pytest.mark.parametrize("readable_gaps", [False, True])
 @pytest.mark.slow
 def test_unmapped_addresses_fault_or_read_as_zero(readable_gaps: bool) -> None:
     code = f"""
         import ctypes
-        from elastic.memory.backends.memfd import MemfdBackend
+        from elastic.memory.backends.memfd import MemfdBackend, huge_page_bytes
         backend = MemfdBackend()
         address = backend.reserve(4 * backend.page_bytes, readable_gaps={readable_gaps})
         backend.create([0, 1])
