@@ -23,6 +23,7 @@ HERE = Path(__file__).parent
 BENCHMARKS = (
     "import_time",
     "pages",
+    "page_size",
     "overhead",
     "decode",
     "choices",

@@ -66,13 +66,18 @@ def main() -> None:
         summary[kind] = figures
         rows.append([kind, *(show(f) if isinstance(f, dict) else f"{f:.4g}" for f in figures.values())])
     table(["", *summary[kinds[0]]], rows)
-    finish("vllm_engine", "cpu", {"threads": options.threads, "model": Path(options.model).name, **summary})
+    finish(
+        "vllm_engine",
+        "cpu",
+        {"threads": options.threads, "model": Path(options.model).name, "pages": options.pages, **summary},
+    )
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", default=str(MODEL))
     parser.add_argument("--budget", default="1GiB", help="of weights and KV cache")
+    parser.add_argument("--pages", default="64KiB", help="size of a page; 2MiB: huge pages of the system")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3, help="of fresh processes")
     parser.add_argument("--turns", type=int, default=9, help="of each process in a round")
@@ -141,7 +146,9 @@ def _child(options: argparse.Namespace) -> None:
     if options.child != "plain":
         policy = options.child if options.child in ("balanced", "performance") else "manual"
         slo = elastic.SLO(ttft_s=1.0) if policy != "manual" else None
-        elastic_options = elastic.vllm.options(options.budget, policy=policy, variants=("int4",), slo=slo)
+        elastic_options = elastic.vllm.options(
+            options.budget, policy=policy, variants=("int4",), slo=slo, page_bytes=options.pages
+        )
     llm = LLM(options.model, **common, **elastic_options)
     if options.child.endswith("int4"):
         runtime = elastic.vllm.runtime(llm)

@@ -68,7 +68,7 @@ def options(
     slo: SLO | None = None,
     variant_cache: str | Path | None = None,
     copy_rate: int | str | None = None,
-    page_bytes: int | None = None,
+    page_bytes: int | str | None = None,
     promise: bool = True,
     move_blocks: bool = True,
     connector: Mapping[str, Any] | None = None,
@@ -78,7 +78,8 @@ def options(
     `budget` is what weights and KV cache of each rank share, such as "30GiB". `policy` "manual": you call actions.
     "accuracy", "balanced", "performance", a `Policy` or its file: a controller swaps layers to `variants` under
     pressure, in an `order`, and restores them after it, with `slo` in view. `variant_cache` is a directory that keeps
-    packed layers for the next start; `copy_rate` bounds the bytes a second that move while the model computes.
+    packed layers for the next start; `copy_rate` bounds the bytes a second that move while the model computes;
+    `page_bytes` is the size of a page, as of a `Place`: on a CPU "2MiB" for large models.
 
     With `promise`, a request is let in when all that live can still end without preempting any; else as vLLM does.
     With `move_blocks`, blocks of live requests move out of the way of a KV cache that shrinks. `connector` is a user's
@@ -97,7 +98,7 @@ def options(
         slo=None if slo is None else dataclasses.asdict(slo),
         variant_cache=None if variant_cache is None else str(Path(variant_cache).resolve()),
         copy_rate=copy_rate,
-        page_bytes=page_bytes,
+        page_bytes=None if page_bytes is None else parse_bytes(page_bytes, option="page_bytes"),
     )
     name = scheduler_name() if move_blocks else None
     scheduler = {"scheduler_cls": name} if name else {}
