@@ -20,6 +20,7 @@ def add_options(command: ArgumentParser) -> None:
     command.add_argument("--slo-tpot", type=float, metavar="S", help="time per further token that is to be kept")
     command.add_argument("--variant-cache", metavar="PATH", help="directory that keeps packed layers")
     command.add_argument("--copy-rate", metavar="SIZE", help="bytes a second that move while the model computes")
+    command.add_argument("--page-bytes", metavar="SIZE", help="of a page; on a CPU 2MiB for large models")
     command.add_argument("--no-promise", action="store_true", help="admit as vLLM does, and preempt as it does")
     command.add_argument("--no-moves", action="store_true", help="leave vLLM its own scheduler class")
     command.add_argument("--connector", metavar="JSON", help="a KV connector of yours, as in --kv-transfer-config")
@@ -38,6 +39,7 @@ def vllm_args(options: Namespace) -> int:
         slo=slo,
         variant_cache=options.variant_cache,
         copy_rate=options.copy_rate,
+        page_bytes=options.page_bytes,
         promise=not options.no_promise,
         move_blocks=not options.no_moves,
         connector=_connector(options.connector),

@@ -39,6 +39,8 @@ def _parse(text: str, kind: str | None) -> list[Device]:
         place = Place.parse(text)
     except ConfigError as error:
         raise ConfigError(f"devices: {text!r} is neither a data sheet ({', '.join(SHEETS)}) nor a place") from error
+    if place.page_bytes is not None:
+        raise ConfigError(f"devices: {text!r} names a page size, and what is estimated has the usual one; leave it out")
     return [_of_place(place, kind)]
 
 

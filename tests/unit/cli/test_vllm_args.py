@@ -28,11 +28,24 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, st
 
 
 def test_the_words_are_options_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
-    words = printed(capsys, "--budget", "30GiB", "--policy", "balanced", "--variants", "int4", "--slo-ttft", "2")
+    words = printed(
+        capsys,
+        "--budget",
+        "30GiB",
+        "--policy",
+        "balanced",
+        "--variants",
+        "int4",
+        "--slo-ttft",
+        "2",
+        "--page-bytes",
+        "2MiB",
+    )
     assert words["--quantization"] == "elastic"
     assert words["--worker-cls"] == "worker"
     settings = json.loads(words["--additional-config"])["elastic"]
     assert (settings["budget_bytes"], settings["variants"], settings["slo"]["ttft_s"]) == (30 << 30, ["int4"], 2.0)
+    assert settings["page_bytes"] == 2 << 20
 
 
 def test_a_connector_of_the_user_is_one_of_two(capsys: pytest.CaptureFixture[str]) -> None:
