@@ -1,6 +1,6 @@
 """The price of moving a layer's weights: release, restore, pauses, wrap and unwrap, and of a linear at rest.
 
-    python benchmarks/weights.py [--device cuda:0]
+    python benchmarks/weights.py [--device cuda:0] [--pages 2MiB]
 
 Peer of the moves: a plain copy of the same bytes, from the same host memory into pages that are mapped already, in the
 same round. A restore finds its pages either at rest (nobody needed them meanwhile) or has to map others (a KV cache
@@ -24,9 +24,9 @@ SHAPES = {"768 (28 MB)": (768, 2048), "2048 (218 MB)": (2048, 5504), "4096 (809 
 LINEARS = ((768, 768), (768, 2048), (4096, 4096))
 
 
-def moves(name: str, model: Any, device: str, rounds: int) -> dict[str, Any]:
+def moves(name: str, model: Any, place: str, device: str, rounds: int) -> dict[str, Any]:
     """Release and restore of one layer beside a plain copy of its bytes."""
-    elastic.wrap(model, places=[f"{device}=8GiB"])
+    elastic.wrap(model, places=[place])
     runtime = model.elastic
     runtime.release(0)
     layer = runtime._weights.layers[0]
@@ -77,7 +77,7 @@ def many(x: torch.Tensor, weight: torch.Tensor) -> None:
         F.linear(x, weight)
 
 
-def linears(dtype: torch.dtype, device: str, rounds: int) -> list[dict[str, Any]]:
+def linears(dtype: torch.dtype, place: str, device: str, rounds: int) -> list[dict[str, Any]]:
     """Microseconds of one linear on one token: stock parameter, parameter in pages, weight of a staged layer."""
     rows = []
     for inputs, outputs in LINEARS:
@@ -85,7 +85,7 @@ def linears(dtype: torch.dtype, device: str, rounds: int) -> list[dict[str, Any]
         mlp = outputs > inputs
         get = (lambda m: m.layers[0].mlp.up_proj) if mlp else (lambda m: m.layers[0].self_attn.q_proj)
         stock = get(model.model).weight.detach().clone()
-        elastic.wrap(model, places=[f"{device}=8GiB"])
+        elastic.wrap(model, places=[place])
         linear, x = get(model.model), torch.randn(1, inputs, dtype=dtype, device=device)
         times = paired({"stock": partial(many, x, stock), "paged": partial(many, x, linear.weight)}, device, rounds)
         model.elastic.release(0)
@@ -107,30 +107,32 @@ def linears(dtype: torch.dtype, device: str, rounds: int) -> list[dict[str, Any]
     return rows
 
 
-def wrapping(dtype: torch.dtype, device: str, rounds: int) -> dict[str, float]:
+def wrapping(dtype: torch.dtype, place: str, device: str, rounds: int) -> dict[str, float]:
     """Seconds of wrap and of unwrap for each GB of weights, beside the first copy of as many bytes."""
     model = small_model(2048, 5504, 4, dtype, device)
     size = sum(p.nbytes for p in model.model.layers.parameters()) / 1e9
     taken: dict[str, list[float]] = {"wrap": [], "unwrap": [], "clone": []}
     for _ in range(rounds):
         taken["clone"].append(seconds(lambda: [p.clone() for p in model.model.layers[0].parameters()], device) * 4)
-        taken["wrap"].append(seconds(lambda: elastic.wrap(model, places=[f"{device}=8GiB"]), device))
+        taken["wrap"].append(seconds(lambda: elastic.wrap(model, places=[place]), device))
         taken["unwrap"].append(seconds(lambda: elastic.unwrap(model), device))
     return {f"{key}_s_per_gb": statistics.median(value) / size for key, value in taken.items()}
 
 
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0])
+    options = arguments(__doc__.splitlines()[0], pages={"help": "the size of pages; 2MiB: huge pages of the system"})
+    place = f"{options.device}=8GiB" + (f"/{options.pages}" if options.pages else "")
     on_cpu = options.device == "cpu"
     dtype = torch.float32 if on_cpu else torch.bfloat16
     shapes = dict(list(SHAPES.items())[:1] if options.quick else SHAPES)
     results: dict[str, Any] = {
+        "pages": options.pages,
         "moves": [
-            moves(n, small_model(*s, 1, dtype, options.device), options.device, options.rounds)
+            moves(n, small_model(*s, 1, dtype, options.device), place, options.device, options.rounds)
             for n, s in shapes.items()
         ],
-        "linear": linears(dtype, options.device, options.rounds),
-        "wrap": wrapping(dtype, options.device, 3),
+        "linear": linears(dtype, place, options.device, options.rounds),
+        "wrap": wrapping(dtype, place, options.device, 3),
     }
     table(
         [
