@@ -3,7 +3,8 @@
     python benchmarks/page_size.py
 
 What creating, showing and hiding memory costs, in microseconds for 2 MiB; and steps of models whose weights lie in
-such pages, as shares of the plain model's: one token of each of some requests, with 64 tokens of context.
+such pages, as shares of the plain model's: one token of each of some requests, with 64 tokens of context, which lie by
+heads in the small pages and by tokens in the large ones, as is the rule.
 """
 
 from __future__ import annotations

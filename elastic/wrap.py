@@ -83,7 +83,7 @@ def wrap(
         decoder=decoder,
         places=opened,
         placement=check_placement(placement),
-        layouts={place.device: choose_layout(kv_layout, place.device) for place in opened},
+        layouts={place.device: choose_layout(kv_layout, place.device, place.page_bytes) for place in reversed(opened)},
         files=Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint,
         variants=packed,
         variant_cache=variant_cache,

@@ -86,6 +86,17 @@ def test_every_layout_gives_the_same_tokens(architecture: str, layout: str, wrap
     assert torch.equal(generate(model, 3, do_sample=False, num_beams=2), expected)
 
 
+def test_a_cache_in_large_pages_takes_no_page_for_each_head(device: str) -> None:
+    """Two sequences of a layer share one: of keys, and of values."""
+    model = build("llama-mha", device=device)
+    expected = generate(model, 2, do_sample=False)
+    elastic.wrap(model, places=f"{device}=256MiB/2MiB")
+    assert torch.equal(generate(model, 2, do_sample=False), expected)
+    (kv,) = model.elastic.status().kv
+    assert kv.idle_bytes == 2 * model.config.num_hidden_layers * (2 << 20)
+    elastic.unwrap(model)
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_each_attention_choice_gives_the_plain_models_logits(attention: str, wrapped: Any, device: str) -> None:
     model = build("llama-mha", device=device)

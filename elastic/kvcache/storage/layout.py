@@ -28,18 +28,20 @@ HEAD_MAJOR = KVLayout("head_major", "bh", "d")
 BATCH_MAJOR = KVLayout("batch_major", "b", "hd")
 """[batch, token, head, dim]: one page per sequence at least."""
 TOKEN_MAJOR = KVLayout("token_major", "", "bhd")
-"""[token, batch, head, dim]: one growing row, no gaps; the rule where pages are large (CUDA)."""
+"""[token, batch, head, dim]: one growing row, no gaps; the rule where pages are large (CUDA, huge pages on CPUs)."""
+LARGE_PAGE_BYTES = 1 << 20
+"""From here on a page for each head is too much: with 2 MiB, 32 layers of 32 heads take 4 GiB for one request."""
 
 LAYOUTS = {layout.name: layout for layout in (HEAD_MAJOR, BATCH_MAJOR, TOKEN_MAJOR)}
 
 
-def choose_layout(name: str | None, device: torch.device) -> KVLayout:
-    """Return the layout by name, or the best for a device. Raises `ConfigError`.
+def choose_layout(name: str | None, device: torch.device, page_bytes: int | None = None) -> KVLayout:
+    """Return the layout by name, or the best for a device and the size of its pages (None: the usual one there).
 
-    CUDA allows only layouts without gaps (a read there is fatal).
+    CUDA allows only layouts without gaps (a read there is fatal). Raises `ConfigError`.
     """
     if name is None:
-        return HEAD_MAJOR if device.type == "cpu" else TOKEN_MAJOR
+        return HEAD_MAJOR if device.type == "cpu" and (page_bytes or 0) < LARGE_PAGE_BYTES else TOKEN_MAJOR
     allowed = [n for n, layout in LAYOUTS.items() if device.type == "cpu" or not layout.rows_over]
     if name not in allowed:
         raise ConfigError(f"kv_layout={name!r} is not offered on {device}; choose one of {allowed}")
