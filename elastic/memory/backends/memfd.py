@@ -4,8 +4,8 @@ A page is a slice of the file. `fallocate` makes it, so that a shortage is an er
 a hole gives it back to the kernel. Pages are shared mappings: a forked child must not touch them (`memory/places.py`
 sees to that, and every release checks the process id).
 
-Pages of 2 MiB and multiples are huge pages where the system makes such: created and mapped faster, and a step over
-large weights looks addresses up faster.
+Pages of 2 MiB and multiples are huge pages where the system makes such: created in a third of the time, shown in a
+tenth of it, and given back in a sixtieth. Steps over large weights are not faster by them.
 """
 
 from __future__ import annotations
