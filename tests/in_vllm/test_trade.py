@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from support.vllm_engine.engine import coordinator, counted_preemptions, elastic
 
 
 @pytest.fixture(scope="module")
-def tight() -> Iterator[Any]:
+def tight(reference: list[list[int]]) -> Iterator[Any]:
     with elastic_engine("16MiB") as llm:
         yield llm
 
@@ -56,6 +57,27 @@ def test_an_idle_engine_ends_what_was_deferred(tight: Any) -> None:
     wait_for(lambda: coordinator(tight).mapped > before)
     assert rt.restore().status == "deferred"
     wait_for(lambda: set(rt.form()) == {"float32"} and coordinator(tight).mapped == before)
+    rt.check()
+
+
+def test_another_thread_acts_while_the_engine_falls_idle_and_wakes(tight: Any, reference: list[list[int]]) -> None:
+    """Whoever acts does not step the engine: its user may be about to."""
+    rt, over = elastic.vllm.runtime(tight), threading.Event()
+
+    def act() -> None:
+        while not over.is_set():
+            rt.release([3, 7])
+            rt.restore()
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    try:
+        for _ in range(100):
+            assert run(tight, [2] * 4) == expected(reference, [2] * 4)
+    finally:
+        over.set()
+        thread.join()
+    wait_for(lambda: set(rt.form()) == {"float32"})
     rt.check()
 
 

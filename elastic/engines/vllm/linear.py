@@ -26,7 +26,9 @@ _layers: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Compute F.linear(x, weight, bias) for x: [..., inputs]; of packed matrices without torch's way to them."""
-    source = weight.source if isinstance(weight, WeightProxy) else None
+    if not isinstance(weight, WeightProxy):
+        return F.linear(x, weight, bias)
+    source = weight.source
     if isinstance(source, Source):
         return source.product(x, bias)
     if isinstance(source, PackedSource):

@@ -221,9 +221,14 @@ def runtime(llm: Any) -> Any:
 
 
 def _step_idle(engine: Any) -> None:
-    """Step an engine of this process that has no requests, for as long as ranks have something to agree on."""
+    """Step an engine of this process that has no requests, for as long as ranks have something to agree on.
+
+    One rank alone settles by itself what a step would: another thread may be about to step the engine, with requests.
+    """
     core = getattr(getattr(engine, "engine_core", None), "engine_core", None)  # None: in a process of its own
-    if core is not None and not engine.has_unfinished_requests() and core.scheduler.has_requests():
+    if core is None or core.vllm_config.parallel_config.world_size == 1:
+        return
+    if not engine.has_unfinished_requests() and core.scheduler.has_requests():
         core.step_fn()
 
 

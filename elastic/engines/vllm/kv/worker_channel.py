@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import ClassVar, Protocol
@@ -28,7 +27,7 @@ from elastic.memory.background import janitor
 
 logger = logging.getLogger(__name__)
 RETRY_S = 1.0
-"""After pages could not be mapped though the budget has them, none are asked for so long."""
+"""After pages could not be mapped though the budget has them, none are asked for so long; then they are again."""
 
 
 class WorkerModel(Protocol):
@@ -66,7 +65,7 @@ class WorkerChannel:
         self._following = threading.Lock()
         self._sequence = 0
         self._mapping = False
-        self._failed_at_s: float | None = None
+        self._failed = False  # less than RETRY_S ago
         self._told: RankState | None = None
         self._reports = 0
         model.kv.engine_usage = lambda: (self.used_bytes, self.capacity_bytes)
@@ -132,24 +131,32 @@ class WorkerChannel:
 
     def _map_to(self, sectors: int) -> None:
         """Map sectors, as far as there are pages."""
-        self._failed_at_s = None
+        self._failed = False
         try:
             while self.sectors.mapped < sectors:
                 self.sectors.map()
         except ElasticError as error:
-            self._failed_at_s = time.monotonic()
+            self._failed = True
+            retry = threading.Timer(RETRY_S, self._retry)
+            retry.daemon = True
+            retry.start()
             logger.warning("%d of %d sectors of KV cache are mapped: %s", self.sectors.mapped, sectors, str(error))
+
+    def _retry(self) -> None:
+        """Ask for pages again, also where no step would."""
+        self._failed = False
+        self.changed()
 
     def _state(self, actions: RankReport | None = None) -> RankState:
         kv, sectors = self._model.kv, self.sectors
         with kv.lock:
             reachable = sectors.mapped
-            if self._failed_at_s is None or time.monotonic() - self._failed_at_s > RETRY_S:
+            if not self._failed:
                 reachable = min(sectors.count, sectors.mapped + kv.pool.free_pages // sectors.sector_pages)
             target = min(reachable, kv.limits.open // sectors.sector_pages)
             most = min(reachable, kv.limits.maximum // sectors.sector_pages)
             mapped = sectors.mapped
-        unsettled = self._model.unsettled or self._mapping
+        unsettled = self._model.unsettled or self._mapping or self._failed
         return RankState(self._sequence, mapped, target, most, unsettled, actions)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,21 @@ def test_an_engine_without_requests_is_stepped_while_an_action_is_under_way() ->
     steps: list[int] = []
     RemoteRuntime(Ranks([change(1)]), lambda: steps.append(1)).restore()
     assert len(steps) >= 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_of_one_rank_is_stepped_by_nobody_but_its_user(ranks: int) -> None:
+    """Who may be about to do so on another thread."""
+    steps: list[int] = []
+    core = SimpleNamespace(
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(world_size=ranks)),
+        scheduler=SimpleNamespace(has_requests=lambda: True),
+        step_fn=lambda: steps.append(1),
+    )
+    engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core), has_unfinished_requests=lambda: False)
+    llm = SimpleNamespace(collective_rpc=Ranks([change(1)]), llm_engine=engine)
+    runtime(llm).release([3])
+    assert bool(steps) == (ranks > 1)
 
 
 def test_an_error_of_a_rank_is_raised_here() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from elastic.engines.vllm.kv.admission import GroupDemand, PromiseLedger
 from elastic.engines.vllm.kv.capacity import BlockCapacity
 from elastic.engines.vllm.kv.coordinator import CapacityCoordinator
 from elastic.engines.vllm.kv.orders import (
+    RankState,
     RequestEvent,
     StepOrders,
     StepReport,
@@ -140,6 +143,28 @@ def test_pages_that_cannot_be_had_end_the_growth_but_not_the_service(pool: PageP
         channel.sectors.map()
     pool.free(others)
     model.kv.check()
+
+
+def test_pages_that_could_not_be_had_are_asked_for_again_without_a_step(
+    pool: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine without requests in the caller's process takes none."""
+    later: list[Callable[[], object]] = []
+    timer = SimpleNamespace(start=lambda: None)
+    monkeypatch.setattr(threading, "Timer", lambda seconds, call: later.append(call) or timer)
+    channel, model = make_channel(pool, 12)
+    model.kv.resize(60 * PAGE)
+    others = pool.allocate("other", pool.free_pages)
+    channel.before_step(StepOrders(sequence=1, sectors=9))
+    finish_background()
+    assert channel._state().unsettled
+    told: list[RankState] = []
+    channel.on_change = lambda: told.append(channel._state())
+    pool.free(others)
+    (retry,) = later
+    retry()
+    finish_background()
+    assert [(state.mapped, state.target, state.unsettled) for state in told] == [(2, 10, False)]
 
 
 def test_a_request_alone_gets_what_it_needs_beyond_the_limit(pool: PagePool) -> None:
