@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from elastic.openmp import release_threads
+
 logger = logging.getLogger(__name__)
 
 
@@ -50,6 +52,7 @@ class BackgroundThread:
             except Exception:  # the thread must outlive any task; the fault is logged with its traceback
                 logger.exception("a background task of the memory ledger failed; it is tried again when next needed")
             del task
+            release_threads()
 
 
 janitor = BackgroundThread()

@@ -18,6 +18,7 @@ from elastic.memory.backends.streams import new_stream, on_stream
 from elastic.memory.pinned.page_lock import is_locked
 from elastic.memory.pinned.staging_ring import StagingRing
 from elastic.memory.rate_limit import RateLimiter
+from elastic.openmp import release_threads
 
 T = TypeVar("T")
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -299,11 +300,12 @@ def _result(future: Future[T]) -> T:
 
 
 def _copy_and_release(pairs: list[Pair], pace: RateLimiter | None = None) -> None:
-    """Copy; then hold no tensor: a thread of a pool knows its arguments longer than it should."""
+    """Copy; then hold no tensor, as a thread of a pool knows its arguments longer than it should, and no threads."""
     try:
         _copy_all(pairs, pace)
     finally:
         pairs.clear()
+        release_threads()
 
 
 def _copy_all(pairs: Sequence[Pair], pace: RateLimiter | None = None) -> None:

@@ -16,6 +16,7 @@ from elastic.actions.transactions.held import HeldTransactions
 from elastic.actions.transactions.transaction import RETRY, ActionOutcome, Agreement, Transaction, TransactionRunner
 from elastic.errors import ElasticError
 from elastic.hooks.forward_gate import ForwardGate
+from elastic.openmp import release_threads
 from elastic.types import Action, Change, Prepared, Result
 
 T = TypeVar("T")
@@ -134,6 +135,7 @@ class ActionExecutor:
             result = job.work()
         except BaseException as error:  # handed to whoever waits for the result
             fault = error
+        release_threads()
         with self._counting:
             self._unfinished -= 1
         if fault is None:

@@ -35,6 +35,7 @@ from elastic.engines.stopping import end_tokens, with_ends
 from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError
 from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
+from elastic.openmp import release_threads
 from elastic.planning.sharding.heads import kv_shards, parts_of
 from elastic.runtime.runtime import Runtime, runtime
 
@@ -139,7 +140,7 @@ class ContinuousEngine(PipelinedEngine):
         return self._state == "serving" and not self._loop.ended
 
     def start(self) -> None:
-        """Begin to serve. Raises `StateError` if it was started before."""
+        """Begin to serve, on a thread of its own. Raises `StateError` if it was started before."""
         with self._lock:
             if self._state != "new":
                 raise StateError(f"the engine is {self._state}; make a new one")
@@ -148,6 +149,7 @@ class ContinuousEngine(PipelinedEngine):
             _engines.add(self)
             self._thread = threading.Thread(target=self._loop.run, name="elastic-engine", daemon=True)
             self._thread.start()
+        release_threads()
 
     def submit(self, request: Request, listener: Listener) -> None:
         """Queue a request; see `Engine`."""
@@ -156,6 +158,7 @@ class ContinuousEngine(PipelinedEngine):
         names = [request.id] if request.n == 1 else [f"{request.id}[{index}]" for index in range(request.n)]
         states = [SequenceState(name, request, i, answer_seed(request, i)) for i, name in enumerate(names)]
         self._add(states, listener)
+        release_threads()
 
     def adopt(
         self,
