@@ -158,7 +158,8 @@ class ContinuousEngine(PipelinedEngine):
         names = [request.id] if request.n == 1 else [f"{request.id}[{index}]" for index in range(request.n)]
         states = [SequenceState(name, request, i, answer_seed(request, i)) for i, name in enumerate(names)]
         self._add(states, listener)
-        release_threads()
+        if not self._is_own_thread():  # as a listener is
+            release_threads()
 
     def adopt(
         self,
