@@ -25,8 +25,7 @@ _LARGEST_INDEX = 127
 """Of a device: torch takes larger ones modulo 256."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", re.ASCII)
 _PLACE = re.compile(
-    r"(?P<device>cpu|cuda)(?::(?P<index>\d{1,3}))?(?:#(?P<label>\w+))?(?:=(?P<budget>[^/]+))?(?:/(?P<page>.+))?",
-    re.ASCII,
+    r"(?a)(?P<device>cpu|cuda)(?::(?P<index>\d{1,3}))?(?:#(?P<label>\w+))?(?:=(?P<budget>[^/]+))?(?:/(?P<page>.+))?"
 )
 
 
@@ -53,36 +52,26 @@ def parse_limit(size: int | str, *, option: str) -> int | None:
 
 @dataclass(frozen=True)
 class Place:
-    """Memory on one device that Elastic may use: a name, a torch device and a budget.
-
-    Several places may share a device (`cuda:0#a`, `cuda:0#b`): each has pages of its own.
-    """
+    """Memory on one device that Elastic may use. Several may share a device (`cuda:0#a`), each with its own pages."""
 
     name: str
     device: torch.device
     budget_bytes: int | None = None
     """None: chosen when the place is opened, from the memory that is free then."""
     page_bytes: int | None = None
-    """None: 64 KiB on a CPU, the driver's granularity (usually 2 MiB) on CUDA. A multiple makes super-pages.
-
-    On a CPU pages of 2 MiB and multiples are huge pages where the system makes them: worth it for large models.
-    """
+    """None: 64 KiB on a CPU, where multiples of 2 MiB are huge pages if the system makes such; on CUDA the driver's
+    granularity, usually 2 MiB, and a multiple makes super-pages."""
 
     @classmethod
     def parse(cls, text: str | Place) -> Place:
-        """A place from text: `"cuda:0"`, `"cuda:1=20GiB"`, `"cpu#0=1GiB"`, `"cuda:0#a=30GiB"`, `"cpu=60GiB/2MiB"`.
-
-        What follows `=` is the budget, what follows `/` the size of a page.
-        """
+        """A place from text: `"cuda:0"`, `"cuda:1=20GiB"`, `"cpu#0=1GiB"`; with the size of pages `"cpu=9GiB/2MiB"`."""
         if isinstance(text, Place):
             return text
         match = _PLACE.fullmatch(text.strip()) if isinstance(text, str) else None
         index = int(match["index"] or 0) if match is not None else 0
         if match is None or (match["device"] == "cpu" and match["index"]) or index > _LARGEST_INDEX:
-            raise ConfigError(
-                f"places: {text!r} is not a place; write 'cpu', 'cpu#0=1GiB', 'cuda:0', 'cuda:0#a=30GiB' or, with the "
-                "size of pages, 'cpu=60GiB/2MiB'"
-            )
+            examples = "'cpu', 'cpu#0=1GiB', 'cuda:0', 'cuda:0#a=30GiB' or, with the size of pages, 'cpu=60GiB/2MiB'"
+            raise ConfigError(f"places: {text!r} is not a place; write {examples}")
         device = match["device"] if match["device"] == "cpu" else f"cuda:{match['index'] or 0}"
         name = device + (f"#{match['label']}" if match["label"] else "")
         budget = parse_bytes(match["budget"], option=f"budget of place {name}") if match["budget"] else None
@@ -90,11 +79,9 @@ class Place:
         return cls(name, torch.device(device), budget, page)
 
     def __post_init__(self) -> None:
-        budget, page = self.budget_bytes, self.page_bytes
-        good = budget is None or (_is_integer(budget) and budget >= 0)
-        require(good, f"budget of place {self.name}", budget, "whole bytes, at least 0, or None")
-        good = page is None or (_is_integer(page) and page > 0)
-        require(good, f"page_bytes of place {self.name}", page, "whole bytes, above 0, or None")
+        for name, value, least in (("budget", self.budget_bytes, 0), ("page_bytes", self.page_bytes, 1)):
+            good = value is None or (_is_integer(value) and value >= least)
+            require(good, f"{name} of place {self.name}", value, f"whole bytes, at least {least}, or None")
 
 
 @dataclass(frozen=True)
