@@ -12,7 +12,7 @@ import elastic.vllm
 from elastic.engines.vllm import assembly
 from elastic.weights.prepacked.onednn import OneDNNLayout, find_layout
 from elastic.weights.prepacked.source import ResidentSource
-from support.vllm_engine.engine import TEXTS, elastic_engine, expected, run
+from support.vllm_engine.engine import TEXTS, come_back, elastic_engine, expected, run
 
 LENGTHS = [100] * len(TEXTS)
 
@@ -50,5 +50,6 @@ def test_tokens_are_vllms_while_layers_leave_and_return(llm: Any, reference: lis
     rt.swap([2, 5, 9], "int4")
     assert run(llm, LENGTHS) != expected(reference, LENGTHS)
     rt.restore()
+    come_back(rt)
     assert run(llm, LENGTHS) == expected(reference, LENGTHS)
     rt.check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +10,9 @@ import pytest
 import elastic.vllm
 from elastic.errors import ConfigError, StateError
 from elastic.types import Release, Swap
-from support.vllm_engine.engine import TEXTS, elastic_engine, expected, run
+from support.vllm_engine.engine import FULL, TEXTS, come_back, elastic_engine, expected, run
 
 LENGTHS = [100] * len(TEXTS)
-FULL = ("float32",) * 12
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +28,6 @@ def rt(llm: Any) -> Iterator[Any]:
     runtime.restore()
     come_back(runtime)
     runtime.check()
-
-
-def come_back(runtime: Any) -> None:
-    """Wait until deferred layers are back: vLLM's scheduler gives blocks up beside us."""
-    deadline = time.monotonic() + 30
-    while runtime.form() != FULL:
-        assert time.monotonic() < deadline, runtime.form()
-        time.sleep(0.01)
 
 
 def test_tokens_are_those_of_plain_vllm(llm: Any, rt: Any, reference: list[list[int]]) -> None:

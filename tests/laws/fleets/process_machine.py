@@ -248,8 +248,9 @@ class ProcessMachine:
 
     def stand_still(self) -> None:
         """Stop a process for less than it takes to be given up, beside what comes next."""
-        pid, seconds = self.chance.choice(sorted(self.pids().values())), self.chance.uniform(0.02, 0.5)
-        if pid not in self.killed:  # or it would live on
+        pids, seconds = sorted(self.pids().values()), self.chance.uniform(0.02, 0.5)
+        pid = self.chance.choice(pids) if pids else None  # all may just have been killed
+        if pid is not None and pid not in self.killed:  # or it would live on
             signal_to(pid, signal.SIGSTOP)
             self._later(seconds, pid, signal.SIGCONT)
 

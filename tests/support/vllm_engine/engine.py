@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ TEXTS = (
     "import re\nimport sys\n\n", "    def close(self):\n        if self", "for name in names:\n    ",
     "try:\n    import", "def main(argv=None):\n",
 )  # fmt: skip
+FULL = ("float32",) * 12
+"""The form of the model when all layers are there."""
 MIXED = [90, 20, 60, 40] * 3
 PLAIN: dict[str, Any] = {
     "dtype": "float32", "enforce_eager": True, "max_model_len": LONGEST, "max_num_seqs": 16, "block_size": 32,
@@ -107,6 +110,14 @@ def run(
 def expected(reference: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
     """Return what `run` gives in an engine without elastic."""
     return [list(reference[number % len(reference)][:length]) for number, length in enumerate(lengths)]
+
+
+def come_back(runtime: Any) -> None:
+    """Wait until deferred layers are back: vLLM's scheduler gives blocks up beside us."""
+    deadline = time.monotonic() + 30
+    while runtime.form() != FULL:
+        assert time.monotonic() < deadline, runtime.form()
+        time.sleep(0.01)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from elastic.controller.loop import ControllerHealth
 from elastic.engines.vllm.client.messages import decode, decode_error, encode
@@ -26,15 +26,23 @@ class CallRanks(Protocol):
     def __call__(self, method: str, *, args: tuple[Any, ...]) -> list[Any]: ...
 
 
+@runtime_checkable
+class SettlesIdle(Protocol):
+    """What our connector keeps beside vLLM's scheduler."""
+
+    def settle(self) -> None:
+        """Do what steps would do for the one rank of this process, if no request is there. Safe from any thread."""
+
+
 class RemoteRuntime:
     """What changes and shows the model of a vLLM engine. Thread-safe as far as the engine's `collective_rpc` is.
 
     Actions wait until they are done on all ranks; sizes are those of one rank, unless it says otherwise.
     """
 
-    def __init__(self, call: CallRanks, step_idle: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, call: CallRanks, settle_idle: Callable[[], object] = lambda: None) -> None:
         self._call = call
-        self._step_idle = step_idle
+        self._settle_idle = settle_idle
         self.kv = RemoteKV(self)
 
     # -- what there is
@@ -99,9 +107,9 @@ class RemoteRuntime:
         """Begin an action on every rank, and wait for the results of all."""
         number = self._call("elastic_change", args=(name, encode((arguments, named))))[0]
         while None in (answers := self._call("elastic_result", args=(number,))):
-            self._step_idle()
+            self._settle_idle()
             time.sleep(POLL_S)
-        self._step_idle()
+        self._settle_idle()
         return [_value(answer) for answer in answers]
 
 
@@ -217,19 +225,27 @@ def runtime(llm: Any) -> Any:
         raise ConfigError(f"{type(llm).__name__} is no vLLM engine: it has no collective_rpc")
     if asyncio.iscoroutinefunction(call):
         return AsyncRemoteRuntime(call)
-    return RemoteRuntime(call, partial(_step_idle, getattr(llm, "llm_engine", llm)))
+    return RemoteRuntime(call, partial(_settle_idle, getattr(llm, "llm_engine", llm)))
 
 
-def _step_idle(engine: Any) -> None:
-    """Step an engine of this process that has no requests, for as long as ranks have something to agree on.
+def _settle_idle(engine: Any) -> None:
+    """Do what steps would, in an engine of this process that has no requests.
 
-    One rank alone settles by itself what a step would: another thread may be about to step the engine, with requests.
+    One rank settles by itself: another thread may be about to step the engine, with requests. Several are stepped, for
+    as long as they have something to agree on.
     """
     core = getattr(getattr(engine, "engine_core", None), "engine_core", None)  # None: in a process of its own
-    if core is None or core.vllm_config.parallel_config.world_size == 1:
+    if core is None or engine.has_unfinished_requests():
         return
-    if not engine.has_unfinished_requests() and core.scheduler.has_requests():
-        core.step_fn()
+    if core.vllm_config.parallel_config.world_size > 1:
+        if core.scheduler.has_requests():
+            core.step_fn()
+        return
+    connector = getattr(core.scheduler, "connector", None)
+    for part in getattr(connector, "sub_connectors", [connector]):
+        side = getattr(part, "scheduler", None)  # of our connector, and of no other
+        if isinstance(side, SettlesIdle):
+            side.settle()
 
 
 def _names(layers: Layers) -> list[int | str]:

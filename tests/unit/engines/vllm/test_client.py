@@ -88,19 +88,24 @@ def test_an_engine_without_requests_is_stepped_while_an_action_is_under_way() ->
     assert len(steps) >= 2
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_engine_of_one_rank_is_stepped_by_nobody_but_its_user(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "done"), [(1, "settled"), (2, "stepped")])
+def test_an_engine_of_one_rank_is_stepped_by_nobody_but_its_user(ranks: int, done: str) -> None:
     """Who may be about to do so on another thread."""
-    steps: list[int] = []
+    what: list[str] = []
+    side = SimpleNamespace(settle=lambda: what.append("settled"))
     core = SimpleNamespace(
         vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(world_size=ranks)),
-        scheduler=SimpleNamespace(has_requests=lambda: True),
-        step_fn=lambda: steps.append(1),
+        scheduler=SimpleNamespace(has_requests=lambda: True, connector=SimpleNamespace(scheduler=side)),
+        step_fn=lambda: what.append("stepped"),
     )
     engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core), has_unfinished_requests=lambda: False)
     llm = SimpleNamespace(collective_rpc=Ranks([change(1)]), llm_engine=engine)
     runtime(llm).release([3])
-    assert bool(steps) == (ranks > 1)
+    assert set(what) == {done}
+    what.clear()
+    engine.has_unfinished_requests = lambda: True
+    runtime(llm).release([3])
+    assert what == []
 
 
 def test_an_error_of_a_rank_is_raised_here() -> None:
