@@ -91,9 +91,14 @@ class DeferredActions:
         gone = set(units)
         self._set({unit: move for unit, move in self._moves.items() if unit not in gone})
 
-    def add(self, units: Iterable[WeightUnit], move: Move) -> None:
-        """Have these units wait for a swap or restore."""
-        self._set({**self._moves, **dict.fromkeys(units, move)})
+    def replace(self, units: Iterable[WeightUnit], waiting: Iterable[WeightUnit], move: Move) -> None:
+        """Have, of these units, only some wait, for a swap or restore.
+
+        At once: who sees what is held back in between would take it for theirs, and not be told afterwards.
+        """
+        gone = set(units)
+        others = {unit: move for unit, move in self._moves.items() if unit not in gone}
+        self._set({**others, **dict.fromkeys(waiting, move)})
 
     def _set(self, moves: dict[WeightUnit, Move]) -> None:
         places = {unit.pool.name for unit in (*self._moves, *moves)}

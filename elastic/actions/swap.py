@@ -150,8 +150,7 @@ class SwapHandler(ActionHandler):
             self._broker.give_to_cache(place, freed)
             gained += (freed - sum(switch.pages for switch in switches)) * size
             retained += kept * size
-        self._deferred.forget(self._weights.units_of(prepared.action.layers))
-        self._deferred.add(prepared.deferred, prepared.action)
+        self._deferred.replace(self._weights.units_of(prepared.action.layers), prepared.deferred, prepared.action)
         for units in by_place(prepared.units).values():
             units[0].pool.notify()
         done = tuple(dict.fromkeys(unit.index for unit in prepared.units))

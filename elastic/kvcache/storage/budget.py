@@ -54,6 +54,8 @@ class WeightsShare:
         """Keep pages that weights wait for from new caches; those that live may go on. 0: weights wait no more."""
         kv = self._kv
         with kv.lock:
-            shrinks = kv.limits.shrinks + (pages > kv.limits.held_back)
-            kv.limits = replace(kv.limits, held_back=pages, shrinks=shrinks)
+            before = kv.limits.held_back
+            kv.limits = replace(kv.limits, held_back=pages, shrinks=kv.limits.shrinks + (pages > before))
             kv.reclaimer.tidy(lambda: kv.reclaimer.fit(kv.unreserved))
+            if pages < before:
+                kv.pool.notify()

@@ -84,9 +84,14 @@ class KVSectors:
         """Bytes of one block in all layers."""
         return sum(region.block_bytes for region in self.regions)
 
-    def map(self) -> None:
-        """Map one sector more, with zeros in it. Raises `CapacityError`, and nothing has changed."""
+    def map(self) -> bool:
+        """Map one sector more, with zeros in it; return whether caches may have as much.
+
+        They may not where weights took pages since it was ordered. Raises `CapacityError`, and nothing has changed.
+        """
         with self.kv.lock:
+            if self.kv.usage.used + self.sector_pages > self.kv.limits.maximum:
+                return False
             pages = self.kv.pool.allocate(OWNER, self.sector_pages)
             taken = iter(pages)
             parts = [(slot, [next(taken) for _ in range(count)]) for slot, count in self._slots(self.mapped)]
@@ -97,6 +102,7 @@ class KVSectors:
                 raise
             self._clear(self.mapped)
             self.mapped += 1
+            return True
 
     def unmap_to(self, sectors: int) -> None:
         """Unmap the sectors from this number on; no request has blocks there, and no kernel reads them any more."""

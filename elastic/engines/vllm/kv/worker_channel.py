@@ -133,8 +133,8 @@ class WorkerChannel:
         """Map sectors, as far as there are pages."""
         self._failed = False
         try:
-            while self.sectors.mapped < sectors:
-                self.sectors.map()
+            while self.sectors.mapped < sectors and self.sectors.map():
+                pass
         except ElasticError as error:
             self._failed = True
             retry = threading.Timer(RETRY_S, self._retry)

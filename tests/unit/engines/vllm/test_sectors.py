@@ -145,6 +145,19 @@ def test_pages_that_cannot_be_had_end_the_growth_but_not_the_service(pool: PageP
     model.kv.check()
 
 
+def test_no_sector_is_mapped_in_pages_that_weights_took_since_it_was_ordered(pool: PagePool) -> None:
+    """They would lack them, and a restore fail."""
+    channel, model = make_channel(pool, 12)
+    model.kv.resize(60 * PAGE)
+    assert WeightsShare(model.kv).take_from_cache(30)
+    channel.before_step(StepOrders(sequence=1, sectors=9))
+    finish_background()
+    assert channel.sectors.mapped == 30 // SECTOR_PAGES
+    assert not channel._state().unsettled
+    pool.free(pool.allocate("layer", 30))
+    model.kv.check()
+
+
 def test_pages_that_could_not_be_had_are_asked_for_again_without_a_step(
     pool: PagePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

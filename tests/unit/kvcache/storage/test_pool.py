@@ -313,3 +313,14 @@ def test_a_failure_to_come_back_keeps_the_host_copy() -> None:
     kv.pool.free(pages)
     assert grow(layer, 1).eq(1).all()
     assert caches[0].layers[0].get_seq_length() == 5 * PAGE // 64
+
+
+def test_who_waits_for_room_is_told_when_less_is_held_back() -> None:
+    pool = PagePool("cpu", MemfdBackend(4096), 64 * 4096, ready_pages=0)
+    kv, told = KVPool(pool, 32 * 4096), []
+    pool.listeners.append(lambda: told.append(kv.limits.open))
+    share = WeightsShare(kv)
+    for pages in (8, 12, 12, 5, 0):
+        share.hold_back(pages)
+    assert told == [27, 32]
+    pool.close()
