@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from itertools import cycle
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +13,9 @@ import torch.nn.functional as F
 from elastic.memory.backends.device_time import seconds_of
 from elastic.weights.prepacked.onednn import OneDNNLayout, find_layout, multiply
 
-ROWS = (1, 8, 32, 128)
-"""Tokens of the products that are timed: of one request, of batches that decode, of a prompt."""
-REPEATS = 7
+ROWS = (8, 16, 32, 64, 128)
+"""Tokens of the products that are timed: of batches that decode, which matrices are packed for, and of prompts."""
+REPEATS = 15
 SMALLEST_BYTES = 2**19
 """Of a matrix that is packed. A product with a smaller one is mostly its call, which costs more than a plain one's,
 and in a model, between other code, more than calls that follow one another: in vLLM a step of the 2.6M model took
@@ -50,15 +51,14 @@ def packed_time_ratios(layout: OneDNNLayout) -> list[float]:
     with torch.inference_mode(False), torch.no_grad():
         weight = torch.randn(layout.shape).to(layout.dtype)
         count = max(1, min(ROTATED_BYTES // weight.nbytes, 64))
-        plain = [weight, *(weight.clone() for _ in range(count - 1))]
-        packed = [layout.pack(weight) for _ in range(count)]
+        plain, packed = [weight.clone() for _ in range(count)], [layout.pack(weight) for _ in range(count)]
         matrices, next_plain = cycle([layout.view(stored) for stored in packed]), cycle(plain)
         ratios = []
         for rows in ROWS:
             x = torch.randn(rows, layout.shape[1]).to(layout.dtype)
-            before = after = math.inf
+            before, after = [], []
             for _ in range(REPEATS):
-                before = min(before, seconds_of(lambda x=x: F.linear(x, next(next_plain)), weight.device))  # type: ignore[misc]
-                after = min(after, seconds_of(lambda x=x: multiply(x, next(matrices), None), weight.device))  # type: ignore[misc]
-            ratios.append(after / before)
+                before.append(seconds_of(lambda x=x: F.linear(x, next(next_plain)), weight.device))  # type: ignore[misc]
+                after.append(seconds_of(lambda x=x: multiply(x, next(matrices), None), weight.device))  # type: ignore[misc]
+            ratios.append(median(after) / median(before))  # the least would be that of a matrix still in a cache
     return ratios
