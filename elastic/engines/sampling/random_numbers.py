@@ -36,19 +36,23 @@ def answer_seed(request: Request, index: int) -> int:
     return secrets.randbits(64) if seed is None else mix((random_key(seed) + index * GAMMA) & _MASK)
 
 
-def exponentials(keys: Sequence[int], positions: Sequence[int], count: int, device: torch.device) -> torch.Tensor:
-    """Return float32 [keys, count], exponentially distributed with mean 1: number t of each key at its position.
+def exponentials(
+    keys: Sequence[int], positions: Sequence[int], tokens: torch.Tensor, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return float32 numbers, exponentially distributed with mean 1, of tokens, [count], integers.
 
-    t is hashed together with 64 bits of the key and the position by the steps of Wellons' lowbias32 (2018), in integers
-    of 32 bits that wrap around. Small numbers, which decide, have all the bits of their mantissa.
+    [keys, count]: for each key at its position; with `rows`, [count]: of each token that of one of them, [count].
+    A token is hashed together with 64 bits of the key and the position by the steps of Wellons' lowbias32 (2018), in
+    integers of 32 bits that wrap around. Small numbers, which decide, have all the bits of their mantissa.
     """
     bits = [mix((key + (position + 1) * GAMMA) & _MASK) for key, position in zip(keys, positions, strict=True)]
-    words = torch.from_numpy(np.array(bits, np.uint64).view(np.int32).reshape(-1, 2)).to(device)
-    x = torch.arange(count, dtype=torch.int32, device=device) * _as_int32(0x9E3779B9) + words[:, :1]
+    words = torch.from_numpy(np.array(bits, np.uint64).view(np.int32).reshape(-1, 2)).to(tokens.device)
+    low, high = (words[:, None] if rows is None else words[rows]).unbind(-1)
+    x = tokens.int() * _as_int32(0x9E3779B9) + low
     x ^= (x >> 16) & 0xFFFF
     x *= 0x7FEB352D
     x ^= (x >> 15) & 0x1FFFF
-    x ^= words[:, 1:]
+    x ^= high
     x *= _as_int32(0x846CA68B)
     x ^= (x >> 16) & 0xFFFF
     uniform = (x & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)

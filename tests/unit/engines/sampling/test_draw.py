@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.engines.base import Request, Sampling
-from elastic.engines.sampling.draw import draw
+from elastic.engines.sampling.draw import draw, highest
 from elastic.engines.sampling.random_numbers import exponentials
 from elastic.engines.sampling.state import SamplingState
 
@@ -53,7 +53,7 @@ def test_a_token_has_the_highest_probability_over_its_number(
     rule: Sampling, vocabulary: int, seed: int, position: int
 ) -> None:
     logits, drawn = scores(1, vocabulary, seed), state(rule, seed, position)
-    (numbers,) = exponentials([drawn.key], [position], vocabulary, logits.device).double().numpy()
+    (numbers,) = exponentials([drawn.key], [position], torch.arange(vocabulary)).double().numpy()
     quotients = distribution(logits[0], rule) / numbers
     (token,) = draw(logits, [drawn])
     assert quotients[token] >= quotients.max() * (1 - 1e-4)  # float32 against float64
@@ -124,3 +124,12 @@ def test_a_row_without_a_distribution_is_told_apart() -> None:
     tokens = draw(logits, states)
     assert tokens[:2] == [4, 4]
     assert tokens[2] < 4
+
+
+@given(SIZES, SEEDS)
+def test_the_first_of_the_highest_is_torchs(vocabulary: int, seed: int) -> None:
+    ties = scores(4, vocabulary, seed, 1.0).round()
+    ties[1, vocabulary // 2 :] = math.nan
+    ties[2] = -math.inf
+    assert highest(ties) == ties.argmax(-1).tolist()
+    assert highest(ties)[0] == int((ties[0] == ties[0].max()).nonzero()[0])

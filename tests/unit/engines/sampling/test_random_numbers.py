@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from elastic.engines.base import Request, Sampling
 from elastic.engines.sampling.random_numbers import GAMMA, answer_seed, exponentials, mix, random_key
 
-CPU = torch.device("cpu")
 SEEDS = st.integers(-(2**63), 2**64 - 1)
 BINS, DRAWS = 256, 1 << 13
 FAR = 256 + 6 * (2 * 256) ** 0.5
@@ -30,7 +29,7 @@ def chi_square(numbers: np.ndarray) -> float:
 def test_numbers_are_the_same_on_every_machine() -> None:
     keys = [random_key(seed) for seed in (0, 1, -1, 2**63)]
     assert [f"{key:016x}" for key in keys] == GOLDEN_KEYS
-    numbers = exponentials(keys, [0, 1, 2, 2**40], 1000, CPU)
+    numbers = exponentials(keys, [0, 1, 2, 2**40], torch.arange(1000))
     assert numbers[[0, 1, 2, 3], [0, 1, 999, 500]].tolist() == pytest.approx(GOLDEN_NUMBERS, rel=1e-6)
 
 
@@ -47,7 +46,7 @@ def plain(key: int, position: int, count: int) -> np.ndarray:
 @given(st.lists(st.tuples(SEEDS, st.integers(0, 2**40)), min_size=1, max_size=5), st.integers(1, 300))
 def test_numbers_depend_on_their_seed_and_position_alone(pairs: list[tuple[int, int]], count: int) -> None:
     keys, positions = [random_key(seed) for seed, _ in pairs], [position for _, position in pairs]
-    together = exponentials(keys, positions, count, CPU)
+    together = exponentials(keys, positions, torch.arange(count))
     assert together.shape == (len(pairs), count)
     assert bool((together > 0).all())
     for row, key, position in zip(together, keys, positions, strict=True):
@@ -56,7 +55,7 @@ def test_numbers_depend_on_their_seed_and_position_alone(pairs: list[tuple[int, 
 
 def uniform(keys: list[int], positions: list[int], count: int) -> np.ndarray:
     """The numbers by their own cumulative distribution."""
-    return -np.expm1(-exponentials(keys, positions, count, CPU).double().numpy())
+    return -np.expm1(-exponentials(keys, positions, torch.arange(count)).double().numpy())
 
 
 @pytest.mark.parametrize("seed", [0, 1, 12345])
