@@ -36,10 +36,10 @@ def draw(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
         return [token for _, token in sorted(chain(*apart))]
     at_once = len(states) if logits.is_cuda else max(1, _CACHED // logits.shape[-1])
     parts = [slice(start, start + at_once) for start in range(0, len(states), at_once)]
-    return [token for part in parts for token in _draw(logits[part], states[part], limited=bool(limited))]
+    return [token for part in parts for token in _draw(logits[part], states[part])]
 
 
-def highest(scores: torch.Tensor) -> list[int]:
+def argmax(scores: torch.Tensor) -> list[int]:
     """Return the first of the highest scores of each row of [rows, vocabulary], or the first that is NaN."""
     rows = scores.numpy() if scores.device.type == "cpu" else scores  # NumPy takes a tenth of torch's time for the same
     tokens: list[int] = rows.argmax(-1).tolist()
@@ -50,12 +50,13 @@ def _is_limited(rule: Sampling) -> bool:
     return bool(rule.min_p or rule.top_k or rule.top_p < 1)
 
 
-def _draw(logits: torch.Tensor, states: Sequence[SamplingState], *, limited: bool) -> list[int]:
+def _draw(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
+    """Draw for rows all of which, or none, are limited."""
     rules, vocabulary = [state.rule for state in states], logits.shape[-1]
     if any(rule.temperature != 1 for rule in rules):
         logits = logits / _column([min(max(rule.temperature, _COLDEST), _HOTTEST) for rule in rules], logits)
     probabilities = torch.softmax(logits, -1)
-    if limited:
+    if _is_limited(rules[0]):
         stay = probabilities >= _least_probabilities(probabilities, rules)
         rows, tokens = stay.nonzero(as_tuple=True)
         if len(tokens) * _FEW < probabilities.numel():
@@ -63,7 +64,7 @@ def _draw(logits: torch.Tensor, states: Sequence[SamplingState], *, limited: boo
         probabilities = probabilities * stay
     numbers = _numbers(states, torch.arange(vocabulary, device=logits.device))
     quotients = torch.div(probabilities, numbers, out=numbers)
-    drawn = highest(quotients)
+    drawn = argmax(quotients)
     likely = (quotients[range(len(drawn)), drawn] > 0).tolist()
     return [token if is_likely else vocabulary for token, is_likely in zip(drawn, likely, strict=True)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.engines.base import Request, Sampling
-from elastic.engines.sampling.draw import draw, highest
+from elastic.engines.sampling.draw import argmax, draw
 from elastic.engines.sampling.random_numbers import exponentials
 from elastic.engines.sampling.state import SamplingState
 
@@ -131,5 +132,15 @@ def test_the_first_of_the_highest_is_torchs(vocabulary: int, seed: int) -> None:
     ties = scores(4, vocabulary, seed, 1.0).round()
     ties[1, vocabulary // 2 :] = math.nan
     ties[2] = -math.inf
-    assert highest(ties) == ties.argmax(-1).tolist()
-    assert highest(ties)[0] == int((ties[0] == ties[0].max()).nonzero()[0])
+    assert argmax(ties) == ties.argmax(-1).tolist()
+    assert argmax(ties)[0] == int((ties[0] == ties[0].max()).nonzero()[0])
+
+
+@given(RULES, st.sampled_from([33, 3000]), SEEDS)
+def test_few_tokens_are_drawn_from_as_all_are(rule: Sampling, vocabulary: int, seed: int) -> None:
+    logits, states = scores(3, vocabulary, seed), [state(rule, number) for number in range(3)]
+    drawn = []
+    for few in (0, 10**9):  # one by one always, and never
+        with mock.patch("elastic.engines.sampling.draw._FEW", few):
+            drawn.append(draw(logits, states))
+    assert drawn[0] == drawn[1]
