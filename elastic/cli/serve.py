@@ -73,6 +73,9 @@ def _add_answers(command: ArgumentParser) -> None:
         "--kv-cache-dtype", choices=("auto", "int8"), default="auto", help="of keys and values (auto: the model's)"
     )
     group.add_argument(
+        "--enforce-eager", action="store_true", help="call the model at each step (else decode steps are replayed)"
+    )
+    group.add_argument(
         "--generation-config",
         default="auto",
         metavar="FROM",
@@ -254,7 +257,11 @@ def make_engine(model: Any, tokenizer: Any, options: Namespace) -> tuple[Engine,
 
     grammars = compiler(model, tokenizer)
     engine = ContinuousEngine(
-        model, max_queue=options.max_queue, grammars=grammars, kv_cache_dtype=options.kv_cache_dtype
+        model,
+        max_queue=options.max_queue,
+        grammars=grammars,
+        kv_cache_dtype=options.kv_cache_dtype,
+        enforce_eager=options.enforce_eager,
     )
     return engine, grammars
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from elastic.errors import StateError
@@ -66,6 +66,8 @@ class ForwardGate:
         self.thread = _EnteredModules()
         self.commits = 0
         """How many have ended."""
+        self.before_commits: list[Callable[[], object]] = []
+        """Called when no forward pass is left, before anything changes."""
         self.refusal: str | None = None
         """Set when nothing may pass any more (in a forked child): what the `StateError` says."""
 
@@ -143,6 +145,8 @@ class ForwardGate:
                 self._writers_waiting -= 1
                 self._changed.notify_all()
         try:
+            for listener in tuple(self.before_commits):
+                listener()
             yield time.perf_counter() - start
         finally:
             with self._changed:

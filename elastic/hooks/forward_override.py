@@ -1,13 +1,15 @@
-"""What hooks cannot do: a module's own forward that is left out, for a replica, or because other ranks compute of it.
+"""What hooks cannot do: a module's own forward that is left out, for a replica, other ranks, or a graph of it.
 
 One row cannot be shared out. Where a replica's place is the best for it, the replica is called in the thread of the
 forward pass, between the layer's own hooks. A layer that another rank computes is passed over; of one that several
-ranks compute, some modules compute a part. So each decoder layer of a model that may need it, and each such module, has
-a dispatcher as the `forward` of its instance.
+ranks compute, some modules compute a part; a whole model that was captured is replayed. So each module that may need it
+has a dispatcher as the `forward` of its instance.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -15,6 +17,10 @@ import torch
 from torch import nn
 
 from elastic.weights import batch_context
+
+_dispatchers: dict[tuple[type, Callable[..., Any]], Callable[..., Any]] = {}
+"""By the class of a module and what is called for it: functions with the signature of the class's own forward, which
+transformers looks at."""
 
 
 def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -31,20 +37,43 @@ def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return replica(*args, **kwargs)
 
 
+def root_forward(root: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of a model's class, or what this thread has in its place."""
+    graphs = batch_context.thread.graphs
+    return type(root).forward(root, *args, **kwargs) if graphs is None else graphs.call(root, args, kwargs)
+
+
 def install_override(layer: nn.Module) -> bool:
     """Have a module dispatch, unless its instance has a forward method already; return whether it had none."""
-    if "forward" in layer.__dict__:
-        return False
-    layer.__dict__["forward"] = MethodType(forward, layer)
-    return True
+    return _install(layer, forward)
+
+
+def install_root_override(root: nn.Module) -> bool:
+    """Have a model dispatch as `root_forward` says; see `install_override`."""
+    return _install(root, root_forward)
 
 
 def remove_override(layer: nn.Module) -> None:
-    """Undo `install_override`. Can be called twice."""
+    """Undo what was installed. Can be called twice."""
     if dispatches(layer):
         del layer.__dict__["forward"]
 
 
 def dispatches(layer: nn.Module) -> bool:
     """Return whether this module's own forward can be left out."""
-    return getattr(layer.__dict__.get("forward"), "__func__", None) is forward
+    return getattr(layer.__dict__.get("forward"), "__func__", None) in _dispatchers.values()
+
+
+def _install(module: nn.Module, called: Callable[..., Any]) -> bool:
+    if "forward" in module.__dict__:
+        return False
+    kind = type(module)
+    if (kind, called) not in _dispatchers:
+
+        @functools.wraps(kind.forward)
+        def dispatch(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return called(module, *args, **kwargs)
+
+        _dispatchers[kind, called] = dispatch
+    module.__dict__["forward"] = MethodType(_dispatchers[kind, called], module)
+    return True

@@ -89,7 +89,9 @@ class Runtime(LayerVerbs):
         self.controller: Controller | None = None
         """None with `policy="manual"`."""
         self.slo: SLO | None = None
-        self._weights, self._places, self._gate = parts.weights, parts.pools, parts.gate
+        self.gate = parts.gate
+        """What forward passes go through, and actions commit at."""
+        self._weights, self._places = parts.weights, parts.pools
         self._log = ActionLog()
         self.event_listeners = self._log.listeners
         agreement = agreement or Agreement()
@@ -146,7 +148,7 @@ class Runtime(LayerVerbs):
     def check(self) -> None:
         """Recount every ledger between two forward passes. Raises `IntegrityError` with both sides of what differs."""
         self._require_running()
-        with self._gate.exclusive():
+        with self.gate.exclusive():
             self.kv.memory.check()
             for pool in self._places:
                 with pool.mapping_lock:
@@ -295,11 +297,11 @@ class Runtime(LayerVerbs):
     @property
     def commits(self) -> int:
         """Count the safe points at which something was changed, or may have been: layers change nowhere else."""
-        return self._gate.commits
+        return self.gate.commits
 
     def suspend_forward(self) -> AbstractContextManager[None]:
         """Let actions commit while a forward pass of this thread waits for another process; see `ForwardGate`."""
-        return self._gate.suspended()
+        return self.gate.suspended()
 
     def pages_came_free(self) -> None:
         """Try deferred actions again. Called under the mapping lock of a place, so it only queues a job."""
@@ -334,19 +336,19 @@ class Runtime(LayerVerbs):
     @contextmanager
     def last_safe_point(self) -> Iterator[None]:
         """Finish the actions that were asked for; then hold forward passes while the model is unwrapped."""
-        if self._gate.inside:
+        if self.gate.inside:
             raise StateError("a model cannot be unwrapped inside one of its forward passes")
         if self._occupied:
             raise StateError(f"the model is in use by {self._occupied[0]}")
         if self.dropped:
             raise StateError(f"layers {self.dropped} are dropped; have them back first: rt.fetch, or rt.restore")
         self.close()
-        with self._gate.exclusive():
+        with self.gate.exclusive():
             yield
 
     def refuse(self, reason: str) -> None:
         """Let no forward pass begin any more."""
-        self._gate.refusal = reason
+        self.gate.refusal = reason
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Return nothing: a copy of a wrapped model is not wrapped."""
@@ -355,7 +357,7 @@ class Runtime(LayerVerbs):
         return lifecycle.nothing, ()
 
     def _require_outside(self) -> None:
-        if self._gate.inside:
+        if self.gate.inside:
             raise StateError("an action cannot be awaited inside a forward pass; call it with wait=False")
 
     def _possible(self, actions: Sequence[Action]) -> tuple[Action, ...]:

@@ -32,11 +32,20 @@ class ForwardPlan(Protocol):
         """Call the forward of a module's class, pass over it or compute a part; return what the module returns."""
 
 
+class ModelForward(Protocol):
+    """What computes the forward pass of a whole model in place of the model's own method."""
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the model would return; its hooks run around this."""
+
+
 class _CurrentBatch(threading.local):
     share: BatchShare | None = None
     """None: whole batches."""
     plan: ForwardPlan | None = None
     """None: all layers. Looked at by modules with a forward override alone."""
+    graphs: ModelForward | None = None
+    """None: the model's own forward. Looked at by a root with an override alone."""
 
 
 thread = _CurrentBatch()

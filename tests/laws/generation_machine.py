@@ -619,7 +619,7 @@ class Machine(RuleBasedStateMachine):
 
     def caches_are_where_their_layers_caches_are(self) -> None:
         memory = self.rt.kv.memory
-        with self.rt._gate.exclusive():
+        with self.rt.gate.exclusive():
             for layer in memory.layers_of(range(3)):
                 held = layer.held()
                 assert held is None or held.lease.pool is memory.homes[layer.index]

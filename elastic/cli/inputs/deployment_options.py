@@ -86,6 +86,6 @@ def make_deployments(options: Namespace) -> Deployments:
         weights=options.weights.split(",") if options.weights else None,
         kv=(kv,),
         losses=losses_of(options),
-        fleet={"engine": {"grammars": "llguidance"}},  # each rank compiles them for itself
+        fleet={"engine": {"grammars": "llguidance", "enforce_eager": options.enforce_eager}},  # of each rank
         harvest=options.harvest,
     )

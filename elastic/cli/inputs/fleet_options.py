@@ -138,7 +138,8 @@ def make_fleet(
     """Make the fleet, not started yet."""
     from elastic.cluster.fleet.fleet import Fleet
 
-    engine, (tp, pp) = {"kv_cache_dtype": options.kv_cache_dtype}, together(options)
+    engine = {"kv_cache_dtype": options.kv_cache_dtype, "enforce_eager": options.enforce_eager}
+    tp, pp = together(options)
     if grammars is not None:
         engine["grammars"] = "llguidance"  # each rank compiles them for itself
     return Fleet(

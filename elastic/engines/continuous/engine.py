@@ -54,8 +54,9 @@ class ContinuousEngine(PipelinedEngine):
     values in 8 bits ("auto": in the model's dtype); `share_prefixes` has requests share the blocks of a common
     beginning; `cohorts` is how many batches may be in flight (None: one, or where other ranks compute layers as many as
     keep these busy); `step_budget` says how many tokens each step may have, by what they cost (None:
-    `max_batch_tokens`); `grammars` serves structured output. Raises `StateError` for a model that is not wrapped,
-    `ConfigError` for one that it cannot serve.
+    `max_batch_tokens`); `grammars` serves structured output; `enforce_eager` has the model called at every step, where
+    else decode steps on a CPU are captured and replayed, to the same bits (`executor.graphs`). Raises `StateError` for
+    a model that is not wrapped, `ConfigError` for one that it cannot serve.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class ContinuousEngine(PipelinedEngine):
         cohorts: int | None = None,
         step_budget: StepBudget | None = None,
         grammars: GrammarCompiler | None = None,
+        enforce_eager: bool = False,
     ) -> None:
         for name, count in (("max_requests", max_requests), ("max_batch_tokens", max_batch_tokens)):
             require(count >= 1, name, count, "at least 1")
@@ -91,8 +93,7 @@ class ContinuousEngine(PipelinedEngine):
             stack.callback(self.runtime.occupy("a continuous batching engine; stop it first"))
             self.runtime.observe(False)  # it counts its requests itself
             stack.callback(self.runtime.observe, True)
-            kv = _one_pool(model)
-            groups = layer_groups(self._config)
+            kv, groups = _one_pool(model), layer_groups(self._config)
             self.kv_format = form = _kv_format(model, groups, block_tokens, block_layout, kv_cache_dtype, self.shards)
             sizes = block_groups(groups, form.block_bytes, form.kv_shards)
             windows = [group.window for group in groups]
@@ -101,7 +102,8 @@ class ContinuousEngine(PipelinedEngine):
             assert isinstance(memory, BlockMemory)
             self._memory = memory
             stack.callback(memory.close)
-            self._runner = ModelRunner(model, memory, groups, layout_of(form, model.dtype), grammars)
+            gate = None if enforce_eager else self.runtime.gate
+            self._runner = ModelRunner(model, memory, groups, layout_of(form, model.dtype), grammars, gate)
             stack.callback(self._runner.close)
             stack.callback(self._open_pipeline(groups, cohorts))
             self._received, self._held = ReceivedRequests(self._blocks, memory, self._kv_exchange), {}

@@ -14,9 +14,11 @@ from elastic.engines.base import GrammarCompiler, SampledToken
 from elastic.engines.core.step import ScheduledChunk, SequenceState, Step, StepResult
 from elastic.engines.executor.batch_runner import BatchRunner
 from elastic.engines.executor.block_layout import BlockLayout
+from elastic.engines.executor.graphs.decode_graphs import DecodeGraphs
 from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.engines.executor.prompt_scores import PromptScores
 from elastic.engines.sampling import SamplingState, sample
+from elastic.hooks.forward_gate import ForwardGate
 from elastic.kvcache.storage.paged import BlockMemory
 from elastic.memory.backends.streams import note_current_stream
 
@@ -44,13 +46,17 @@ class ModelRunner(BatchRunner):
         groups: Sequence[LayerGroup],
         layout: BlockLayout,
         grammars: GrammarCompiler | None = None,
+        gate: ForwardGate | None = None,
     ) -> None:
+        """`gate`: the model's, for decode steps to be captured and replayed, on a CPU; None: it is called for each."""
         super().__init__(model, memory, groups, layout)
         self._model = model
         self._cache_device = memory.kv.device
         self._grammars = grammars
         self._sampling: dict[str, SamplingState] = {}
         self._scores = PromptScores()
+        on_cpu = self._device.type == self._cache_device.type == "cpu"
+        self._graphs = DecodeGraphs(model, gate) if gate is not None and on_cpu else None
         self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def execute(self, step: Step) -> Future[StepResult]:
@@ -59,13 +65,19 @@ class ModelRunner(BatchRunner):
         try:
             begun = self.begin(step)
             with torch.no_grad():
-                done.set_result(self.finish(begun, self._model(**begun.inputs)))
+                done.set_result(self.finish(begun, self._compute(begun)))
         except Exception as error:  # whatever the model raises ends the sequences of the step; the others go on
             if self._cache_device.type == "cuda":  # its kernels still write blocks that are free now
                 torch.cuda.current_stream(self._cache_device).synchronize()
             self.remove(tuple(chunk.sequence for chunk in step.chunks))
             done.set_exception(error)
         return done
+
+    def close(self) -> None:
+        """Let go of the memory, and of the model."""
+        if self._graphs is not None:
+            self._graphs.close()
+        super().close()
 
     def remove(self, sequences: Iterable[str]) -> None:
         """Forget sequences; unknown ones: nothing happens."""
@@ -105,6 +117,13 @@ class ModelRunner(BatchRunner):
         if begun.sampled is not None:
             logits = logits[begun.sampled]
         return StepResult(self._choose(begun.chunks, logits), scores)
+
+    def _compute(self, begun: BegunStep) -> Any:
+        """Call the model, or replay a pass of it: where each sequence has one new token, and all logits are wanted."""
+        whole = begun.rows is None and "logits_to_keep" not in begun.inputs
+        if self._graphs is None or not whole or begun.inputs["input_ids"].shape[1] != len(begun.chunks):
+            return self._model(**begun.inputs)
+        return self._graphs.run(begun.inputs)
 
     def _add_state(self, state: SequenceState) -> None:
         request = state.request

@@ -207,8 +207,9 @@ def _grouped(function: Function, args: Any, kwargs: Any) -> Any:
         return on_values(function, args, kwargs)
     x, packed = args[0], args[1].source.packed
     out = x.new_zeros(x.shape[0], packed.matrix.outputs)
-    start = 0
-    for expert, stop in enumerate(kwargs["offs"].tolist()):
+    offs, start = kwargs["offs"], 0
+    offs[0].item()  # who records operators must see that contents are read, which `tolist` does not show
+    for expert, stop in enumerate(offs.tolist()):
         if stop > start:
             out[start:stop] = packed.expert(expert).product(x[start:stop])
         start = stop

@@ -18,7 +18,7 @@ def logits(model: Any) -> torch.Tensor:
 
 def plain_during(model: Any) -> list[bool]:
     """Return what the model's hooks say of their pass, as seen by each layer in one pass."""
-    thread, seen = model.elastic._gate.thread, []
+    thread, seen = model.elastic.gate.thread, []
     hooks = [layer.register_forward_pre_hook(lambda *_: seen.append(thread.plain)) for layer in model.model.layers]
     logits(model)
     for hook in hooks:
@@ -63,7 +63,7 @@ def test_a_layer_released_while_its_pass_is_suspended_is_staged(wrapped: Any) ->
 def test_a_plain_layer_called_by_itself_keeps_commits_out(wrapped: Any) -> None:
     model = wrapped(build("llama-gqa"))
     logits(model)
-    gate, inside = model.elastic._gate, []
+    gate, inside = model.elastic.gate, []
     model.model.layers[0].mlp.register_forward_hook(lambda *_: inside.append((gate.inside, gate.thread.plain)))
     hidden = torch.randn(1, 3, model.config.hidden_size)
     embeddings = model.model.rotary_emb(hidden, torch.arange(3)[None])

@@ -124,7 +124,7 @@ def test_a_failed_forward_leaves_the_cache_as_it_was(wrapped: Any) -> None:
     with pytest.raises(RuntimeError, match="no head"):
         model(torch.tensor([[5]]), past_key_values=cache)
     model.lm_head.forward = expected
-    assert not model.elastic._gate.inside
+    assert not model.elastic.gate.inside
     assert [layer.get_seq_length() for layer in cache.layers] == [24] * 3
     assert all(torch.equal(layer.keys, before) for layer, before in zip(cache.layers, kept, strict=True))
     model(torch.tensor([[5]]), past_key_values=cache)

@@ -1,0 +1,235 @@
+"""Decode steps of one model: which numbers of sequences have graphs, and when these are good.
+
+A graph is captured after a few passes of so many sequences, and checked against the pass that follows. An action may
+change any weight, so all graphs end before it commits; while layers do more than compute with weights of their own
+place, passes are run as ever. Attention is called by replays as by the model: its shapes change from step to step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic.engines.executor.graphs.graph_memory import GraphMemory
+from elastic.engines.executor.graphs.operator_graph import CaptureRefused, OperatorGraph
+from elastic.hooks.base import Hook
+from elastic.hooks.forward_gate import ForwardGate
+from elastic.hooks.forward_override import dispatches, install_root_override, remove_override
+from elastic.kvcache.score_terms import ScoreTerms
+from elastic.weights import batch_context
+from elastic.weights.decoder import PAGED_CACHE
+from elastic.weights.proxy.tensor import WeightProxy
+
+logger = logging.getLogger(__name__)
+CAPTURE_AFTER = 4
+"""Passes of a size before it is captured: what is measured at first use is then known, and sizes that do not come
+again cost nothing. A capture takes about twice as long as a pass."""
+MOST_GRAPHS = 64
+"""Of different sizes; the one that was not used for the longest time goes first."""
+
+
+class _Attention:
+    """Stands for the cache in a captured pass: hands queries, keys and values to that of the present step."""
+
+    def __init__(self, graph: OperatorGraph) -> None:
+        self._cache: Any = None
+        self._graph = graph
+
+    @contextmanager
+    def over(self, cache: Any) -> Iterator[None]:
+        """Attend over the cache of a step."""
+        self._cache = cache
+        try:
+            yield
+        finally:
+            self._cache = None
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        terms: ScoreTerms | None = None,
+    ) -> torch.Tensor:
+        """Attend in one layer; see `RequestSlice.attend`."""
+        softcap, sinks = (None, None) if terms is None else (terms.softcap, terms.sinks)
+        return self._graph.call(self._attend, layer, query, key, value, scaling, terms is not None, softcap, sinks)
+
+    def _attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        with_terms: bool,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        terms = ScoreTerms(softcap, sinks) if with_terms else None
+        attended: torch.Tensor = self._cache.attend(layer, query, key, value, scaling, terms=terms)
+        return attended
+
+
+class CapturedPass:
+    """The forward pass of a model, captured for keyword arguments of the same names and shapes."""
+
+    def __init__(self, inputs: dict[str, Any]) -> None:
+        self._graph = OperatorGraph()
+        self._attention = _Attention(self._graph)
+        self._inputs = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+        self._inputs[PAGED_CACHE] = self._attention
+        self.checked = False
+        """Whether a replay gave what the model gave."""
+
+    def capture(self, forward: Callable[..., Any], inputs: dict[str, Any], memory: GraphMemory) -> Any:
+        """Return what the model returns for the inputs. Raises `CaptureRefused`, and what `forward` raises."""
+        with self._attention.over(inputs[PAGED_CACHE]):
+            return self._graph.capture(lambda: forward(**self._inputs), memory)
+
+    def fits(self, inputs: dict[str, Any]) -> bool:
+        """Return whether these differ from those of the capture in nothing but the contents of tensors."""
+        if inputs.keys() != self._inputs.keys():
+            return False
+        return all(
+            inputs[name].shape == own.shape if isinstance(own, torch.Tensor) else own in (inputs[name], self._attention)
+            for name, own in self._inputs.items()
+        )
+
+    def replay(self, inputs: dict[str, Any]) -> Any:
+        """Return what the model returns for `inputs`, in tensors that the next replay of any graph overwrites."""
+        for name, own in self._inputs.items():
+            if isinstance(own, torch.Tensor):
+                own.copy_(inputs[name])
+        with self._attention.over(inputs[PAGED_CACHE]):
+            return self._graph.replay()
+
+
+@dataclass
+class _Size:
+    """A number of sequences."""
+
+    passes: int = 0
+    captured: CapturedPass | None = None
+
+
+class DecodeGraphs:
+    """The forward passes of steps in which every sequence has one new token. For one thread, which alone runs them.
+
+    The model is called as ever, so that its hooks run; it is its forward that is captured.
+    """
+
+    def __init__(self, model: nn.Module, gate: ForwardGate) -> None:
+        self.refusal = _refusal(model)
+        """Why no pass is captured, if so: until the next action, or for good."""
+        self._for_good = bool(self.refusal)
+        self._model, self._gate = model, gate
+        self._sizes: OrderedDict[int, _Size] = OrderedDict()
+        self._memory = GraphMemory()
+        self._ended = False  # all that are in `_sizes`
+        hooks = [(m._forward_pre_hooks, m._forward_hooks) for m in model.modules() if m is not model]
+        self._hooks = [model._forward_hooks, *chain.from_iterable(hooks)]  # the model's: they may keep what it returns
+        self._own_hooks = sum(isinstance(hook, Hook) for hooks in self._hooks for hook in hooks.values())
+        if not self._for_good:
+            install_root_override(model)
+            gate.before_commits.append(self._end)
+
+    def close(self) -> None:
+        """Let go of all graphs, and of the model's forward."""
+        if self._end in self._gate.before_commits:
+            self._gate.before_commits.remove(self._end)
+            remove_override(self._model)
+        self._refuse("it was closed", for_good=True)
+
+    def run(self, inputs: dict[str, Any]) -> Any:
+        """Call the model; see `CapturedPass.replay` for what it returns."""
+        if self._for_good:
+            return self._model(**inputs)
+        batch_context.thread.graphs = self
+        try:
+            return self._model(**inputs)
+        finally:
+            batch_context.thread.graphs = None
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the model's own forward would; see `ModelForward`."""
+        forward = partial(type(module).forward, module)
+        if self._ended:
+            self._sizes.clear()
+            self.refusal, self._ended = "", False
+        plain = self._gate.thread.plain and not module.training and not self._has_hooks()
+        if args or self.refusal or not plain:
+            return forward(*args, **kwargs)
+        try:
+            return self._run(forward, kwargs)
+        except CaptureRefused as error:
+            self._refuse(str(error), for_good=False)
+            return forward(**kwargs)
+
+    def _run(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        size = self._size(inputs["input_ids"].shape[1])
+        size.passes += 1
+        if size.captured is None:
+            if size.passes <= CAPTURE_AFTER:
+                return forward(**inputs)
+            captured = CapturedPass(inputs)
+            output = captured.capture(forward, inputs, self._memory)
+            size.captured = captured
+            return output
+        if not size.captured.fits(inputs):
+            return forward(**inputs)
+        if not size.captured.checked:
+            return self._check(size.captured, forward, inputs)
+        return size.captured.replay(inputs)
+
+    def _check(self, captured: CapturedPass, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        """Run a pass as ever and as a replay, which writes the same keys and values once more; compare."""
+        expected = forward(**inputs)
+        captured.checked = torch.equal(captured.replay(inputs).logits, expected.logits)
+        if not captured.checked:
+            self._refuse("a replay gave other logits", for_good=True)
+        return expected
+
+    def _size(self, rows: int) -> _Size:
+        size = self._sizes.setdefault(rows, _Size())
+        self._sizes.move_to_end(rows)
+        if len(self._sizes) > MOST_GRAPHS:
+            self._sizes.popitem(last=False)
+        return size
+
+    def _refuse(self, reason: str, *, for_good: bool) -> None:
+        logger.info("steps of %s are run without graphs: %s", type(self._model).__name__, reason)
+        self.refusal, self._for_good = reason, for_good
+        self._sizes.clear()
+        self._memory.forget_views()
+
+    def _end(self) -> None:
+        """End all graphs: weights may be elsewhere, and other ones, from now on. No pass is running."""
+        self._ended = True
+        self._memory.forget_views()
+
+    def _has_hooks(self) -> bool:
+        """Return whether others have hooks that a replay would not call, or call with tensors that change later."""
+        return sum(map(len, self._hooks)) != self._own_hooks
+
+
+def _refusal(model: nn.Module) -> str:
+    """Say why passes of a model cannot be captured, as far as its modules show it; empty if they can."""
+    inner = [module for module in model.modules() if module is not model]
+    if "forward" in vars(model) or any("forward" in vars(module) and not dispatches(module) for module in inner):
+        return "modules of it have forward methods of their own"
+    if any(hasattr(module, "base_layer") for module in inner):
+        return "its adapters may be switched at any time"
+    others = {type(parameter) for parameter in model.parameters()} - {nn.Parameter, torch.Tensor, WeightProxy}
+    return f"its weights are of {', '.join(sorted(kind.__name__ for kind in others))}" if others else ""

@@ -1,0 +1,162 @@
+"""A computation as the operators that it called, recorded once and called again over the same memory.
+
+On a CPU, what a CUDA graph is on a GPU: Python, and operators that only make views, are gone through once. The same
+operators are called with tensors of the same shapes and strides, so every bit is as it would be without the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from elastic.engines.executor.graphs.graph_memory import GraphMemory, assign_buffers, storage_of
+
+T = TypeVar("T")
+
+_aten = torch.ops.aten
+_UNFILLED = {_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided}
+"""What they return has no contents yet."""
+_READERS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
+"""They read a tensor into Python, and are no operators."""
+_REFUSED = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class CaptureRefused(Exception):
+    """A computation that would not be the same again: it draws random numbers, or looks at what is in its tensors."""
+
+
+class Operator(NamedTuple):
+    """A call of a function."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[torch.Tensor, ...] = ()
+    """What it returns is copied to; empty: it writes into its arguments."""
+
+
+class OperatorGraph:
+    """A computation, captured once. It holds all tensors that it works on. For one thread."""
+
+    def __init__(self) -> None:
+        self._operators: list[Operator] = []
+        self._created: list[torch.Tensor] = []  # in memory of their own, by operators
+        self._recording = False
+        self._output: Any = None
+
+    def capture(self, run: Callable[[], T], memory: GraphMemory) -> T:
+        """Run a computation and record it; return what it returned. What replays compute lies in buffers of `memory`.
+
+        Raises `CaptureRefused` where a replay would not be the same computation.
+        """
+        self._recording = True
+        try:
+            with _RefuseReading(self), _RecordOperators(self):
+                output = run()
+        finally:
+            self._recording = False
+        calls = [_tensors((each.args, each.kwargs, each.results)) for each in self._operators]
+        move = assign_buffers(calls, _tensors(output), self._created, memory)
+        self._operators = [
+            Operator(each.function, *tree_map_only(torch.Tensor, move, (each.args, each.kwargs, each.results)))
+            for each in self._operators
+        ]
+        self._output, self._created = tree_map_only(torch.Tensor, move, output), []
+        return output
+
+    def call(self, function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        """In a capture: call a function that replays call as it is, with the same arguments; return its result."""
+        self._recording = False
+        try:
+            result = function(*args).contiguous()
+        finally:
+            self._recording = True
+        self._operators.append(Operator(function, args, {}, (result,)))
+        self._created.append(result)
+        return result
+
+    def replay(self) -> Any:
+        """Compute again, with what is in the captured inputs now; return what `run` did, in tensors of replays."""
+        for function, args, kwargs, results in self._operators:
+            returned = function(*args, **kwargs)
+            if results:
+                for result, value in zip(results, _tensors(returned), strict=True):
+                    result.copy_(value)
+        return self._output
+
+    def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator, and record it if it fills memory: views of it stay good."""
+        if not self._recording:
+            return func(*args, **kwargs)
+        tensors = _tensors((args, kwargs))
+        if not _REFUSED.isdisjoint(func.tags) and not _takes_rows(func, tensors):
+            raise CaptureRefused(f"it calls {func}")
+        if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
+            raise CaptureRefused(f"it calls {func} with tensors of a class of their own")
+        output = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            self._operators.append(Operator(func, args, kwargs))
+            return output
+        given = {storage_of(tensor) for tensor in tensors}
+        new = tuple(tensor for tensor in _tensors(output) if storage_of(tensor) not in given)
+        if any(tensor.layout is not torch.strided for tensor in new):
+            raise CaptureRefused(f"{func} returns a tensor without strides")
+        self._created.extend(new)
+        if new and func.overloadpacket not in _UNFILLED:
+            self._operators.append(_filling(func, args, kwargs, new))
+        return output
+
+    def read_tensor(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function of a tensor that is no operator, unless it is for reading one while all is recorded."""
+        if self._recording and func in _READERS:
+            raise CaptureRefused(f"it calls {func}")
+        return func(*args, **kwargs)
+
+
+class _RecordOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, graph: OperatorGraph) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._graph = graph
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._graph.run_operator(func, args, kwargs or {})
+
+
+class _RefuseReading(TorchFunctionMode):
+    def __init__(self, graph: OperatorGraph) -> None:
+        super().__init__()
+        self._graph = graph
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._graph.read_tensor(func, args, kwargs or {})
+
+
+def _takes_rows(func: Any, tensors: list[torch.Tensor]) -> bool:
+    """Return whether an operator indexes by numbers: its shapes depend on contents only where it does by masks."""
+    masks = (torch.bool, torch.uint8)
+    return func is _aten.index.Tensor and not any(index.dtype in masks for index in tensors[1:])
+
+
+def _filling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], new: tuple[torch.Tensor, ...]) -> Operator:
+    """Return the call that computes what an operator returned, where it lies: by its out= form if it has one."""
+    given = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
+    for name in func.overloadpacket.overloads() if len(new) == 1 else ():
+        overload = getattr(func.overloadpacket, name)
+        written = [argument.name for argument in overload._schema.arguments if argument.is_out]
+        others = [(argument.name, str(argument.type)) for argument in overload._schema.arguments if not argument.is_out]
+        if len(written) == 1 and others == given:
+            return Operator(overload, args, {**kwargs, written[0]: new[0]})
+    return Operator(func, args, kwargs, new)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,196 @@
+"""Which decode steps are replayed, and that their tokens are those of the model, whatever is done to it meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elastic
+from elastic.engines.base import Request
+from elastic.engines.continuous import ContinuousEngine
+from elastic.engines.executor.graphs.decode_graphs import CapturedPass, DecodeGraphs
+from support import architectures
+from support.lossless_variant import HALF, exact
+from support.serving.generations import SERVED, Collector, Continuation, prompts, same_unless_close, serve
+from support.serving.tracked_engine import TrackedEngine
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of sequences of all passes that were replayed, and not only to be checked."""
+    counted: list[int] = []
+    replay, check = CapturedPass.replay, DecodeGraphs._check
+
+    def counting(self: CapturedPass, inputs: dict[str, Any]) -> Any:
+        counted.append(inputs["input_ids"].shape[1])
+        return replay(self, inputs)
+
+    def checking(self: DecodeGraphs, *args: Any) -> Any:
+        output = check(self, *args)
+        counted.pop()
+        return output
+
+    monkeypatch.setattr(CapturedPass, "replay", counting)
+    monkeypatch.setattr(DecodeGraphs, "_check", checking)
+    return counted
+
+
+@pytest.fixture
+def engines() -> Iterator[Callable[..., TrackedEngine]]:
+    made: list[TrackedEngine] = []
+
+    def make(model: Any, **options: Any) -> TrackedEngine:
+        made.append(TrackedEngine(model, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("name", sorted(SERVED))
+def test_decode_steps_of_every_architecture_are_replayed(name: str, engines: Any, replays: list[int]) -> None:
+    asked = [Request(prompt, 24, ignore_eos=True) for prompt in prompts([3, 9, 20], architectures.VOCAB)]
+    engine = engines(architectures.build(name), max_batch_tokens=64).engine
+    heard = serve(engine, asked)
+    assert len(replays) >= 12
+    assert set(replays) <= {1, 2, 3}
+    for request in asked:
+        assert same_unless_close(architectures.build(name), request.prompt, heard.tokens[request.id])
+
+
+def test_actions_end_graphs_and_steps_are_replayed_again_behind_them(engines: Any, replays: list[int]) -> None:
+    model = exact(architectures.build("llama-gqa"))
+    prompt = prompts([20], architectures.VOCAB)[0]
+    expected = Continuation(exact(architectures.build("llama-gqa")), prompt, 160)
+    engine = engines(model, wrap={"variants": [HALF]}, nbytes=8 << 20).engine
+    rt, heard, request = engine.runtime, Collector(), Request(prompt, 160, ignore_eos=True)
+    engine.submit(request, heard)
+    actions: list[tuple[Callable[[], Any], bool]] = [
+        (lambda: rt.swap([0, 2], "half"), True),
+        (lambda: rt.restore(), True),
+        (lambda: rt.release([1]), False),  # streamed: not plain
+        (lambda: rt.restore(), True),
+        (lambda: rt.kv.resize(rt.kv.capacity_bytes), True),
+    ]
+    tokens = 12
+    for act, replayed in actions:
+        heard.wait_for_tokens(request.id, tokens)
+        act()
+        done = len(heard.tokens[request.id])
+        replays.clear()
+        heard.wait_for_tokens(request.id, done + 14)
+        assert bool(replays) is replayed
+        tokens = done + 16
+    heard.wait([request.id])
+    assert heard.tokens[request.id] == expected
+
+
+def test_hooks_of_others_are_called_at_each_step_while_they_are_there(engines: Any, replays: list[int]) -> None:
+    model, heard = architectures.build("llama-gqa"), Collector()
+    tracked = engines(model)
+    (prompt,) = prompts([5], architectures.VOCAB)
+    calls: list[int] = []
+    for module in (model.model.layers[1].mlp, model):
+        first, second = (Request(prompt, 20, ignore_eos=True) for _ in range(2))
+        handle = module.register_forward_hook(lambda *_: calls.append(1))
+        serve(tracked.engine, [first])
+        assert not replays
+        assert len(calls) == 20
+        handle.remove()
+        heard = serve(tracked.engine, [second])
+        assert replays
+        assert len(calls) == 20
+        calls.clear()
+        replays.clear()
+    assert same_unless_close(architectures.build("llama-gqa"), prompt, heard.tokens[second.id])
+
+
+class Looking(nn.Module):
+    """A module that looks in its tensors."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x)
+        return result if result.abs().max() < 1e9 else torch.zeros_like(result)
+
+
+class Counting(Looking):
+    """A module whose results depend on how often it was called, as no operator shows."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        result: torch.Tensor = self.inner(x)
+        return result * (1 + self.calls / 64)
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(Looking, "it calls aten"), (Counting, "a replay gave other logits")])
+def test_models_that_cannot_be_replayed_are_called(
+    kind: type[Looking], reason: str, engines: Any, replays: list[int]
+) -> None:
+    def build() -> Any:
+        model = architectures.build("llama-gqa")
+        model.model.layers[1].mlp = kind(model.model.layers[1].mlp)
+        return model
+
+    (prompt,) = prompts([5], architectures.VOCAB)
+    eager = serve(engines(build(), enforce_eager=True).engine, [first := Request(prompt, 20, ignore_eos=True)])
+    tracked = engines(build())
+    heard = serve(tracked.engine, [second := Request(prompt, 20, ignore_eos=True)])
+    assert not replays
+    assert reason in tracked.engine._runner._graphs.refusal
+    if kind is Looking:  # the other one counts the pass that was compared, too
+        assert heard.tokens[second.id] == eager.tokens[first.id]
+
+
+@pytest.mark.parametrize("change", ["adapter", "forward", "root"])
+def test_models_that_others_have_changed_are_called(change: str, engines: Any, replays: list[int]) -> None:
+    model = architectures.build("llama-gqa")
+    if change == "adapter":
+        model.model.norm.base_layer = nn.Identity()
+    else:
+        module = model if change == "root" else model.model.norm
+        module.forward = module.forward
+    (prompt,) = prompts([5], architectures.VOCAB)
+    tracked = engines(model)
+    heard = serve(tracked.engine, [request := Request(prompt, 20, ignore_eos=True)])
+    assert not replays
+    assert tracked.engine._runner._graphs.refusal
+    assert same_unless_close(architectures.build("llama-gqa"), prompt, heard.tokens[request.id])
+
+
+def test_a_model_keeps_its_signature_while_it_is_served_and_has_its_own_forward_afterwards() -> None:
+    model = architectures.build("llama-gqa")
+    signature = inspect.signature(model.forward)
+    elastic.wrap(model)
+    engine = ContinuousEngine(model)
+    try:
+        assert "forward" in vars(model)
+        assert inspect.signature(model.forward) == signature
+        copied = copy.deepcopy(model)
+        tokens = torch.tensor([[5, 6, 7]])
+        with torch.no_grad():
+            assert torch.equal(copied(tokens).logits, model(tokens).logits)
+    finally:
+        engine.stop()
+    assert "forward" not in vars(model)
+    elastic.unwrap(model)
+
+
+def test_an_eager_engine_leaves_the_model_as_it_is(engines: Any, replays: list[int]) -> None:
+    model = architectures.build("llama-gqa")
+    tracked = engines(model, enforce_eager=True)
+    assert "forward" not in vars(model)
+    serve(tracked.engine, [Request((5, 6, 7), 20, ignore_eos=True)])
+    assert not replays

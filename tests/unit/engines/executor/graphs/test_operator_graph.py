@@ -1,0 +1,168 @@
+"""What was captured computes, for other inputs, what running it would compute, to the bit, and holds little memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from elastic.engines.executor.graphs.graph_memory import GraphMemory
+from elastic.engines.executor.graphs.operator_graph import CaptureRefused, OperatorGraph
+from elastic.memory.backends.memfd import MemfdBackend
+from elastic.memory.page_pool import PagePool
+from elastic.memory.virtual_range import VirtualRange
+
+ROWS, WIDTH = 3, 8
+PAGE = 4096
+WEIGHT = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1))
+STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "product": lambda x, y: nn.functional.linear(x, WEIGHT),
+    "sum": lambda x, y: x + y,
+    "in place": lambda x, y: x.clone().mul_(0.5).add_(y),
+    "into an empty one": lambda x, y: torch.empty_like(x).copy_(y),
+    "parts": lambda x, y: torch.cat([y.chunk(2, -1)[1], x[:, : WIDTH // 2]], -1),
+    "transposed": lambda x, y: (x.T @ y).T[:ROWS].contiguous(),
+    "strided": lambda x, y: (x.T + y.T).T,
+    "several results": lambda x, y: torch.sort(x, -1).values + torch.var_mean(y, -1, keepdim=True)[1],
+    "rows by number": lambda x, y: x[y.argmax(-1) % ROWS],
+    "other dtype": lambda x, y: (x.double() * 2).to(torch.float32),
+    "norm": lambda x, y: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "chosen": lambda x, y: torch.where(x > y, x, y),
+    "constant": lambda x, y: x + torch.tensor([0.25]),
+    "view of all": lambda x, y: x.view(-1)[WIDTH:].view(ROWS - 1, WIDTH).sum(0) + y,
+}
+
+
+def computation(names: list[str]) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
+    def run(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        before, last = x, x
+        for name in names:
+            before, last = last, STEPS[name](last, before)
+        return {"last": last, "before": before}
+
+    return run
+
+
+@given(st.lists(st.sampled_from(sorted(STEPS)), max_size=12), st.integers(0, 2**20))
+@settings(max_examples=200, deadline=None)
+def test_a_replay_has_the_bits_of_a_run(names: list[str], seed: int) -> None:
+    random, run, graph = torch.Generator().manual_seed(seed), computation(names), OperatorGraph()
+    x, memory = torch.randn(ROWS, WIDTH, generator=random), GraphMemory()
+    with torch.no_grad():
+        expected = run(x)
+        captured = graph.capture(lambda: run(x), memory)
+        assert all(torch.equal(captured[name], expected[name]) for name in expected)
+        for _ in range(3):
+            x.copy_(torch.randn(ROWS, WIDTH, generator=random))
+            expected = {name: tensor.clone() for name, tensor in run(x).items()}
+            replayed = graph.replay()
+            assert all(torch.equal(replayed[name], expected[name]) for name in expected)
+            assert all(replayed[name].stride() == expected[name].stride() for name in expected)
+
+
+def joined(run: Callable[[torch.Tensor], dict[str, torch.Tensor]], x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"both": torch.cat([run(x)["last"], run(x)["before"]])}
+
+
+@given(st.lists(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=6), min_size=2, max_size=4))
+@settings(max_examples=50, deadline=None)
+def test_graphs_that_share_buffers_do_not_spoil_each_other(programs: list[list[str]]) -> None:
+    memory, graphs = GraphMemory(), []
+    with torch.no_grad():
+        for number, names in enumerate(programs):
+            x, run = torch.randn(ROWS, WIDTH), computation(names)
+            if number % 2:  # one of other sizes
+                run = partial(joined, run)
+            graph = OperatorGraph()
+            graph.capture(partial(run, x), memory)
+            graphs.append((graph, x, run))
+        for graph, x, run in [*graphs, *reversed(graphs)]:
+            x.copy_(torch.randn(ROWS, WIDTH))
+            expected = run(x)
+            replayed = graph.replay()
+            assert all(torch.equal(replayed[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.sum() > 0),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: np.asarray(x),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: torch.rand_like(x),
+        lambda x: nn.functional.dropout(x, 0.5, training=True),
+        lambda x: x.to_sparse(),
+    ],
+)
+def test_what_depends_on_contents_or_chance_is_refused(look: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.randn(ROWS, WIDTH)
+
+    def run() -> torch.Tensor:
+        y = x + 1
+        look(y)
+        return y * 2
+
+    with pytest.raises(CaptureRefused):
+        OperatorGraph().capture(run, GraphMemory())
+    look(x)  # nothing of the capture is left behind
+
+
+def test_a_function_that_is_not_looked_into_is_called_by_replays() -> None:
+    graph, x, factor = OperatorGraph(), torch.ones(ROWS, WIDTH), [2.0]
+
+    def outside(y: torch.Tensor, name: str) -> torch.Tensor:
+        assert name == "seen"
+        return torch.tensor((y * factor[0]).tolist())
+
+    with torch.no_grad():
+        assert graph.capture(lambda: graph.call(outside, x + 1, "seen") + 1, GraphMemory()).eq(5).all()
+        factor[0] = 3.0
+        x.fill_(2.0)
+        assert graph.replay().eq(10).all()
+
+
+def test_results_leave_their_place_to_later_ones() -> None:
+    x, memory, graph = torch.randn(64, 64), GraphMemory(), OperatorGraph()
+
+    def run() -> torch.Tensor:
+        y = x
+        for _ in range(50):
+            y = torch.tanh(y) @ x
+        return y
+
+    with torch.no_grad():
+        graph.capture(run, memory)
+    assert memory.nbytes <= 2 * x.nbytes
+    assert torch.equal(graph.replay(), run())
+
+
+def test_pages_that_graphs_look_at_come_free_when_they_are_told_to_forget_them() -> None:
+    pool = PagePool("cpu#test", MemfdBackend(PAGE), 8 * PAGE, ready_pages=0)
+    pages = VirtualRange(pool, 4)
+    pages.map(0, pool.allocate("weights", 1))
+    dead: list[int] = []
+    span = pages.storage(0, PAGE, lambda: dead.append(1))
+    memory, graph = GraphMemory(), OperatorGraph()
+
+    def capture(weight: torch.Tensor) -> None:
+        graph.capture(lambda: nn.functional.linear(torch.ones(ROWS, WIDTH), weight) + weight[0, 0], memory)
+
+    with torch.no_grad():
+        capture(span.tensor(torch.float32).view(-1, WIDTH))
+    span.drop()
+    gc.collect()
+    assert not dead
+    memory.forget_views()
+    assert dead
