@@ -22,6 +22,7 @@ from elastic.estimation.work import activation_bytes, copied_share, read_bytes
 from elastic.planning.estimate.configuration import FULL, Configuration, configurations
 from elastic.planning.estimate.devices import Device, DeviceKind
 from elastic.planning.estimate.intent import Intent, Objective
+from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.estimate.paper import OUTPUTS, Latency, MemoryParts, estimate_by_parts
 from elastic.planning.estimate.performance import USUAL_LOAD, InstanceCost, Load
 from elastic.planning.estimate.ranking import (
@@ -298,6 +299,8 @@ class Estimator:
             if self.profile is None:
                 raise
             return None
+        if tp * len(stages) > 1:
+            layers, rest = {name: called_each_step(cost) for name, cost in layers.items()}, called_each_step(rest)
         link = self.costs.link()
         # each rank sends its heads to all others, and a sum of full width: the mean of the two
         exchange = LinearLatency(link.fixed_s, link.each_s * (tp - 1) * (1 + 1 / tp) / 2)
@@ -320,6 +323,11 @@ class Estimator:
         kinds = [Counter(self.layout.kind_of[layer].name for layer in stage) for stage in stages]
         parts = [tuple((beside[kind], count) for kind, count in counts.items()) for counts in kinds]
         return (*parts[:-1], (*parts[-1], (self.costs.beside(rest, others), 1)))
+
+
+def called_each_step(cost: BatchCost) -> BatchCost:
+    """Return the cost at one of several ranks, which replay no decode steps."""
+    return replace(cost, replayed=0.0) if isinstance(cost, LayerCost) else cost
 
 
 def unserved(configuration: Configuration) -> str:

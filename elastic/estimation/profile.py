@@ -15,7 +15,7 @@ import torch
 
 from elastic.config import Place, parse_bytes
 from elastic.engines.continuous import ContinuousEngine
-from elastic.engines.continuous.chunk_profile import Mix, Pace, profile_chunks
+from elastic.engines.continuous.chunk_profile import Mix, Pace, profile_chunks, profile_replays
 from elastic.errors import ConfigError
 from elastic.estimation.activations import measured_share
 from elastic.estimation.fingerprint import fingerprint, take_layers
@@ -103,6 +103,7 @@ def measure_fingerprints(
         chosen = fingerprint_layers(kind, target.type)
         rates: list[float] = []
         samples: dict[str, list[ChunkProfile]] = {name: [] for name in forms}
+        replays: dict[str, list[tuple[Mix, float]]] = {name: [] for name in forms}
         for _ in range(PASSES):
             rates.append(reading_rate(len(chosen) * kind.full.nbytes, target, pace))
             for name in forms:
@@ -110,6 +111,8 @@ def measure_fingerprints(
                 with engine_for(small.to(target), name, target, context + step_tokens, step_tokens) as engine:
                     mixes = telling_mixes(engine, context, step_tokens, most_s, pace)
                     samples[name].append(profile_chunks(engine, mixes, ROUNDS, most_s=most_s / PASSES, pace=pace))
+                    few = shortest_decodes(mixes)
+                    replays[name] += zip(few, profile_replays(engine, few, ROUNDS, pace), strict=True)
                     block = engine.kv_format.block_tokens
                     share = measured_share(engine, layout, largest(mixes), parts_of(name)[1])
                 taken[name], kept[name] = max(share, taken.get(name, 0.0)), kept_bytes()
@@ -117,10 +120,10 @@ def measure_fingerprints(
             of_layer = [sample for each in passes for sample in each.layer]
             cost = LayerCost.fit(of_layer, window_of(layout.config, kind), block)
             read_s = least_bytes(layout, kind, name, target.type) / statistics.median(rates)
-            layers[kind.name, name] = cost.with_reading(read_s)
+            layers[kind.name, name] = cost.with_reading(read_s).with_replays(replays[name])
             explained[kind.name, name] = r_squared(cost, of_layer)
             rest = [sample for each in passes for sample in each.rest]
-            around.setdefault(name, LayerCost.fit(rest, attention=False))
+            around.setdefault(name, LayerCost.fit(rest, attention=False).with_replays(replays[name]))
     return CostProfile(target.type, layers, around, activations=taken, scratch_bytes=kept, r_squared=explained)
 
 
@@ -208,6 +211,12 @@ def largest(mixes: Sequence[Mix]) -> list[Mix]:
     alone = [mix for mix in mixes if len(mix) == 1]
     most = [max((mix for mix in alone if bool(mix[0][0]) == behind), key=_size) for behind in (False, True)]
     return [*most, max((mix for mix in mixes if all(count == 1 for _, count in mix)), key=_size)]
+
+
+def shortest_decodes(mixes: Sequence[Mix]) -> list[Mix]:
+    """Choose the decode steps of one sequence and of the most, with the shortest contexts."""
+    decodes = sorted((mix for mix in mixes if all(count == 1 for _, count in mix)), key=_size)
+    return [decodes[0], next(mix for mix in decodes if len(mix) == len(decodes[-1]))]
 
 
 def _size(mix: Mix) -> tuple[int, int]:

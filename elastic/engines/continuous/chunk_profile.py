@@ -18,6 +18,7 @@ import torch
 from elastic.engines.base import Request
 from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.engines.core.step import ScheduledChunk, SequenceState, Step
+from elastic.engines.executor.graphs.decode_graphs import CAPTURE_AFTER
 from elastic.errors import ConfigError, StateError
 from elastic.planning.pipeline.chunk_cost import BatchTiming, ChunkProfile, ModelCost
 from elastic.weights.decoder import find_decoder
@@ -58,6 +59,17 @@ def profile_chunks(
         layer.append(BatchTiming(mix, statistics.median(of_layer for of_layer, _ in pairs)))
         rest.append(BatchTiming(mix, statistics.median(around for _, around in pairs)))
     return ChunkProfile(tuple(layer), tuple(rest), stopwatch.layers)
+
+
+def profile_replays(
+    engine: ContinuousEngine, mixes: Sequence[Mix], rounds: int = 7, pace: Pace | None = None
+) -> list[float]:
+    """Return how long decode steps of these sequences take that are replayed, as a share of those that are not.
+
+    The median of `rounds` pairs of each; 1.0 or about it where the engine replays none. Raises as `profile_chunks`.
+    """
+    stopwatch = _Stopwatch(engine, pace)
+    return [stopwatch.replayed_share(mix, rounds) for mix in mixes]
 
 
 def fit_cost(engine: ContinuousEngine, most_tokens: int, most_s: float = 2.0, rounds: int = 5) -> ModelCost:
@@ -119,19 +131,37 @@ class _Stopwatch:
 
     def run(self, mix: Mix) -> tuple[float, float]:
         """Return the seconds of one decoder layer, and of all that is around them; the first run is not counted."""
+        with self._begun(mix) as step:
+            seconds = self._execute(step)
+        within = self._ended - self._began
+        self._wait(2 * seconds)
+        return within / self.layers, seconds - within
+
+    def replayed_share(self, mix: Mix, rounds: int) -> float:
+        """Return the seconds of a decode step without hooks, of those of one with them, which is not replayed."""
+        shares = []
+        with self._begun(mix) as step:
+            first_s = [self._execute(step) for _ in range(CAPTURE_AFTER + 2)]  # captured, and then checked
+            for _ in range(rounds):
+                with self.attached():
+                    called_s = self._execute(step)
+                shares.append(self._execute(step) / called_s)
+        self._wait(math.fsum(first_s) + 2 * rounds * first_s[0])
+        return statistics.median(shares)
+
+    @contextmanager
+    def _begun(self, mix: Mix) -> Iterator[Step]:
+        """Run a batch once; yield it as it can be run again, until its sequences are forgotten."""
         names = [f"profile {number}" for number in range(len(mix))]
         try:
             step = self._step(names, mix)
             self._execute(step)
             again = tuple(chunk._replace(blocks=self._blocks.no_blocks) for chunk in step.chunks)
-            seconds = self._execute(Step(step.number + 1, 0, again))
+            yield Step(step.number + 1, 0, again)
         finally:
             self._runner.remove(tuple(names))
             for name in names:
                 self._blocks.forget(name)
-        within = self._ended - self._began
-        self._wait(2 * seconds)
-        return within / self.layers, seconds - within
 
     def run_s(self, mix: Mix) -> float:
         """Return the seconds of a batch."""

@@ -26,6 +26,7 @@ from elastic.estimation.model_layout import layout_of
 from elastic.estimation.profile import CostProfile
 from elastic.planning.estimate.configuration import FULL, Configuration
 from elastic.planning.estimate.intent import OBJECTIVES
+from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.estimate.performance import Handovers
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import ChunkCost
@@ -184,6 +185,21 @@ def test_measured_costs_count_for_the_devices_that_they_were_measured_on() -> No
     assert measured.ranks[0].kv > full.ranks[0].kv, "what batches do not take is room for keys and values"
     with pytest.raises(ConfigError, match="it was measured on cpu, the devices are h100"):
         estimate(MODEL_DIR, "h100", profile=profile)
+
+
+def test_one_rank_replays_decode_steps_and_several_do_not() -> None:
+    (kind,) = layout_of(MODEL_DIR).kinds
+    cost = LayerCost(((1, 1e-3), (64, 2e-3)), 0.0, 0.0, 0.0, 0.0)
+    profiles = [CostProfile("cpu", {(kind.name, "full"): c}, {"full": c}) for c in (cost, replace(cost, replayed=2e-4))]
+    options = {"load": elastic.Load(prompt=100, new=50), "weights": ("full",)}
+    called, replayed = (list(estimate(MODEL_DIR, "cpu#a=40MiB,cpu#b=40MiB", profile=p, **options)) for p in profiles)
+    layers = len(layout_of(MODEL_DIR).decoder.layers)
+    by_name = {str(each.configuration): each for each in called}
+    assert len(by_name) > 1
+    for each in replayed:
+        other, alone = by_name[str(each.configuration)], (each.configuration.tp, each.configuration.pp) == (1, 1)
+        assert each.ttft_s == other.ttft_s
+        assert other.tpot_s - each.tpot_s == pytest.approx((layers + 1) * 2e-4 if alone else 0.0)
 
 
 def test_devices_are_places_or_data_sheets() -> None:

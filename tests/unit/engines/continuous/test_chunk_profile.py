@@ -7,8 +7,9 @@ import pytest
 
 from elastic.engines.base import Output, Request, SampledToken
 from elastic.engines.continuous import ContinuousEngine
-from elastic.engines.continuous.chunk_profile import fit_cost, profile_chunks
+from elastic.engines.continuous.chunk_profile import fit_cost, profile_chunks, profile_replays
 from elastic.engines.core.step import SequenceState, StepResult
+from elastic.engines.executor.graphs.decode_graphs import CAPTURE_AFTER, CapturedPass
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ConfigError, StateError
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
@@ -64,6 +65,28 @@ def test_nothing_is_left_and_the_engine_can_serve(engine: ContinuousEngine) -> N
     engine.stop()
     assert sum(output.finish is not None for output in outputs) == 1
     assert outputs[-1].finish == "length"
+
+
+def test_decode_steps_are_replayed_and_called_in_turn(
+    engine: ContinuousEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    replay = CapturedPass.replay
+    monkeypatch.setattr(CapturedPass, "replay", lambda self, inputs: (steps.append("replay"), replay(self, inputs))[1])
+    first = engine._model.model.layers[0]
+    forward = type(first).forward
+
+    def called(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        steps.extend(["call"] if layer is first else [])
+        return forward(layer, *args, **kwargs)
+
+    monkeypatch.setattr(type(first), "forward", called)
+    shares = profile_replays(engine, [((40, 1),), ((20, 1),) * 3], rounds=3)
+    assert all(share > 0 for share in shares)
+    until_captured, checked = ["call"] * (CAPTURE_AFTER + 1), ["call", "replay"]
+    assert steps == [*until_captured, *checked, "replay", *["call", "replay"] * 3] * 2
+    assert not engine._runner.batch.rows
+    engine._blocks.check()
 
 
 def test_an_engine_that_serves_is_not_profiled(engine: ContinuousEngine) -> None:
