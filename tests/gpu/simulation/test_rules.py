@@ -449,6 +449,31 @@ def test_a_captured_kernel_does_not_run() -> None:
     assert tensor.sum().item() == 0
 
 
+def test_each_replay_computes_again_with_what_is_there_by_then() -> None:
+    given, graph = zeros(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = (given + 1).mul_(2)
+        given.add_(doubled)
+    for value in (0, 3):
+        given.fill_(value)
+        for _ in range(2):
+            before = given.cpu()
+            graph.replay()
+            assert torch.equal(doubled.cpu(), (before + 1) * 2)
+            assert torch.equal(given.cpu(), before + (before + 1) * 2)
+
+
+def test_a_replay_is_ordered_by_its_own_stream_and_not_by_that_of_the_capture(simulator: ModuleType) -> None:
+    tensor, graph, side = zeros(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=side):
+        tensor.add_(1)
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        tensor.mul_(2)
+    graph.replay()
+    reported(simulator, "RACE", "mul_", "add_")
+
+
 @pytest.mark.parametrize("call", ["synchronize", "item", "create"])
 def test_what_a_capture_forbids_fails_and_ends_it(call: str, pages: Pages) -> None:
     tensor = zeros()

@@ -1,5 +1,5 @@
-// Stream capture, as far as a refusal needs it: which calls are forbidden while a stream is captured. What was captured
-// is counted and not kept: a graph cannot be launched here.
+// Stream capture and graphs: which calls are forbidden while a stream is captured, and what was queued on it meanwhile,
+// which each launch queues once more, in the order of the capture. Random numbers of a launch are those of the capture.
 #include "driver.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ uint64_t last_id = 0;
 thread_local CUstreamCaptureMode thread_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
 struct Graph {
-    size_t nodes;
+    std::vector<Work> nodes;
 };
 
 CUresult invalidate(Capture &capture, CUresult error) {
@@ -44,10 +44,10 @@ void leave(Capture &capture) {
 
 }  // namespace
 
-CUresult capture_work(Stream *stream) {
+CUresult capture_work(Stream *stream, Work work) {
     Capture &capture = *stream->capture;
     if (capture.invalidated) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
-    capture.nodes++;
+    capture.nodes.push_back(std::move(work));
     stream->captured++;
     if (stream != capture.origin) capture.loose.insert(stream);
     return CUDA_SUCCESS;
@@ -114,7 +114,7 @@ EXPORT CUresult cuStreamBeginCapture(CUstream handle, CUstreamCaptureMode mode) 
     if (!stream) return CUDA_ERROR_INVALID_HANDLE;
     if (stream == devices[stream->device].legacy) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     if (stream->capture) return CUDA_ERROR_ILLEGAL_STATE;
-    captures.emplace_back(new Capture{++last_id, mode, std::this_thread::get_id(), stream, {stream}, {}});
+    captures.emplace_back(new Capture{++last_id, mode, std::this_thread::get_id(), stream, {stream}, {}, false, {}});
     stream->capture = captures.back().get();
     return CUDA_SUCCESS;
 }
@@ -131,7 +131,7 @@ EXPORT CUresult cuStreamEndCapture(CUstream handle, CUgraph *graph) {
     CUresult result = capture.invalidated      ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
                       : !capture.loose.empty() ? CUDA_ERROR_STREAM_CAPTURE_UNJOINED
                                                : CUDA_SUCCESS;
-    if (!result) *graph = (CUgraph) new Graph{capture.nodes};
+    if (!result) *graph = (CUgraph) new Graph{std::move(capture.nodes)};
     leave(capture);
     return result;
 }
@@ -166,13 +166,13 @@ EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
 
 EXPORT CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode *, size_t *count) {
     ENTER(cuGraphGetNodes)
-    *count = ((Graph *)graph)->nodes;
+    *count = ((Graph *)graph)->nodes.size();
     return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuGraphInstantiateWithFlags(CUgraphExec *executable, CUgraph graph, unsigned long long) {
     ENTER(cuGraphInstantiateWithFlags)
-    *executable = (CUgraphExec) new Graph{((Graph *)graph)->nodes};
+    *executable = (CUgraphExec) new Graph(*(Graph *)graph);
     return CUDA_SUCCESS;
 }
 
@@ -188,8 +188,15 @@ EXPORT CUresult cuGraphExecDestroy(CUgraphExec executable) {
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuGraphLaunch(CUgraphExec, CUstream) {
+EXPORT CUresult cuGraphLaunch(CUgraphExec executable, CUstream handle) {
     ENTER(cuGraphLaunch)
-    violation("NOT SIMULATED: cuGraphLaunch: what was captured is not kept");
-    return CUDA_ERROR_NOT_SUPPORTED;
+    Stream *stream = find_stream(current_device(), handle);
+    if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+    if (stream->capture) {
+        violation("NOT SIMULATED: cuGraphLaunch on a stream that is captured");
+        return CUDA_ERROR_NOT_SUPPORTED;
+    }
+    for (const Work &node : ((Graph *)executable)->nodes)
+        if (CUresult error = enqueue(stream, node)) return error;
+    return CUDA_SUCCESS;
 }

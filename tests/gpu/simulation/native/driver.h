@@ -191,7 +191,7 @@ CUresult wait_for_event(Event &event);
 CUresult query_event(Event &event);
 CUresult query_stream(Stream *stream);
 
-// ---- capture.cpp: stream capture, as far as a refusal needs it
+// ---- capture.cpp: stream capture, and graphs of what was captured
 
 struct Capture {
     uint64_t id;
@@ -201,10 +201,10 @@ struct Capture {
     std::set<Stream *> members;
     std::set<Stream *> loose;  // members whose work the origin does not wait for yet
     bool invalidated = false;
-    size_t nodes = 0;
+    std::vector<Work> nodes;
 };
 
-CUresult capture_work(Stream *stream);
+CUresult capture_work(Stream *stream, Work work);
 CUresult capture_record(Event &event, Stream *stream);
 CUresult capture_wait(Stream *stream, Event &event);
 CUresult forbid_wait(Stream *stream);

@@ -92,10 +92,11 @@ struct Kernel {
     std::vector<Tensor> results;  // undefined where the result is an argument
 
     void compute() {
-        call_below_autograd(op, stack);
+        Stack returned = stack;  // a graph computes it again
+        call_below_autograd(op, returned);
         for (size_t i = 0; i < results.size(); i++) {
             if (!results[i].defined()) continue;
-            const Tensor &computed = stack.at(i).toTensor();
+            const Tensor &computed = returned.at(i).toTensor();
             TORCH_CHECK(computed.sizes() == results[i].sizes(), "shapes of the meta kernel and the CPU kernel differ");
             write(results[i], computed);
         }

@@ -169,9 +169,9 @@ CUresult close_stream(Stream *stream) {  // its work goes on
 
 CUresult enqueue(Stream *stream, Work work) {
     if (CUresult forbidden = forbid_legacy(stream)) return forbidden;
-    if (stream->capture) return capture_work(stream);
-    wait_for_legacy_peers(stream);
     if (work.device < 0) work.device = stream->device;
+    if (stream->capture) return capture_work(stream, std::move(work));
+    wait_for_legacy_peers(stream);
     append(stream, std::move(work));
     follow_schedule();
     return sticky;
