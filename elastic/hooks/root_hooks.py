@@ -15,6 +15,7 @@ from elastic.hooks.base import Hook, HookContext, any_requires_grad
 from elastic.hooks.interceptor import Args, Kwargs
 from elastic.hooks.request_tracking import TrackedRequest
 from elastic.memory.backends.streams import capturing, note_current_stream
+from elastic.weights import batch_context
 from elastic.weights.decoder import EARLIER_NAME, cache_argument
 
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
@@ -53,7 +54,7 @@ class EnterRoot(Hook):
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         if torch.compiler.is_compiling():
             self._refuse()
-        if self._gpus and capturing():
+        if self._gpus and batch_context.thread.graphs is None and capturing():
             _refuse_capture()
         outermost = self.gate.enter(id(module))
         if outermost:
@@ -178,7 +179,7 @@ def _refuse_compilation() -> None:
 
 
 def _refuse_capture() -> None:
-    """Refuse a CUDA graph: its replay would pass no gate, and pages would be taken from under it."""
+    """Refuse a CUDA graph of others: its replay would pass no gate, and pages would be taken from under it."""
     raise StateError(
         "a wrapped model cannot be captured in a CUDA graph, because its weights may move; unwrap it first (for "
         "generate_batch: ContinuousBatchingConfig(use_cuda_graph=False))"

@@ -54,9 +54,9 @@ class ContinuousEngine(PipelinedEngine):
     values in 8 bits ("auto": in the model's dtype); `share_prefixes` has requests share the blocks of a common
     beginning; `cohorts` is how many batches may be in flight (None: one, or where other ranks compute layers as many as
     keep these busy); `step_budget` says how many tokens each step may have, by what they cost (None:
-    `max_batch_tokens`); `grammars` serves structured output; `enforce_eager` has the model called at every step, where
-    else decode steps on a CPU are captured and replayed, to the same bits (`executor.graphs`). Raises `StateError` for
-    a model that is not wrapped, `ConfigError` for one that it cannot serve.
+    `max_batch_tokens`); `grammars` serves structured output. Decode steps on a CPU are captured and replayed, to the
+    same bits (`executor.graphs`), on a GPU with `cuda_graphs`; with `enforce_eager` the model is called at every step.
+    Raises `StateError` for a model that is not wrapped, `ConfigError` for one that it cannot serve.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class ContinuousEngine(PipelinedEngine):
         step_budget: StepBudget | None = None,
         grammars: GrammarCompiler | None = None,
         enforce_eager: bool = False,
+        cuda_graphs: bool = False,
     ) -> None:
         for name, count in (("max_requests", max_requests), ("max_batch_tokens", max_batch_tokens)):
             require(count >= 1, name, count, "at least 1")
@@ -85,8 +86,7 @@ class ContinuousEngine(PipelinedEngine):
         self.counters = self.runtime.counters
         self._model = model
         self._config = model.config.get_text_config(decoder=True)
-        self._max_queue, self._max_batch_tokens = max_queue, max_batch_tokens
-        self._grammars = grammars
+        self._max_queue, self._max_batch_tokens, self._grammars = max_queue, max_batch_tokens, grammars
         self._lock, self._stack, self._state = threading.Lock(), ExitStack(), "new"
         self._thread: threading.Thread | None = None
         with ExitStack() as stack:
@@ -102,7 +102,7 @@ class ContinuousEngine(PipelinedEngine):
             assert isinstance(memory, BlockMemory)
             self._memory = memory
             stack.callback(memory.close)
-            gate = None if enforce_eager else self.runtime.gate
+            gate = self.runtime.gate if not enforce_eager and (cuda_graphs or model.device.type == "cpu") else None
             self._runner = ModelRunner(model, memory, groups, layout_of(form, model.dtype), grammars, gate)
             stack.callback(self._runner.close)
             stack.callback(self._open_pipeline(groups, cohorts))

@@ -48,15 +48,15 @@ class ModelRunner(BatchRunner):
         grammars: GrammarCompiler | None = None,
         gate: ForwardGate | None = None,
     ) -> None:
-        """`gate`: the model's, for decode steps to be captured and replayed, on a CPU; None: it is called for each."""
+        """`gate`: the model's, for decode steps to be captured and replayed; None: the model is called for each."""
         super().__init__(model, memory, groups, layout)
         self._model = model
         self._cache_device = memory.kv.device
         self._grammars = grammars
         self._sampling: dict[str, SamplingState] = {}
         self._scores = PromptScores()
-        on_cpu = self._device.type == self._cache_device.type == "cpu"
-        self._graphs = DecodeGraphs(model, gate) if gate is not None and on_cpu else None
+        one_device = self._device == self._cache_device
+        self._graphs = DecodeGraphs(model, gate) if gate is not None and one_device else None
         self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def execute(self, step: Step) -> Future[StepResult]:

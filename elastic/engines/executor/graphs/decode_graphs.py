@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from elastic.engines.executor.graphs.cuda_pieces import CudaPieces
 from elastic.engines.executor.graphs.graph_memory import GraphMemory
 from elastic.engines.executor.graphs.operator_graph import CaptureRefused, OperatorGraph
 from elastic.hooks.base import Hook
@@ -37,10 +38,23 @@ MOST_GRAPHS = 64
 """Of different sizes; the one that was not used for the longest time goes first."""
 
 
+class PassGraph(Protocol):
+    """A computation that was captured once: `OperatorGraph` on a CPU, `CudaPieces` on a GPU."""
+
+    def capture(self, run: Callable[[], Any], memory: GraphMemory) -> Any:
+        """Run a computation and record it; return what it returned. Raises `CaptureRefused`."""
+
+    def call(self, function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        """In a capture: call a function that replays call as it is; see `OperatorGraph.call`."""
+
+    def replay(self) -> Any:
+        """Compute again, with what is in the captured inputs now."""
+
+
 class _Attention:
     """Stands for the cache in a captured pass: hands queries, keys and values to that of the present step."""
 
-    def __init__(self, graph: OperatorGraph) -> None:
+    def __init__(self, graph: PassGraph) -> None:
         self._cache: Any = None
         self._graph = graph
 
@@ -86,7 +100,8 @@ class CapturedPass:
     """The forward pass of a model, captured for keyword arguments of the same names and shapes."""
 
     def __init__(self, inputs: dict[str, Any]) -> None:
-        self._graph = OperatorGraph()
+        device = inputs["input_ids"].device
+        self._graph: PassGraph = OperatorGraph() if device.type == "cpu" else CudaPieces(device)
         self._attention = _Attention(self._graph)
         self._inputs = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
         self._inputs[PAGED_CACHE] = self._attention
@@ -168,8 +183,9 @@ class DecodeGraphs:
         if self._ended:
             self._sizes.clear()
             self.refusal, self._ended = "", False
-        plain = self._gate.thread.plain and not module.training and not self._has_hooks()
-        if args or self.refusal or not plain:
+        # hooks of others: a replay would not call them, or with tensors that change later
+        hooked = sum(map(len, self._hooks)) != self._own_hooks
+        if args or self.refusal or hooked or module.training or not self._gate.thread.plain:
             return forward(*args, **kwargs)
         try:
             return self._run(forward, kwargs)
@@ -219,10 +235,6 @@ class DecodeGraphs:
         """End all graphs: weights may be elsewhere, and other ones, from now on. No pass is running."""
         self._ended = True
         self._memory.forget_views()
-
-    def _has_hooks(self) -> bool:
-        """Return whether others have hooks that a replay would not call, or call with tensors that change later."""
-        return sum(map(len, self._hooks)) != self._own_hooks
 
 
 def _refusal(model: nn.Module) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,6 +19,8 @@ class GraphMemory:
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
         self._views: dict[tuple[object, ...], torch.Tensor] = {}
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
     @property
     def nbytes(self) -> int:
@@ -33,7 +36,7 @@ class GraphMemory:
         return self._buffers[number].untyped_storage()
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor over the same memory, until `forget_views`; one without strides as it is."""
+        """Return a tensor over the same memory, of the same shape, until `forget_views`; without strides as it is."""
         if tensor.layout is not torch.strided:
             return tensor
         key = storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
@@ -41,8 +44,19 @@ class GraphMemory:
             self._views[key] = _over(tensor.untyped_storage(), tensor)
         return self._views[key]
 
+    def cuda_pool(self, device: torch.device) -> tuple[Any, torch.cuda.Stream]:
+        """Return the pool that CUDA graphs of a device share, and the stream that they are captured on.
+
+        Nobody else is to wait for that stream, which would end a capture: it is of those with priority, which pages
+        are never used on.
+        """
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        self._stream = self._stream or torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        return self._pool, self._stream
+
     def forget_views(self) -> None:
         """Let go of all memory that graphs only look at; none can be replayed any more. From any thread."""
+        self._pool = None  # torch makes no graph in one whose graphs have all gone
         views, self._views = self._views, {}
         for view in views.values():
             view.set_()  # type: ignore[call-overload]
@@ -59,7 +73,7 @@ class _Lifetime:
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
-    """Return where a tensor's storage begins, which is the same for all views of it; None: it has none."""
+    """Return where the storage of a tensor of any shape begins, as for all views of it; None: it has none."""
     if tensor.layout is not torch.strided:
         return None
     return tensor.untyped_storage().data_ptr() or None

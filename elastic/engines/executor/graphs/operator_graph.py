@@ -23,6 +23,7 @@ _UNFILLED = {_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty
 """What they return has no contents yet."""
 _READERS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 """They read a tensor into Python, and are no operators."""
+_MASKS = (torch.bool, torch.uint8)
 _REFUSED = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -70,7 +71,10 @@ class OperatorGraph:
         return output
 
     def call(self, function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-        """In a capture: call a function that replays call as it is, with the same arguments; return its result."""
+        """In a capture: call a function that replays call as it is, with the same arguments; return its result.
+
+        Arguments and result have any shapes, the same each time.
+        """
         self._recording = False
         try:
             result = function(*args).contiguous()
@@ -94,7 +98,9 @@ class OperatorGraph:
         if not self._recording:
             return func(*args, **kwargs)
         tensors = _tensors((args, kwargs))
-        if not _REFUSED.isdisjoint(func.tags) and not _takes_rows(func, tensors):
+        # indexing tells its shape from contents only where it is by masks
+        by_number = func is _aten.index.Tensor and not any(index.dtype in _MASKS for index in tensors[1:])
+        if not _REFUSED.isdisjoint(func.tags) and not by_number:
             raise CaptureRefused(f"it calls {func}")
         if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
             raise CaptureRefused(f"it calls {func} with tensors of a class of their own")
@@ -112,7 +118,7 @@ class OperatorGraph:
         return output
 
     def read_tensor(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function of a tensor that is no operator, unless it is for reading one while all is recorded."""
+        """Call a function of tensors of any shape, unless it reads one without an operator while these are recorded."""
         if self._recording and func in _READERS:
             raise CaptureRefused(f"it calls {func}")
         return func(*args, **kwargs)
@@ -138,12 +144,6 @@ class _RefuseReading(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return self._graph.read_tensor(func, args, kwargs or {})
-
-
-def _takes_rows(func: Any, tensors: list[torch.Tensor]) -> bool:
-    """Return whether an operator indexes by numbers: its shapes depend on contents only where it does by masks."""
-    masks = (torch.bool, torch.uint8)
-    return func is _aten.index.Tensor and not any(index.dtype in masks for index in tensors[1:])
 
 
 def _filling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], new: tuple[torch.Tensor, ...]) -> Operator:
