@@ -55,7 +55,7 @@ simulate: $(SIMULATED_CUDA)/built ## the tests marked cuda on a simulated GPU: T
 rehearse: $(SIMULATED_CUDA)/built ## the benchmarks of make gpu with small sizes on a simulated GPU, to see that they run
 	mkdir -p build/rehearsal
 	$(SIMULATED) $(SIMULATED_VENV)/bin/python benchmarks/run_all.py --machine simulated --device cuda:0 --suite gpu \
-		--quick --rounds 1 --results build/rehearsal --skip cuda_graph  # which a simulated GPU cannot replay
+		--quick --rounds 1 --results build/rehearsal
 
 branches: $(SIMULATED_CUDA)/built ## which branches for CUDA these tests enter, and which not: TESTS=
 	$(SIMULATED_VENV)/bin/pip install -q --disable-pip-version-check coverage

@@ -73,8 +73,9 @@ def _add_answers(command: ArgumentParser) -> None:
         "--kv-cache-dtype", choices=("auto", "int8"), default="auto", help="of keys and values (auto: the model's)"
     )
     group.add_argument(
-        "--enforce-eager", action="store_true", help="call the model at each step (else decode steps are replayed)"
+        "--enforce-eager", action="store_true", help="call the model at each step (on a CPU decode steps are replayed)"
     )
+    group.add_argument("--cuda-graphs", action="store_true", help="replay decode steps on a GPU, too, as CUDA graphs")
     group.add_argument(
         "--generation-config",
         default="auto",
@@ -262,6 +263,7 @@ def make_engine(model: Any, tokenizer: Any, options: Namespace) -> tuple[Engine,
         grammars=grammars,
         kv_cache_dtype=options.kv_cache_dtype,
         enforce_eager=options.enforce_eager,
+        cuda_graphs=options.cuda_graphs,
     )
     return engine, grammars
 

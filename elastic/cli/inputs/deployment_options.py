@@ -78,6 +78,7 @@ def make_deployments(options: Namespace) -> Deployments:
     from elastic.cluster.deployment.deployments import Deployments
 
     kv = "full" if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    steps = {"enforce_eager": options.enforce_eager, "cuda_graphs": options.cuda_graphs}
     return Deployments(
         options.devices,
         kind=options.kind,
@@ -86,6 +87,6 @@ def make_deployments(options: Namespace) -> Deployments:
         weights=options.weights.split(",") if options.weights else None,
         kv=(kv,),
         losses=losses_of(options),
-        fleet={"engine": {"grammars": "llguidance", "enforce_eager": options.enforce_eager}},  # of each rank
+        fleet={"engine": {"grammars": "llguidance", **steps}},  # each rank compiles grammars for itself
         harvest=options.harvest,
     )

@@ -138,7 +138,7 @@ def make_fleet(
     """Make the fleet, not started yet."""
     from elastic.cluster.fleet.fleet import Fleet
 
-    engine = {"kv_cache_dtype": options.kv_cache_dtype, "enforce_eager": options.enforce_eager}
+    engine = {name: getattr(options, name) for name in ("kv_cache_dtype", "enforce_eager", "cuda_graphs")}
     tp, pp = together(options)
     if grammars is not None:
         engine["grammars"] = "llguidance"  # each rank compiles them for itself

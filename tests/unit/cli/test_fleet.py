@@ -126,6 +126,18 @@ def test_ranks_keep_keys_and_values_in_the_dtype_that_is_said() -> None:
         assert [spec.engine["kv_cache_dtype"] for spec in fleet._specs] == [dtype] * 2
 
 
+def test_ranks_replay_decode_steps_as_is_said() -> None:
+    for arguments, said in (
+        ((), (False, False)),
+        (("--enforce-eager",), (True, False)),
+        (("--cuda-graphs",), (False, True)),
+    ):
+        chosen = options("--ranks", "2", *arguments)
+        fleet = make_fleet(chosen, "in-process", serve.wrap_options(chosen), None)
+        told = [(spec.engine["enforce_eager"], spec.engine["cuda_graphs"]) for spec in fleet._specs]
+        assert told == [said] * 2
+
+
 def test_the_policy_of_lengths_has_each_rank_cut_its_layers() -> None:
     def chosen(*arguments: str) -> tuple[Any, list[Any]]:
         given = options(*LENGTHS, *arguments)
