@@ -6,6 +6,7 @@ operators are called with tensors of the same shapes and strides, so every bit i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -61,10 +62,16 @@ class OperatorGraph:
                 output = run()
         finally:
             self._recording = False
-        calls = [_tensors((each.args, each.kwargs, each.results)) for each in self._operators]
-        move = assign_buffers(calls, _tensors(output), self._created, memory)
+        kept = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        calls = [_tensors(each.args, *each.kwargs.values(), each.results) for each in self._operators]
+        move = assign_buffers(calls, kept, self._created, memory)
         self._operators = [
-            Operator(each.function, *tree_map_only(torch.Tensor, move, (each.args, each.kwargs, each.results)))
+            Operator(
+                each.function,
+                _moved(each.args, move),
+                {name: _moved(value, move) for name, value in each.kwargs.items()},
+                _moved(each.results, move),
+            )
             for each in self._operators
         ]
         self._output, self._created = tree_map_only(torch.Tensor, move, output), []
@@ -97,7 +104,7 @@ class OperatorGraph:
         """Call an operator, and record it if it fills memory: views of it stay good."""
         if not self._recording:
             return func(*args, **kwargs)
-        tensors = _tensors((args, kwargs))
+        tensors = _tensors(args, *kwargs.values())
         # indexing tells its shape from contents only where it is by masks
         by_number = func is _aten.index.Tensor and not any(index.dtype in _MASKS for index in tensors[1:])
         if not _REFUSED.isdisjoint(func.tags) and not by_number:
@@ -148,15 +155,38 @@ class _RefuseReading(TorchFunctionMode):
 
 def _filling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], new: tuple[torch.Tensor, ...]) -> Operator:
     """Return the call that computes what an operator returned, where it lies: by its out= form if it has one."""
+    overload, written = _out_form(func) if len(new) == 1 else (None, "")
+    return (
+        Operator(func, args, kwargs, new) if overload is None else Operator(overload, args, {**kwargs, written: new[0]})
+    )
+
+
+@functools.cache
+def _out_form(func: Any) -> tuple[Any, str]:
+    """Return the overload of an operator that writes its one result into an argument, and which; None: it has none."""
     given = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
-    for name in func.overloadpacket.overloads() if len(new) == 1 else ():
+    for name in func.overloadpacket.overloads():
         overload = getattr(func.overloadpacket, name)
         written = [argument.name for argument in overload._schema.arguments if argument.is_out]
         others = [(argument.name, str(argument.type)) for argument in overload._schema.arguments if not argument.is_out]
         if len(written) == 1 and others == given:
-            return Operator(overload, args, {**kwargs, written[0]: new[0]})
-    return Operator(func, args, kwargs, new)
+            return overload, written[0]
+    return None, ""
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+def _tensors(*values: Any) -> list[torch.Tensor]:
+    """List the tensors among values, and in lists and tuples of them."""
+    tensors: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, list | tuple):
+            tensors.extend(_tensors(*value))
+    return tensors
+
+
+def _moved(value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a value with other tensors in the places of those that `_tensors` lists."""
+    if isinstance(value, torch.Tensor):
+        return move(value)
+    return type(value)(_moved(each, move) for each in value) if isinstance(value, list | tuple) else value
