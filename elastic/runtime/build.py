@@ -31,6 +31,7 @@ from elastic.weights.layer import WeightUnit
 from elastic.weights.model import ModelWeights
 from elastic.weights.paging import give_back, load_in, move_in, move_out
 from elastic.weights.parameter_slot import ParameterSlot
+from elastic.weights.prepacked.joined import find_groups
 from elastic.weights.prepacked.onednn import OneDNNLayout
 from elastic.weights.prepacked.source import ResidentSource
 from elastic.weights.proxy.tensor import WeightProxy
@@ -123,8 +124,14 @@ def choose_prepacked(layers: list[WeightUnit], choose: ChooseLayout | None) -> N
     if choose is None:
         return
     slots = [slot for layer in layers for slot in layer.slots.values()]
-    for slot in slots:
-        slot.prepacked = choose(slot.homes[0][0], slot.parameter)
+    for layer in layers:
+        together: dict[str, list[torch.Tensor]] = {}
+        for group in find_groups(layer.slots):
+            members = [layer.slots[name] for name in group]
+            if all(getattr(member.homes[0][0], "bias", None) is None for member in members):
+                together |= {name: [member.parameter for member in members] for name in group}
+        for name, slot in layer.slots.items():
+            slot.prepacked = choose(slot.homes[0][0], slot.parameter, together.get(name, ()))
     packed, matrices = sum(slot.prepacked is not None for slot in slots), sum(s.parameter.ndim == 2 for s in slots)
     logger.info("%d of %d matrices in pages are prepacked, in oneDNN's order", packed, matrices)
 
@@ -132,7 +139,7 @@ def choose_prepacked(layers: list[WeightUnit], choose: ChooseLayout | None) -> N
 def pack_head(model: nn.Module, choose: ChooseLayout | None, stack: ExitStack) -> None:
     """Have the matrix of the logits in the order that is chosen for it, in ordinary memory as before."""
     slot = head_slot(model) if choose is not None else None
-    layout = choose(slot.homes[0][0], slot.parameter) if choose is not None and slot is not None else None
+    layout = choose(slot.homes[0][0], slot.parameter, ()) if choose is not None and slot is not None else None
     if slot is None or layout is None:
         return
     slot.prepacked = layout

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from elastic.quant.variants.variant import Variant
 
 
-ChooseLayout = Callable[[nn.Module, torch.Tensor], OneDNNLayout | None]
+ChooseLayout = Callable[[nn.Module, torch.Tensor, Sequence[torch.Tensor]], OneDNNLayout | None]
+"""Of a parameter of a module, and all matrices that are given the same inputs, itself too; (): it is alone."""
 PLACEMENTS = ("as_loaded", "auto")
 
 
@@ -145,9 +146,11 @@ def check_prepack(
     return _layout_of
 
 
-def _layout_of(module: nn.Module, parameter: torch.Tensor) -> OneDNNLayout | None:
+def _layout_of(
+    module: nn.Module, parameter: torch.Tensor, together: Sequence[torch.Tensor] = ()
+) -> OneDNNLayout | None:
     """Return how a parameter of a module is to lie in pages: plain, unless it is what `nn.Linear` multiplies with."""
-    return prepacked_layout(parameter) if type(module).forward is nn.Linear.forward else None
+    return prepacked_layout(parameter, together) if type(module).forward is nn.Linear.forward else None
 
 
 def parse_variants(variants: Sequence[str | Variant]) -> list[Variant]:

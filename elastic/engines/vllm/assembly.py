@@ -224,7 +224,7 @@ def _wrap_options(
         make_policy=choose_policy(policy, slo, settings.order, variants, decoder.layers, lambda: Calibration({})),
         is_packable=is_packable,
         lives_in_pages=_lives_in_pages,
-        choose_prepacked=lambda module, weight: prepacked_layout(weight) if is_packable(module, weight) else None,
+        choose_prepacked=lambda module, weight, _: prepacked_layout(weight) if is_packable(module, weight) else None,
     )
 
 

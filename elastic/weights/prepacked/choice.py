@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from itertools import cycle
 from statistics import median
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from elastic.memory.backends.device_time import seconds_of
+from elastic.weights.prepacked.joined import joined_layout
 from elastic.weights.prepacked.onednn import OneDNNLayout, find_layout, multiply
 
 ROWS = (8, 16, 32, 64, 128)
@@ -26,14 +28,21 @@ ROTATED_BYTES = 2**26
 """Bytes of all the copies of a matrix that are used in turn: in a model, weights come from memory, not from cache."""
 
 
-def prepacked_layout(weight: torch.Tensor) -> OneDNNLayout | None:
+def prepacked_layout(weight: torch.Tensor, together: Sequence[torch.Tensor] = ()) -> OneDNNLayout | None:
     """Return the layout that a full matrix, [outputs, inputs], on a CPU is to have in its pages; None: plain.
 
-    Packed where the products take less time on average of their ratios, with the threads that torch uses now.
+    Packed where the products take less time on average of their ratios, with the threads that torch uses now: its own,
+    or one with all matrices of `together`, which are given the same inputs, against one with each.
     """
-    if weight.ndim != 2 or weight.device.type != "cpu" or not weight.is_contiguous() or weight.nbytes < SMALLEST_BYTES:
+    if weight.ndim != 2 or weight.device.type != "cpu" or not weight.is_contiguous():
         return None
-    return _faster_layout((weight.shape[0], weight.shape[1]), weight.dtype, torch.get_num_threads())
+    threads, shapes = torch.get_num_threads(), tuple((matrix.shape[0], matrix.shape[1]) for matrix in together)
+    nbytes = sum(matrix.nbytes for matrix in together)
+    if len(shapes) > 1 and nbytes >= SMALLEST_BYTES and _faster_together(shapes, weight.dtype, threads):
+        return find_layout((weight.shape[0], weight.shape[1]), weight.dtype)
+    if weight.nbytes < SMALLEST_BYTES:
+        return None
+    return _faster_layout((weight.shape[0], weight.shape[1]), weight.dtype, threads)
 
 
 @functools.cache
@@ -46,19 +55,31 @@ def _faster_layout(shape: tuple[int, int], dtype: torch.dtype, threads: int) -> 
     return layout if math.prod(ratios) < 1 else None
 
 
-def packed_time_ratios(layout: OneDNNLayout) -> list[float]:
-    """Return how long packed products take, as a share of plain ones, for each number of rows."""
+@functools.cache
+def _faster_together(shapes: tuple[tuple[int, int], ...], dtype: torch.dtype, threads: int) -> bool:
+    layouts = [layout for shape in shapes if (layout := find_layout(shape, dtype)) is not None]
+    joined = joined_layout(tuple(layouts), threads) if len(layouts) == len(shapes) else None
+    return joined is not None and math.prod(packed_time_ratios(joined, [outputs for outputs, _ in shapes])) < 1
+
+
+def packed_time_ratios(layout: OneDNNLayout, outputs: Sequence[int] = ()) -> list[float]:
+    """Return how long packed products take, as a share of plain ones, for each number of rows.
+
+    With `outputs`, as a share of one plain product for each part of so many of the matrix's outputs.
+    """
     with torch.inference_mode(False), torch.no_grad():
         weight = torch.randn(layout.shape).to(layout.dtype)
         count = max(1, min(ROTATED_BYTES // weight.nbytes, 64))
-        plain, packed = [weight.clone() for _ in range(count)], [layout.pack(weight) for _ in range(count)]
-        matrices, next_plain = cycle([layout.view(stored) for stored in packed]), cycle(plain)
+        plain = cycle([torch.split(weight.clone(), list(outputs or weight.shape[:1])) for _ in range(count)])
+        packed = [layout.pack(weight) for _ in range(count)]
+        matrices = cycle([layout.view(stored) for stored in packed])
         ratios = []
         for rows in ROWS:
             x = torch.randn(rows, layout.shape[1]).to(layout.dtype)
             before, after = [], []
             for _ in range(REPEATS):
-                before.append(seconds_of(lambda x=x: F.linear(x, next(next_plain)), weight.device))  # type: ignore[misc]
-                after.append(seconds_of(lambda x=x: multiply(x, next(matrices), None), weight.device))  # type: ignore[misc]
+                parts, matrix = next(plain), next(matrices)
+                before.append(seconds_of(lambda x=x, parts=parts: [F.linear(x, part) for part in parts], weight.device))  # type: ignore[misc]
+                after.append(seconds_of(lambda x=x, matrix=matrix: multiply(x, matrix, None), weight.device))  # type: ignore[misc]
             ratios.append(median(after) / median(before))  # the least would be that of a matrix still in a cache
     return ratios

@@ -70,14 +70,14 @@ def join(layouts: tuple[OneDNNLayout, ...], packed: tuple[torch.Tensor, ...]) ->
     It owns nothing: `packed` must outlive it.
     """
     adjacent = all(first.data_ptr() + first.nbytes == second.data_ptr() for first, second in pairwise(packed))
-    layout = _joined_layout(layouts, torch.get_num_threads()) if adjacent else None
+    layout = joined_layout(layouts, torch.get_num_threads()) if adjacent else None
     if layout is None:
         return None
     return JoinedProduct(layout.view(packed[0]), tuple(each.shape[0] for each in layouts))
 
 
 @functools.cache
-def _joined_layout(layouts: tuple[OneDNNLayout, ...], threads: int) -> OneDNNLayout | None:
+def joined_layout(layouts: tuple[OneDNNLayout, ...], threads: int) -> OneDNNLayout | None:
     """Return oneDNN's order of all the matrices together; None if they are not that one behind another.
 
     Nor if a product with so many threads has other bits than theirs, as tried with a few numbers of rows.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ WIDE = {**GQA, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 128}
 """Sizes of matrices that oneDNN can pack, the head's too, but for those of keys and values."""
 
 
-def any_layout(weight: torch.Tensor) -> OneDNNLayout | None:
+def any_layout(weight: torch.Tensor, together: Sequence[torch.Tensor] = ()) -> OneDNNLayout | None:
     """Return how a matrix could be packed, to stand in for `options.prepacked_layout`."""
     return find_layout((weight.shape[0], weight.shape[1]), weight.dtype) if weight.ndim == 2 else None
 

@@ -96,7 +96,7 @@ def test_what_has_the_same_inputs_is_multiplied_at_once(wrapped: Any, monkeypatc
         monkeypatch.setattr(module, "multiply", count)
     layer, rt = [192, 64, 256, 64], model.elastic
     torch.testing.assert_close(logits(model), logits(plain))
-    if joined._joined_layout((find_layout((64, 64), torch.float32),) * 3, 1) is None:
+    if joined.joined_layout((find_layout((64, 64), torch.float32),) * 3, 1) is None:
         pytest.skip("this CPU orders these matrices, or adds them up, otherwise than one by one")
     assert computed == layer * 3 + [128]
     rt.release([0])
@@ -126,7 +126,7 @@ def test_without_the_option_all_is_plain(wrapped: Any) -> None:
 def test_where_nothing_can_be_packed_all_is_plain(
     wrapped: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(options, "prepacked_layout", lambda weight: None)
+    monkeypatch.setattr(options, "prepacked_layout", lambda *_: None)
     caplog.set_level(logging.INFO, "elastic")
     model = wrapped(llama(), ROOM, prepack=True)
     assert packed_names(model) == []

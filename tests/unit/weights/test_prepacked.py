@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -129,7 +129,7 @@ def test_matrices_that_would_need_padding_stay_plain() -> None:
 def test_what_is_faster_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     for ratio, packed in ((0.9, True), (1.1, False)):
         choice._faster_layout.cache_clear()
-        monkeypatch.setattr(choice, "packed_time_ratios", lambda layout, ratio=ratio: [ratio] * 4)
+        monkeypatch.setattr(choice, "packed_time_ratios", lambda *_, ratio=ratio: [ratio] * 4)
         assert (choice.prepacked_layout(torch.randn(512, 256)) is not None) is packed
     choice._faster_layout.cache_clear()
     monkeypatch.setattr(choice, "ROTATED_BYTES", 1 << 18)
@@ -248,17 +248,41 @@ def test_other_functions_see_the_plain_matrix() -> None:
 
 
 def test_small_matrices_stay_plain_whatever_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "packed_time_ratios", lambda layout: [0.5])
+    monkeypatch.setattr(choice, "packed_time_ratios", lambda *_: [0.5])
     choice._faster_layout.cache_clear()
     assert choice.prepacked_layout(torch.randn(512, 256)) is not None
     assert choice.prepacked_layout(torch.randn(512, 256).bfloat16()) is None
     choice._faster_layout.cache_clear()
 
 
+def test_matrices_of_the_same_inputs_are_packed_together_where_one_product_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timed: list[tuple[tuple[int, int], list[int]]] = []
+
+    def ratios(layout: OneDNNLayout, outputs: Sequence[int] = ()) -> list[float]:
+        timed.append((layout.shape, list(outputs)))
+        return [together_s if outputs else 1.2]
+
+    monkeypatch.setattr(choice, "packed_time_ratios", ratios)
+    q, k = torch.randn(512, 256), torch.randn(128, 256)
+    assert joined.joined_layout((layout_of(q), layout_of(k)), torch.get_num_threads()) is not None
+    for together_s in (0.9, 1.1):
+        choice._faster_layout.cache_clear()
+        choice._faster_together.cache_clear()
+        timed.clear()
+        packed = [choice.prepacked_layout(weight, (q, k)) for weight in (q, k)]
+        assert packed == ([layout_of(q), layout_of(k)] if together_s < 1 else [None, None])
+        assert timed[0] == ((640, 256), [512, 128])
+    assert choice.prepacked_layout(q, (q, torch.randn(100, 256))) is None, "one cannot be packed"
+    choice._faster_layout.cache_clear()
+    choice._faster_together.cache_clear()
+
+
 def test_of_a_very_large_matrix_a_part_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[OneDNNLayout] = []
     monkeypatch.setattr(choice, "TIMED_BYTES", 256 * 128 * 4)
-    monkeypatch.setattr(choice, "packed_time_ratios", lambda layout: timed.append(layout) or [0.5])
+    monkeypatch.setattr(choice, "packed_time_ratios", lambda layout, *_: timed.append(layout) or [0.5])
     choice._faster_layout.cache_clear()
     large = layout_of(torch.empty(1024, 128))
     assert choice.prepacked_layout(torch.empty(1024, 128)) == large
@@ -341,11 +365,11 @@ def test_matrices_are_one_where_they_lie_so_and_multiply_alike(monkeypatch: pyte
     narrow = layout_of(torch.empty(256, 64))
     assert join((*layouts[:2], narrow), packed) is None, "other inputs"
     monkeypatch.setattr(joined, "LARGEST_BYTES", 384 * 128 * 4 - 1)
-    joined._joined_layout.cache_clear()
+    joined.joined_layout.cache_clear()
     assert join(layouts, packed) is None, "too large"
     monkeypatch.undo()
     other = multiply
     monkeypatch.setattr(joined, "multiply", lambda x, matrix, bias: other(x, matrix, bias) * (1 + matrix.shape[0]))
-    joined._joined_layout.cache_clear()
+    joined.joined_layout.cache_clear()
     assert join(layouts, packed) is None, "other bits"
-    joined._joined_layout.cache_clear()
+    joined.joined_layout.cache_clear()
