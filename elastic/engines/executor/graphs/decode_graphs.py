@@ -51,15 +51,14 @@ class PassGraph(Protocol):
         """Compute again, with what is in the captured inputs now."""
 
 
-class _Attention:
-    """Stands for the cache in a captured pass: hands queries, keys and values to that of the present step."""
+class _StepCache:
+    """The cache of the step that is computed. It knows no graph: else graphs would wait for the garbage collector."""
 
-    def __init__(self, graph: PassGraph) -> None:
+    def __init__(self) -> None:
         self._cache: Any = None
-        self._graph = graph
 
     @contextmanager
-    def over(self, cache: Any) -> Iterator[None]:
+    def of(self, cache: Any) -> Iterator[None]:
         """Attend over the cache of a step."""
         self._cache = cache
         try:
@@ -74,26 +73,34 @@ class _Attention:
         key: torch.Tensor,
         value: torch.Tensor,
         scaling: float | None,
-        terms: ScoreTerms | None = None,
+        with_terms: bool,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend in one layer; see `RequestSlice.attend`."""
-        softcap, sinks = (None, None) if terms is None else (terms.softcap, terms.sinks)
-        return self._graph.call(self._attend, layer, query, key, value, scaling, terms is not None, softcap, sinks)
+        """Attend in one layer, all tensors said one by one; see `RequestSlice.attend`."""
+        terms = ScoreTerms(softcap, sinks) if with_terms else None
+        attended: torch.Tensor = self._cache.attend(layer, query, key, value, scaling, terms=terms)
+        return attended
 
-    def _attend(
+
+class _CapturedAttention:
+    """Stands for the cache while a pass is captured."""
+
+    def __init__(self, graph: PassGraph, step: _StepCache) -> None:
+        self._graph, self._step = graph, step
+
+    def attend(
         self,
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         scaling: float | None,
-        with_terms: bool,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        terms: ScoreTerms | None = None,
     ) -> torch.Tensor:
-        terms = ScoreTerms(softcap, sinks) if with_terms else None
-        attended: torch.Tensor = self._cache.attend(layer, query, key, value, scaling, terms=terms)
-        return attended
+        """Attend in one layer; see `RequestSlice.attend`."""
+        softcap, sinks = (None, None) if terms is None else (terms.softcap, terms.sinks)
+        return self._graph.call(self._step.attend, layer, query, key, value, scaling, terms is not None, softcap, sinks)
 
 
 class CapturedPass:
@@ -102,7 +109,8 @@ class CapturedPass:
     def __init__(self, inputs: dict[str, Any]) -> None:
         device = inputs["input_ids"].device
         self._graph: PassGraph = OperatorGraph() if device.type == "cpu" else CudaPieces(device)
-        self._attention = _Attention(self._graph)
+        self._step = _StepCache()
+        self._attention = _CapturedAttention(self._graph, self._step)
         self._inputs = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
         self._inputs[PAGED_CACHE] = self._attention
         self.checked = False
@@ -110,7 +118,7 @@ class CapturedPass:
 
     def capture(self, forward: Callable[..., Any], inputs: dict[str, Any], memory: GraphMemory) -> Any:
         """Return what the model returns for the inputs. Raises `CaptureRefused`, and what `forward` raises."""
-        with self._attention.over(inputs[PAGED_CACHE]):
+        with self._step.of(inputs[PAGED_CACHE]):
             return self._graph.capture(lambda: forward(**self._inputs), memory)
 
     def fits(self, inputs: dict[str, Any]) -> bool:
@@ -127,7 +135,7 @@ class CapturedPass:
         for name, own in self._inputs.items():
             if isinstance(own, torch.Tensor):
                 own.copy_(inputs[name])
-        with self._attention.over(inputs[PAGED_CACHE]):
+        with self._step.of(inputs[PAGED_CACHE]):
             return self._graph.replay()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,6 +92,27 @@ def test_actions_end_graphs_and_steps_are_replayed_again_behind_them(engines: An
         tokens = done + 16
     heard.wait([request.id])
     assert heard.tokens[request.id] == expected
+
+
+def test_graphs_that_ended_do_not_wait_for_the_garbage_collector(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Any]] = []
+    begin = CapturedPass.__init__
+
+    def noting(self: CapturedPass, *args: Any) -> None:
+        begin(self, *args)
+        made.append(weakref.ref(self._graph))
+
+    monkeypatch.setattr(CapturedPass, "__init__", noting)
+    engine = engines(architectures.build("llama-gqa")).engine
+    gc.disable()
+    try:
+        for _ in range(2):
+            serve(engine, [Request((5, 6, 7), 12, ignore_eos=True)])
+            engine.runtime.release([0])
+            engine.runtime.restore()
+        assert [graph() is None for graph in made] == [True, False]  # the second at the next step
+    finally:
+        gc.enable()
 
 
 def test_hooks_of_others_are_called_at_each_step_while_they_are_there(engines: Any, replays: list[int]) -> None:
