@@ -66,7 +66,7 @@ def profile_replays(
 ) -> list[float]:
     """Return how long decode steps of these sequences take that are replayed, as a share of those that are not.
 
-    The median of `rounds` pairs of each; 1.0 or about it where the engine replays none. Raises as `profile_chunks`.
+    The median of `rounds` pairs of each; 1.0 where the engine replays none. Raises as `profile_chunks`.
     """
     stopwatch = _Stopwatch(engine, pace)
     return [stopwatch.replayed_share(mix, rounds) for mix in mixes]
@@ -142,12 +142,12 @@ class _Stopwatch:
         shares = []
         with self._begun(mix) as step:
             first_s = [self._execute(step) for _ in range(CAPTURE_AFTER + 2)]  # captured, and then checked
-            for _ in range(rounds):
+            for _ in range(rounds if self._runner.replays else 0):
                 with self.attached():
                     called_s = self._execute(step)
                 shares.append(self._execute(step) / called_s)
-        self._wait(math.fsum(first_s) + 2 * rounds * first_s[0])
-        return statistics.median(shares)
+        self._wait(math.fsum(first_s) + 2 * len(shares) * first_s[0])
+        return statistics.median(shares or [1.0])
 
     @contextmanager
     def _begun(self, mix: Mix) -> Iterator[Step]:

@@ -59,6 +59,11 @@ class ModelRunner(BatchRunner):
         self._graphs = DecodeGraphs(model, gate) if gate is not None and one_device else None
         self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
+    @property
+    def replays(self) -> bool:
+        """Whether decode steps are captured and replayed, as far as is known."""
+        return self._graphs is not None and not self._graphs.refusal
+
     def execute(self, step: Step) -> Future[StepResult]:
         """Compute a step; the future is done when it returns. An error of the model fails the step and no other."""
         done: Future[StepResult] = Future()

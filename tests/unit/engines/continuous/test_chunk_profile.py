@@ -89,6 +89,14 @@ def test_decode_steps_are_replayed_and_called_in_turn(
     engine._blocks.check()
 
 
+def test_an_engine_that_replays_nothing_saves_nothing(wrapped: Any) -> None:
+    model = architectures.build("qwen3")
+    wrapped(model, small(8 << 20))
+    engine = ContinuousEngine(model, block_tokens=8, enforce_eager=True)
+    assert profile_replays(engine, [((40, 1),), ((20, 1),) * 3], rounds=2) == [1.0, 1.0]
+    engine.stop(drain=False)
+
+
 def test_an_engine_that_serves_is_not_profiled(engine: ContinuousEngine) -> None:
     engine.start()
     with pytest.raises(StateError, match="before it is started"):
