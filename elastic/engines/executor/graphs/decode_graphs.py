@@ -173,7 +173,8 @@ class DecodeGraphs:
         if self._end in self._gate.before_commits:
             self._gate.before_commits.remove(self._end)
             remove_override(self._model)
-        self._refuse("it was closed", for_good=True)
+        self.refusal, self._for_good = "it was closed", True
+        self._drop()
 
     def run(self, inputs: dict[str, Any]) -> Any:
         """Call the model; see `CapturedPass.replay` for what it returns."""
@@ -236,6 +237,9 @@ class DecodeGraphs:
     def _refuse(self, reason: str, *, for_good: bool) -> None:
         logger.info("steps of %s are run without graphs: %s", type(self._model).__name__, reason)
         self.refusal, self._for_good = reason, for_good
+        self._drop()
+
+    def _drop(self) -> None:
         self._sizes.clear()
         self._memory.forget_views()
 
