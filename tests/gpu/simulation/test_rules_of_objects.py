@@ -103,8 +103,10 @@ def test_what_is_not_simulated_says_so(simulator: ModuleType) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         torch.zeros(N, device="cuda")
-    with pytest.raises(RuntimeError, match="not supported"):
-        graph.replay()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(N, device="cuda")
+        with pytest.raises(RuntimeError, match="not supported"):
+            graph.replay()  # a graph in a graph
     reported(simulator, "NOT SIMULATED", "cuGraphLaunch")
     driver.cuLaunchKernel(0, 1, 1, 1, 1, 1, 1, 0, 0, None, 0)
     reported(simulator, "NOT SIMULATED", "cuLaunchKernel")
