@@ -24,7 +24,7 @@ from elastic.assets import MODEL_DIR
 from elastic.engines.base import Output, Request
 from elastic.engines.continuous import ContinuousEngine
 
-PROMPT, NEW, FEW = 8, 64, 10
+PROMPT, NEW, FEW = 8, 64, 24
 PAUSES = 5
 
 

@@ -25,6 +25,8 @@ from elastic.weights.decoder import find_decoder
 
 Mix = tuple[tuple[int, int], ...]
 """(earlier tokens, new tokens) of each chunk of a batch."""
+PROFILED_AFTER = 4
+"""Passes of a size before a profile has it captured: kernels that are measured at first use are known by then."""
 Pace = Callable[[float], object]
 """Called behind each batch with its seconds: it may wait, which is not counted, or raise, to measure no more."""
 
@@ -139,13 +141,17 @@ class _Stopwatch:
 
     def replayed_share(self, mix: Mix, rounds: int) -> float:
         """Return the seconds of a decode step without hooks, of those of one with them, which is not replayed."""
-        shares = []
+        graphs, shares = self._runner.graphs, []
+        if graphs is None:
+            return 1.0
+        graphs.capture_after = PROFILED_AFTER
         with self._begun(mix) as step:
-            first_s = [self._execute(step) for _ in range(CAPTURE_AFTER + 2)]  # captured, and then checked
-            for _ in range(rounds if self._runner.replays else 0):
+            first_s = [self._execute(step) for _ in range(PROFILED_AFTER + 2)]  # captured, and then checked
+            for _ in range(0 if graphs.refusal else rounds):
                 with self.attached():
                     called_s = self._execute(step)
                 shares.append(self._execute(step) / called_s)
+        graphs.capture_after = CAPTURE_AFTER
         self._wait(math.fsum(first_s) + 2 * len(shares) * first_s[0])
         return statistics.median(shares or [1.0])
 

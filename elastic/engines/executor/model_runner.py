@@ -56,13 +56,9 @@ class ModelRunner(BatchRunner):
         self._sampling: dict[str, SamplingState] = {}
         self._scores = PromptScores()
         one_device = self._device == self._cache_device
-        self._graphs = DecodeGraphs(model, gate) if gate is not None and one_device else None
+        self.graphs = DecodeGraphs(model, gate) if gate is not None and one_device else None
+        """None: the model is called at each step."""
         self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-
-    @property
-    def replays(self) -> bool:
-        """Whether decode steps are captured and replayed, as far as is known."""
-        return self._graphs is not None and not self._graphs.refusal
 
     def execute(self, step: Step) -> Future[StepResult]:
         """Compute a step; the future is done when it returns. An error of the model fails the step and no other."""
@@ -80,8 +76,8 @@ class ModelRunner(BatchRunner):
 
     def close(self) -> None:
         """Let go of the memory, and of the model."""
-        if self._graphs is not None:
-            self._graphs.close()
+        if self.graphs is not None:
+            self.graphs.close()
         super().close()
 
     def remove(self, sequences: Iterable[str]) -> None:
@@ -126,9 +122,9 @@ class ModelRunner(BatchRunner):
     def _compute(self, begun: BegunStep) -> Any:
         """Call the model, or replay a pass of it: where each sequence has one new token, and all logits are wanted."""
         whole = begun.rows is None and "logits_to_keep" not in begun.inputs
-        if self._graphs is None or not whole or begun.inputs["input_ids"].shape[1] != len(begun.chunks):
+        if self.graphs is None or not whole or begun.inputs["input_ids"].shape[1] != len(begun.chunks):
             return self._model(**begun.inputs)
-        return self._graphs.run(begun.inputs)
+        return self.graphs.run(begun.inputs)
 
     def _add_state(self, state: SequenceState) -> None:
         request = state.request

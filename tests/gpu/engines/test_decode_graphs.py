@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from elastic.engines.base import Request
+from elastic.engines.executor.graphs import decode_graphs
 from elastic.engines.executor.graphs.cuda_pieces import CudaPieces
 from elastic.engines.executor.graphs.decode_graphs import CapturedPass
 from support import architectures
@@ -19,6 +20,11 @@ from support.serving.tracked_engine import TrackedEngine
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_violations")]
 DEVICE = torch.device("cuda:0")
 BUDGET = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _captured_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_graphs, "CAPTURE_AFTER", 4)
 
 
 @pytest.fixture
@@ -54,7 +60,7 @@ def test_decode_steps_are_replayed(name: str, engines: Any, replays: list[int]) 
     asked = [Request(prompt, 24, ignore_eos=True) for prompt in prompts([3, 9, 20], architectures.VOCAB)]
     tracked = engines(architectures.build(name, device=DEVICE), max_batch_tokens=64)
     heard = serve(tracked.engine, asked)
-    refusal = tracked.engine._runner._graphs.refusal
+    refusal = tracked.engine._runner.graphs.refusal
     assert len(replays) >= 12 or "_grouped_mm" in refusal, refusal  # of float32 it waits, also on a GPU
     plain = architectures.build(name)
     assert all(same_unless_close(plain, request.prompt, heard.tokens[request.id]) for request in asked)
@@ -102,5 +108,5 @@ def test_a_model_that_looks_in_its_tensors_is_called(
     tracked = engines(model)
     heard = serve(tracked.engine, [request := Request(prompt, 20, ignore_eos=True)])
     assert not replays
-    assert "captur" in tracked.engine._runner._graphs.refusal
+    assert "captur" in tracked.engine._runner.graphs.refusal
     assert same_unless_close(architectures.build("llama-gqa"), prompt, heard.tokens[request.id])

@@ -7,9 +7,9 @@ import pytest
 
 from elastic.engines.base import Output, Request, SampledToken
 from elastic.engines.continuous import ContinuousEngine
-from elastic.engines.continuous.chunk_profile import fit_cost, profile_chunks, profile_replays
+from elastic.engines.continuous.chunk_profile import PROFILED_AFTER, fit_cost, profile_chunks, profile_replays
 from elastic.engines.core.step import SequenceState, StepResult
-from elastic.engines.executor.graphs.decode_graphs import CAPTURE_AFTER, CapturedPass
+from elastic.engines.executor.graphs.decode_graphs import CapturedPass
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ConfigError, StateError
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
@@ -83,7 +83,7 @@ def test_decode_steps_are_replayed_and_called_in_turn(
     monkeypatch.setattr(type(first), "forward", called)
     shares = profile_replays(engine, [((40, 1),), ((20, 1),) * 3], rounds=3)
     assert all(share > 0 for share in shares)
-    until_captured, checked = ["call"] * (CAPTURE_AFTER + 1), ["call", "replay"]
+    until_captured, checked = ["call"] * (PROFILED_AFTER + 1), ["call", "replay"]
     assert steps == [*until_captured, *checked, "replay", *["call", "replay"] * 3] * 2
     assert not engine._runner.batch.rows
     engine._blocks.check()

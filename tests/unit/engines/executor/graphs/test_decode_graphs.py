@@ -16,11 +16,17 @@ from torch import nn
 import elastic
 from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
+from elastic.engines.executor.graphs import decode_graphs
 from elastic.engines.executor.graphs.decode_graphs import CapturedPass, DecodeGraphs
 from support import architectures
 from support.lossless_variant import HALF, exact
 from support.serving.generations import SERVED, Collector, Continuation, prompts, same_unless_close, serve
 from support.serving.tracked_engine import TrackedEngine
+
+
+@pytest.fixture(autouse=True)
+def _captured_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_graphs, "CAPTURE_AFTER", 4)
 
 
 @pytest.fixture
@@ -172,7 +178,7 @@ def test_models_that_cannot_be_replayed_are_called(
     tracked = engines(build())
     heard = serve(tracked.engine, [second := Request(prompt, 20, ignore_eos=True)])
     assert not replays
-    assert reason in tracked.engine._runner._graphs.refusal
+    assert reason in tracked.engine._runner.graphs.refusal
     if kind is Looking:  # the other one counts the pass that was compared, too
         assert heard.tokens[second.id] == eager.tokens[first.id]
 
@@ -189,7 +195,7 @@ def test_models_that_others_have_changed_are_called(change: str, engines: Any, r
     tracked = engines(model)
     heard = serve(tracked.engine, [request := Request(prompt, 20, ignore_eos=True)])
     assert not replays
-    assert tracked.engine._runner._graphs.refusal
+    assert tracked.engine._runner.graphs.refusal
     assert same_unless_close(architectures.build("llama-gqa"), prompt, heard.tokens[request.id])
 
 
