@@ -32,7 +32,7 @@ from elastic.weights.proxy.tensor import WeightProxy
 
 logger = logging.getLogger(__name__)
 CAPTURE_AFTER = 16
-"""Passes of a size before it is captured. A capture and its check take as long as some 20 replays save (2.6M on a Xeon):
+"""Passes of a size before it is captured. A capture and its check take as long as some 20 replays save (2.6M, a Xeon):
 a size that has come as often as that will come again, and one that does not has cost nothing."""
 MOST_GRAPHS = 64
 """Of different sizes; the one that was not used for the longest time goes first."""
