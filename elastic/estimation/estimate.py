@@ -327,7 +327,7 @@ class Estimator:
 
 def called_each_step(cost: BatchCost) -> BatchCost:
     """Return the cost at one of several ranks, which replay no decode steps."""
-    return replace(cost, replayed=0.0) if isinstance(cost, LayerCost) else cost
+    return replace(cost, replay_saving=0.0) if isinstance(cost, LayerCost) else cost
 
 
 def unserved(configuration: Configuration) -> str:

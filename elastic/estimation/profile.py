@@ -112,7 +112,8 @@ def measure_fingerprints(
                     mixes = telling_mixes(engine, context, step_tokens, most_s, pace)
                     samples[name].append(profile_chunks(engine, mixes, ROUNDS, most_s=most_s / PASSES, pace=pace))
                     few = shortest_decodes(mixes)
-                    replays[name] += zip(few, profile_replays(engine, few, ROUNDS, pace), strict=True)
+                    shares = profile_replays(engine, few, ROUNDS, most_s / PASSES, pace)
+                    replays[name] += zip(few, shares, strict=True)
                     block = engine.kv_format.block_tokens
                     share = measured_share(engine, layout, largest(mixes), parts_of(name)[1])
                 taken[name], kept[name] = max(share, taken.get(name, 0.0)), kept_bytes()

@@ -127,7 +127,7 @@ class ForwardGate:
 
     @contextmanager
     def exclusive(self) -> Iterator[float]:
-        """Wait until no forward pass is left and keep new ones out. Yields the seconds waited.
+        """Wait until no forward pass is left, keep new ones out, and call `before_commits`. Yields the seconds waited.
 
         Raises `StateError` inside a forward pass of this thread, which would wait for itself.
         """
@@ -144,10 +144,11 @@ class ForwardGate:
             finally:
                 self._writers_waiting -= 1
                 self._changed.notify_all()
+        waited_s = time.perf_counter() - start
         try:
             for listener in tuple(self.before_commits):
                 listener()
-            yield time.perf_counter() - start
+            yield waited_s
         finally:
             with self._changed:
                 self._writing = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -293,15 +293,6 @@ class Runtime(LayerVerbs):
         """Refuse to be unwrapped, with these words, until the returned function is called."""
         self._occupied.append(by)
         return partial(self._occupied.remove, by)
-
-    @property
-    def commits(self) -> int:
-        """Count the safe points at which something was changed, or may have been: layers change nowhere else."""
-        return self.gate.commits
-
-    def suspend_forward(self) -> AbstractContextManager[None]:
-        """Let actions commit while a forward pass of this thread waits for another process; see `ForwardGate`."""
-        return self.gate.suspended()
 
     def pages_came_free(self) -> None:
         """Try deferred actions again. Called under the mapping lock of a place, so it only queues a job."""

@@ -160,16 +160,16 @@ class TransactionRunner:
 
     def _switch(self, transaction: Transaction) -> None:
         """Commit between two forward passes: the safe point (law 6)."""
+        start = time.perf_counter()
         with self._gate.exclusive() as waited_s:
             transaction.timing.wait_ms = waited_s * 1e3
-            start = time.perf_counter()
             try:
                 for handler, state in transaction.prepared:
                     handler.commit(state)
             except BaseException:
                 _roll_back(transaction)
                 raise
-            transaction.timing.pause_ms = (time.perf_counter() - start) * 1e3
+            transaction.timing.pause_ms = (time.perf_counter() - start - waited_s) * 1e3
 
     def _undo(self, transaction: Transaction) -> None:
         with self._gate.exclusive():

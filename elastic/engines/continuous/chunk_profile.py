@@ -64,14 +64,19 @@ def profile_chunks(
 
 
 def profile_replays(
-    engine: ContinuousEngine, mixes: Sequence[Mix], rounds: int = 7, pace: Pace | None = None
+    engine: ContinuousEngine,
+    mixes: Sequence[Mix],
+    rounds: int = 7,
+    most_s: float = math.inf,
+    pace: Pace | None = None,
 ) -> list[float]:
     """Return how long decode steps of these sequences take that are replayed, as a share of those that are not.
 
-    The median of `rounds` pairs of each; 1.0 where the engine replays none. Raises as `profile_chunks`.
+    The median of `rounds` pairs of each, fewer once its part of `most_s` seconds is over; 1.0 where the engine replays
+    none. Raises as `profile_chunks`.
     """
     stopwatch = _Stopwatch(engine, pace)
-    return [stopwatch.replayed_share(mix, rounds) for mix in mixes]
+    return [stopwatch.replayed_share(mix, rounds, most_s / len(mixes)) for mix in mixes]
 
 
 def fit_cost(engine: ContinuousEngine, most_tokens: int, most_s: float = 2.0, rounds: int = 5) -> ModelCost:
@@ -139,15 +144,18 @@ class _Stopwatch:
         self._wait(2 * seconds)
         return within / self.layers, seconds - within
 
-    def replayed_share(self, mix: Mix, rounds: int) -> float:
+    def replayed_share(self, mix: Mix, rounds: int, most_s: float) -> float:
         """Return the seconds of a decode step without hooks, of those of one with them, which is not replayed."""
         graphs, shares = self._runner.graphs, []
         if graphs is None:
             return 1.0
         graphs.capture_after = PROFILED_AFTER
         with self._begun(mix) as step:
+            began_s = time.perf_counter()
             first_s = [self._execute(step) for _ in range(PROFILED_AFTER + 2)]  # captured, and then checked
-            for _ in range(0 if graphs.refusal else rounds):
+            for number in range(0 if graphs.refusal else rounds):
+                if number and time.perf_counter() - began_s > most_s:
+                    break
                 with self.attached():
                     called_s = self._execute(step)
                 shares.append(self._execute(step) / called_s)

@@ -24,7 +24,7 @@ class VariantRecorder(Hook):
         self._runtime = runtime
         self._counts = counts
         self._lock = threading.Lock()  # of those below
-        self._commits = runtime.commits
+        self._commits = runtime.gate.commits
         self._seen = runtime.weights.packed, runtime.weights.precision_changes
         self._weights = 0, _name_of(self._seen[0])
 
@@ -40,13 +40,13 @@ class VariantRecorder(Hook):
         The name [16 bytes] is a hash of what is in which variant; it is empty where all layers, as far as they are
         here, have their full weights, resident or streamed. From any thread.
         """
-        if self._runtime.commits != self._commits:
+        if self._runtime.gate.commits != self._commits:
             with self._lock:
                 self._look()
         return self._weights
 
     def _look(self) -> None:
-        commits, weights = self._runtime.commits, self._runtime.weights
+        commits, weights = self._runtime.gate.commits, self._runtime.weights
         # other ones in between count: a pass that waits for other ranks may have been computed by them
         seen = weights.packed, weights.precision_changes
         if seen != self._seen:

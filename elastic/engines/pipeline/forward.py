@@ -100,7 +100,7 @@ class StageForward:
 
     def _receive(self, transport: Transport, awaited: Sequence[Awaited]) -> list[torch.Tensor]:
         # the turn comes back first: who waits for it inside the gate would keep a commit, and so its holder, waiting
-        with self._runtime.suspend_forward(), self._turn.given_up():
+        with self._runtime.gate.suspended(), self._turn.given_up():
             return [transport.receive(*each) for each in awaited]
 
     @torch.no_grad()

@@ -41,7 +41,7 @@ class LayerCost:
     overhead: float = 0.0
     """Of the seconds of products those of calls, not of weights: every rank that shares the layer has them, and others
     that read memory do not make them more."""
-    replayed: float = 0.0
+    replay_saving: float = 0.0
     """By how much less a batch of single tokens takes where one rank computes the whole model, and replays it."""
 
     def batch(self, chunks: Sequence[Chunk]) -> float:
@@ -54,7 +54,7 @@ class LayerCost:
         at = min(max(1, bisect_left(self.matrices, (tokens, -math.inf))), len(self.matrices) - 1)
         (few, least), (many, most) = self.matrices[at - 1], self.matrices[at]
         products = least + (most - least) * (tokens - few) / (many - few)
-        less = self.replayed if tokens == len(chunks) else 0.0
+        less = self.replay_saving if tokens == len(chunks) else 0.0
         return products + self.chunk * (len(chunks) - 1) + attention - less
 
     def shared(self, cut_share: float, tp: int, kv_parts: int) -> LayerCost:
@@ -84,13 +84,14 @@ class LayerCost:
     def with_replays(self, shares: Sequence[tuple[Sequence[tuple[int, int]], float]]) -> LayerCost:
         """Return the cost where batches of single tokens that are replayed take these shares of what others take."""
         saved = [(1 - share) * self.batch([Chunk("", *chunk) for chunk in chunks]) for chunks, share in shares]
-        return replace(self, replayed=max(0.0, min(median(saved), self.matrices[0][1])))
+        return replace(self, replay_saving=max(0.0, min(median(saved), self.matrices[0][1])))
 
     def times(self, factor: float) -> LayerCost:
         """Return so many times these seconds."""
         matrices = tuple((tokens, factor * seconds) for tokens, seconds in self.matrices)
         terms = {
-            name: factor * getattr(self, name) for name in ("chunk", "pair", "prefix", "seen", "overhead", "replayed")
+            name: factor * getattr(self, name)
+            for name in ("chunk", "pair", "prefix", "seen", "overhead", "replay_saving")
         }
         return replace(self, matrices=matrices, **terms)
 
@@ -131,7 +132,7 @@ class LayerCost:
         matrices = tuple((int(tokens), float(seconds)) for tokens, seconds in fields["matrices"])
         chunk, pair, prefix, seen = terms = [float(fields[name]) for name in ("chunk", "pair", "prefix", "seen")]
         window, overhead = None if fields["window"] is None else int(fields["window"]), float(fields["overhead"])
-        replayed = float(fields.get("replayed", 0.0))
+        replayed = float(fields.get("replay_saving", 0.0))
         cost = cls(matrices, chunk, pair, prefix, seen, window, int(fields["block"]), overhead, replayed)
         values = [*(seconds for _, seconds in matrices), *terms, overhead, replayed]
         ascending = all(few < many for (few, _), (many, _) in pairwise(matrices))

@@ -10,8 +10,8 @@ import torch
 
 from elastic.engines.base import Request
 from elastic.engines.executor.graphs import decode_graphs
-from elastic.engines.executor.graphs.cuda_pieces import CudaPieces
 from elastic.engines.executor.graphs.decode_graphs import CapturedPass
+from elastic.engines.executor.graphs.piecewise_cuda_graph import PiecewiseCudaGraph
 from support import architectures
 from support.lossless_variant import HALF, exact
 from support.serving.generations import SERVED, Collector, Continuation, prompts, same_unless_close, serve
@@ -34,7 +34,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     replay = CapturedPass.replay
 
     def counting(self: CapturedPass, inputs: dict[str, Any]) -> Any:
-        assert isinstance(self._graph, CudaPieces)
+        assert isinstance(self._graph, PiecewiseCudaGraph)
         counted.append(inputs["input_ids"].shape[1])
         return replay(self, inputs)
 

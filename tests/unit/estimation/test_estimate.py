@@ -190,7 +190,9 @@ def test_measured_costs_count_for_the_devices_that_they_were_measured_on() -> No
 def test_one_rank_replays_decode_steps_and_several_do_not() -> None:
     (kind,) = layout_of(MODEL_DIR).kinds
     cost = LayerCost(((1, 1e-3), (64, 2e-3)), 0.0, 0.0, 0.0, 0.0)
-    profiles = [CostProfile("cpu", {(kind.name, "full"): c}, {"full": c}) for c in (cost, replace(cost, replayed=2e-4))]
+    profiles = [
+        CostProfile("cpu", {(kind.name, "full"): c}, {"full": c}) for c in (cost, replace(cost, replay_saving=2e-4))
+    ]
     options = {"load": elastic.Load(prompt=100, new=50), "weights": ("full",)}
     called, replayed = (list(estimate(MODEL_DIR, "cpu#a=40MiB,cpu#b=40MiB", profile=p, **options)) for p in profiles)
     layers = len(layout_of(MODEL_DIR).decoder.layers)

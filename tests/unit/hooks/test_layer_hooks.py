@@ -42,7 +42,7 @@ def test_a_layer_released_while_its_pass_is_suspended_is_staged(wrapped: Any) ->
     expected, rt = logits(model), model.elastic
 
     def wait_for_others(*_: Any) -> None:
-        with rt.suspend_forward():
+        with rt.gate.suspended():
             thread = threading.Thread(target=rt.release, args=([1],))
             thread.start()
             thread.join()

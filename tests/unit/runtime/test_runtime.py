@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from textwrap import dedent
@@ -30,6 +31,17 @@ def test_a_resize_is_recorded_with_its_price(wrapped: Any) -> None:
     assert (event.ok, event.outcome, event.why) == (True, "applied", "by hand")
     assert min(event.prepare_ms, event.wait_ms, event.pause_ms) >= 0
     assert rt.status().events == 1
+
+
+def test_the_pause_of_an_action_counts_what_is_told_before_it_commits(
+    wrapped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rt, clock, late_s = wrapped(build("llama-gqa")).elastic, time.perf_counter, [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + late_s[0])
+    rt.gate.before_commits.append(lambda: late_s.__setitem__(0, 3600.0))
+    rt.kv.resize("8MiB")
+    (event,) = rt.events()
+    assert event.pause_ms >= 3600e3 > event.wait_ms
 
 
 def test_a_dry_run_says_what_would_happen_and_does_nothing(wrapped: Any) -> None:

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from elastic.engines.executor.graphs.cuda_pieces import CudaPieces
 from elastic.engines.executor.graphs.graph_memory import GraphMemory
 from elastic.engines.executor.graphs.operator_graph import CaptureRefused, OperatorGraph
+from elastic.engines.executor.graphs.piecewise_cuda_graph import PiecewiseCudaGraph
 from elastic.hooks.base import Hook
 from elastic.hooks.forward_gate import ForwardGate
 from elastic.hooks.forward_override import dispatches, install_root_override, remove_override
@@ -39,7 +39,7 @@ MOST_GRAPHS = 64
 
 
 class PassGraph(Protocol):
-    """A computation that was captured once: `OperatorGraph` on a CPU, `CudaPieces` on a GPU."""
+    """A computation that was captured once: `OperatorGraph` on a CPU, `PiecewiseCudaGraph` on a GPU."""
 
     def capture(self, run: Callable[[], Any], memory: GraphMemory) -> Any:
         """Run a computation and record it; return what it returned. Raises `CaptureRefused`."""
@@ -108,7 +108,7 @@ class CapturedPass:
 
     def __init__(self, inputs: dict[str, Any]) -> None:
         device = inputs["input_ids"].device
-        self._graph: PassGraph = OperatorGraph() if device.type == "cpu" else CudaPieces(device)
+        self._graph: PassGraph = OperatorGraph() if device.type == "cpu" else PiecewiseCudaGraph(device)
         self._step = _StepCache()
         self._attention = _CapturedAttention(self._graph, self._step)
         self._inputs = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}

@@ -57,12 +57,16 @@ def drawn_alone(name: str, which: int) -> list[list[int]]:
 class Serving(RuleBasedStateMachine):
     """A real engine over a wrapped model in which everything moves."""
 
-    @initialize(name=st.sampled_from(MODELS), cohorts=st.integers(1, 2), share=st.booleans())
-    def begin(self, name: str, cohorts: int, share: bool) -> None:
+    @initialize(
+        name=st.sampled_from(MODELS), cohorts=st.integers(1, 2), share=st.booleans(), capture_after=st.integers(0, 2)
+    )
+    def begin(self, name: str, cohorts: int, share: bool, capture_after: int) -> None:
         self.model = exact(architectures.build(name))
         elastic.wrap(self.model, places=small(2 << 20), variants=[HALF])
         self.rt = self.model.elastic
         self.engine = ContinuousEngine(self.model, cohorts=cohorts, share_prefixes=share, **ENGINE)
+        if self.engine._runner.graphs is not None:
+            self.engine._runner.graphs.capture_after = capture_after
         self.engine.start()
         self.name, self.heard = name, Tokens()
         self.asked: dict[str, tuple[int, Request]] = {}

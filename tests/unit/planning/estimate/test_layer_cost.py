@@ -128,12 +128,12 @@ def test_replayed_batches_of_single_tokens_take_less_and_no_others() -> None:
         assert seconds(less, mix) == pytest.approx(seconds(EXPANDED, mix) - saved)
     for mix in (((0, 2),), ((10, 1), (0, 7))):
         assert seconds(less, mix) == seconds(EXPANDED, mix)
-    assert EXPANDED.with_replays([(one, 1.3)]).replayed == 0, "a machine that changed its pace"
+    assert EXPANDED.with_replays([(one, 1.3)]).replay_saving == 0, "a machine that changed its pace"
     assert seconds(less.times(2.0), one) == pytest.approx(2 * seconds(less, one))
 
 
 def test_costs_go_through_json() -> None:
-    for cost in (EXPANDED, replace(EXPANDED, window=64, overhead=1e-3, replayed=1e-4)):
+    for cost in (EXPANDED, replace(EXPANDED, window=64, overhead=1e-3, replay_saving=1e-4)):
         assert LayerCost.of(json.loads(json.dumps(asdict(cost)))) == cost
     good = asdict(EXPANDED)
     for wrong in (
@@ -142,7 +142,7 @@ def test_costs_go_through_json() -> None:
         {"pair": -1.0},
         {"seen": math.nan},
         {"overhead": -1.0},
-        {"replayed": -1.0},
+        {"replay_saving": -1.0},
     ):
         with pytest.raises(ValueError, match="is no cost"):
             LayerCost.of({**good, **wrong})

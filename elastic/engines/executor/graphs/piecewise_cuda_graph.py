@@ -26,7 +26,7 @@ class _Call(NamedTuple):
     """What it returns is copied to, where the next piece reads it."""
 
 
-class CudaPieces:
+class PiecewiseCudaGraph:
     """A computation, captured once: what `OperatorGraph` is on a CPU. Weights are known by their addresses alone."""
 
     def __init__(self, device: torch.device) -> None:
