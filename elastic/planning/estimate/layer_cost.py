@@ -89,11 +89,8 @@ class LayerCost:
     def times(self, factor: float) -> LayerCost:
         """Return so many times these seconds."""
         matrices = tuple((tokens, factor * seconds) for tokens, seconds in self.matrices)
-        terms = {
-            name: factor * getattr(self, name)
-            for name in ("chunk", "pair", "prefix", "seen", "overhead", "replay_saving")
-        }
-        return replace(self, matrices=matrices, **terms)
+        terms = ("chunk", "pair", "prefix", "seen", "overhead", "replay_saving")
+        return replace(self, matrices=matrices, **{name: factor * getattr(self, name) for name in terms})
 
     def with_reading(self, seconds: float) -> LayerCost:
         """Return the cost where a batch of the fewest tokens reads weights for so long: the rest is overhead."""
