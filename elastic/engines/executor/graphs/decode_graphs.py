@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules import module as modules
+from torch.nn.modules import module as nn_module
 
 from elastic.engines.executor.graphs.graph_memory import GraphMemory
 from elastic.engines.executor.graphs.operator_graph import CaptureRefused, OperatorGraph
@@ -164,7 +164,7 @@ class DecodeGraphs:
         self._memory = GraphMemory()
         self._ended = False  # all that are in `_sizes`
         hooks = [(m._forward_pre_hooks, m._forward_hooks) for m in model.modules() if m is not model]
-        hooks.append((modules._global_forward_pre_hooks, modules._global_forward_hooks))  # of all modules there are
+        hooks.append((nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks))  # of all modules there are
         self._hooks = [model._forward_hooks, *chain.from_iterable(hooks)]  # the model's: they may keep what it returns
         self._own_hooks = sum(isinstance(hook, Hook) for hooks in self._hooks for hook in hooks.values())
         if not self._for_good:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import elastic
 from elastic.engines.base import Request
@@ -128,12 +128,14 @@ def test_hooks_of_others_are_called_at_each_step_while_they_are_there(engines: A
     (prompt,) = prompts([5], architectures.VOCAB)
     calls: list[int] = []
     mlp = model.model.layers[1].mlp
-    for register in (mlp.register_forward_hook, model.register_forward_hook, register_module_forward_hook):
+    of_one = mlp.register_forward_pre_hook, mlp.register_forward_hook, model.register_forward_hook
+    of_all = register_module_forward_pre_hook, register_module_forward_hook
+    for register in (*of_one, *of_all):
         first, second = (Request(prompt, 20, ignore_eos=True) for _ in range(2))
         handle = register(lambda module, *_: calls.append(1) if module in (mlp, model) else None)
         serve(tracked.engine, [first])
         assert not replays
-        assert len(calls) == (40 if register is register_module_forward_hook else 20)
+        assert len(calls) == (40 if register in of_all else 20)
         handle.remove()
         calls.clear()
         heard = serve(tracked.engine, [second])
