@@ -300,7 +300,7 @@ class Estimator:
                 raise
             return None
         if tp * len(stages) > 1:
-            layers, rest = {name: called_each_step(cost) for name, cost in layers.items()}, called_each_step(rest)
+            layers, rest = {name: without_replays(cost) for name, cost in layers.items()}, without_replays(rest)
         link = self.costs.link()
         # each rank sends its heads to all others, and a sum of full width: the mean of the two
         exchange = LinearLatency(link.fixed_s, link.each_s * (tp - 1) * (1 + 1 / tp) / 2)
@@ -325,7 +325,7 @@ class Estimator:
         return (*parts[:-1], (*parts[-1], (self.costs.beside(rest, others), 1)))
 
 
-def called_each_step(cost: BatchCost) -> BatchCost:
+def without_replays(cost: BatchCost) -> BatchCost:
     """Return the cost at one of several ranks, which replay no decode steps."""
     return replace(cost, replay_saving=0.0) if isinstance(cost, LayerCost) else cost
 

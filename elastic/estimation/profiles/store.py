@@ -29,7 +29,7 @@ from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 
 logger = logging.getLogger(__name__)
-FILE_FORMAT = "elastic configuration map 2"
+FILE_FORMAT = "elastic configuration map 3"
 CACHE = "ELASTIC_CACHE"
 """The variable with the directory for caches."""
 

@@ -129,9 +129,9 @@ class LayerCost:
         matrices = tuple((int(tokens), float(seconds)) for tokens, seconds in fields["matrices"])
         chunk, pair, prefix, seen = terms = [float(fields[name]) for name in ("chunk", "pair", "prefix", "seen")]
         window, overhead = None if fields["window"] is None else int(fields["window"]), float(fields["overhead"])
-        replayed = float(fields.get("replay_saving", 0.0))
-        cost = cls(matrices, chunk, pair, prefix, seen, window, int(fields["block"]), overhead, replayed)
-        values = [*(seconds for _, seconds in matrices), *terms, overhead, replayed]
+        saving = float(fields["replay_saving"])
+        cost = cls(matrices, chunk, pair, prefix, seen, window, int(fields["block"]), overhead, saving)
+        values = [*(seconds for _, seconds in matrices), *terms, overhead, saving]
         ascending = all(few < many for (few, _), (many, _) in pairwise(matrices))
         if len(matrices) < 2 or not ascending or not all(math.isfinite(value) and value >= 0 for value in values):
             raise ValueError(f"{cost} is no cost")

@@ -85,6 +85,9 @@ def test_decode_steps_are_replayed_and_called_in_turn(
     assert all(share > 0 for share in shares)
     until_captured, checked = ["call"] * (PROFILED_AFTER + 1), ["call", "replay"]
     assert steps == [*until_captured, *checked, "replay", *["call", "replay"] * 3] * 2
+    steps.clear()
+    profile_replays(engine, [((40, 1),), ((20, 1),) * 3], rounds=3, most_s=0.0)
+    assert steps.count("call") == 2, "both sizes are captured, and no seconds are left for more than a pair of each"
     assert not engine._runner.batch.rows
     engine._blocks.check()
 
