@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from elastic.config import require
 from elastic.engines.base import GrammarCompiler, Listener, Request
@@ -98,7 +98,8 @@ class ContinuousEngine(PipelinedEngine):
             sizes = block_groups(groups, form.block_bytes, form.kv_shards)
             windows = [group.window for group in groups]
             self._blocks = BlockManager(partial(BlockMemory, kv, sizes), windows, form.block_tokens, share_prefixes)
-            memory = self._memory = cast("BlockMemory", self._blocks.memory)
+            assert isinstance(self._blocks.memory, BlockMemory)
+            memory = self._memory = self._blocks.memory
             stack.callback(memory.close)
             gate = self.runtime.gate if not enforce_eager and (cuda_graphs or model.device.type == "cpu") else None
             self._runner = ModelRunner(model, memory, groups, layout_of(form, model.dtype), grammars, gate)

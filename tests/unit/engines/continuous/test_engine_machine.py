@@ -65,8 +65,8 @@ class Serving(RuleBasedStateMachine):
         elastic.wrap(self.model, places=small(2 << 20), variants=[HALF])
         self.rt = self.model.elastic
         self.engine = ContinuousEngine(self.model, cohorts=cohorts, share_prefixes=share, **ENGINE)
-        if self.engine._runner.graphs is not None:
-            self.engine._runner.graphs.capture_after = capture_after
+        assert self.engine._runner.graphs is not None
+        self.engine._runner.graphs.capture_after = capture_after
         self.engine.start()
         self.name, self.heard = name, Tokens()
         self.asked: dict[str, tuple[int, Request]] = {}
