@@ -279,7 +279,7 @@ class Event:
     wait_ms: float
     """From asking for the safe point until the forward passes in flight had ended; new ones waited too."""
     pause_ms: float
-    """Exclusive time at the safe point: no forward pass could run."""
+    """Exclusive time at the safe point: no forward pass could run. Letting go of decode graphs is a part of it."""
     ok: bool
     outcome: str
     """The status of the result, or the error's text."""
