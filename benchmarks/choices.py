@@ -4,11 +4,11 @@
 
 The order of keys and values in memory (`kv_layout`; attention at 2,048 tokens, each order by its own fastest kernel),
 that in a block of the engine (`block_layout`; steps of decoding requests, each of requests x tokens, with so many key
-heads of so many query heads), how much of keys and values is read at once there (`READ_BYTES`; the same steps), what
-keeps slots that nobody wrote from attention (`unwritten`), the page size (mapping and unmapping 64 MiB), the parts of
-copies beside a model, and the pieces in which packed weights are expanded on a CPU. The ratio is the time of the choice
-to that of the fastest: 1.00 where nothing is lost by it. Kernels of products and of attention are not here: those are
-measured when a model is wrapped.
+heads of so many query heads), whether the compiled kernel attends in such steps or torch's operators do, how much of
+keys and values these read at once (`READ_BYTES`), what keeps slots that nobody wrote from them (`unwritten`), the page
+size (mapping and unmapping 64 MiB), the parts of copies beside a model, and the pieces in which packed weights are
+expanded on a CPU. The ratio is the time of the choice to that of the fastest: 1.00 where nothing is lost by it. Kernels
+of products, and of attention in `generate`, are not here: those are measured when a model is wrapped.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from elastic.config import Place
 from elastic.engines.core.kv_state import BLOCK_SLOTS
 from elastic.engines.executor import attention_metadata
-from elastic.engines.executor.attention import attend
+from elastic.engines.executor.attention import BlockAttention
 from elastic.engines.executor.attention_metadata import AttentionMetadata, MetadataBuilder
 from elastic.engines.executor.block_layout import LAYOUTS, BlockLayout, BlockShape
 from elastic.engines.executor.input_batch import BatchBlockTable, BatchTokens
+from elastic.engines.executor.kernels.paged_attention import compiled_attention
 from elastic.kvcache import decode_timing
 from elastic.kvcache.decode_kernels import KERNELS
 from elastic.memory.backends.memfd import DEFAULT_PAGE_BYTES
@@ -64,37 +65,47 @@ def blocks(dtype: torch.dtype, requests: int, tokens: int, kv_heads: int, heads:
     return {order: decode_step(order, dtype, requests, tokens, kv_heads, heads) for order in LAYOUTS}
 
 
+def kernels(dtype: torch.dtype, requests: int, tokens: int, kv_heads: int, heads: int) -> Works:
+    """The same steps, by the compiled kernel and by torch's operators."""
+    return {
+        name: decode_step("head_centric", dtype, requests, tokens, kv_heads, heads, compiled=compiled)
+        for name, compiled in (("compiled", True), ("operators", False))
+    }
+
+
 def read_at_once(dtype: torch.dtype, requests: int, tokens: int, kv_heads: int, heads: int) -> Works:
     """The same steps, with so much of keys and values read at once."""
 
     def step(size: int) -> Callable[[], Any]:
         with patch.multiple(attention_metadata, READ_BYTES=size, MOST_READ_BYTES=size):
-            return decode_step("head_centric", dtype, requests, tokens, kv_heads, heads)
+            return decode_step("head_centric", dtype, requests, tokens, kv_heads, heads, compiled=False)
 
     sizes = {f"{mib} MiB": mib * MIB for mib in (1, 2, 4, 8)}
     return {name: step(size) for name, size in (sizes | {"all": 1 << 62}).items()}
 
 
 def decode_step(
-    order: str, dtype: torch.dtype, requests: int, tokens: int, kv_heads: int, heads: int
+    order: str, dtype: torch.dtype, requests: int, tokens: int, kv_heads: int, heads: int, *, compiled: bool = True
 ) -> Callable[[], Any]:
     layout, count = LAYOUTS[order](BlockShape(BLOCK_SLOTS, kv_heads, 64)), requests * tokens // BLOCK_SLOTS
-    metadata = decoding(layout, requests, tokens, dtype)
+    kernel = compiled_attention(layout, dtype, CPU) if compiled else None
+    attention, metadata = BlockAttention(layout, kernel), decoding(layout, requests, tokens, dtype, kernel is not None)
     nbytes = count * layout.block_elements * dtype.itemsize
     caches = cycle(torch.randn(-(-64 * MIB // nbytes), count * layout.block_elements, dtype=dtype))  # of more layers
     parts = layout.parts(torch.zeros(1, dtype=torch.long))
     query, keys, values = (torch.randn(n, requests, 64, dtype=dtype) for n in (heads, kv_heads, kv_heads))
-    return lambda: [attend(query, keys, values, next(caches), layout, parts, metadata, 0.125) for _ in range(8)]
+    return lambda: [attention.attend(query, keys, values, next(caches), parts, metadata, 0.125) for _ in range(8)]
 
 
-def decoding(layout: BlockLayout, requests: int, tokens: int, dtype: torch.dtype) -> AttentionMetadata:
+def decoding(layout: BlockLayout, requests: int, tokens: int, dtype: torch.dtype, compiled: bool) -> AttentionMetadata:
     """Describe a step of requests that have so many tokens each with their new ones, in blocks in any order."""
     table = BatchBlockTable(BLOCK_SLOTS, None)
     for row, blocks in enumerate(torch.randperm(requests * tokens // BLOCK_SLOTS).view(requests, -1).numpy()):
         table.begin(row)
         table.extend(row, blocks)
     starts, counts = np.full(requests, tokens - 1), np.ones(requests, np.int64)
-    return MetadataBuilder(layout, table, CPU, dtype).build(BatchTokens(np.arange(requests), starts, counts))
+    builder = MetadataBuilder(layout, table, CPU, dtype, compiled=compiled)
+    return builder.build(BatchTokens(np.arange(requests), starts, counts))
 
 
 def unwritten(dtype: torch.dtype, requests: int, tokens: int, heads: int) -> Works:
@@ -190,6 +201,19 @@ def main() -> None:
                 (8, 256, 2, 4),
                 (8, 1024, 8, 8),
                 (8, 1024, 2, 16),
+                (1, 4096, 8, 8),
+            )
+        },
+        **{
+            f"attention of a step, {name} {requests} x {tokens}, {kv_heads} of {heads}": (
+                "compiled",
+                kernels(dtype, requests, tokens, kv_heads, heads),
+            )
+            for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
+            for requests, tokens, kv_heads, heads in (
+                (1, 96, 4, 12),
+                (16, 96, 4, 12),
+                (16, 512, 12, 12),
                 (1, 4096, 8, 8),
             )
         },

@@ -18,7 +18,7 @@ TESTS = Path(__file__).parents[1]
 MOST_FILES = 12
 
 FLOORS = (  # from the ground; rooms of one floor do not know each other; "" is `elastic` itself
-    ("errors", "types", "assets", "clock", "openmp"),
+    ("errors", "types", "assets", "clock", "directories", "openmp"),
     ("config",),
     ("memory", "planning"),
     ("weights", "model_files"),

@@ -1,8 +1,8 @@
 """Index tensors of one batch for attention: which tokens are whose, and where their keys and values are.
 
-Sequences with one new token are computed together, in groups whose lengths differ by less than two; on a CPU in runs of
-so many as the caches of the processor have room for. Block tables are padded to the length of the longest. The others,
-prompts or parts of them, are computed one by one.
+Sequences with one new token are computed together: all of them by a compiled kernel; by torch's operators in groups
+whose lengths differ by less than two, on a CPU in runs of so many as the caches of the processor have room for. Block
+tables are padded to the length of the longest. The others, prompts or parts of them, are computed one by one.
 """
 
 from __future__ import annotations
@@ -57,13 +57,16 @@ class PartsIndex:
 class DecodeGroup:
     """Sequences with one new token each."""
 
-    count: int
     at: slice | torch.Tensor | None
-    """[count]: their tokens in the batch; None: all of it, in order."""
+    """[sequences]: their tokens in the batch; None: all of it, in order."""
+    tables: torch.Tensor
+    """[sequences, blocks]: their blocks, each table padded with its first."""
     read: PartsIndex
-    """Of their blocks, each table padded with its first block."""
-    mask: torch.Tensor
-    """[count, 1, 1, blocks * tokens per block]: 0 for tokens that are seen, else minus infinity."""
+    """Of these."""
+    seen: torch.Tensor
+    """[sequences]: tokens of them that are seen, from the first on."""
+    mask: torch.Tensor | None
+    """[sequences, 1, 1, blocks * tokens per block]: 0 for seen tokens, else minus infinity; None: for a kernel."""
 
 
 @dataclass(frozen=True)
@@ -89,38 +92,53 @@ class AttentionMetadata:
     """Those that see the cache as it was before the new tokens are written, and these beside it."""
     continued: tuple[PromptChunk, ...]
     """Those that see it, and the new tokens in it, afterwards: nothing of it has to be copied once more."""
+    blocks: torch.Tensor
+    """[written]: where the new tokens are written."""
+    slots: torch.Tensor
+    """[written]: in these blocks."""
     write: PartsIndex
-    """Of the new tokens."""
+    """Of both."""
     written: torch.Tensor | None
-    """[tokens]: those of the batch that are written; None: all."""
+    """[written]: those of the batch that are written; None: all."""
 
 
 class MetadataBuilder:
     """Makes the metadata of a group of layers; what did not change since the step before is used again."""
 
     def __init__(
-        self, layout: BlockLayout, table: BatchBlockTable, device: torch.device, dtype: torch.dtype, kv_shards: int = 1
+        self,
+        layout: BlockLayout,
+        table: BatchBlockTable,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_shards: int = 1,
+        *,
+        compiled: bool = False,
     ) -> None:
-        """`dtype`: of attention; `kv_shards`: parts of a layer's cache."""
+        """`dtype`: of attention; `kv_shards`: parts of a layer's cache; `compiled`: a kernel decodes, not operators."""
         self._layout = layout
         self._table = table
         self._device = device
         self._dtype = dtype
         self._block_bytes = kv_shards * layout.shape.elements * dtype.itemsize  # of one layer, as they are read
-        self._reads: dict[tuple[bytes, int], PartsIndex] = {}  # of decode groups: rows, blocks -> index
+        self._compiled = compiled
+        self._reads: dict[tuple[bytes, int], tuple[torch.Tensor, PartsIndex]] = {}  # of decode groups: rows, blocks
         self._version = -1  # of the table, when these were made
 
     def build(self, batch: BatchTokens) -> AttentionMetadata:
         """Return the metadata of a batch. Its parts may be made in several threads at a time."""
-        write, written = self._write_index(batch)
+        blocks, slots, written = self._write_slots(batch)
+        write = PartsIndex(partial(self._layout.write_index, blocks, slots))
         several = [] if batch.only_single else np.flatnonzero(batch.counts > 1).tolist()
         continued = [] if self._table.window is not None else [i for i in several if batch.starts[i]]
         prompts = tuple(self._prompt(batch, i) for i in several if i not in continued)
-        return AttentionMetadata(
-            self._decode_groups(batch), prompts, tuple(self._continued(batch, i) for i in continued), write, written
-        )
+        later = tuple(self._continued(batch, i) for i in continued)
+        return AttentionMetadata(self._decode_groups(batch), prompts, later, blocks, slots, write, written)
 
     def _decode_groups(self, batch: BatchTokens) -> tuple[DecodeGroup, ...]:
+        if self._compiled:
+            single = np.flatnonzero(batch.counts == 1)
+            return (self._decode(batch, single),) if len(single) else ()
         counts = self._table.counts[batch.rows]
         if batch.only_single and int(counts.min()).bit_length() == int(counts.max()).bit_length():
             alike = [np.arange(len(counts))]
@@ -136,13 +154,15 @@ class MetadataBuilder:
 
     def _decode(self, batch: BatchTokens, run: Ints) -> DecodeGroup:
         table, rows, starts = self._table, batch.rows[run], batch.starts[run]
-        longest = int(table.counts[rows].max())
-        seen = starts + 1 if table.window is None else np.minimum(starts + 1, table.window)
-        slots = longest * table.block_tokens
-        mask = torch.zeros(len(rows), slots, dtype=self._dtype, device=self._device)
-        unseen = torch.arange(slots, device=self._device) >= self._to_device(seen)[:, None]
-        mask.masked_fill_(unseen, -torch.inf)
-        return DecodeGroup(len(rows), self._tokens(batch, run), self._read_index(rows, longest), mask[:, None, None])
+        tables, read = self._read_index(rows, int(table.counts[rows].max()))
+        seen = self._to_device(starts + 1 if table.window is None else np.minimum(starts + 1, table.window))
+        mask = None if self._compiled else self._mask(seen, tables.shape[1] * table.block_tokens)
+        return DecodeGroup(self._tokens(batch, run), tables, read, seen, mask)
+
+    def _mask(self, seen: torch.Tensor, slots: int) -> torch.Tensor:
+        mask = torch.zeros(len(seen), slots, dtype=self._dtype, device=self._device)
+        mask.masked_fill_(torch.arange(slots, device=self._device) >= seen[:, None], -torch.inf)
+        return mask[:, None, None]
 
     def _tokens(self, batch: BatchTokens, run: Ints) -> slice | torch.Tensor | None:
         """Say where the tokens of sequences with one each are; those in a row in a form that copies nothing."""
@@ -152,19 +172,20 @@ class MetadataBuilder:
             return self._to_device(tokens)
         return None if batch.only_single and len(run) == len(batch.rows) else slice(first, last + 1)
 
-    def _read_index(self, rows: Ints, blocks: int) -> PartsIndex:
-        """Return the index that reads so many blocks of each row."""
+    def _read_index(self, rows: Ints, blocks: int) -> tuple[torch.Tensor, PartsIndex]:
+        """Return so many blocks of each row, and the index that reads them."""
         table = self._table
         if table.version != self._version:
             self._reads, self._version = {}, table.version
         key = rows.tobytes(), blocks
-        index = self._reads.get(key)
-        if index is None:
-            tables = table.blocks[rows, :blocks]
+        read = self._reads.get(key)
+        if read is None:
+            numbers = table.blocks[rows, :blocks]
             if (table.counts[rows] < blocks).any():
-                tables = np.where(np.arange(blocks) < table.counts[rows, None], tables, tables[:, :1])
-            index = self._reads[key] = PartsIndex(partial(self._layout.read_index, self._to_device(tables)))
-        return index
+                numbers = np.where(np.arange(blocks) < table.counts[rows, None], numbers, numbers[:, :1])
+            tables = self._to_device(numbers)
+            read = self._reads[key] = tables, PartsIndex(partial(self._layout.read_index, tables))
+        return read
 
     def _prompt(self, batch: BatchTokens, i: int) -> PromptChunk:
         table, row, first = self._table, int(batch.rows[i]), int(batch.first[i])
@@ -193,8 +214,8 @@ class MetadataBuilder:
         table = self._to_device(self._table.blocks[[row], :blocks])  # a copy
         return PartsIndex(partial(self._layout.read_index, table))
 
-    def _write_index(self, batch: BatchTokens) -> tuple[PartsIndex, torch.Tensor | None]:
-        """Make the index of the tokens that are written; of more than a window, those that are seen afterwards."""
+    def _write_slots(self, batch: BatchTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the blocks and slots of the tokens that are written, and which: of more than a window, the last."""
         table, counts = self._table, batch.counts
         positions = batch.positions
         rows = batch.rows if batch.only_single else np.repeat(batch.rows, counts)
@@ -202,9 +223,8 @@ class MetadataBuilder:
         if table.window is not None and (counts > table.window).any():
             kept = np.flatnonzero(positions >= np.repeat(batch.starts + counts - table.window, counts))
             positions, rows, written = positions[kept], rows[kept], self._to_device(kept)
-        blocks, offsets = np.divmod(table.slots(positions), table.block_tokens)
-        physical = self._to_device(table.blocks[rows, blocks])
-        return PartsIndex(partial(self._layout.write_index, physical, self._to_device(offsets))), written
+        blocks, slots = np.divmod(table.slots(positions), table.block_tokens)
+        return self._to_device(table.blocks[rows, blocks]), self._to_device(slots), written
 
     def _to_device(self, array: Ints) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -61,6 +61,11 @@ class BlockLayout(ABC):
         return self.shape.elements
 
     @property
+    def slots(self) -> int:
+        """Count the places for vectors of a head in a block, for keys and for values each."""
+        return self.shape.tokens
+
+    @property
     @abstractmethod
     def row_heads(self) -> int:
         """Count the heads that lie side by side for one token."""
@@ -180,18 +185,22 @@ class Int8Blocks(BlockLayout):
         """`dtype`: of keys and values as they are read."""
         super().__init__(shape)
         tokens, heads, dim = shape.tokens, shape.heads, shape.dim
-        self._slots = tokens + scale_slots(tokens, dim)
+        slots = tokens + scale_slots(tokens, dim)
         each = dim // SCALE_DTYPE.itemsize
         """Scales that have room in a slot of one head."""
         self._first_scale = tokens * each
         self._read = order(shape)
-        self._values = order(BlockShape(self._slots, heads, dim))
-        self._scales = order(BlockShape(self._slots * each, heads, 1))
+        self._values = order(BlockShape(slots, heads, dim))
+        self._scales = order(BlockShape(slots * each, heads, 1))
         self._dtype = dtype
 
     @property
     def block_elements(self) -> int:
         return self._values.shape.elements
+
+    @property
+    def slots(self) -> int:
+        return self._values.shape.tokens
 
     @property
     def row_heads(self) -> int:
@@ -205,7 +214,7 @@ class Int8Blocks(BlockLayout):
 
     def read(self, cache: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         vectors, dim = self.shape.tokens * self.row_heads, self.shape.dim
-        rows = cache.view(-1, self._slots * self.row_heads * dim).index_select(0, index.flatten())
+        rows = cache.view(-1, self.slots * self.row_heads * dim).index_select(0, index.flatten())
         first = self._first_scale * self.row_heads
         values = rows[:, : vectors * dim].view(-1, vectors, dim)
         scales = rows.view(SCALE_DTYPE)[:, first : first + vectors]

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import pad
 
-from elastic.engines.executor.attention import attend
+from elastic.engines.executor.attention import BlockAttention
 from elastic.engines.executor.attention_metadata import AttentionMetadata, MetadataBuilder
 from elastic.engines.executor.block_layout import BlockLayout, CacheParts
 from elastic.engines.executor.input_batch import BatchBlockTable, BatchTokens, Ints
+from elastic.engines.executor.kernels.paged_attention import compiled_attention
 from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.errors import ConfigError, StateError
 from elastic.kvcache.score_terms import ScoreTerms
@@ -69,7 +70,12 @@ class PagedCache:
         self.layout = layout
         self.kv_shards = memory.groups[0].group.kv_shards
         """Parts of a layer's cache."""
-        self.builders = [MetadataBuilder(layout, table, self.device, dtype, self.kv_shards) for table in tables]
+        kernel = compiled_attention(layout, dtype, self.device)
+        self.attention = BlockAttention(layout, kernel)
+        self.builders = [
+            MetadataBuilder(layout, table, self.device, dtype, self.kv_shards, compiled=kernel is not None)
+            for table in tables
+        ]
         self.layers: dict[int, CachedLayer] = {}
         """By decoder layer."""
         assert block_layers(memory) == [group.layers for group in groups]
@@ -238,7 +244,7 @@ class RequestSlice:
         fewer = k.shape[-1] - v.shape[-1]
         if fewer:
             v = pad(v, (0, fewer))
-        out = attend(q, k, v, cached.elements, cache.layout, heads.parts, batch, scaling, terms)
+        out = cache.attention.attend(q, k, v, cached.elements, heads.parts, batch, scaling, terms)
         if heads.own is not None:
             out = out[:, heads.own]
         if fewer:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from elastic.directories import CACHE, cache_directory
 from elastic.errors import ConfigError
 from elastic.estimation.profile import CostProfile
 from elastic.planning.estimate.layer_cost import LayerCost
@@ -30,7 +31,6 @@ from elastic.planning.pipeline.chunk_cost import ChunkCost
 
 logger = logging.getLogger(__name__)
 FILE_FORMAT = "elastic configuration map 3"
-CACHE = "ELASTIC_CACHE"
 """The variable with the directory for caches."""
 
 
@@ -63,8 +63,7 @@ class ProfileStore:
 
     def __init__(self, directory: str | Path | None = None, *, beside: bool = True) -> None:
         """Without a directory it is that of `ELASTIC_CACHE`, else the user's."""
-        usual = os.environ.get(CACHE) or Path.home() / ".cache" / "elastic"
-        self._directory, self._beside = Path(directory or usual), beside
+        self._directory, self._beside = Path(directory or cache_directory()), beside
 
     def load(self, model: str | Path, device: str, forms: Sequence[str] = ()) -> CostProfile | None:
         """Return what was measured of a model; None: not all of `forms` were, or with another device or version.

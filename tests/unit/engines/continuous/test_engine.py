@@ -20,7 +20,7 @@ import elastic
 from elastic import CapacityError, ConfigError, Overloaded, StateError
 from elastic.engines.base import Request, Sampling
 from elastic.engines.continuous import ContinuousEngine
-from elastic.engines.executor import attention as executor_attention
+from elastic.engines.executor.attention import BlockAttention
 from support import architectures
 from support.lossless_variant import HALF, exact
 from support.serving.generations import SERVED, Collector, Continuation, continuation, prompts, same_unless_close, serve
@@ -106,16 +106,15 @@ def test_softcaps_and_sinks_are_seen_in_the_tokens(
     """So that other tests of these models would fail without them: in prompts, and in what follows."""
     asked = prompts([40, 70], architectures.VOCAB)
     plain = architectures.build(name)
-    right = executor_attention.attend_by_scores
+    of_prompt, of_decode = BlockAttention._prompt, BlockAttention._decode
+    left_out = lambda given: (*given[:-1], replace(given[-1], **{term: None}))  # noqa: E731
     for of_prompts in (True, False):
         model = architectures.build(name)
-
-        def without(query: Any, *given: Any, of_prompts: bool = of_prompts) -> Any:
-            *others, terms = given
-            left_out = replace(terms, **{term: None}) if (query.shape[2] > 1) == of_prompts else terms
-            return right(query, *others, left_out)
-
-        monkeypatch.setattr(executor_attention, "attend_by_scores", without)
+        if of_prompts:
+            monkeypatch.setattr(BlockAttention, "_prompt", lambda *given: of_prompt(*left_out(given)))
+        else:
+            monkeypatch.setattr(BlockAttention, "_prompt", of_prompt)
+            monkeypatch.setattr(BlockAttention, "_decode", lambda *given: of_decode(*left_out(given)))
         heard = serve(engines(model), requests := [Request(prompt, 20) for prompt in asked])
         assert not all(same_unless_close(plain, r.prompt, heard.tokens[r.id]) for r in requests)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.core.step import ScheduledChunk
-from elastic.engines.executor import attention_metadata
+from elastic.engines.executor import attention_metadata, paged_cache
 from elastic.engines.executor.attention_metadata import MetadataBuilder
 from elastic.engines.executor.batch_runner import BatchRunner
 from elastic.engines.executor.block_layout import LAYOUTS, BlockShape, layout_of
@@ -58,7 +58,9 @@ class Rank:
         *,
         dtype: str = "float32",
         dim: int = DIM,
+        compiled: bool = True,
     ) -> None:
+        """`compiled`: sequences that decode attend by the compiled kernel, where there is one."""
         self.parts = kv_shards(of, kv_heads)
         form = KVFormat(BLOCK, layout, dtype, kv_heads // self.parts, dim, (), self.parts)
         pool = PagePool("cpu#test", MemfdBackend(PAGE), 2000 * PAGE, ready_pages=0)
@@ -69,7 +71,10 @@ class Rank:
         stack.callback(self.memory.close)
         needed = range(self.parts) if shards is None else kv_parts(shards, of, self.parts)
         self.memory.remove_layers(n for n in range(3 * self.parts) if n % self.parts not in needed)
-        self.runner = BatchRunner(MODEL, self.memory, GROUPS, layout_of(form, torch.float32))
+        with pytest.MonkeyPatch.context() as patch:
+            if not compiled:
+                patch.setattr(paged_cache, "compiled_attention", lambda *of: None)
+            self.runner = BatchRunner(MODEL, self.memory, GROUPS, layout_of(form, torch.float32))
         stack.callback(self.runner.close)
         self.shards, self.of = shards, of
         self._free: list[list[int]] = [[], []]
@@ -184,17 +189,18 @@ class Steps:
 SOME_STEPS = ({"x": 9}, {"x": 1, "y": 3}, {"x": 1, "y": 1}, {"z": 20, "x": 5, "y": 1}, {"x": 1, "y": 1, "z": 1})
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 @pytest.mark.parametrize(
     "split", [(None,), ((0,),), ((0,), (1,)), ((0, 1), (2, 3)), ((0, 3), (1, 2)), ((0,), (1,), (2,), (3,))]
 )
 def test_the_heads_of_all_shards_are_those_of_plain_attention(
-    split: tuple[Shards | None, ...], kv_heads: int, layout: str, stack: ExitStack
+    split: tuple[Shards | None, ...], kv_heads: int, layout: str, compiled: bool, stack: ExitStack
 ) -> None:
     torch.manual_seed(0)
     of = 4 if split == (None,) else sum(map(len, split))  # type: ignore[arg-type]
-    steps = Steps([Rank(stack, layout, kv_heads, of, shards) for shards in split], 8, kv_heads)
+    steps = Steps([Rank(stack, layout, kv_heads, of, shards, compiled=compiled) for shards in split], 8, kv_heads)
     for counts in SOME_STEPS:
         steps.run(counts)
 
@@ -207,14 +213,21 @@ def test_the_heads_of_all_shards_are_those_of_plain_attention(
     owners=st.sampled_from([1, 2, 4]).flatmap(lambda of: st.lists(st.integers(0, 2), min_size=of, max_size=of)),
     counts=st.lists(st.dictionaries(st.sampled_from("xyz"), st.integers(1, 12), min_size=1), min_size=1, max_size=5),
     read_bytes=st.sampled_from([1, 4096, attention_metadata.MOST_READ_BYTES]),
+    compiled=st.booleans(),
 )
 def test_any_split_of_any_heads_attends_for_each_once(
-    layout: str, kv_heads: int, each: int, owners: list[int], counts: list[dict[str, int]], read_bytes: int
+    layout: str,
+    kv_heads: int,
+    each: int,
+    owners: list[int],
+    counts: list[dict[str, int]],
+    read_bytes: int,
+    compiled: bool,
 ) -> None:
     splits = [tuple(shard for shard, owner in enumerate(owners) if owner == rank) for rank in range(3)]
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr(attention_metadata, "MOST_READ_BYTES", read_bytes)
-        ranks = [Rank(stack, layout, kv_heads, len(owners), shards) for shards in splits if shards]
+        ranks = [Rank(stack, layout, kv_heads, len(owners), s, compiled=compiled) for s in splits if s]
         steps = Steps(ranks, kv_heads * each, kv_heads)
         for each_step in counts:
             steps.run(each_step)
@@ -243,10 +256,10 @@ def test_on_a_cpu_no_more_is_read_at_once_than_the_caches_hold(
         batch = BatchTokens(np.arange(len(counts)), starts, np.array(counts))
         runs = builder.build(batch).decodes
     for run in runs:
-        assert run.count == 1 or run.count * run.mask.shape[-1] // BLOCK * 3 * shape.elements * 4 <= read_bytes
+        assert len(run.seen) == 1 or len(run.seen) * run.tables.shape[1] * 3 * shape.elements * 4 <= read_bytes
     tokens = torch.arange(sum(counts))
     decoded = [tokens[slice(None) if run.at is None else run.at] for run in runs]
-    assert [len(each) for each in decoded] == [run.count for run in runs]
+    assert [len(each) for each in decoded] == [len(run.seen) for run in runs]
     assert sorted(torch.cat(decoded).tolist() if runs else []) == batch.first[batch.counts == 1].tolist()
 
 
@@ -260,6 +273,7 @@ def test_on_a_cpu_no_more_is_read_at_once_than_the_caches_hold(
     owners=st.sampled_from([1, 2, 4]).flatmap(lambda of: st.lists(st.integers(0, 1), min_size=of, max_size=of)),
     counts=st.lists(st.dictionaries(st.sampled_from("xyz"), st.integers(1, 12), min_size=1), min_size=1, max_size=5),
     read_bytes=st.sampled_from([1, 1024, attention_metadata.MOST_READ_BYTES]),
+    compiled=st.booleans(),
 )
 def test_scores_are_capped_and_each_head_has_its_own_sink(
     kv_heads: int,
@@ -270,12 +284,14 @@ def test_scores_are_capped_and_each_head_has_its_own_sink(
     owners: list[int],
     counts: list[dict[str, int]],
     read_bytes: int,
+    compiled: bool,
 ) -> None:
     terms = ScoreTerms(softcap, torch.linspace(-4, 4, kv_heads * each) if sinks else None)
     splits = [tuple(shard for shard, owner in enumerate(owners) if owner == rank) for rank in range(2)]
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr(attention_metadata, "MOST_READ_BYTES", read_bytes)
-        ranks = [Rank(stack, "head_centric", kv_heads, len(owners), s, dtype=dtype) for s in splits if s]
+        form = {"dtype": dtype, "compiled": compiled}
+        ranks = [Rank(stack, "head_centric", kv_heads, len(owners), s, **form) for s in splits if s]  # type: ignore[arg-type]
         kept = in_8_bits if dtype == "int8" else lambda states: states
         steps = Steps(ranks, kv_heads * each, kv_heads, kept, terms=terms)
         for each_step in counts:
@@ -297,14 +313,22 @@ def in_8_bits(states: torch.Tensor) -> torch.Tensor:
     dim=st.sampled_from([2, 6, 8, 64]),
     owners=st.sampled_from([1, 2, 4]).flatmap(lambda of: st.lists(st.integers(0, 1), min_size=of, max_size=of)),
     counts=st.lists(st.dictionaries(st.sampled_from("xyz"), st.integers(1, 12), min_size=1), min_size=1, max_size=5),
+    compiled=st.booleans(),
 )
 def test_in_8_bits_each_vector_is_rounded_once_by_a_scale_of_its_own(
-    layout: str, kv_heads: int, each: int, dim: int, owners: list[int], counts: list[dict[str, int]]
+    layout: str,
+    kv_heads: int,
+    each: int,
+    dim: int,
+    owners: list[int],
+    counts: list[dict[str, int]],
+    compiled: bool,
 ) -> None:
     """Whatever the shape, however a prompt is cut, whoever has which heads; nothing else is lost."""
     splits = [tuple(shard for shard, owner in enumerate(owners) if owner == rank) for rank in range(2)]
     with ExitStack() as stack:
-        ranks = [Rank(stack, layout, kv_heads, len(owners), s, dtype="int8", dim=dim) for s in splits if s]
+        form = {"dtype": "int8", "dim": dim, "compiled": compiled}
+        ranks = [Rank(stack, layout, kv_heads, len(owners), s, **form) for s in splits if s]  # type: ignore[arg-type]
         steps = Steps(ranks, kv_heads * each, kv_heads, in_8_bits, dim)
         for each_step in counts:
             steps.run(each_step)

@@ -1,0 +1,87 @@
+"""Compiling C++ of this package for the processor at hand: once for a machine, as torch.compile does with its own.
+
+No header of Python's or torch's is needed, so it takes two seconds and a C++ compiler: `CXX`, else c++, g++ or clang++.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from elastic.directories import CACHE, cache_directory
+
+DISABLE = "ELASTIC_DISABLE_COMPILE"
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+_COMPILERS = ("c++", "g++", "clang++")
+_MOST_S = 120
+
+
+class CompileError(Exception):
+    """Nothing was compiled, and why."""
+
+
+def load_compiled(source: Path) -> ctypes.CDLL:
+    """Load the shared library of a C++ file; compile it where that was not done before.
+
+    It lies in the directory for caches, one for each source, compiler and processor. Raises `CompileError`, also where
+    `ELASTIC_DISABLE_COMPILE` is 1.
+    """
+    if os.environ.get(DISABLE, "0") not in ("", "0"):
+        raise CompileError(f"{DISABLE} is set")
+    command = [*_compiler(), *_FLAGS]
+    key = hashlib.sha256("\0".join([source.read_text(), *command, _processor()]).encode()).hexdigest()
+    library = cache_directory() / "kernels" / f"{source.stem}-{key[:16]}.so"
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError:  # there is none, or a damaged one
+        _compile(command, source, library)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise CompileError(f"what {command[0]} made of {source.name} cannot be loaded: {error}") from error
+
+
+def _compiler() -> list[str]:
+    chosen = os.environ.get("CXX")
+    if chosen:
+        return shlex.split(chosen)
+    for name in _COMPILERS:
+        path = shutil.which(name)
+        if path is not None:
+            return [path]
+    raise CompileError(f"there is no C++ compiler ({', '.join(_COMPILERS)}); install one, or set CXX")
+
+
+def _compile(command: list[str], source: Path, library: Path) -> None:
+    """Compile into a folder of its own, and move: other processes may do the same at this time."""
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            made = Path(folder) / library.name
+            subprocess.run(
+                [*command, "-o", str(made), str(source)], check=True, capture_output=True, text=True, timeout=_MOST_S
+            )
+            made.replace(library)
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().splitlines() or [f"it ended with {error.returncode}"]
+        raise CompileError(f"{command[0]} refuses {source.name}: {said[0]}") from error
+    except subprocess.TimeoutExpired as error:
+        raise CompileError(f"{command[0]} takes more than {_MOST_S} s for {source.name}") from error
+    except OSError as error:  # no such compiler, no room, no permission
+        raise CompileError(f"{error}; set CXX to a C++ compiler, {CACHE} to a directory that can be written") from error
+
+
+def _processor() -> str:
+    """Say what `-march=native` depends on: machines may share a directory for caches."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features"))))

@@ -1,0 +1,143 @@
+"""Decode attention on a CPU over keys and values where they lie (PagedAttention, Kwon et al. 2023, section 4.3).
+
+torch's operators copy the blocks of all sequences before they attend to them, padded to the longest. This kernel reads
+each once, and computes in float32 whatever is stored; a head of a sequence has the same bits in any batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from elastic.engines.executor.block_layout import BlockLayout, CacheParts
+from elastic.engines.executor.kernels.compiler import CompileError, load_compiled
+from elastic.kvcache.score_terms import ScoreTerms
+
+logger = logging.getLogger(__name__)
+SOURCE = Path(__file__).with_name("paged_attention.cpp")
+LANES = 8
+"""Of the kernel's vectors: the dimensions of a head are a multiple of it."""
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class _Layout(ctypes.Structure):
+    """How blocks lie in a layer's cache: see the source."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("places", "heads", "slots", "tokens", "dim")]
+
+
+_PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_CACHE = (ctypes.POINTER(_Layout), _PTR, _INT, _PTR)  # layout, places, heads, elements
+_DECODE = (*_CACHE, _PTR, _INT, _PTR, _INT, _PTR, _INT, _INT, _INT, _FLOAT, _FLOAT, _PTR, _PTR, ctypes.c_int)
+_WRITE = (*_CACHE, _INT, _PTR, _PTR, _INT, _PTR, _INT, _INT, _PTR, _INT, _INT)
+
+
+class PagedAttention:
+    """The kernel for one layout of blocks, with states of one dtype."""
+
+    def __init__(self, library: ctypes.CDLL, layout: BlockLayout, dtype: torch.dtype) -> None:
+        """`dtype`: float32 or bfloat16."""
+        shape, stored = layout.shape, "" if layout.stored is None else "_int8"
+        places = shape.heads // layout.row_heads
+        self._layout = _Layout(places, layout.row_heads, layout.slots, shape.tokens, shape.dim)
+        self._decode, self._write = library[f"decode_{_DTYPES[dtype]}{stored}"], library["write"]
+        self._decode.argtypes, self._write.argtypes = _DECODE, _WRITE
+        self._decode.restype = self._write.restype = None
+        self.writes = layout.stored is None
+        """Whether it writes new tokens, too: into blocks of 8 bits it does not."""
+
+    def decode(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        parts: CacheParts,
+        tables: torch.Tensor,
+        seen: torch.Tensor,
+        scaling: float | None,
+        terms: ScoreTerms | None = None,
+    ) -> torch.Tensor:
+        """Attend for one new token of each sequence.
+
+        Query [heads, sequences, dim], of the dtype; cache [elements], of the layer; tables [sequences, blocks] and seen
+        [sequences], int64: the blocks of each, and how many tokens in these it sees. Returns [sequences, heads, dim].
+        """
+        heads, sequences, dim = query.shape
+        query = _with_rows(query)
+        out = query.new_empty(sequences, heads, dim)
+        cap, sinks = (None, None) if terms is None else (terms.softcap, terms.sinks)
+        sinks = None if sinks is None else sinks.float().contiguous()
+        self._decode(
+            self._layout,
+            parts.places.data_ptr(),
+            parts.heads,
+            cache.data_ptr(),
+            tables.data_ptr(),
+            tables.stride(0),
+            seen.data_ptr(),
+            sequences,
+            query.data_ptr(),
+            query.stride(0),
+            query.stride(1),
+            heads // parts.heads,
+            dim**-0.5 if scaling is None else scaling,
+            cap or 0.0,
+            None if sinks is None else sinks.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def write(
+        self,
+        cache: torch.Tensor,
+        parts: CacheParts,
+        blocks: torch.Tensor,
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Copy keys and values [heads, new, dim], of the cache's dtype, to slots [new] of blocks [new], both int64."""
+        keys, values = _with_rows(keys), _with_rows(values)
+        size = keys.element_size()
+        self._write(
+            self._layout,
+            parts.places.data_ptr(),
+            parts.heads,
+            cache.data_ptr(),
+            size,
+            blocks.data_ptr(),
+            slots.data_ptr(),
+            len(blocks),
+            keys.data_ptr(),
+            keys.stride(0) * size,
+            keys.stride(1) * size,
+            values.data_ptr(),
+            values.stride(0) * size,
+            values.stride(1) * size,
+        )
+
+
+def compiled_attention(layout: BlockLayout, dtype: torch.dtype, device: torch.device) -> PagedAttention | None:
+    """Return the kernel for a cache; None: there is none, and torch's operators compute the same."""
+    if device.type != "cpu" or dtype not in _DTYPES or layout.shape.dim % LANES:
+        return None
+    library = _library()
+    return None if library is None else PagedAttention(library, layout, dtype)
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return load_compiled(SOURCE)
+    except CompileError as error:
+        logger.warning("decode attention is computed by torch's operators, in up to four times the time: %s", error)
+        return None
+
+
+def _with_rows(states: torch.Tensor) -> torch.Tensor:
+    """Return states [..., dim] whose vectors are each in one piece."""
+    return states if states.stride(-1) == 1 else states.contiguous()

@@ -1,0 +1,101 @@
+"""C++ is compiled once for a machine; whatever is in the way of that is said, and stops nothing."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic.engines.core.kv_state import KVFormat
+from elastic.engines.executor.block_layout import layout_of
+from elastic.engines.executor.kernels import paged_attention
+from elastic.engines.executor.kernels.compiler import CompileError, load_compiled
+from elastic.engines.executor.kernels.paged_attention import compiled_attention
+
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+CXX = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+compiles = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ELASTIC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    path = tmp_path / "answer.cpp"
+    path.write_text(SOURCE)
+    return path
+
+
+def libraries(source: Path) -> list[Path]:
+    return sorted((source.parent / "cache" / "kernels").iterdir())
+
+
+@compiles
+def test_a_source_is_compiled_once_and_another_one_beside_it(source: Path) -> None:
+    assert load_compiled(source).answer() == 42
+    (library,) = libraries(source)
+    before = library.stat()
+    assert load_compiled(source).answer() == 42
+    assert library.stat() == before
+    source.write_text(SOURCE.replace("42", "43"))
+    assert load_compiled(source).answer() == 43
+    assert len(libraries(source)) == 2
+
+
+@compiles
+def test_a_damaged_library_is_compiled_again(source: Path) -> None:
+    load_compiled(source)
+    (library,) = libraries(source)
+    library.unlink()  # the one that is loaded stays what it is
+    library.write_bytes(b"\x7fELF, and no more")
+    assert load_compiled(source).answer() == 42
+
+
+def test_what_a_compiler_says_is_said(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    says = "import sys; print('answer.cpp:1: no such thing', file=sys.stderr); sys.exit(1)"
+    monkeypatch.setenv("CXX", shlex.join([sys.executable, "-c", says]))
+    with pytest.raises(CompileError, match=r"refuses answer.cpp: answer.cpp:1: no such thing"):
+        load_compiled(source)
+    assert libraries(source) == []
+
+
+def test_one_that_makes_no_library_is_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writes = "import sys; open(sys.argv[sys.argv.index('-o') + 1], 'w').write('nothing')"
+    monkeypatch.setenv("CXX", shlex.join([sys.executable, "-c", writes]))
+    with pytest.raises(CompileError, match=r"what .* made of answer.cpp cannot be loaded"):
+        load_compiled(source)
+
+
+def test_where_nothing_can_be_compiled_the_remedy_is_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/no/such/compiler -m64")
+    with pytest.raises(CompileError, match=r"/no/such/compiler.*set CXX to a C\+\+ compiler"):
+        load_compiled(source)
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(CompileError, match=r"no C\+\+ compiler \(c\+\+, g\+\+, clang\+\+\); install one, or set CXX"):
+        load_compiled(source)
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setenv("ELASTIC_CACHE", str(source))
+    with pytest.raises(CompileError, match=r"set .*ELASTIC_CACHE to a directory that can be written"):
+        load_compiled(source)
+
+
+def test_without_it_torch_attends_and_that_is_logged_once(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ELASTIC_DISABLE_COMPILE", "1")
+    layout = layout_of(KVFormat(4, "head_centric", "float32", 2, 64, (), 1), torch.float32)
+    paged_attention._library.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO):
+            assert [compiled_attention(layout, torch.float32, torch.device("cpu")) for _ in range(2)] == [None, None]
+    finally:
+        paged_attention._library.cache_clear()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("decode attention is computed by torch's operators")
+    assert record.getMessage().endswith(": ELASTIC_DISABLE_COMPILE is set")
