@@ -210,7 +210,7 @@ class Shape:
         chunks = [(prompt, min(prompt, STEP_TOKENS)) for _, prompt, _ in POINTS]
         prompts: list[Mix] = [((prompt - chunk, chunk),) for prompt, chunk in chunks]
         steps: list[Mix] = [((point[1] + answer_tokens(point), 1),) * point[0] for point in POINTS]
-        most = max(bound_bytes(self.layout, mix, "full") for mix in prompts + steps)
+        most = max(bound_bytes(self.layout, mix, "full", "cpu") for mix in prompts + steps)
         return int(self.profile.activations[form] * most) + self.profile.scratch_bytes[form]
 
     def batch_bytes(self, form: str) -> int:
@@ -218,7 +218,7 @@ class Shape:
         room, share, sums = self.room(1, range(self.layers)), self.profile.activations[form], []
         for mix in MIXES:
             pages = room.pages(len(mix), max(start + count for start, count in mix))
-            sums.append(share * bound_bytes(self.layout, mix, "full") + pages * CPU_PAGE_BYTES)
+            sums.append(share * bound_bytes(self.layout, mix, "full", "cpu") + pages * CPU_PAGE_BYTES)
         return int(max(sums)) + self.profile.scratch_bytes[form]
 
     def cost_row(self, measured: Taken) -> Row:

@@ -25,21 +25,24 @@ def measured_share(engine: ContinuousEngine, layout: ModelLayout, mixes: Sequenc
 
     The engine has not been started; `layout` is of its model, `form` that of its keys and values.
     """
-    return max(peak_bytes(engine, mix) / bound_bytes(layout, mix, form) for mix in mixes)
+    device = engine._model.device.type
+    return max(peak_bytes(engine, mix) / bound_bytes(layout, mix, form, device) for mix in mixes)
 
 
-def bound_bytes(layout: ModelLayout, mix: Mix, form: str) -> int:
-    """Bound the bytes of a batch, with what decode steps copy of the cache."""
-    tokens, context = sum(count for _, count in mix), max(start + count for start, count in mix)
-    seen = sum(start + count for start, count in mix if count == 1)
-    return activation_bytes(layout, tokens, len(mix), context) + copied_bytes(layout, seen, form)
+def bound_bytes(layout: ModelLayout, mix: Mix, form: str, device: str) -> int:
+    """Bound the bytes of a batch on a type of device, with what decode steps copy of the cache."""
+    tokens, seen = sum(count for _, count in mix), sum(start + count for start, count in mix if count == 1)
+    copied = copied_bytes(layout, seen, form, device)
+    read = [start + count for start, count in mix if count > 1 or copied]  # else where they lie
+    return activation_bytes(layout, tokens, len(mix), max(read, default=0)) + copied
 
 
 def bound_of(engine: ContinuousEngine) -> Peak:
     """Return what bounds the bytes of an engine's batches by formula, by a model without data that is made for it."""
     layout = layout_of(engine._model.config, engine._model.dtype)
     form = INT8 if engine.kv_format.dtype == INT8 else FULL
-    return lambda _, mix: bound_bytes(layout, mix, form)
+    device = engine._model.device.type
+    return lambda _, mix: bound_bytes(layout, mix, form, device)
 
 
 def peak_bytes(engine: ContinuousEngine, mix: Mix) -> int:

@@ -18,7 +18,7 @@ from elastic.estimation.kv_room import KVBlockCapacity, KVShape
 from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.weight_pages import WeightPages, kernel_target, variant_config
-from elastic.estimation.work import activation_bytes, copied_share, read_bytes
+from elastic.estimation.work import activation_bytes, copied_share, copies_blocks, read_bytes
 from elastic.planning.estimate.configuration import FULL, Configuration, configurations
 from elastic.planning.estimate.devices import Device, DeviceKind
 from elastic.planning.estimate.intent import Intent, Objective
@@ -287,6 +287,8 @@ class Estimator:
 
     def copied_share(self, configuration: Configuration, layers: range) -> float:
         """Return the share of a rank's room for keys and values that decode steps of some layers copy."""
+        if not copies_blocks(self.layout, self.devices[0].kind.type):
+            return 0.0
         return copied_share(len(layers), read_bytes(configuration.kv, self.layout.dtype.itemsize))
 
     def instance_cost(self, configuration: Configuration, stages: Sequence[range], kv: KVShape) -> InstanceCost | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from elastic.engines.executor.kernels.paged_attention import attends_in_place
 from elastic.engines.executor.layer_groups import layer_groups
 from elastic.estimation.kv_room import KVShape
 from elastic.estimation.model_layout import LayerKind, ModelLayout
@@ -96,6 +97,11 @@ def activation_bytes(layout: ModelLayout, step_tokens: int, running: int, contex
     return int(step_tokens * 8 * hidden * max(4, itemsize) + max(attention, network, logits))
 
 
+def copies_blocks(layout: ModelLayout, device: str) -> bool:
+    """Return whether decode steps copy what they attend to, on a type of device: "cpu" or "cuda"."""
+    return not attends_in_place(layout.dtype, layout.kv_shape(FULL).dim, device)
+
+
 def copied_share(layers: int, read_bytes: int = 1) -> float:
     """Return the share of a rank's room for keys and values that decode steps copy: of one layer, to twice its size.
 
@@ -105,8 +111,10 @@ def copied_share(layers: int, read_bytes: int = 1) -> float:
     return 2 * read_bytes / (layers + 2 * read_bytes)
 
 
-def copied_bytes(layout: ModelLayout, seen: int, form: str) -> int:
-    """Bound what decode steps copy of one layer, whose requests have so many tokens in all."""
+def copied_bytes(layout: ModelLayout, seen: int, form: str, device: str) -> int:
+    """Bound what decode steps copy of one layer on a type of device, whose requests have so many tokens in all."""
+    if not copies_blocks(layout, device):
+        return 0
     return 2 * read_bytes(form, layout.dtype.itemsize) * seen * layout.kv_shape(form).token_bytes
 
 

@@ -30,8 +30,7 @@ from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 
 logger = logging.getLogger(__name__)
-FILE_FORMAT = "elastic configuration map 3"
-"""The variable with the directory for caches."""
+FILE_FORMAT = "elastic configuration map 4"
 
 
 @dataclass(frozen=True)

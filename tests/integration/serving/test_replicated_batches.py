@@ -15,7 +15,7 @@ import elastic
 from elastic import CapacityError
 from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
-from elastic.engines.executor import paged_cache
+from elastic.engines.executor.attention import BlockAttention
 from elastic.hooks.replicas.load_balance import ThroughputEstimator
 from laws.machine_process import run_machine
 from support import architectures
@@ -118,7 +118,7 @@ def test_places_attend_at_the_same_time(engines: Any, monkeypatch: Any) -> None:
     expected = [continuation(model, p, 12) for p in asked]
     engine = engines(model)
     engine.runtime.replicate(range(3), "cpu#b")
-    both, real, met, sizes = threading.Barrier(2), paged_cache.attend, [], [0]
+    both, real, met, sizes = threading.Barrier(2), BlockAttention.attend, [], [0]
     model.register_forward_pre_hook(lambda m, a, k: sizes.append(len(k["paged_cache"].new_tokens())), with_kwargs=True)
 
     def attend(*args: Any) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_places_attend_at_the_same_time(engines: Any, monkeypatch: Any) -> None:
             met.append(threading.get_ident())
         return real(*args)
 
-    monkeypatch.setattr(paged_cache, "attend", attend)
+    monkeypatch.setattr(BlockAttention, "attend", attend)
     requests = [Request(p, 12) for p in asked]
     heard = serve(engine, requests)
     assert all(right(model, r, heard.tokens[r.id], e) for r, e in zip(requests, expected, strict=True))

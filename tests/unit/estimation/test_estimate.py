@@ -157,7 +157,7 @@ def test_batches_take_no_more_memory_than_is_estimated(name: str) -> None:
     layout = layout_of(model)
     try:
         for mix in (((0, 128),), ((256, 64),), ((100, 1),) * 16, ((0, 64), (200, 1), (180, 32))):
-            most, bound = peak_bytes(engine, mix), bound_bytes(layout, mix, FULL)
+            most, bound = peak_bytes(engine, mix), bound_bytes(layout, mix, FULL, "cpu")
             assert bound / 4 < most <= bound, mix
     finally:
         engine.stop()

@@ -138,7 +138,7 @@ def test_bytes_of_a_batch_follow_from_its_fingerprints(measured: tuple[Any, Mode
     assert 0 < share <= 1
     with engine_for(model, FULL, torch.device("cpu"), 320, 64) as engine:
         for mix in (((0, 27),), ((133, 19),), ((251, 1),) * 8):
-            estimated, most = share * bound_bytes(layout, mix, FULL), peak_bytes(engine, mix)
+            estimated, most = share * bound_bytes(layout, mix, FULL, "cpu"), peak_bytes(engine, mix)
             assert most / 1.15 < estimated < 3 * most, mix
 
 

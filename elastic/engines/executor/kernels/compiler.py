@@ -7,24 +7,37 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
+from functools import cache
 from pathlib import Path
 
 from elastic.directories import CACHE, cache_directory
 
+logger = logging.getLogger(__name__)
 DISABLE = "ELASTIC_DISABLE_COMPILE"
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 _COMPILERS = ("c++", "g++", "clang++")
 _MOST_S = 120
 
 
 class CompileError(Exception):
     """Nothing was compiled, and why."""
+
+
+@cache
+def compiled_library(source: Path, without: str) -> ctypes.CDLL | None:
+    """Return the library of a C++ file; None: there is none, which is logged once, with what becomes of it."""
+    try:
+        return load_compiled(source)
+    except CompileError as error:
+        logger.warning("%s: %s", without, error)
+        return None
 
 
 def load_compiled(source: Path) -> ctypes.CDLL:

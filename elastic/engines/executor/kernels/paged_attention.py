@@ -7,17 +7,14 @@ each once, and computes in float32 whatever is stored; a head of a sequence has 
 from __future__ import annotations
 
 import ctypes
-import logging
-from functools import cache
 from pathlib import Path
 
 import torch
 
 from elastic.engines.executor.block_layout import BlockLayout, CacheParts
-from elastic.engines.executor.kernels.compiler import CompileError, load_compiled
+from elastic.engines.executor.kernels.compiler import compiled_library
 from elastic.kvcache.score_terms import ScoreTerms
 
-logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("paged_attention.cpp")
 LANES = 8
 """Of the kernel's vectors: the dimensions of a head are a multiple of it."""
@@ -123,19 +120,19 @@ class PagedAttention:
 
 def compiled_attention(layout: BlockLayout, dtype: torch.dtype, device: torch.device) -> PagedAttention | None:
     """Return the kernel for a cache; None: there is none, and torch's operators compute the same."""
-    if device.type != "cpu" or dtype not in _DTYPES or layout.shape.dim % LANES:
-        return None
-    library = _library()
+    library = _library(dtype, layout.shape.dim, device.type)
     return None if library is None else PagedAttention(library, layout, dtype)
 
 
-@cache
-def _library() -> ctypes.CDLL | None:
-    try:
-        return load_compiled(SOURCE)
-    except CompileError as error:
-        logger.warning("decode attention is computed by torch's operators, in up to four times the time: %s", error)
+def attends_in_place(dtype: torch.dtype, dim: int, device: str) -> bool:
+    """Return whether there is a kernel for heads of `dim` elements on a type of device: "cpu" or "cuda"."""
+    return _library(dtype, dim, device) is not None
+
+
+def _library(dtype: torch.dtype, dim: int, device: str) -> ctypes.CDLL | None:
+    if device != "cpu" or dtype not in _DTYPES or dim % LANES:
         return None
+    return compiled_library(SOURCE, "decode attention is computed by torch's operators, in up to four times the time")
 
 
 def _with_rows(states: torch.Tensor) -> torch.Tensor:

@@ -90,7 +90,7 @@ def test_a_changed_model_has_another_digest(model: Path, tmp_path: Path) -> None
         model_digest(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": "elastic configuration map 3"}'])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": "elastic configuration map 4"}'])
 def test_a_damaged_map_is_as_none(model: Path, store: ProfileStore, text: str) -> None:
     path = store.save(model, profile())
     path.write_text(text)

@@ -13,8 +13,7 @@ import torch
 
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.executor.block_layout import layout_of
-from elastic.engines.executor.kernels import paged_attention
-from elastic.engines.executor.kernels.compiler import CompileError, load_compiled
+from elastic.engines.executor.kernels.compiler import CompileError, compiled_library, load_compiled
 from elastic.engines.executor.kernels.paged_attention import compiled_attention
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
@@ -90,12 +89,12 @@ def test_without_it_torch_attends_and_that_is_logged_once(
 ) -> None:
     monkeypatch.setenv("ELASTIC_DISABLE_COMPILE", "1")
     layout = layout_of(KVFormat(4, "head_centric", "float32", 2, 64, (), 1), torch.float32)
-    paged_attention._library.cache_clear()
+    compiled_library.cache_clear()
     try:
         with caplog.at_level(logging.INFO):
             assert [compiled_attention(layout, torch.float32, torch.device("cpu")) for _ in range(2)] == [None, None]
     finally:
-        paged_attention._library.cache_clear()
+        compiled_library.cache_clear()
     (record,) = caplog.records
     assert record.getMessage().startswith("decode attention is computed by torch's operators")
     assert record.getMessage().endswith(": ELASTIC_DISABLE_COMPILE is set")

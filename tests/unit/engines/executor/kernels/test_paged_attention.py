@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.executor.block_layout import LAYOUTS, BlockLayout, CacheParts, layout_of, quantize
-from elastic.engines.executor.kernels import paged_attention
-from elastic.engines.executor.kernels.paged_attention import PagedAttention, compiled_attention
+from elastic.engines.executor.kernels.compiler import compiled_library
+from elastic.engines.executor.kernels.paged_attention import SOURCE, PagedAttention, compiled_attention
 from elastic.kvcache.score_terms import ScoreTerms
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(paged_attention._library() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(compiled_library(SOURCE, "no tests") is None, reason="there is no C++ compiler")
 
 
 @dataclass
