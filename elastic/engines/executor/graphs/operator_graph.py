@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elastic.engines.executor.graphs.graph_memory import GraphMemory, assign_buffers, storage_of
+from elastic.engines.executor.kernels.elementwise import ElementwiseProgram, Instruction, elementwise_library, translate
 
 T = TypeVar("T")
 
@@ -65,7 +66,7 @@ class OperatorGraph:
         kept = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         calls = [_tensors(each.args, *each.kwargs.values(), each.results) for each in self._operators]
         move = assign_buffers(calls, kept, self._created, memory)
-        self._operators = [
+        moved = [
             Operator(
                 each.function,
                 _moved(each.args, move),
@@ -74,6 +75,7 @@ class OperatorGraph:
             )
             for each in self._operators
         ]
+        self._operators = _joined(moved)
         self._output, self._created = tree_map_only(torch.Tensor, move, output), []
         return output
 
@@ -151,6 +153,28 @@ class _RefuseReading(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return self._graph.read_tensor(func, args, kwargs or {})
+
+
+def _joined(operators: list[Operator]) -> list[Operator]:
+    """Return operators with those on elements, as many as follow one another, as one program each."""
+    library = elementwise_library()
+    if library is None:
+        return operators
+    joined: list[Operator] = []
+    instructions: list[Instruction] = []
+    tensors: list[torch.Tensor] = []
+    for operator in [*operators, None]:
+        translated = None if operator is None else translate(*operator)
+        if operator is not None and translated is not None:
+            instructions += translated
+            tensors += _tensors(operator.args, *operator.kwargs.values(), operator.results)
+            continue
+        if instructions:
+            joined.append(Operator(ElementwiseProgram(library, instructions, tensors), (), {}))
+            instructions, tensors = [], []
+        if operator is not None:
+            joined.append(operator)
+    return joined
 
 
 def _filling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], new: tuple[torch.Tensor, ...]) -> Operator:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from elastic.engines.executor.graphs import operator_graph
 from elastic.engines.executor.graphs.graph_memory import GraphMemory
 from elastic.engines.executor.graphs.operator_graph import CaptureRefused, OperatorGraph
+from elastic.engines.executor.kernels.elementwise import ElementwiseProgram, elementwise_library
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.page_pool import PagePool
 from elastic.memory.virtual_range import VirtualRange
@@ -36,6 +39,8 @@ STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "other dtype": lambda x, y: (x.double() * 2).to(torch.float32),
     "norm": lambda x, y: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
     "chosen": lambda x, y: torch.where(x > y, x, y),
+    "rotated": lambda x, y: x * y[:, :1] + torch.cat((-x[:, WIDTH // 2 :], x[:, : WIDTH // 2]), -1) / 3,
+    "in bfloat16": lambda x, y: (x.bfloat16() * y.bfloat16() - x.bfloat16()).float(),
     "constant": lambda x, y: x + torch.tensor([0.25]),
     "view of all": lambda x, y: x.view(-1)[WIDTH:].view(ROWS - 1, WIDTH).sum(0) + y,
 }
@@ -51,12 +56,21 @@ def computation(names: list[str]) -> Callable[[torch.Tensor], dict[str, torch.Te
     return run
 
 
-@given(st.lists(st.sampled_from(sorted(STEPS)), max_size=12), st.integers(0, 2**20))
+@contextmanager
+def without_compiler(missing: bool) -> Iterator[None]:
+    """So that operators on elements are called one by one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if missing:
+            patch.setattr(operator_graph, "elementwise_library", lambda: None)
+        yield
+
+
+@given(st.lists(st.sampled_from(sorted(STEPS)), max_size=12), st.integers(0, 2**20), st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_a_replay_has_the_bits_of_a_run(names: list[str], seed: int) -> None:
+def test_a_replay_has_the_bits_of_a_run(names: list[str], seed: int, missing: bool) -> None:
     random, run, graph = torch.Generator().manual_seed(seed), computation(names), OperatorGraph()
     x, memory = torch.randn(ROWS, WIDTH, generator=random), GraphMemory()
-    with torch.no_grad():
+    with torch.no_grad(), without_compiler(missing):
         expected = run(x)
         captured = graph.capture(lambda: run(x), memory)
         assert all(torch.equal(captured[name], expected[name]) for name in expected)
@@ -70,6 +84,19 @@ def test_a_replay_has_the_bits_of_a_run(names: list[str], seed: int) -> None:
 
 def joined(run: Callable[[torch.Tensor], dict[str, torch.Tensor]], x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"both": torch.cat([run(x)["last"], run(x)["before"]])}
+
+
+@pytest.mark.skipif(elementwise_library() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("name", ["sum", "rotated", "in bfloat16"])
+def test_operators_on_elements_are_one_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is not in it is called as ever."""
+    graph, x, calls = OperatorGraph(), torch.randn(ROWS, WIDTH), []
+    monkeypatch.setattr(ElementwiseProgram, "__call__", lambda self: calls.append(self._given[1]))
+    with torch.no_grad():
+        graph.capture(lambda: computation([name, name])(torch.tanh(computation([name] * 2)(x)["last"])), GraphMemory())
+        graph.replay()
+    assert len(calls) == 2
+    assert min(calls) >= 2
 
 
 @given(st.lists(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=6), min_size=2, max_size=4))
