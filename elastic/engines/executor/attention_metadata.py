@@ -156,13 +156,12 @@ class MetadataBuilder:
         table, rows, starts = self._table, batch.rows[run], batch.starts[run]
         tables, read = self._read_index(rows, int(table.counts[rows].max()))
         seen = self._to_device(starts + 1 if table.window is None else np.minimum(starts + 1, table.window))
-        mask = None if self._compiled else self._mask(seen, tables.shape[1] * table.block_tokens)
+        mask = None
+        if not self._compiled:
+            slots = torch.arange(tables.shape[1] * table.block_tokens, device=self._device)
+            mask = torch.zeros(len(rows), len(slots), dtype=self._dtype, device=self._device)
+            mask = mask.masked_fill_(slots >= seen[:, None], -torch.inf)[:, None, None]
         return DecodeGroup(self._tokens(batch, run), tables, read, seen, mask)
-
-    def _mask(self, seen: torch.Tensor, slots: int) -> torch.Tensor:
-        mask = torch.zeros(len(seen), slots, dtype=self._dtype, device=self._device)
-        mask.masked_fill_(torch.arange(slots, device=self._device) >= seen[:, None], -torch.inf)
-        return mask[:, None, None]
 
     def _tokens(self, batch: BatchTokens, run: Ints) -> slice | torch.Tensor | None:
         """Say where the tokens of sequences with one each are; those in a row in a form that copies nothing."""

@@ -33,8 +33,11 @@ _BINARY = {
 _UNARY = {_aten.neg.out: _NEG, _aten.rsqrt.out: _RSQRT}
 
 
+_Steps = ctypes.c_int64 * DIMS
+
+
 class _Operand(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("steps", ctypes.c_int64 * DIMS), ("dtype", ctypes.c_int64)]
+    _fields_ = [("data", ctypes.c_void_p), ("steps", _Steps), ("dtype", ctypes.c_int64)]
 
 
 class Instruction(ctypes.Structure):
@@ -42,7 +45,7 @@ class Instruction(ctypes.Structure):
 
     _fields_ = [
         ("code", ctypes.c_int64),
-        ("sizes", ctypes.c_int64 * DIMS),
+        ("sizes", _Steps),
         ("out", _Operand),
         ("left", _Operand),
         ("right", _Operand),
@@ -78,7 +81,7 @@ def translate(
 ) -> list[Instruction] | None:
     """Return an operator as instructions; None: it is none of these, or what it is called with is not.
 
-    `results`: what it returns is copied to.
+    Tensors are of any shapes that broadcast to the result's. `results`: what it returns is copied to.
     """
     out: Any = kwargs.get("out", args[0] if args else None)
     others = kwargs.keys() - {"out"}
@@ -122,13 +125,12 @@ def _made(code: int, out: torch.Tensor, left: Any, right: Any = None) -> list[In
     sizes, steps = _merged(list(out.shape), [list(tensor.expand(out.shape).stride()) for tensor in tensors])
     if len(sizes) > DIMS or steps[0][-1] != 1 or any(step[-1] not in (0, 1) for step in steps):
         return None
-    operands = [_operand(tensor, step) for tensor, step in zip(tensors, steps, strict=True)]
+    operands = [
+        _Operand(tensor.data_ptr(), _Steps(*_padded(step, 0)), _DTYPES[tensor.dtype])
+        for tensor, step in zip(tensors, steps, strict=True)
+    ]
     operands += [_Operand()] * (3 - len(operands))
-    return [Instruction(code, (ctypes.c_int64 * DIMS)(*_padded(sizes, 1)), *operands, float(number))]
-
-
-def _operand(tensor: torch.Tensor, steps: list[int]) -> _Operand:
-    return _Operand(tensor.data_ptr(), (ctypes.c_int64 * DIMS)(*_padded(steps, 0)), _DTYPES[tensor.dtype])
+    return [Instruction(code, _Steps(*_padded(sizes, 1)), *operands, float(number))]
 
 
 def _padded(numbers: list[int], filler: int) -> list[int]:
