@@ -1,8 +1,9 @@
-"""Decode steps of one model: which numbers of sequences have graphs, and when these are good.
+"""Steps of one model: which numbers of tokens have graphs, and when these are good.
 
-A graph is captured after a few passes of so many sequences, and checked against the pass that follows. An action may
+A graph is captured after a few passes of so many tokens, and checked against the pass that follows. An action may
 change any weight, so all graphs end before it commits; while layers do more than compute with weights of their own
-place, passes are run as ever. Attention is called by replays as by the model: its shapes change from step to step.
+place, passes are run as ever. Attention is called by replays as by the model: its shapes change from step to step, and
+whose tokens they are, of prompts or of sequences with one new token each, is its matter alone.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ CAPTURE_AFTER = 16
 a size that has come as often as that will come again, and one that does not has cost nothing."""
 MOST_GRAPHS = 64
 """Of different sizes; the one that was not used for the longest time goes first."""
+MOST_SIZES = 1024
+"""Whose passes are counted: prompts have many lengths."""
 
 
 class PassGraph(Protocol):
@@ -142,14 +145,14 @@ class CapturedPass:
 
 @dataclass
 class _Size:
-    """A number of sequences."""
+    """A number of tokens, and of those whose logits are wanted."""
 
     passes: int = 0
     captured: CapturedPass | None = None
 
 
-class DecodeGraphs:
-    """The forward passes of steps in which every sequence has one new token. For one thread, which alone runs them.
+class StepGraphs:
+    """The forward passes of steps. For one thread, which alone runs them.
 
     The model is called as ever, so that its hooks run; it is its forward that is captured.
     """
@@ -160,7 +163,7 @@ class DecodeGraphs:
         self._for_good = bool(self.refusal)
         self.capture_after = CAPTURE_AFTER
         self._model, self._gate = model, gate
-        self._sizes: OrderedDict[int, _Size] = OrderedDict()
+        self._sizes: OrderedDict[tuple[int, int | None], _Size] = OrderedDict()
         self._memory = GraphMemory()
         self._ended = False  # all that are in `_sizes`
         hooks = [(m._forward_pre_hooks, m._forward_hooks) for m in model.modules() if m is not model]
@@ -206,13 +209,17 @@ class DecodeGraphs:
             return forward(**kwargs)
 
     def _run(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-        size = self._size(inputs["input_ids"].shape[1])
+        kept = inputs.get("logits_to_keep")
+        size = self._size((inputs["input_ids"].shape[1], None if kept is None else len(kept)))
         size.passes += 1
         if size.captured is None:
             if size.passes <= self.capture_after:
                 return forward(**inputs)
             captured = CapturedPass(inputs)
             output = captured.capture(forward, inputs, self._memory)
+            earlier = [key for key, other in self._sizes.items() if other.captured is not None]
+            if len(earlier) >= MOST_GRAPHS:
+                del self._sizes[earlier[0]]
             size.captured = captured
             return output
         if not size.captured.fits(inputs):
@@ -230,10 +237,10 @@ class DecodeGraphs:
             self._refuse("a replay gave other logits", for_good=True)
         return expected
 
-    def _size(self, rows: int) -> _Size:
-        size = self._sizes.setdefault(rows, _Size())
-        self._sizes.move_to_end(rows)
-        if len(self._sizes) > MOST_GRAPHS:
+    def _size(self, key: tuple[int, int | None]) -> _Size:
+        size = self._sizes.setdefault(key, _Size())
+        self._sizes.move_to_end(key)
+        if len(self._sizes) > MOST_SIZES:
             self._sizes.popitem(last=False)
         return size
 

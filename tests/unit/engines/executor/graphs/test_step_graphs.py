@@ -17,8 +17,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 import elastic
 from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
-from elastic.engines.executor.graphs import decode_graphs
-from elastic.engines.executor.graphs.decode_graphs import CapturedPass, DecodeGraphs
+from elastic.engines.executor.graphs import step_graphs
+from elastic.engines.executor.graphs.step_graphs import CapturedPass, StepGraphs
 from support import architectures
 from support.lossless_variant import HALF, exact
 from support.serving.generations import SERVED, Collector, Continuation, prompts, same_unless_close, serve
@@ -27,27 +27,57 @@ from support.serving.tracked_engine import TrackedEngine
 
 @pytest.fixture(autouse=True)
 def _captured_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_graphs, "CAPTURE_AFTER", 4)
+    monkeypatch.setattr(step_graphs, "CAPTURE_AFTER", 4)
 
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of sequences of all passes that were replayed, and not only to be checked."""
     counted: list[int] = []
-    replay, check = CapturedPass.replay, DecodeGraphs._check
+    replay, check = CapturedPass.replay, StepGraphs._check
 
     def counting(self: CapturedPass, inputs: dict[str, Any]) -> Any:
         counted.append(inputs["input_ids"].shape[1])
         return replay(self, inputs)
 
-    def checking(self: DecodeGraphs, *args: Any) -> Any:
+    def checking(self: StepGraphs, *args: Any) -> Any:
         output = check(self, *args)
         counted.pop()
         return output
 
     monkeypatch.setattr(CapturedPass, "replay", counting)
-    monkeypatch.setattr(DecodeGraphs, "_check", checking)
+    monkeypatch.setattr(StepGraphs, "_check", checking)
     return counted
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3-moe", "deepseek-v3", "gemma2"])
+def test_prompts_of_lengths_that_come_again_are_replayed(name: str, engines: Any, replays: list[int]) -> None:
+    """Alone, beside sequences that decode, and in parts; but where a window forgets what the prompt overwrites."""
+    model, engine = architectures.build(name), engines(architectures.build(name), max_batch_tokens=24).engine
+    for seed in range(8):
+        first, *others = (Request(p, 12, ignore_eos=True) for p in prompts([13, 40, 13], architectures.VOCAB, seed))
+        heard = serve(engine, [first])
+        heard.tokens |= serve(engine, others).tokens
+        for request in (first, *others):
+            assert same_unless_close(model, request.prompt, heard.tokens[request.id])
+    windows = any(table.window is not None for table in engine._runner.batch.tables)
+    assert (13 in replays, 24 in replays) == (not windows, not windows)
+    assert windows == (name == "gemma2")
+
+
+def test_prompts_of_many_lengths_leave_the_graphs_of_decode_steps(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(step_graphs, "MOST_SIZES", 6)
+    engine = engines(architectures.build("llama-gqa"), share_prefixes=False).engine
+    for length in range(3, 20):
+        for _ in range(2 if length < 16 else 6):
+            serve(engine, [Request(prompts([length], architectures.VOCAB)[0], 8, ignore_eos=True)])
+    sizes = engine._runner.graphs._sizes
+    assert len(sizes) <= 6
+    captured = [tokens for (tokens, _), size in sizes.items() if size.captured is not None]
+    assert sorted(captured) == [1, 19]
 
 
 @pytest.fixture
