@@ -132,7 +132,9 @@ def attends_in_place(dtype: torch.dtype, dim: int, device: str) -> bool:
 def _library(dtype: torch.dtype, dim: int, device: str) -> ctypes.CDLL | None:
     if device != "cpu" or dtype not in _DTYPES or dim % LANES:
         return None
-    return compiled_library(SOURCE, "decode attention is computed by torch's operators, in up to four times the time")
+    return compiled_library(
+        SOURCE, "decode attention is computed by torch's operators, which take up to six times as long"
+    )
 
 
 def _with_rows(states: torch.Tensor) -> torch.Tensor:
