@@ -8,7 +8,7 @@ version = release = elastic.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinxcontrib.mermaid"]
 myst_fence_as_directive = ["mermaid"]
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 
 html_theme = "furo"
 html_title = f"Elastic {release}"
