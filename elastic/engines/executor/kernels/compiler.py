@@ -50,7 +50,7 @@ def load_compiled(source: Path) -> ctypes.CDLL:
         raise CompileError(f"{DISABLE} is set")
     command = [*_compiler(), *_FLAGS]
     key = hashlib.sha256("\0".join([source.read_text(), *command, _processor()]).encode()).hexdigest()
-    library = cache_directory() / "kernels" / f"{source.stem}-{key[:16]}.so"
+    library = _private_directory() / f"{source.stem}-{key[:16]}.so"
     try:
         return ctypes.CDLL(str(library))
     except OSError:  # there is none, or a damaged one
@@ -61,10 +61,28 @@ def load_compiled(source: Path) -> ctypes.CDLL:
         raise CompileError(f"what {command[0]} made of {source.name} cannot be loaded: {error}") from error
 
 
+def _private_directory() -> Path:
+    """Make the directory of libraries, which nobody else may write to: what lies there is run."""
+    try:
+        directory = cache_directory() / "kernels"
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except (OSError, RuntimeError) as error:  # no permission; no home
+        raise CompileError(f"{error}; set {CACHE} to a directory that can be written") from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise CompileError(
+            f"{directory} is another user's, or others may write to it; set {CACHE} to another directory"
+        )
+    return directory
+
+
 def _compiler() -> list[str]:
     chosen = os.environ.get("CXX")
     if chosen:
-        return shlex.split(chosen)
+        try:
+            return shlex.split(chosen)
+        except ValueError as error:
+            raise CompileError(f"CXX={chosen!r}: {error}") from error
     for name in _COMPILERS:
         path = shutil.which(name)
         if path is not None:
@@ -75,7 +93,6 @@ def _compiler() -> list[str]:
 def _compile(command: list[str], source: Path, library: Path) -> None:
     """Compile into a folder of its own, and move: other processes may do the same at this time."""
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / library.name
             subprocess.run(
@@ -87,8 +104,8 @@ def _compile(command: list[str], source: Path, library: Path) -> None:
         raise CompileError(f"{command[0]} refuses {source.name}: {said[0]}") from error
     except subprocess.TimeoutExpired as error:
         raise CompileError(f"{command[0]} takes more than {_MOST_S} s for {source.name}") from error
-    except OSError as error:  # no such compiler, no room, no permission
-        raise CompileError(f"{error}; set CXX to a C++ compiler, {CACHE} to a directory that can be written") from error
+    except OSError as error:  # no such compiler, no room
+        raise CompileError(f"{error}; set CXX to a C++ compiler, {CACHE} to a directory with room") from error
 
 
 def _processor() -> str:

@@ -78,9 +78,40 @@ def test_where_nothing_can_be_compiled_the_remedy_is_named(source: Path, monkeyp
     monkeypatch.setenv("PATH", "")
     with pytest.raises(CompileError, match=r"no C\+\+ compiler \(c\+\+, g\+\+, clang\+\+\); install one, or set CXX"):
         load_compiled(source)
+    monkeypatch.setenv("CXX", "g++ 'unended")
+    with pytest.raises(CompileError, match=r"CXX=.*No closing quotation"):
+        load_compiled(source)
     monkeypatch.setenv("CXX", sys.executable)
     monkeypatch.setenv("ELASTIC_CACHE", str(source))
-    with pytest.raises(CompileError, match=r"set .*ELASTIC_CACHE to a directory that can be written"):
+    with pytest.raises(CompileError, match=r"set ELASTIC_CACHE to a directory that can be written"):
+        load_compiled(source)
+
+
+def test_what_others_may_write_is_not_loaded(source: Path) -> None:
+    directory = source.parent / "cache" / "kernels"
+    directory.mkdir(parents=True)
+    for mode in (0o777, 0o775):
+        directory.chmod(mode)
+        with pytest.raises(
+            CompileError, match=r"kernels is another user's, or others may write to it; set ELASTIC_CACHE"
+        ):
+            load_compiled(source)
+    assert libraries(source) == []
+
+
+@compiles
+def test_a_directory_of_its_own_is_made_for_its_user_alone(source: Path) -> None:
+    load_compiled(source)
+    assert (source.parent / "cache" / "kernels").stat().st_mode & 0o777 == 0o700
+
+
+def test_without_a_home_nothing_is_compiled(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("ELASTIC_CACHE")
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(CompileError, match=r"home directory.; set ELASTIC_CACHE"):
         load_compiled(source)
 
 
