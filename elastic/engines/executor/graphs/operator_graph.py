@@ -75,7 +75,7 @@ class OperatorGraph:
             )
             for each in self._operators
         ]
-        self._operators = _joined(moved)
+        self._operators = _with_programs(moved)
         self._output, self._created = tree_map_only(torch.Tensor, move, output), []
         return output
 
@@ -155,7 +155,7 @@ class _RefuseReading(TorchFunctionMode):
         return self._graph.read_tensor(func, args, kwargs or {})
 
 
-def _joined(operators: list[Operator]) -> list[Operator]:
+def _with_programs(operators: list[Operator]) -> list[Operator]:
     """Return operators with those on elements, as many as follow one another, as one program each."""
     library = elementwise_library()
     if library is None:

@@ -1,4 +1,6 @@
-"""Kernels in C++ for attention over a cache in blocks on a CPU, compiled on the machine that runs them.
+"""Kernels in C++ for a CPU, compiled on the machine that runs them: attention over a cache in blocks, and operators on
+elements.
 
-Way in: `paged_attention.compiled_attention`. The executor alone imports it; it imports the layout of blocks.
+Way in: `paged_attention.compiled_attention`, `elementwise.translate`. The executor and its graphs import it, and
+estimates, which ask whether there is a kernel; it imports the layout of blocks.
 """

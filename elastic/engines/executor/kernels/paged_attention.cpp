@@ -60,8 +60,8 @@ inline float largest(Vector value) {
   return out;
 }
 
-// e^x of x <= 0, to two units in the last place; 0 where it is no normal number, and of NaN. Coefficients: Cephes, expf.
-inline Vector exponential(Vector x) {
+// e^x of x <= 0, to two units in the last place; 0 where it is no normal number, NaN of NaN. Coefficients: Cephes, expf.
+inline Vector exp(Vector x) {
   constexpr float TO_INTEGER = 12582912.0f;  // 1.5 * 2^23: a float that is added to it is rounded to an integer
   const Vector power = (x * 1.44269504f + TO_INTEGER) - TO_INTEGER;
   const Vector rest = (x - power * 0.693359375f) + power * 2.12194440e-4f;
@@ -72,11 +72,11 @@ inline Vector exponential(Vector x) {
   series = series * rest + 5.0000001201e-1f;
   series = series * (rest * rest) + rest + 1.0f;
   const Integers scale = (__builtin_convertvector(power, Integers) + 127) << 23;
-  return x > -87.0f ? series * (Vector)scale : Vector{};
+  return x < -87.0f ? Vector{} : series * (Vector)scale;
 }
 
-inline Vector tangent(Vector x) {  // hyperbolic
-  const Vector size = x < 0.0f ? -x : x, small = exponential(size * -2.0f);
+inline Vector tanh(Vector x) {
+  const Vector size = x < 0.0f ? -x : x, small = exp(size * -2.0f);
   const Vector out = (1.0f - small) / (1.0f + small);
   return x == x ? (x < 0.0f ? -out : out) : x;
 }
@@ -137,15 +137,15 @@ inline void multiply(const float* queries, const Cached* keys, int64_t step, int
     for (int n = 0; n < N; ++n) scores[g * wide + n] = sum(sums[n][g]);
 }
 
-// Add weighted values to C vectors of the outputs, of which so much is kept.
+// Rescale C vectors of the outputs, and add weighted values to them.
 template <int G, int C, typename Cached>
 inline void accumulate(const float* weights, int64_t wide, const Cached* values, int64_t step, int64_t count,
-                       const float* kept, float* outputs, int64_t dim) {
+                       const float* rescale, float* outputs, int64_t dim) {
   Vector sums[G][C];
 #pragma GCC unroll 4
   for (int g = 0; g < G; ++g)
 #pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) sums[g][c] = load(outputs + g * dim + c * LANES) * kept[g];
+    for (int c = 0; c < C; ++c) sums[g][c] = load(outputs + g * dim + c * LANES) * rescale[g];
   for (int64_t token = 0; token < count; ++token) {
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) {
@@ -163,7 +163,7 @@ inline void accumulate(const float* weights, int64_t wide, const Cached* values,
 // What one thread has of the query heads of one KV head.
 struct Rows {
   int64_t dim, wide;  // wide: tokens of a block, in whole vectors
-  std::vector<float> queries, outputs, scores, most, total;
+  std::vector<float> queries, outputs, scores, max_score, sum_weights;
 
   Rows(int64_t each, const Layout& layout)
       : dim(layout.dim),
@@ -171,12 +171,12 @@ struct Rows {
         queries(each * dim),
         outputs(each * dim),
         scores(QUERIES * wide),
-        most(each),
-        total(each) {}
+        max_score(each),
+        sum_weights(each) {}
 
-  // Let G queries, of which this is the first, see `count` tokens of a block.
+  // Let G queries, of which this is the first, attend to `count` tokens of a block.
   template <int G, typename Cached>
-  void see(int64_t first, const BlockOfHead<Cached>& keys, const BlockOfHead<Cached>& values, int64_t count, float cap) {
+  void attend(int64_t first, const BlockOfHead<Cached>& keys, const BlockOfHead<Cached>& values, int64_t count, float cap) {
     float* query = &queries[first * dim];
     float* output = &outputs[first * dim];
     int64_t token = 0;
@@ -184,38 +184,38 @@ struct Rows {
       multiply<G, 4>(query, keys.first + token * keys.step, keys.step, dim, &scores[token], wide);
     for (; token < count; ++token)
       multiply<G, 1>(query, keys.first + token * keys.step, keys.step, dim, &scores[token], wide);
-    float kept[LANES] = {}, added[G];
+    float rescale[LANES] = {}, added[G];
     for (int g = 0; g < G; ++g) {
       float* score = &scores[g * wide];
       keys.scale(score, count);
       std::fill(score + count, score + wide, 0.0f);
       if (cap > 0)
-        for (int64_t i = 0; i < wide; i += LANES) store(tangent(load(score + i) / cap) * cap, score + i);
+        for (int64_t i = 0; i < wide; i += LANES) store(tanh(load(score + i) / cap) * cap, score + i);
       std::fill(score + count, score + wide, -std::numeric_limits<float>::infinity());
       Vector top = load(score);
       for (int64_t i = LANES; i < wide; i += LANES) {
         const Vector next = load(score + i);
         top = next > top ? next : top;
       }
-      const float before = most[first + g], now = std::max(before, largest(top));
+      const float before = max_score[first + g], now = std::max(before, largest(top));
       Vector sums = {};
       for (int64_t i = 0; i < wide; i += LANES) {
-        const Vector weight = exponential(load(score + i) - now);
+        const Vector weight = exp(load(score + i) - now);
         store(weight, score + i);
         sums += weight;
       }
-      kept[g] = before - now;
+      rescale[g] = before - now;
       added[g] = sum(sums);
-      most[first + g] = now;
+      max_score[first + g] = now;
       values.scale(score, count);
     }
-    store(exponential(load(kept)), kept);
-    for (int g = 0; g < G; ++g) total[first + g] = total[first + g] * kept[g] + added[g];
+    store(exp(load(rescale)), rescale);
+    for (int g = 0; g < G; ++g) sum_weights[first + g] = sum_weights[first + g] * rescale[g] + added[g];
     int64_t d = 0;
     for (; d + 4 * LANES <= dim; d += 4 * LANES)
-      accumulate<G, 4>(scores.data(), wide, values.first + d, values.step, count, kept, output + d, dim);
+      accumulate<G, 4>(scores.data(), wide, values.first + d, values.step, count, rescale, output + d, dim);
     for (; d < dim; d += LANES)
-      accumulate<G, 1>(scores.data(), wide, values.first + d, values.step, count, kept, output + d, dim);
+      accumulate<G, 1>(scores.data(), wide, values.first + d, values.step, count, rescale, output + d, dim);
   }
 };
 
@@ -236,8 +236,8 @@ void decode(const Layout& layout, const int64_t* places, int64_t heads, const Ca
       for (int64_t g = 0; g < each; ++g) {
         const State* query = queries + (first + g) * query_head_step + sequence * query_step;
         for (int64_t d = 0; d < dim; d += LANES) store(load(query + d) * scaling, &rows.queries[g * dim + d]);
-        rows.most[g] = sinks ? sinks[first + g] : -std::numeric_limits<float>::infinity();
-        rows.total[g] = sinks ? 1 : 0;
+        rows.max_score[g] = sinks ? sinks[first + g] : -std::numeric_limits<float>::infinity();
+        rows.sum_weights[g] = sinks ? 1 : 0;
       }
       std::fill(rows.outputs.begin(), rows.outputs.end(), 0.0f);
       for (int64_t start = 0, index = 0; start < seen[sequence]; start += layout.tokens, ++index) {
@@ -245,16 +245,16 @@ void decode(const Layout& layout, const int64_t* places, int64_t heads, const Ca
         const Cached* block = cache + layout.keys(table[index], place);
         const BlockOfHead<Cached> keys(block, inner, layout), values(block + layout.width(), inner, layout);
         for (int64_t g = 0; g < each; g += QUERIES) switch (std::min<int64_t>(QUERIES, each - g)) {
-            case 1: rows.see<1>(g, keys, values, count, cap); break;
-            case 2: rows.see<2>(g, keys, values, count, cap); break;
-            case 3: rows.see<3>(g, keys, values, count, cap); break;
-            default: rows.see<4>(g, keys, values, count, cap);
+            case 1: rows.attend<1>(g, keys, values, count, cap); break;
+            case 2: rows.attend<2>(g, keys, values, count, cap); break;
+            case 3: rows.attend<3>(g, keys, values, count, cap); break;
+            default: rows.attend<4>(g, keys, values, count, cap);
           }
       }
       State* output = out + (sequence * heads * each + first) * dim;
       for (int64_t g = 0; g < each; ++g)
         for (int64_t d = 0; d < dim; d += LANES)
-          store(load(&rows.outputs[g * dim + d]) / rows.total[g], output + g * dim + d);
+          store(load(&rows.outputs[g * dim + d]) / rows.sum_weights[g], output + g * dim + d);
     }
   }
 }

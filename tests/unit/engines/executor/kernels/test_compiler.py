@@ -25,6 +25,7 @@ compiles = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ELASTIC_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("ELASTIC_DISABLE_COMPILE", raising=False)
     path = tmp_path / "answer.cpp"
     path.write_text(SOURCE)
     return path

@@ -173,6 +173,25 @@ def test_what_is_no_number_is_not_hidden(change: Callable[[Case], object], dtype
     assert not before.isnan().any()
 
 
+@pytest.mark.parametrize("token", [0, 3, 8])
+@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_key_or_value_that_is_no_number_is_seen_by_the_heads_that_see_it(
+    token: int, values: bool, dtype: torch.dtype
+) -> None:
+    """In any lane of a vector, in any block; a weight of NaN is not taken for one of 0."""
+    case = Case.make([9, 5], dtype=dtype)
+    before, heads = case.decode(), case.layout.shape.heads
+    block = case.tables[0, token // 4] * heads + 1  # of the second KV head, in the first part
+    slots = case.cache.view(-1, 2, 4, 16)  # [block and head, K/V, token, dim]
+    slots[block, int(values), token % 4, 5] = torch.nan
+    after = case.decode()
+    seen = torch.zeros_like(after, dtype=torch.bool)
+    seen[0, 3:6, 5 if values else slice(None)] = True
+    assert torch.equal(after.isnan(), seen)
+    assert torch.equal(after[~seen], before[~seen])
+
+
 def test_scores_of_any_size_weigh_what_they_should() -> None:
     """Weights that underflow are 0, and one that is far above the others is all there is."""
     case = Case.make([40], kv_heads=1, each=1, dim=8)
