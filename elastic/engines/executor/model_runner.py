@@ -61,6 +61,9 @@ class ModelRunner(BatchRunner):
         one_device = self._device == self._cache_device
         self.graphs = StepGraphs(model, gate) if gate is not None and one_device else None
         """None: the model is called at each step."""
+        # a pass that is checked is computed twice: a prompt would overwrite what it saw in a sliding window
+        windows = any(group.window is not None for group in groups)
+        self._most_prompt_tokens = 0 if windows or self._device.type != "cpu" else MOST_PROMPT_TOKENS
         self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def execute(self, step: Step) -> Future[StepResult]:
@@ -125,14 +128,9 @@ class ModelRunner(BatchRunner):
     def _compute(self, begun: BegunStep) -> Any:
         """Call the model, or replay a pass of it: of one new token for each sequence, or of prompts that are short."""
         tokens = begun.inputs["input_ids"].shape[1]
-        if self.graphs is None or (tokens != len(begun.chunks) and not self._replays_prompts(tokens)):
+        if self.graphs is None or tokens > max(len(begun.chunks), self._most_prompt_tokens):
             return self._model(**begun.inputs)
         return self.graphs.run(begun.inputs)
-
-    def _replays_prompts(self, tokens: int) -> bool:
-        """A pass that is checked is computed twice: a prompt overwrites what it saw in a sliding window."""
-        windows = any(table.window is not None for table in self.batch.tables)
-        return tokens <= MOST_PROMPT_TOKENS and not windows and self._device.type == "cpu"
 
     def _add_state(self, state: SequenceState) -> None:
         request = state.request
