@@ -4,11 +4,12 @@
 
 The order of keys and values in memory (`kv_layout`; attention at 2,048 tokens, each order by its own fastest kernel),
 that in a block of the engine (`block_layout`; steps of decoding requests, each of requests x tokens, with so many key
-heads of so many query heads), whether the compiled kernel attends in such steps or torch's operators do, how much of
-keys and values these read at once (`READ_BYTES`), what keeps slots that nobody wrote from them (`unwritten`), the page
-size (mapping and unmapping 64 MiB), the parts of copies beside a model, and the pieces in which packed weights are
-expanded on a CPU. The ratio is the time of the choice to that of the fastest: 1.00 where nothing is lost by it. Kernels
-of products, and of attention in `generate`, are not here: those are measured when a model is wrapped.
+heads of so many query heads), whether the compiled kernel attends in such steps, and for new tokens of prompts
+(`FEW_TOKENS`, `MOST_SEEN`), or torch's operators do, how much of keys and values these read at once (`READ_BYTES`),
+what keeps slots that nobody wrote from them (`unwritten`), the page size (mapping and unmapping 64 MiB), the parts of
+copies beside a model, and the pieces in which packed weights are expanded on a CPU. The ratio is the time of the choice
+to that of the fastest: 1.00 where nothing is lost by it. Kernels of products, and of attention in `generate`, are not
+here: those are measured when a model is wrapped.
 """
 
 from __future__ import annotations
@@ -62,15 +63,16 @@ def layouts(dtype: torch.dtype, queries: int) -> Works:
 
 def blocks(dtype: torch.dtype, requests: int, tokens: int, kv_heads: int, heads: int) -> Works:
     """Attention of one layer in a step of the engine: requests of so many tokens decode, by blocks in any order."""
-    return {order: decode_step(order, dtype, requests, tokens, kv_heads, heads) for order in LAYOUTS}
+    return {order: attention_step(order, dtype, requests, tokens, kv_heads, heads) for order in LAYOUTS}
 
 
-def kernels(dtype: torch.dtype, requests: int, tokens: int, kv_heads: int, heads: int) -> Works:
-    """The same steps, by the compiled kernel and by torch's operators."""
-    return {
-        name: decode_step("head_centric", dtype, requests, tokens, kv_heads, heads, compiled=compiled)
-        for name, compiled in (("compiled", True), ("operators", False))
-    }
+def kernels(dtype: torch.dtype, requests: int, tokens: int, kv_heads: int, heads: int, new: int = 1) -> Works:
+    """The same steps, by the compiled kernel and by torch's operators; `new`: of the tokens."""
+    with patch.multiple(attention_metadata, FEW_TOKENS=new):
+        return {
+            name: attention_step("head_centric", dtype, requests, tokens, kv_heads, heads, new, compiled=compiled)
+            for name, compiled in (("compiled", True), ("operators", False))
+        }
 
 
 def read_at_once(dtype: torch.dtype, requests: int, tokens: int, kv_heads: int, heads: int) -> Works:
@@ -78,32 +80,43 @@ def read_at_once(dtype: torch.dtype, requests: int, tokens: int, kv_heads: int, 
 
     def step(size: int) -> Callable[[], Any]:
         with patch.multiple(attention_metadata, READ_BYTES=size, MOST_READ_BYTES=size):
-            return decode_step("head_centric", dtype, requests, tokens, kv_heads, heads, compiled=False)
+            return attention_step("head_centric", dtype, requests, tokens, kv_heads, heads, compiled=False)
 
     sizes = {f"{mib} MiB": mib * MIB for mib in (1, 2, 4, 8)}
     return {name: step(size) for name, size in (sizes | {"all": 1 << 62}).items()}
 
 
-def decode_step(
-    order: str, dtype: torch.dtype, requests: int, tokens: int, kv_heads: int, heads: int, *, compiled: bool = True
+def attention_step(
+    order: str,
+    dtype: torch.dtype,
+    requests: int,
+    tokens: int,
+    kv_heads: int,
+    heads: int,
+    new: int = 1,
+    *,
+    compiled: bool = True,
 ) -> Callable[[], Any]:
     layout, count = LAYOUTS[order](BlockShape(BLOCK_SLOTS, kv_heads, 64)), requests * tokens // BLOCK_SLOTS
     kernel = compiled_attention(layout, dtype, CPU) if compiled else None
-    attention, metadata = BlockAttention(layout, kernel), decoding(layout, requests, tokens, dtype, kernel is not None)
+    attention = BlockAttention(layout, kernel)
+    metadata = batch_metadata(layout, requests, tokens, new, dtype, kernel is not None)
     nbytes = count * layout.block_elements * dtype.itemsize
     caches = cycle(torch.randn(-(-64 * MIB // nbytes), count * layout.block_elements, dtype=dtype))  # of more layers
     parts = layout.parts(torch.zeros(1, dtype=torch.long))
-    query, keys, values = (torch.randn(n, requests, 64, dtype=dtype) for n in (heads, kv_heads, kv_heads))
+    query, keys, values = (torch.randn(n, requests * new, 64, dtype=dtype) for n in (heads, kv_heads, kv_heads))
     return lambda: [attention.attend(query, keys, values, next(caches), parts, metadata, 0.125) for _ in range(8)]
 
 
-def decoding(layout: BlockLayout, requests: int, tokens: int, dtype: torch.dtype, compiled: bool) -> AttentionMetadata:
+def batch_metadata(
+    layout: BlockLayout, requests: int, tokens: int, new: int, dtype: torch.dtype, compiled: bool
+) -> AttentionMetadata:
     """Describe a step of requests that have so many tokens each with their new ones, in blocks in any order."""
     table = BatchBlockTable(BLOCK_SLOTS, None)
     for row, blocks in enumerate(torch.randperm(requests * tokens // BLOCK_SLOTS).view(requests, -1).numpy()):
         table.begin(row)
         table.extend(row, blocks)
-    starts, counts = np.full(requests, tokens - 1), np.ones(requests, np.int64)
+    starts, counts = np.full(requests, tokens - new), np.full(requests, new)
     builder = MetadataBuilder(layout, table, CPU, dtype, compiled=compiled)
     return builder.build(BatchTokens(np.arange(requests), starts, counts))
 
@@ -185,6 +198,7 @@ def pieces() -> Works:
 
 def main() -> None:
     options = arguments(__doc__.splitlines()[0])
+    few = attention_metadata.FEW_TOKENS
     piece = f"2^{cpu_pieces.PIECE.bit_length() - 1}"
     cases: dict[str, tuple[str, Works]] = {
         "order of keys, float32 MHA": ("head_major", layouts(torch.float32, 1)),
@@ -217,6 +231,15 @@ def main() -> None:
                 (1, 4096, 8, 8),
                 (8, 1024, 2, 16),
             )
+        },
+        **{
+            f"attention of a prompt, {name} {new} new of {tokens}, {kv_heads} of {heads}": (
+                "compiled" if new <= few or tokens <= attention_metadata.MOST_SEEN else "operators",
+                kernels(dtype, 1, tokens, kv_heads, heads, new),
+            )
+            for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
+            for new, tokens in ((32, 32), (128, 128), (128, 384), (16, 2048), (64, 2048), (512, 512))
+            for kv_heads, heads in ((4, 12), (8, 8))
         },
         **{
             f"keys and values at once, {name} {requests} x {tokens}, {kv_heads} of {heads}": (

@@ -14,7 +14,7 @@ from elastic.kvcache.score_terms import ScoreTerms, attend_by_scores
 
 
 class BlockAttention:
-    """Attention over blocks of one layout: by a compiled kernel for sequences that decode, else by torch's operators.
+    """Attention over blocks of one layout: by a compiled kernel where a few tokens are new, else by torch's operators.
 
     Caches [elements] are of a layer, queries of the heads of some of its parts, `terms` of the query's heads.
     """
@@ -55,6 +55,9 @@ class BlockAttention:
             out[prompt.at] = self._prompt(query[:, prompt.at], None, cache, parts, prompt, scaling, terms)
         for group in batch.decodes:
             out[group.at] = self._decode(query[:, group.at], cache, parts, group, scaling, terms)
+        if batch.in_place is not None:
+            assert self.kernel is not None
+            self.kernel.attend(query, cache, parts, batch.in_place, scaling, terms, out)
         return out
 
     def _write(
@@ -75,8 +78,6 @@ class BlockAttention:
         terms: ScoreTerms | None,
     ) -> torch.Tensor:
         """Query [heads, sequences, dim]; returns [sequences, heads, dim]."""
-        if self.kernel is not None:
-            return self.kernel.decode(query, cache, parts, group.tables, group.seen, scaling, terms)
         heads, sequences, dim = query.shape
         each = heads // parts.heads
         packed, outs = query.transpose(0, 1).reshape(sequences, parts.heads, each, dim), []

@@ -1,8 +1,8 @@
 """Index tensors of one batch for attention: which tokens are whose, and where their keys and values are.
 
-Sequences with one new token are computed together: all of them by a compiled kernel; by torch's operators in groups
-whose lengths differ by less than two, on a CPU in runs of so many as the caches of the processor have room for. Block
-tables are padded to the length of the longest. The others, prompts or parts of them, are computed one by one.
+A compiled kernel computes all sequences with few new tokens at once. torch's operators compute those with one in groups
+whose lengths differ by less than two, on a CPU in runs of so many as the caches of the processor have room for, and the
+others, prompts or parts of them, one by one. Block tables are padded to the length of the longest.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from elastic.engines.executor.block_layout import BlockLayout, CacheParts
 from elastic.engines.executor.input_batch import BatchBlockTable, BatchTokens, Ints
+from elastic.engines.executor.kernels.paged_attention import NewTokens
 
 READ_BYTES, MOST_READ_BYTES = 2 << 20, 8 << 20
 """Keys and values that are read at once on a CPU: by each thread of a decode step, and at all. More fall out of the
 processor's caches before they are attended to; and larger memory the allocator (glibc: from 32 MiB on at the latest)
 gives back to the system each time, whose pages fault again at the next."""
+FEW_TOKENS, MOST_TOKENS, MOST_SEEN = 16, 128, 384
+"""New tokens of a sequence that the kernel attends for: few, or more where all that they see is short. For others the
+matrix products of torch's operators make good what these copy."""
 
 
 def bytes_at_once(device: torch.device, *, decode: bool) -> int:
@@ -59,14 +64,10 @@ class DecodeGroup:
 
     at: slice | torch.Tensor | None
     """[sequences]: their tokens in the batch; None: all of it, in order."""
-    tables: torch.Tensor
-    """[sequences, blocks]: their blocks, each table padded with its first."""
     read: PartsIndex
-    """Of these."""
-    seen: torch.Tensor
-    """[sequences]: tokens of them that are seen, from the first on."""
-    mask: torch.Tensor | None
-    """[sequences, 1, 1, blocks * tokens per block]: 0 for seen tokens, else minus infinity; None: for a kernel."""
+    """Of their blocks, each table padded with its first."""
+    mask: torch.Tensor
+    """[sequences, 1, 1, blocks * tokens per block]: 0 for seen tokens, else minus infinity."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ class PromptChunk:
 class AttentionMetadata:
     """One batch, as the layers of one group see it."""
 
+    in_place: NewTokens | None
+    """Those that the kernel attends for."""
     decodes: tuple[DecodeGroup, ...]
     prompts: tuple[PromptChunk, ...]
     """Those that see the cache as it was before the new tokens are written, and these beside it."""
@@ -115,7 +118,7 @@ class MetadataBuilder:
         *,
         compiled: bool = False,
     ) -> None:
-        """`dtype`: of attention; `kv_shards`: parts of a layer's cache; `compiled`: a kernel decodes, not operators."""
+        """`dtype`: of attention; `kv_shards`: parts of a layer's cache; `compiled`: a kernel attends where it can."""
         self._layout = layout
         self._table = table
         self._device = device
@@ -129,16 +132,41 @@ class MetadataBuilder:
         """Return the metadata of a batch. Its parts may be made in several threads at a time."""
         blocks, slots, written = self._write_slots(batch)
         write = PartsIndex(partial(self._layout.write_index, blocks, slots))
-        several = [] if batch.only_single else np.flatnonzero(batch.counts > 1).tolist()
+        in_place = self._in_place(batch)
+        several = [] if batch.only_single else np.flatnonzero((batch.counts > 1) & ~in_place).tolist()
         continued = [] if self._table.window is not None else [i for i in several if batch.starts[i]]
-        prompts = tuple(self._prompt(batch, i) for i in several if i not in continued)
-        later = tuple(self._continued(batch, i) for i in continued)
-        return AttentionMetadata(self._decode_groups(batch), prompts, later, blocks, slots, write, written)
+        return AttentionMetadata(
+            self._new_tokens(batch, np.flatnonzero(in_place)) if in_place.any() else None,
+            () if self._compiled else self._decode_groups(batch),
+            tuple(self._prompt(batch, i) for i in several if i not in continued),
+            tuple(self._continued(batch, i) for i in continued),
+            blocks,
+            slots,
+            write,
+            written,
+        )
+
+    def _in_place(self, batch: BatchTokens) -> NDArray[np.bool_]:
+        """Return which sequences, [sequences], the kernel attends for."""
+        if not self._compiled:
+            return np.zeros(len(batch.counts), np.bool_)
+        counts, seen = batch.counts, batch.starts + batch.counts
+        few: NDArray[np.bool_] = (counts <= FEW_TOKENS) | (counts <= MOST_TOKENS) & (seen <= MOST_SEEN)
+        if self._table.window is not None:  # several tokens overwrite what the first of them see, once a window is full
+            few &= (counts == 1) | (seen <= self._table.window)
+        return few
+
+    def _new_tokens(self, batch: BatchTokens, some: Ints) -> NewTokens:
+        """Say of these sequences of a batch what the kernel is told."""
+        rows, seen = batch.rows[some], batch.starts[some] + batch.counts[some]
+        if self._table.window is not None:
+            seen = np.minimum(seen, self._table.window)
+        tables, _ = self._read_index(rows, int(self._table.counts[rows].max()))
+        if batch.only_single and len(some) == len(batch.rows):
+            return NewTokens(tables, self._to_device(seen))
+        return NewTokens(tables, *map(self._to_device, (seen, batch.first[some], batch.counts[some])))
 
     def _decode_groups(self, batch: BatchTokens) -> tuple[DecodeGroup, ...]:
-        if self._compiled:
-            single = np.flatnonzero(batch.counts == 1)
-            return (self._decode(batch, single),) if len(single) else ()
         counts = self._table.counts[batch.rows]
         if batch.only_single and int(counts.min()).bit_length() == int(counts.max()).bit_length():
             alike = [np.arange(len(counts))]
@@ -156,12 +184,10 @@ class MetadataBuilder:
         table, rows, starts = self._table, batch.rows[run], batch.starts[run]
         tables, read = self._read_index(rows, int(table.counts[rows].max()))
         seen = self._to_device(starts + 1 if table.window is None else np.minimum(starts + 1, table.window))
-        mask = None
-        if not self._compiled:
-            slots = torch.arange(tables.shape[1] * table.block_tokens, device=self._device)
-            mask = torch.zeros(len(rows), len(slots), dtype=self._dtype, device=self._device)
-            mask = mask.masked_fill_(slots >= seen[:, None], -torch.inf)[:, None, None]
-        return DecodeGroup(self._tokens(batch, run), tables, read, seen, mask)
+        slots = torch.arange(tables.shape[1] * table.block_tokens, device=self._device)
+        mask = torch.zeros(len(rows), len(slots), dtype=self._dtype, device=self._device)
+        mask.masked_fill_(slots >= seen[:, None], -torch.inf)
+        return DecodeGroup(self._tokens(batch, run), read, mask[:, None, None])
 
     def _tokens(self, batch: BatchTokens, run: Ints) -> slice | torch.Tensor | None:
         """Say where the tokens of sequences with one each are; those in a row in a form that copies nothing."""

@@ -21,7 +21,7 @@ from elastic.directories import CACHE, cache_directory
 
 logger = logging.getLogger(__name__)
 DISABLE = "ELASTIC_DISABLE_COMPILE"
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 _COMPILERS = ("c++", "g++", "clang++")
 _MOST_S = 120
 

@@ -1,12 +1,13 @@
-"""Decode attention on a CPU over keys and values where they lie (PagedAttention, Kwon et al. 2023, section 4.3).
+"""Attention on a CPU over keys and values where they lie (PagedAttention, Kwon et al. 2023, section 4.3).
 
 torch's operators copy the blocks of all sequences before they attend to them, padded to the longest. This kernel reads
-each once, and computes in float32 whatever is stored; a head of a sequence has the same bits in any batch.
+each where it is, and computes in float32 whatever is stored; a head of a token has the same bits in any batch.
 """
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,8 +30,24 @@ class _Layout(ctypes.Structure):
 
 _PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _CACHE = (ctypes.POINTER(_Layout), _PTR, _INT, _PTR)  # layout, places, heads, elements
-_DECODE = (*_CACHE, _PTR, _INT, _PTR, _INT, _PTR, _INT, _INT, _INT, _FLOAT, _FLOAT, _PTR, _PTR, ctypes.c_int)
+_SEQUENCES = (_PTR, _INT, _PTR, _PTR, _PTR, _INT)  # tables, their step, seen, first, counts, how many
+_QUERIES = (_PTR, _INT, _INT, _INT)  # elements, steps, query heads of a KV head
+_ATTEND = (*_CACHE, *_SEQUENCES, *_QUERIES, _FLOAT, _FLOAT, _PTR, _PTR, ctypes.c_int)
 _WRITE = (*_CACHE, _INT, _PTR, _PTR, _INT, _PTR, _INT, _INT, _PTR, _INT, _INT)
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """The new tokens of sequences: int64 tensors on the CPU, [sequences] but for the tables."""
+
+    tables: torch.Tensor
+    """[sequences, blocks]: the blocks of each, in the order of the text."""
+    seen: torch.Tensor
+    """Tokens in these that its last new token sees, from the first on; each before it sees one less."""
+    first: torch.Tensor | None = None
+    """Where in the batch its new tokens begin; None: each has one, in this order."""
+    counts: torch.Tensor | None = None
+    """How many they are; None: one each."""
 
 
 class PagedAttention:
@@ -41,41 +58,42 @@ class PagedAttention:
         shape, stored = layout.shape, "" if layout.stored is None else "_int8"
         places = shape.heads // layout.row_heads
         self._layout = _Layout(places, layout.row_heads, layout.slots, shape.tokens, shape.dim)
-        self._decode, self._write = library[f"decode_{_DTYPES[dtype]}{stored}"], library["write"]
-        self._decode.argtypes, self._write.argtypes = _DECODE, _WRITE
-        self._decode.restype = self._write.restype = None
+        self._attend, self._write = library[f"attend_{_DTYPES[dtype]}{stored}"], library["write"]
+        self._attend.argtypes, self._write.argtypes = _ATTEND, _WRITE
+        self._attend.restype = self._write.restype = None
         self.writes = layout.stored is None
         """Whether it writes new tokens, too: into blocks of 8 bits it does not."""
 
-    def decode(
+    def attend(
         self,
         query: torch.Tensor,
         cache: torch.Tensor,
         parts: CacheParts,
-        tables: torch.Tensor,
-        seen: torch.Tensor,
+        new: NewTokens,
         scaling: float | None,
-        terms: ScoreTerms | None = None,
-    ) -> torch.Tensor:
-        """Attend for one new token of each sequence.
+        terms: ScoreTerms | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend for new tokens whose keys and values are in the cache.
 
-        Query [heads, sequences, dim], of the dtype; cache [elements], of the layer; tables [sequences, blocks] and seen
-        [sequences], int64: the blocks of each, and how many tokens in these it sees. Returns [sequences, heads, dim].
+        Query [heads, tokens, dim], of the dtype, of all of a batch; cache [elements], of the layer. Writes those rows
+        of `out` [tokens, heads, dim], contiguous, that are these tokens'.
         """
-        heads, sequences, dim = query.shape
+        heads, _, dim = query.shape
         query = _with_rows(query)
-        out = query.new_empty(sequences, heads, dim)
         cap, sinks = (None, None) if terms is None else (terms.softcap, terms.sinks)
         sinks = None if sinks is None else sinks.float().contiguous()
-        self._decode(
+        self._attend(
             self._layout,
             parts.places.data_ptr(),
             parts.heads,
             cache.data_ptr(),
-            tables.data_ptr(),
-            tables.stride(0),
-            seen.data_ptr(),
-            sequences,
+            new.tables.data_ptr(),
+            new.tables.stride(0),
+            new.seen.data_ptr(),
+            None if new.first is None else new.first.data_ptr(),
+            None if new.counts is None else new.counts.data_ptr(),
+            len(new.seen),
             query.data_ptr(),
             query.stride(0),
             query.stride(1),
@@ -86,7 +104,6 @@ class PagedAttention:
             out.data_ptr(),
             torch.get_num_threads(),
         )
-        return out
 
     def write(
         self,
@@ -133,7 +150,7 @@ def _library(dtype: torch.dtype, dim: int, device: str) -> ctypes.CDLL | None:
     if device != "cpu" or dtype not in _DTYPES or dim % LANES:
         return None
     return compiled_library(
-        SOURCE, "decode attention is computed by torch's operators, which take up to six times as long"
+        SOURCE, "attention is computed by torch's operators, that of decode steps up to six times as long"
     )
 
 

@@ -106,15 +106,18 @@ def test_softcaps_and_sinks_are_seen_in_the_tokens(
     """So that other tests of these models would fail without them: in prompts, and in what follows."""
     asked = prompts([40, 70], architectures.VOCAB)
     plain = architectures.build(name)
-    of_prompt, of_decode = BlockAttention._prompt, BlockAttention._decode
-    left_out = lambda given: (*given[:-1], replace(given[-1], **{term: None}))  # noqa: E731
+    attend = BlockAttention.attend
     for of_prompts in (True, False):
         model = architectures.build(name)
-        if of_prompts:
-            monkeypatch.setattr(BlockAttention, "_prompt", lambda *given: of_prompt(*left_out(given)))
-        else:
-            monkeypatch.setattr(BlockAttention, "_prompt", of_prompt)
-            monkeypatch.setattr(BlockAttention, "_decode", lambda *given: of_decode(*left_out(given)))
+
+        def attend_without(attention: Any, query: torch.Tensor, *given: Any, of_prompts: bool = of_prompts) -> Any:
+            *others, terms = given
+            is_prompt = query.shape[1] > len(asked)
+            return attend(
+                attention, query, *others, replace(terms, **{term: None}) if is_prompt is of_prompts else terms
+            )
+
+        monkeypatch.setattr(BlockAttention, "attend", attend_without)
         heard = serve(engines(model), requests := [Request(prompt, 20) for prompt in asked])
         assert not all(same_unless_close(plain, r.prompt, heard.tokens[r.id]) for r in requests)
 

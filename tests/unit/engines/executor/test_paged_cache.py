@@ -256,10 +256,11 @@ def test_on_a_cpu_no_more_is_read_at_once_than_the_caches_hold(
         batch = BatchTokens(np.arange(len(counts)), starts, np.array(counts))
         runs = builder.build(batch).decodes
     for run in runs:
-        assert len(run.seen) == 1 or len(run.seen) * run.tables.shape[1] * 3 * shape.elements * 4 <= read_bytes
+        sequences, _, _, slots = run.mask.shape
+        assert sequences == 1 or sequences * slots // BLOCK * 3 * shape.elements * 4 <= read_bytes
     tokens = torch.arange(sum(counts))
     decoded = [tokens[slice(None) if run.at is None else run.at] for run in runs]
-    assert [len(each) for each in decoded] == [len(run.seen) for run in runs]
+    assert [len(each) for each in decoded] == [len(run.mask) for run in runs]
     assert sorted(torch.cat(decoded).tolist() if runs else []) == batch.first[batch.counts == 1].tolist()
 
 

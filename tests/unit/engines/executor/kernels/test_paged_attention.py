@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.executor.block_layout import LAYOUTS, BlockLayout, CacheParts, layout_of, quantize
 from elastic.engines.executor.kernels.compiler import compiled_library
-from elastic.engines.executor.kernels.paged_attention import SOURCE, PagedAttention, compiled_attention
+from elastic.engines.executor.kernels.paged_attention import SOURCE, NewTokens, PagedAttention, compiled_attention
 from elastic.kvcache.score_terms import ScoreTerms
 
 CPU = torch.device("cpu")
@@ -29,10 +29,9 @@ class Case:
     layout: BlockLayout
     kernel: PagedAttention
     cache: torch.Tensor
-    tables: torch.Tensor
-    seen: torch.Tensor
+    new: NewTokens
     query: torch.Tensor
-    """[heads, sequences, dim]"""
+    """[heads, tokens, dim]"""
     keys: list[torch.Tensor]
     """Of each sequence, [kv_heads, tokens, dim], as they are kept."""
     values: list[torch.Tensor]
@@ -41,6 +40,7 @@ class Case:
     def make(
         cls,
         lengths: list[int],
+        counts: list[int] | None = None,
         *,
         kv_heads: int = 2,
         each: int = 3,
@@ -50,6 +50,7 @@ class Case:
         kept: str = "float32",
         dtype: torch.dtype = torch.float32,
     ) -> Case:
+        """`counts`: new tokens of each, of its length; None: one."""
         layout = layout_of(KVFormat(block, order, kept, kv_heads, dim, (), 2), dtype)
         kernel = compiled_attention(layout, dtype, CPU)
         assert kernel is not None
@@ -60,43 +61,59 @@ class Case:
         if stored is not torch.int8:
             cache.fill_(torch.nan)
         tables = torch.randperm(part_blocks).view(len(lengths), blocks)
-        case = cls(layout, kernel, cache, tables, torch.tensor(lengths), torch.empty(0), [], [])
-        case.query = torch.randn(len(lengths), 2 * kv_heads * each, dim).to(dtype).transpose(0, 1)
+        new, tokens = NewTokens(tables, torch.tensor(lengths)), len(lengths)
+        if counts is not None:
+            several, tokens = torch.tensor(counts), sum(counts)
+            new = NewTokens(tables, new.seen, several.cumsum(0) - several, several)
+        case = cls(layout, kernel, cache, new, torch.empty(0), [], [])
+        case.query = torch.randn(tokens, 2 * kv_heads * each, dim).to(dtype).transpose(0, 1)
         for row, length in enumerate(lengths):
-            new = [torch.randn(2 * kv_heads, length, dim).to(dtype) for _ in range(2)]
+            kept_states = [torch.randn(2 * kv_heads, length, dim).to(dtype) for _ in range(2)]
             places = torch.arange(length)
             index = layout.write_index(tables[row, places // block], places % block, case.parts.places)
-            layout.write(cache, index, *new)
-            for states, of_all in zip(new, (case.keys, case.values), strict=True):
+            layout.write(cache, index, *kept_states)
+            for states, of_all in zip(kept_states, (case.keys, case.values), strict=True):
                 values, scales = quantize(states) if layout.stored is not None else (states, torch.ones(()))
                 of_all.append(values.double() * scales.double()[..., None])
         return case
 
     @property
     def parts(self) -> CacheParts:
-        return self.layout.parts(torch.tensor([0, self.tables.numel()]))
+        return self.layout.parts(torch.tensor([0, self.new.tables.numel()]))
 
-    def decode(self, terms: ScoreTerms | None = None, scaling: float | None = None) -> torch.Tensor:
-        return self.kernel.decode(self.query, self.cache, self.parts, self.tables, self.seen, scaling, terms)
+    def attend(
+        self, terms: ScoreTerms | None = None, scaling: float | None = None, new: NewTokens | None = None
+    ) -> torch.Tensor:
+        """Return the outputs, [tokens, heads, dim]; with `new`, of some tokens, and 7 for the others."""
+        heads, tokens, dim = self.query.shape
+        out = self.query.new_full((tokens, heads, dim), 7)
+        self.kernel.attend(self.query, self.cache, self.parts, new or self.new, scaling, terms, out)
+        return out
 
     def expected(self, terms: ScoreTerms | None = None, scaling: float | None = None) -> torch.Tensor:
-        """Return the outputs in float64, [sequences, heads, dim]."""
+        """Return the outputs in float64, [tokens, heads, dim]."""
         outs = []
-        for row, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            query = self.query[:, row].double().view(len(keys), -1, keys.shape[-1])
-            scores = query @ keys.double().mT * (scaling or keys.shape[-1] ** -0.5)
+        counts = [1] * len(self.keys) if self.new.counts is None else self.new.counts.tolist()
+        queries = self.query.double().split(counts, 1)
+        for query, keys, values in zip(queries, self.keys, self.values, strict=True):
+            (kv_heads, length, dim), count = keys.shape, query.shape[1]
+            asked = query.view(kv_heads, -1, count, dim)
+            scores = asked @ keys.double().mT[:, None] * (scaling or dim**-0.5)
             if terms is not None and terms.softcap is not None:
                 scores = torch.tanh(scores / terms.softcap) * terms.softcap
+            scores = scores.masked_fill(torch.ones(count, length).triu(length - count + 1).bool(), -torch.inf)
             if terms is not None and terms.sinks is not None:
-                scores = torch.cat([scores, terms.sinks.double().view(*scores.shape[:2], 1)], -1)
-            weights = scores.softmax(-1)[..., : keys.shape[1]]
-            outs.append((weights @ values.double()).flatten(0, 1))
-        return torch.stack(outs)
+                sinks = terms.sinks.double().view(*scores.shape[:2], 1, 1).expand(-1, -1, count, 1)
+                scores = torch.cat([scores, sinks], -1)
+            weights = scores.softmax(-1)[..., :length]
+            outs.append((weights @ values.double()[:, None]).flatten(0, 1).transpose(0, 1))
+        return torch.cat(outs)
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=4),
+    counts=st.lists(st.tuples(st.integers(0, 89), st.integers(1, 90)), min_size=1, max_size=4),
+    alone=st.booleans(),
     kv_heads=st.integers(1, 3),
     each=st.integers(1, 9),
     dim=st.sampled_from([8, 24, 40, 64, 72]),
@@ -109,7 +126,8 @@ class Case:
     scaling=st.sampled_from([None, 0.3]),
 )
 def test_any_blocks_are_attended_to_as_by_plain_attention(
-    lengths: list[int],
+    counts: list[tuple[int, int]],
+    alone: bool,
     kv_heads: int,
     each: int,
     dim: int,
@@ -121,10 +139,22 @@ def test_any_blocks_are_attended_to_as_by_plain_attention(
     sinks: bool,
     scaling: float | None,
 ) -> None:
-    """Of any shape, in either order, in 8 bits too, with caps and sinks; slots beyond the last token are not read."""
-    case = Case.make(lengths, kv_heads=kv_heads, each=each, dim=dim, block=block, order=order, kept=kept, dtype=dtype)
+    """By one new token of each sequence, or several; of any shape, in either order, in 8 bits too, with caps and sinks;
+    slots beyond the last token are not read."""
+    lengths, several = [past + new for past, new in counts], [new for _, new in counts]
+    case = Case.make(
+        lengths,
+        None if alone else several,
+        kv_heads=kv_heads,
+        each=each,
+        dim=dim,
+        block=block,
+        order=order,
+        kept=kept,
+        dtype=dtype,
+    )
     terms = ScoreTerms(softcap, torch.linspace(-3, 3, 2 * kv_heads * each, dtype=dtype) if sinks else None)
-    out = case.decode(terms if softcap or sinks else None, scaling)
+    out = case.attend(terms if softcap or sinks else None, scaling)
     assert out.dtype is dtype
     near = {"rtol": 2e-5, "atol": 2e-6} if dtype is torch.float32 else {"rtol": 2**-8, "atol": 1e-4}
     torch.testing.assert_close(out.double(), case.expected(terms, scaling), **near)
@@ -141,18 +171,26 @@ def threads(count: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kept", ["float32", "int8"])
-def test_a_sequence_has_the_same_bits_in_any_batch_with_any_threads(kept: str) -> None:
-    case = Case.make([70, 3, 33, 64, 1], kept=kept)
+@pytest.mark.parametrize("each", [1, 3, 5, 40])
+def test_a_token_has_the_same_bits_in_any_batch_with_any_threads(kept: str, each: int) -> None:
+    """Of one of several new tokens, too: it matters not how a prompt is cut."""
+    case = Case.make([70, 3, 33, 64, 1], [50, 3, 1, 20, 1], kept=kept, each=each, block=16)
+    new = case.new
+    assert new.first is not None
+    assert new.counts is not None
     with threads(1):
-        together = case.decode()
+        together = case.attend()
     with threads(3):
-        assert torch.equal(case.decode(), together)
-    for row in range(5):
-        own = case.query[:, row : row + 1].contiguous()
-        alone = case.kernel.decode(
-            own, case.cache, case.parts, case.tables[row : row + 1], case.seen[row : row + 1], None
-        )
-        assert torch.equal(alone[0], together[row])
+        assert torch.equal(case.attend(), together)
+    for row, (first, count, seen) in enumerate(zip(new.first.tolist(), new.counts.tolist(), new.seen, strict=True)):
+        for i in range(count):
+            one = NewTokens(
+                new.tables[row : row + 1], (seen - count + 1 + i)[None], torch.tensor([first + i]), torch.tensor([1])
+            )
+            alone = case.attend(new=one)
+            assert torch.equal(alone[first + i], together[first + i])
+            alone[first + i] = 7
+            assert (alone == 7).all(), "and no other token's row is written"
 
 
 @pytest.mark.parametrize(
@@ -166,9 +204,9 @@ def test_a_sequence_has_the_same_bits_in_any_batch_with_any_threads(kept: str) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_no_number_is_not_hidden(change: Callable[[Case], object], dtype: torch.dtype) -> None:
     case = Case.make([9, 5], dtype=dtype)
-    before = case.decode()
+    before = case.attend()
     change(case)
-    after = case.decode()
+    after = case.attend()
     assert after[0, 0].isnan().all()
     assert not before.isnan().any()
 
@@ -181,25 +219,38 @@ def test_one_key_or_value_that_is_no_number_is_seen_by_the_heads_that_see_it(
 ) -> None:
     """In any lane of a vector, in any block; a weight of NaN is not taken for one of 0."""
     case = Case.make([9, 5], dtype=dtype)
-    before, heads = case.decode(), case.layout.shape.heads
-    block = case.tables[0, token // 4] * heads + 1  # of the second KV head, in the first part
+    before, heads = case.attend(), case.layout.shape.heads
+    block = case.new.tables[0, token // 4] * heads + 1  # of the second KV head, in the first part
     slots = case.cache.view(-1, 2, 4, 16)  # [block and head, K/V, token, dim]
     slots[block, int(values), token % 4, 5] = torch.nan
-    after = case.decode()
+    after = case.attend()
     seen = torch.zeros_like(after, dtype=torch.bool)
     seen[0, 3:6, 5 if values else slice(None)] = True
     assert torch.equal(after.isnan(), seen)
     assert torch.equal(after[~seen], before[~seen])
 
 
+@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize("each", [1, 3])
+def test_what_is_no_number_is_not_seen_by_tokens_before_it(values: bool, each: int) -> None:
+    case = Case.make([11], [9], kv_heads=1, each=each)
+    before, token = case.attend(), 6  # the fifth new one, of nine
+    slots = case.cache.view(-1, 2, 4, 16)
+    slots[case.new.tables[0, token // 4], int(values), token % 4, 5] = torch.nan
+    after = case.attend()
+    assert torch.equal(after[:4], before[:4])
+    assert after[4:, :each, 5].isnan().all()
+    assert torch.equal(after[:, each:], before[:, each:]), "nor by other heads"
+
+
 def test_scores_of_any_size_weigh_what_they_should() -> None:
     """Weights that underflow are 0, and one that is far above the others is all there is."""
     case = Case.make([40], kv_heads=1, each=1, dim=8)
     case.query.mul_(1000)
-    torch.testing.assert_close(case.decode().double(), case.expected(), rtol=1e-4, atol=1e-5)
-    low = case.decode(ScoreTerms(None, torch.full((2,), 5000.0)))
+    torch.testing.assert_close(case.attend().double(), case.expected(), rtol=1e-4, atol=1e-5)
+    low = case.attend(ScoreTerms(None, torch.full((2,), 5000.0)))
     assert torch.equal(low, torch.zeros_like(low)), "a sink takes all"
-    assert math.isclose(case.decode(ScoreTerms(None, torch.full((2,), -9e9))).sum(), case.decode().sum(), rel_tol=1e-6)
+    assert math.isclose(case.attend(ScoreTerms(None, torch.full((2,), -9e9))).sum(), case.attend().sum(), rel_tol=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
