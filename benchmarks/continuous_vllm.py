@@ -15,6 +15,7 @@ tokens per second with one thread and with two, P95 of the time to first token n
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import statistics
 import threading
@@ -110,6 +111,8 @@ class OwnPlayer:
         wrapped = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         elastic.wrap(wrapped, places=[f"cpu={budget}"], prepack=prepack)
         self._engine = ContinuousEngine(wrapped, max_requests=MOST_REQUESTS, share_prefixes=False)
+        gc.collect()
+        gc.freeze()  # as vLLM's engine process does, and `elastic serve`
         self._engine.start()
 
     def play(self, arrivals: Sequence[Arrival]) -> Answers:

@@ -14,10 +14,11 @@ from itertools import accumulate, pairwise
 import torch
 
 from elastic.weights.prepacked.onednn import OneDNNLayout, find_layout, multiply
+from elastic.weights.prepacked.padding import multiply_padded, padded_rows
 
 SAME_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Modules of one parent, in the order of their calls and of their weights."""
-ROWS = (1, 2, 16, 17, 64, 128)
+ROWS = (1, 2, 4, 16, 17, 64, 128)
 """Of the products whose bits are compared."""
 LARGEST_BYTES = 2**26
 """Of all matrices together: products with more take so long that calls do not matter, and so would the comparison."""
@@ -26,9 +27,9 @@ LARGEST_BYTES = 2**26
 class JoinedProduct:
     """The product of inputs with all of some matrices, of which each takes its own outputs."""
 
-    def __init__(self, matrix: torch.Tensor, outputs: tuple[int, ...]) -> None:
-        """`matrix`: from `OneDNNLayout.view`, [sum of outputs, inputs]."""
-        self._matrix = matrix
+    def __init__(self, matrix: torch.Tensor, outputs: tuple[int, ...], padded: tuple[int, ...] = ()) -> None:
+        """`matrix`: from `OneDNNLayout.view`, [sum of outputs, inputs]; `padded`: see `padded_rows`."""
+        self._matrix, self._padded = matrix, padded
         self._bounds = tuple(pairwise(accumulate(outputs, initial=0)))
         self._last: tuple[torch.Tensor | None, int, torch.Tensor | None] = (None, 0, None)
         """Inputs, their version, and the product. Threads may come between one another: each reads it once."""
@@ -42,7 +43,7 @@ class JoinedProduct:
         version = 0 if x.is_inference() else x._version
         inputs, of_version, product = self._last
         if number == 0:
-            product = multiply(x, self._matrix, None)
+            product = multiply_padded(x, self._matrix, None, self._padded)
             self._last = (x, version, product)
         if number == len(self._bounds) - 1:  # also for other inputs: what is kept is as large as a prompt is long
             self._last = (None, 0, None)
@@ -73,7 +74,7 @@ def join(layouts: tuple[OneDNNLayout, ...], packed: tuple[torch.Tensor, ...]) ->
     layout = joined_layout(layouts, torch.get_num_threads()) if adjacent else None
     if layout is None:
         return None
-    return JoinedProduct(layout.view(packed[0]), tuple(each.shape[0] for each in layouts))
+    return JoinedProduct(layout.view(packed[0]), tuple(each.shape[0] for each in layouts), padded_rows(layout))
 
 
 @functools.cache

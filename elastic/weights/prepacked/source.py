@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from elastic.weights.prepacked.joined import JoinedProduct, find_groups, join
-from elastic.weights.prepacked.onednn import OneDNNLayout, multiply
+from elastic.weights.prepacked.onednn import OneDNNLayout
+from elastic.weights.prepacked.padding import multiply_padded, padded_rows
 from elastic.weights.proxy.host_source import HostSource
 from elastic.weights.proxy.tensor import FORWARD_FUNCTIONS, Function, WeightProxy, on_values, register
 from elastic.weights.proxy.weight_home import WeightHome
@@ -24,6 +25,7 @@ class ResidentSource:
         self._owner = owner
         self._on_write = on_write
         self._matrix = layout.view(packed)
+        self._padded = padded_rows(layout)
         self._joined: tuple[JoinedProduct, int] | None = None
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -34,7 +36,7 @@ class ResidentSource:
         if self._joined is not None and bias is None:  # one that is added afterwards would be rounded once more
             joined, number = self._joined
             product = joined.product(x, number)
-        return multiply(x, self._matrix, bias) if product is None else product
+        return multiply_padded(x, self._matrix, bias, self._padded) if product is None else product
 
     def join(self, joined: JoinedProduct | None, number: int) -> None:
         """Multiply as this one of several from now on; None: alone."""
@@ -64,11 +66,12 @@ class AbsentSource(HostSource):
     def __init__(self, unit: WeightHome, name: str, layout: OneDNNLayout, variant: str = "") -> None:
         super().__init__(unit, name, variant)
         self._layout = layout
+        self._padded = padded_rows(layout)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply x, [..., inputs], with the matrix, and add a bias; returns [..., outputs] in the dtype of x."""
         if _is_plain(x, self._layout):
-            return multiply(x, self._layout.view(self._bytes()), bias)
+            return multiply_padded(x, self._layout.view(self._bytes()), bias, self._padded)
         return F.linear(x, self.value().to(x.dtype), bias)
 
     def value(self) -> torch.Tensor:

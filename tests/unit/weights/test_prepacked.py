@@ -13,7 +13,7 @@ from torch import nn
 from elastic.engines.vllm import assembly
 from elastic.engines.vllm.assembly import ElasticModel
 from elastic.engines.vllm.client.settings import EngineSettings
-from elastic.weights.prepacked import choice, joined
+from elastic.weights.prepacked import choice, joined, padding
 from elastic.weights.prepacked.joined import JoinedProduct, join
 from elastic.weights.prepacked.onednn import OneDNNLayout, find_layout, multiply
 from elastic.weights.prepacked.source import ResidentSource
@@ -299,7 +299,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         computed.append(matrix.shape[0])
         return multiply(x, matrix, bias)
 
-    monkeypatch.setattr(joined, "multiply", count)
+    monkeypatch.setattr(padding, "multiply", count)
     return computed
 
 
