@@ -189,6 +189,11 @@ class RequestSlice:
         self._metadata: dict[int, AttentionMetadata] = {}  # by group of layers
         self._parts: dict[tuple[int, int], RequestSlice] = {}
 
+    @property
+    def only_single(self) -> bool:
+        """Whether every sequence has one new token."""
+        return self._batch.only_single
+
     def new_tokens(self) -> list[int]:
         """Count the new tokens of each sequence, in order."""
         counts: list[int] = self._batch.counts.tolist()
@@ -228,13 +233,16 @@ class RequestSlice:
         Values may have fewer elements than keys (MLA): blocks have zeros behind them. `terms` are of all query heads.
         Returns [1, new, heads, value dim]. All of them travel if the layer computes on another device than the blocks
         are. With `shards`, some of the `of` that the layer is cut into, keys and values are written of the parts that
-        these need and no others, and what is returned is of their heads (`heads_of`). See `PagedCache.choose`.
+        these need and no others, and what is returned is of their heads (`heads_of`). See `PagedCache.choose`. New
+        tokens behind those of the batch (`StepGraphs`) are nobody's: nothing is written of them, and zeros come out.
         """
         cache = self.cache
         cached = cache.layers[layer]
         batch = self._metadata.get(cached.group) or self.metadata(cached.group)
         heads = cache.choose(layer, shards, of, query.shape[1])
-        q, k, v = query[0], key[0], value[0]
+        tokens = len(self._batch.positions)
+        padding = query.shape[2] - tokens
+        q, k, v = (states[0, :, :tokens] for states in (query, key, value))
         if shards is not None:
             q, k, v = q[heads.query], k[heads.kv], v[heads.kv]
         if query.device != cache.device:
@@ -249,4 +257,6 @@ class RequestSlice:
             out = out[:, heads.own]
         if fewer:
             out = out[..., :-fewer]
+        if padding:
+            out = pad(out, (0, 0, 0, 0, 0, padding))
         return out[None].to(query.device)

@@ -3,7 +3,8 @@
 A graph is captured after a few passes of so many tokens, and checked against the pass that follows. An action may
 change any weight, so all graphs end before it commits; while layers do more than compute with weights of their own
 place, passes are run as ever. Attention is called by replays as by the model: its shapes change from step to step, and
-whose tokens they are, of prompts or of sequences with one new token each, is its matter alone.
+whose tokens they are, of prompts or of sequences with one new token each, is its matter alone. Steps with prompts have
+many lengths: their graphs are of a few more tokens, and what is computed of those behind the last is not looked at.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from torch.nn.modules import module as nn_module
 
 from elastic.engines.executor.graphs.graph_memory import GraphMemory
@@ -36,10 +38,14 @@ logger = logging.getLogger(__name__)
 CAPTURE_AFTER = 16
 """Passes of a size before it is captured. A capture and its check take as long as some 20 replays save (2.6M, a Xeon):
 a size that has come as often as that will come again, and one that does not has cost nothing."""
+PROMPT_STEP = 4
+"""Tokens of steps with prompts are rounded up to a multiple of it. More would be fewer graphs, and more to compute: on
+a CPU products take as long for each row (100M Llama: .8 ms, where calling the model takes 5 of 42)."""
 MOST_GRAPHS = 64
 """Of different sizes; the one that was not used for the longest time goes first."""
 MOST_SIZES = 1024
-"""Whose passes are counted: prompts have many lengths."""
+"""Whose passes are counted."""
+_PADDED = ("input_ids", "position_ids", "logits_to_keep")
 
 
 class PassGraph(Protocol):
@@ -108,15 +114,19 @@ class _CapturedAttention:
 
 
 class CapturedPass:
-    """The forward pass of a model, captured for keyword arguments of the same names and shapes."""
+    """The forward pass of a model, captured for keyword arguments of the same names, and shapes but for the padding."""
 
-    def __init__(self, inputs: dict[str, Any]) -> None:
+    def __init__(self, inputs: dict[str, Any], size: PassSize) -> None:
         device = inputs["input_ids"].device
         self._graph: PassGraph = OperatorGraph() if device.type == "cpu" else PiecewiseCudaGraph(device)
         self._step = _StepCache()
         self._attention = _CapturedAttention(self._graph, self._step)
         self._inputs = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
         self._inputs[PAGED_CACHE] = self._attention
+        for name, length in zip(_PADDED, (size.tokens, size.tokens, size.kept), strict=True):
+            given = inputs.get(name)
+            if given is not None and length is not None:
+                self._inputs[name] = pad(given, (0, length - given.shape[-1]))
         self.checked = False
         """Whether a replay gave what the model gave."""
 
@@ -126,26 +136,46 @@ class CapturedPass:
             return self._graph.capture(lambda: forward(**self._inputs), memory)
 
     def fits(self, inputs: dict[str, Any]) -> bool:
-        """Return whether these differ from those of the capture in nothing but the contents of tensors."""
+        """Return whether these differ from those of the capture in the contents of tensors and the padding alone."""
         if inputs.keys() != self._inputs.keys():
             return False
         return all(
-            inputs[name].shape == own.shape if isinstance(own, torch.Tensor) else own in (inputs[name], self._attention)
+            inputs[name].shape[:-1] == own.shape[:-1] and (name in _PADDED or inputs[name].shape == own.shape)
+            if isinstance(own, torch.Tensor)
+            else own in (inputs[name], self._attention)
             for name, own in self._inputs.items()
         )
 
+    def call(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        """Return what the model returns for `inputs`, padded as in replays."""
+        self._fill(inputs)
+        return forward(**{**self._inputs, PAGED_CACHE: inputs[PAGED_CACHE]})
+
     def replay(self, inputs: dict[str, Any]) -> Any:
-        """Return what the model returns for `inputs`, in tensors that the next replay of any graph overwrites."""
-        for name, own in self._inputs.items():
-            if isinstance(own, torch.Tensor):
-                own.copy_(inputs[name])
+        """Return the same, in tensors that the next replay of any graph overwrites."""
+        self._fill(inputs)
         with self._step.of(inputs[PAGED_CACHE]):
             return self._graph.replay()
 
+    def _fill(self, inputs: dict[str, Any]) -> None:
+        """Take over the contents; behind them stays what was there, as good as any."""
+        for name, own in self._inputs.items():
+            if isinstance(own, torch.Tensor):
+                given = inputs[name]
+                own[..., : given.shape[-1]].copy_(given)
+
+
+class PassSize(NamedTuple):
+    """Of a pass."""
+
+    tokens: int
+    kept: int | None
+    """Tokens whose logits are wanted; None: all, or the model cannot be told."""
+
 
 @dataclass
-class _Size:
-    """A number of tokens, and of those whose logits are wanted."""
+class _SizeEntry:
+    """What there is for a size."""
 
     passes: int = 0
     captured: CapturedPass | None = None
@@ -163,7 +193,7 @@ class StepGraphs:
         self._for_good = bool(self.refusal)
         self.capture_after = CAPTURE_AFTER
         self._model, self._gate = model, gate
-        self._sizes: OrderedDict[tuple[int, int | None], _Size] = OrderedDict()
+        self._sizes: OrderedDict[PassSize, _SizeEntry] = OrderedDict()
         self._memory = GraphMemory()
         self._ended = False  # all that are in `_sizes`
         hooks = [(m._forward_pre_hooks, m._forward_hooks) for m in model.modules() if m is not model]
@@ -209,40 +239,43 @@ class StepGraphs:
             return forward(**kwargs)
 
     def _run(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-        kept = inputs.get("logits_to_keep")
-        size = self._size((inputs["input_ids"].shape[1], None if kept is None else len(kept)))
-        size.passes += 1
-        if size.captured is None:
-            if size.passes <= self.capture_after:
+        own, size = _sizes(inputs)
+        entry = self._entry(size)
+        entry.passes += 1
+        if entry.captured is None:
+            if entry.passes <= self.capture_after:
                 return forward(**inputs)
-            captured = CapturedPass(inputs)
+            captured = CapturedPass(inputs, size)
             output = captured.capture(forward, inputs, self._memory)
             earlier = [key for key, other in self._sizes.items() if other.captured is not None]
             if len(earlier) >= MOST_GRAPHS:
                 del self._sizes[earlier[0]]
-            size.captured = captured
-            return output
-        if not size.captured.fits(inputs):
+            entry.captured = captured
+        elif not entry.captured.fits(inputs):
             return forward(**inputs)
-        if not size.captured.checked:
-            return self._check(size.captured, forward, inputs)
-        return size.captured.replay(inputs)
+        elif not entry.captured.checked:
+            output = self._check(entry.captured, forward, inputs)
+        else:
+            output = entry.captured.replay(inputs)
+        if own == size:
+            return output
+        return replace(output, logits=output.logits[:, : own.tokens if own.kept is None else own.kept])
 
     def _check(self, captured: CapturedPass, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """Run a pass as ever and as a replay, which writes the same keys and values once more; compare."""
-        expected = forward(**inputs)
+        expected = captured.call(forward, inputs)
         replayed = captured.replay(inputs)
         captured.checked = torch.allclose(replayed.logits, expected.logits, rtol=0, atol=0, equal_nan=True)
         if not captured.checked:
             self._refuse("a replay gave other logits", for_good=True)
         return expected
 
-    def _size(self, key: tuple[int, int | None]) -> _Size:
-        size = self._sizes.setdefault(key, _Size())
-        self._sizes.move_to_end(key)
+    def _entry(self, size: PassSize) -> _SizeEntry:
+        entry = self._sizes.setdefault(size, _SizeEntry())
+        self._sizes.move_to_end(size)
         if len(self._sizes) > MOST_SIZES:
             self._sizes.popitem(last=False)
-        return size
+        return entry
 
     def _refuse(self, reason: str, *, for_good: bool) -> None:
         logger.info("steps of %s are run without graphs: %s", type(self._model).__name__, reason)
@@ -257,6 +290,16 @@ class StepGraphs:
         """End all graphs: weights may be elsewhere, and other ones, from now on. No pass is running."""
         self._ended = True
         self._memory.forget_views()
+
+
+def _sizes(inputs: dict[str, Any]) -> tuple[PassSize, PassSize]:
+    """Return the size of a pass, and that of the graph for it."""
+    kept = inputs.get("logits_to_keep")
+    own = PassSize(inputs["input_ids"].shape[1], None if kept is None else len(kept))
+    if inputs[PAGED_CACHE].only_single:
+        return own, own
+    tokens = -(-own.tokens // PROMPT_STEP) * PROMPT_STEP
+    return own, PassSize(tokens, None if own.kept is None else 1 << (own.kept - 1).bit_length())
 
 
 def _refusal(model: nn.Module) -> str:

@@ -205,6 +205,29 @@ def test_the_heads_of_all_shards_are_those_of_plain_attention(
         steps.run(counts)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_tokens_behind_those_of_the_batch_are_nobodys(compiled: bool, dtype: str, stack: ExitStack) -> None:
+    """Nothing of them is written or seen, and zeros come out; in prompts, parts of prompts and decode steps."""
+    torch.manual_seed(0)
+    ranks = [Rank(stack, "head_centric", 2, 1, compiled=compiled, dtype=dtype) for _ in range(2)]
+    lengths = dict.fromkeys("xyz", 0)
+    for counts in SOME_STEPS:
+        plain, padded = (rank.begin([(name, lengths[name], count) for name, count in counts.items()]) for rank in ranks)
+        for name, count in counts.items():
+            lengths[name] += count
+        total = sum(counts.values())
+        for layer in range(3):
+            states = [torch.randn(1, heads, total, DIM) for heads in (4, 2, 2)]
+            nobodys = [
+                torch.cat([each, torch.full_like(each[:, :, :1], torch.nan).expand(-1, -1, 3, -1)], 2)
+                for each in states
+            ]
+            out = ranks[1].attend(padded, layer, nobodys)
+            assert torch.equal(out[:, :total], ranks[0].attend(plain, layer, states))
+            assert torch.equal(out[:, total:], torch.zeros(1, 3, 4, DIM))
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     layout=st.sampled_from(sorted(LAYOUTS)),

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 import elastic
 from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
+from elastic.engines.executor import paged_cache
 from elastic.engines.executor.graphs import step_graphs
 from elastic.engines.executor.graphs.step_graphs import CapturedPass, StepGraphs
 from support import architectures
@@ -65,6 +66,31 @@ def test_prompts_of_lengths_that_come_again_are_replayed(name: str, engines: Any
     assert windows == (name == "gemma2")
 
 
+@pytest.mark.parametrize("kept", ["auto", "int8"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_graph_serves_prompts_of_fewer_tokens(
+    compiled: bool, kept: str, engines: Any, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it computes behind their last is nobody's: neither in the cache, nor in what is told of the prompt."""
+    if not compiled:
+        monkeypatch.setattr(paged_cache, "compiled_attention", lambda *of: None)
+    options = {"kv_cache_dtype": kept, "share_prefixes": False}
+    engine, eager = (
+        engines(exact(architectures.build("llama-gqa")), enforce_eager=eager, **options).engine
+        for eager in (False, True)
+    )
+    for seed, length in enumerate([13, 14, 15, 16, 13, 14, 15, 13, 14]):
+        (asked,) = prompts([length], architectures.VOCAB, seed)
+        request = Request(asked, 12, ignore_eos=True, prompt_logprobs=0)
+        replayed, called = serve(engine, [request]), serve(eager, [request])
+        assert replayed.tokens == called.tokens
+        scores = [heard.first[request.id].prompt_logprobs for heard in (replayed, called)]
+        assert len(scores[0]) == length
+        given, expected = (torch.tensor([token.logprob for token in of_all[1:]]) for of_all in scores)
+        torch.testing.assert_close(given, expected, rtol=0, atol=1e-4)
+    assert {13, 14} <= set(replays), "by the graph of sixteen"
+
+
 def test_prompts_of_many_lengths_leave_the_graphs_of_decode_steps(
     engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,7 +103,7 @@ def test_prompts_of_many_lengths_leave_the_graphs_of_decode_steps(
     sizes = engine._runner.graphs._sizes
     assert len(sizes) <= 6
     captured = [tokens for (tokens, _), size in sizes.items() if size.captured is not None]
-    assert sorted(captured) == [1, 19]
+    assert sorted(captured) == [1, 20]
 
 
 @pytest.fixture
