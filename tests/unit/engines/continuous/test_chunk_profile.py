@@ -9,7 +9,7 @@ from elastic.engines.base import Output, Request, SampledToken
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.continuous.chunk_profile import PROFILED_AFTER, fit_cost, profile_chunks, profile_replays
 from elastic.engines.core.step import SequenceState, StepResult
-from elastic.engines.executor.graphs.step_graphs import CapturedPass
+from elastic.engines.executor.graphs.captured_pass import CapturedPass
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ConfigError, StateError
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost

@@ -18,8 +18,9 @@ import elastic
 from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.executor import paged_cache
-from elastic.engines.executor.graphs import step_graphs
-from elastic.engines.executor.graphs.step_graphs import CapturedPass, StepGraphs
+from elastic.engines.executor.graphs import model_graphs
+from elastic.engines.executor.graphs.captured_pass import CapturedPass
+from elastic.engines.executor.graphs.step_graphs import StepGraphs
 from support import architectures
 from support.lossless_variant import HALF, exact
 from support.serving.generations import SERVED, Collector, Continuation, prompts, same_unless_close, serve
@@ -28,7 +29,7 @@ from support.serving.tracked_engine import TrackedEngine
 
 @pytest.fixture(autouse=True)
 def _captured_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_graphs, "CAPTURE_AFTER", 4)
+    monkeypatch.setattr(model_graphs, "CAPTURE_AFTER", 4)
 
 
 @pytest.fixture
@@ -94,13 +95,13 @@ def test_a_graph_serves_prompts_of_fewer_tokens(
 def test_prompts_of_many_lengths_leave_the_graphs_of_decode_steps(
     engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 2)
-    monkeypatch.setattr(step_graphs, "MOST_SIZES", 6)
+    monkeypatch.setattr(model_graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(model_graphs, "MOST_KINDS", 6)
     engine = engines(architectures.build("llama-gqa"), share_prefixes=False).engine
     for length in range(3, 20):
         for _ in range(2 if length < 16 else 6):
             serve(engine, [Request(prompts([length], architectures.VOCAB)[0], 8, ignore_eos=True)])
-    sizes = engine._runner.graphs._sizes
+    sizes = engine._runner.graphs._kinds
     assert len(sizes) <= 6
     captured = [tokens for (tokens, _), size in sizes.items() if size.captured is not None]
     assert sorted(captured) == [1, 20]
@@ -224,7 +225,7 @@ class Counting(Looking):
         return result * (1 + self.calls / 64)
 
 
-@pytest.mark.parametrize(("kind", "reason"), [(Looking, "it calls aten"), (Counting, "a replay gave other logits")])
+@pytest.mark.parametrize(("kind", "reason"), [(Looking, "it calls aten"), (Counting, "a replay gave other results")])
 def test_models_that_cannot_be_replayed_are_called(
     kind: type[Looking], reason: str, engines: Any, replays: list[int]
 ) -> None:
