@@ -42,6 +42,8 @@ VOCABULARY = 400
 """Of prompts."""
 MOST_REQUESTS = 64
 """That are computed at a time."""
+IDLE_S = 2.0
+"""Behind a turn: what an engine does while it is idle, as capturing graphs, is not to be beside the other's turn."""
 TIE = 1e-4
 """The difference of two logits, of the largest, below which sums in another order may choose the other one."""
 
@@ -211,6 +213,7 @@ def _turn(player: Player, batch: Sequence[Arrival], arrivals: Sequence[Arrival])
     for arrival, found in zip([*batch, *arrivals], [*answers.tokens, *offered.tokens], strict=True):
         if len(found) != arrival.output_tokens:
             raise RuntimeError(f"{len(found)} tokens came of {arrival.output_tokens}")
+    time.sleep(IDLE_S)
     return {
         "wall": tokens / answers.seconds,
         "cpu": tokens / cpu,

@@ -35,6 +35,8 @@ class StepLoop:
         """With a journal: told when blocks came free behind what was told of their sequences, and no step follows."""
         self.before_steps: Callable[[], object] | None = None
         """Called ahead of steps, if somebody has to see to something then: it may `settle_all`."""
+        self.when_idle: Callable[[], bool] | None = None
+        """Called while no sequence is here, if somebody has something to do then, until it returns that it has not."""
         self._to_tell = False
         self._executor = executor
         self._listener = listener
@@ -74,8 +76,9 @@ class StepLoop:
                 self._tell(always=False)
                 if self._halting or (self._draining and (self.lost is not None or not self.scheduler.has_work)):
                     break
-                if not self.advance():
-                    self._news.wait(POLL_S if self.scheduler.has_work else None)
+                if self.advance() or (not self.scheduler.has_work and self.when_idle is not None and self.when_idle()):
+                    continue
+                self._news.wait(POLL_S if self.scheduler.has_work else None)
             while self._in_flight:
                 self._finish_step()
         finally:

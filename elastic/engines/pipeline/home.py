@@ -119,6 +119,13 @@ class HomeExecutor:
                 with suppress(RankLost):  # the next step says so, or nobody needs to know
                     self.links[rank].flush()
 
+    def prepare(self) -> bool:
+        """Do some of what later steps gain by, since no step waits; return whether there was any of it."""
+        if self._ways:
+            return False
+        with self._turn:
+            return self._runner.prepare()
+
     def is_own_thread(self, thread: threading.Thread) -> bool:
         """Return whether a thread computes steps of it beside the loop's."""
         return thread in self._threads.threads

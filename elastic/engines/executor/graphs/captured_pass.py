@@ -84,6 +84,22 @@ class _CapturedAttention:
         return self._graph.call(self._step.attend, layer, query, key, value, scaling, terms is not None, softcap, sinks)
 
 
+class NobodysCache:
+    """Stands for the cache in passes over tokens that are nobody's: nothing is written, and zeros come out."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        terms: ScoreTerms | None = None,
+    ) -> torch.Tensor:
+        """Return zeros of the shape that `RequestSlice.attend` has for these."""
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
 class CapturedPass:
     """A forward pass, captured for keyword arguments of the same names, and of the same shapes but for the padding."""
 

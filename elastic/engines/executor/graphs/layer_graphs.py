@@ -21,7 +21,7 @@ from elastic.hooks.replicas.split_rows import hidden_of
 from elastic.weights.decoder import PAGED_CACHE
 
 
-class LayerGraphs(ModelGraphs):
+class LayerGraphs(ModelGraphs[tuple[int, int]]):
     """The forward passes of decoder layers in which every sequence has one new token. For threads that take turns."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], gate: ForwardGate) -> None:

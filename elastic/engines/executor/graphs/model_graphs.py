@@ -7,11 +7,12 @@ weight, so all graphs end before it commits; and while others have hooks inside 
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +27,8 @@ from elastic.hooks.forward_override import dispatches
 from elastic.weights.proxy.tensor import WeightProxy
 
 logger = logging.getLogger(__name__)
+Key = TypeVar("Key", bound=Hashable)
+"""What passes of one kind have in common."""
 CAPTURE_AFTER = 16
 """Passes of a kind before it is captured. A capture and its check take as long as some 20 replays save (2.6M, a Xeon):
 what has come as often as that will come again, and what does not has cost nothing."""
@@ -42,14 +45,21 @@ Hooks = Mapping[int, Callable[..., Any]]
 
 
 @dataclass
-class _Kind:
+class Kind:
     """What there is for passes of one kind."""
 
     passes: int = 0
+    seconds: float = 0.0
+    """Of the last that was called."""
     captured: CapturedPass | None = None
 
+    @property
+    def checked(self) -> bool:
+        """Whether it is replayed from now on."""
+        return self.captured is not None and self.captured.checked
 
-class ModelGraphs:
+
+class ModelGraphs(Generic[Key]):
     """The graphs of a model. For threads of which one computes at a time."""
 
     def __init__(
@@ -62,7 +72,7 @@ class ModelGraphs:
         self.capture_after, self.most_graphs, self.most_kinds = CAPTURE_AFTER, MOST_GRAPHS, MOST_KINDS
         self._model, self._gate = model, gate
         self._device = next(model.parameters()).device
-        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self._kinds: OrderedDict[Key, Kind] = OrderedDict()
         self._memory = GraphMemory()
         self._ended = False  # all that are in `_kinds`
         self._hooks = [*hooks, nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks]
@@ -80,7 +90,7 @@ class ModelGraphs:
 
     def run(
         self,
-        kind: Hashable,
+        kind: Key,
         forward: Callable[..., Any],
         inputs: Inputs,
         lengths: Callable[[], Mapping[str, int]] = dict,
@@ -92,15 +102,17 @@ class ModelGraphs:
         if self._ended:
             self._kinds.clear()
             self.refusal, self._ended = "", False
-        # hooks of others: a replay would not call them, or with tensors that change later
-        if self.refusal or sum(map(len, self._hooks)) != self._own_hooks:
+        if self.refusal or self._hooked:
             return forward(**inputs)
         entry = self._entry(kind)
         entry.passes += 1
         try:
             if entry.captured is None:
                 if entry.passes <= self.capture_after:
-                    return forward(**inputs)
+                    began_s = time.perf_counter()
+                    output = forward(**inputs)
+                    entry.seconds = time.perf_counter() - began_s
+                    return output
                 return self._capture(entry, forward, inputs, lengths())
             if not entry.captured.fits(inputs):
                 return forward(**inputs)
@@ -111,7 +123,12 @@ class ModelGraphs:
             self._refuse(str(error), for_good=False)
             return forward(**inputs)
 
-    def _capture(self, entry: _Kind, forward: Callable[..., Any], inputs: Inputs, lengths: Mapping[str, int]) -> Any:
+    @property
+    def _hooked(self) -> bool:
+        """Whether others have hooks: a replay would not call them, or with tensors that change later."""
+        return sum(map(len, self._hooks)) != self._own_hooks
+
+    def _capture(self, entry: Kind, forward: Callable[..., Any], inputs: Inputs, lengths: Mapping[str, int]) -> Any:
         captured = CapturedPass(inputs, self._device, lengths)
         output = captured.capture(forward, inputs, self._memory)
         earlier = [kind for kind, other in self._kinds.items() if other.captured is not None]
@@ -133,8 +150,8 @@ class ModelGraphs:
         """Return the tensor of what a pass returns that is looked at."""
         raise NotImplementedError
 
-    def _entry(self, kind: Hashable) -> _Kind:
-        entry = self._kinds.setdefault(kind, _Kind())
+    def _entry(self, kind: Key) -> Kind:
+        entry = self._kinds.setdefault(kind, Kind())
         self._kinds.move_to_end(kind)
         if len(self._kinds) > self.most_kinds:
             self._kinds.popitem(last=False)

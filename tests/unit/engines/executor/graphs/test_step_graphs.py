@@ -18,11 +18,12 @@ import elastic
 from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.executor import paged_cache
-from elastic.engines.executor.graphs import model_graphs
+from elastic.engines.executor.graphs import model_graphs, step_graphs
 from elastic.engines.executor.graphs.captured_pass import CapturedPass
 from elastic.engines.executor.graphs.step_graphs import StepGraphs
 from support import architectures
 from support.lossless_variant import HALF, exact
+from support.processes import wait_until
 from support.serving.generations import SERVED, Collector, Continuation, prompts, same_unless_close, serve
 from support.serving.tracked_engine import TrackedEngine
 
@@ -90,6 +91,57 @@ def test_a_graph_serves_prompts_of_fewer_tokens(
         given, expected = (torch.tensor([token.logprob for token in of_all[1:]]) for of_all in scores)
         torch.testing.assert_close(given, expected, rtol=0, atol=1e-4)
     assert {13, 14} <= set(replays), "by the graph of sixteen"
+
+
+def wait_until_prepared(engine: ContinuousEngine) -> None:
+    """Until no size that came before is left to be captured or checked."""
+    kinds = engine._runner.graphs._kinds
+    wait_until(lambda: not any(map(step_graphs.is_wanted, list(kinds.values()))))
+
+
+def test_sizes_are_captured_while_nobody_waits(engines: Any, replays: list[int]) -> None:
+    """With tokens of nobody: no hook of the model is called, and no token changes."""
+    model, tracked = architectures.build("llama-gqa"), engines(architectures.build("llama-gqa"), share_prefixes=False)
+    for seed, length in enumerate([13, 15, 14, 16]):
+        request = Request(prompts([length], architectures.VOCAB, seed)[0], 4, ignore_eos=True)
+        heard = serve(tracked.engine, [request])
+        assert same_unless_close(model, request.prompt, heard.tokens[request.id])
+        if seed == 1:
+            wait_until_prepared(tracked.engine)
+            replays.clear()
+    assert replays == [14, 1, 1, 1, 16, 1, 1, 1], "none had come four times"
+    assert tracked.computed == 13 + 15 + 14 + 16 + 4 * 3
+
+
+def test_behind_an_action_sizes_have_to_come_again(engines: Any, replays: list[int]) -> None:
+    engine = engines(exact(architectures.build("llama-gqa")), wrap={"variants": [HALF]}, nbytes=8 << 20).engine
+    (prompt,) = prompts([9], architectures.VOCAB)
+    serve(engine, [Request(prompt, 6, ignore_eos=True)])
+    wait_until_prepared(engine)
+    engine.runtime.swap([0], "half")
+    replays.clear()
+    serve(engine, [Request(prompt, 2, ignore_eos=True)])
+    assert not replays
+    serve(engine, [Request(prompt, 6, ignore_eos=True)])
+    wait_until_prepared(engine)
+    serve(engine, [Request(prompt, 6, ignore_eos=True)])
+    assert replays
+
+
+def test_a_model_that_fails_on_tokens_of_nobody_goes_on_without_graphs(
+    engines: Any, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("not these")
+
+    monkeypatch.setattr(StepGraphs, "_prepare", fail)
+    engine, (prompt,) = engines(architectures.build("llama-gqa")).engine, prompts([9], architectures.VOCAB)
+    serve(engine, [Request(prompt, 3, ignore_eos=True)])
+    wait_until(lambda: engine._runner.graphs.refusal)
+    assert engine._runner.graphs.refusal == "ValueError: not these"
+    heard = serve(engine, [request := Request(prompt, 12, ignore_eos=True)])
+    assert same_unless_close(architectures.build("llama-gqa"), prompt, heard.tokens[request.id])
+    assert not replays
 
 
 def test_prompts_of_many_lengths_leave_the_graphs_of_decode_steps(
