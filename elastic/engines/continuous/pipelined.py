@@ -180,6 +180,10 @@ class PipelinedEngine(RecoveringEngine):
             self._loop.settle_all()
             self._use_cohorts(count)
 
+    def _prepare(self) -> bool:
+        """Do some of what later steps gain by, while no sequence is here; return whether there was any of it."""
+        return not self._stages and self._home.prepare()
+
     def _use_cohorts(self, count: int) -> None:
         """Have so many batches in flight; none is."""
         self._loop.set_cohorts(count)

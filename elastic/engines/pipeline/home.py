@@ -121,7 +121,7 @@ class HomeExecutor:
 
     def prepare(self) -> bool:
         """Do some of what later steps gain by, since no step waits; return whether there was any of it."""
-        if self._ways:
+        if self.links:  # the turn may be another's any time
             return False
         with self._turn:
             return self._runner.prepare()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import threading
@@ -239,6 +240,9 @@ def test_an_end_that_was_closed_and_made_again_goes_on(closing_end: str, stack: 
                 ends[frm].transport("a").send(to, LIKE + step, Key(step, 0))
                 assert torch.equal(ends[to].transport("a").receive(frm, LIKE, Key(step, 0)), LIKE + step)
         ends[closing_end].transport("a").close()
+        other = "b" if closing_end == "a" else "a"
+        way_there = ends[other].transport("a")._peer(closing_end).sender._stream
+        assert select.select([way_there], [], [], 10)[0], "it was not closed"  # which a busy kernel tells late
 
 
 def test_who_waits_for_a_rank_that_has_closed_its_end_is_told(
