@@ -7,13 +7,16 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.continuous.chunk_profile import Mix, profile_chunks
 from elastic.engines.core.kv_state import INT8
+from elastic.engines.executor.attention_metadata import are_few
+from elastic.engines.executor.layer_groups import layer_groups
 from elastic.estimation.model_layout import ModelLayout, layout_of
-from elastic.estimation.work import activation_bytes, copied_bytes
+from elastic.estimation.work import activation_bytes, copied_bytes, copies_blocks
 from elastic.planning.estimate.configuration import FULL
 
 Peak = Callable[[ContinuousEngine, Mix], int]
@@ -33,8 +36,18 @@ def bound_bytes(layout: ModelLayout, mix: Mix, form: str, device: str) -> int:
     """Bound the bytes of a batch on a type of device, with what decode steps copy of the cache."""
     tokens, seen = sum(count for _, count in mix), sum(start + count for start, count in mix if count == 1)
     copied = copied_bytes(layout, seen, form, device)
-    read = [start + count for start, count in mix if count > 1 or copied]  # else where they lie
-    return activation_bytes(layout, tokens, len(mix), max(read, default=0)) + copied
+    read = max((read_tokens(layout, start, count, device) for start, count in mix), default=0)
+    return activation_bytes(layout, tokens, len(mix), read) + copied
+
+
+def read_tokens(layout: ModelLayout, start: int, count: int, device: str) -> int:
+    """Bound the tokens that attention of a chunk reads into memory of its own, and does not see where they lie."""
+    seen = start + count
+    if copies_blocks(layout, device) or not are_few(np.array([count]), np.array([seen])).all():
+        return seen
+    windows = [group.window for group in layer_groups(layout.config) if group.window is not None]
+    shorter = [window for window in windows if window < seen and count > 1]
+    return min(seen, max(shorter) + count) if shorter else 0
 
 
 def bound_of(engine: ContinuousEngine) -> Peak:
@@ -89,7 +102,8 @@ def step_bytes(engine: ContinuousEngine, most_tokens: int, most_requests: int) -
     room = engine.load().total_blocks * block // 2
     longest = min(room, getattr(engine._config, "max_position_embeddings", None) or room)
     tokens = max(1, min(most_tokens, longest // 4))
-    near, far = (longest - tokens) // 2, longest - tokens
+    far = longest - tokens
+    near = far * 3 // 4  # short ones are attended to where they lie
     alone, middle, end = (peak(engine, ((start, tokens),)) for start in (0, near, far))
     prompt = max(0.0, (end - middle) / max(1, far - near))
     count = max(1, min(most_requests, most_tokens, room // (4 * block)))

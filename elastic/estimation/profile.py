@@ -22,7 +22,7 @@ from elastic.estimation.fingerprint import fingerprint, take_layers
 from elastic.estimation.kv_room import KVBlockCapacity
 from elastic.estimation.model_layout import LayerKind, ModelLayout, layout_of
 from elastic.estimation.weight_pages import WeightPages, kernel_target
-from elastic.estimation.work import layer_work, window_of
+from elastic.estimation.work import copies_blocks, layer_work, window_of
 from elastic.planning.estimate.configuration import FULL, parts_of
 from elastic.planning.estimate.devices import CPU_PAGE_BYTES, CUDA_PAGE_BYTES
 from elastic.planning.estimate.layer_cost import LayerCost, r_squared
@@ -114,7 +114,7 @@ def measure_fingerprints(
                     few = shortest_decodes(mixes)
                     shares = profile_replays(engine, few, ROUNDS, most_s / PASSES, pace)
                     replays[name] += zip(few, shares, strict=True)
-                    block = engine.kv_format.block_tokens
+                    block = engine.kv_format.block_tokens if copies_blocks(layout, target.type) else 1
                     share = measured_share(engine, layout, largest(mixes), parts_of(name)[1])
                 taken[name], kept[name] = max(share, taken.get(name, 0.0)), kept_bytes()
         for name, passes in samples.items():

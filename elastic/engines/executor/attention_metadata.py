@@ -39,6 +39,12 @@ def bytes_at_once(device: torch.device, *, decode: bool) -> int:
     return min(MOST_READ_BYTES, READ_BYTES * torch.get_num_threads()) if decode else MOST_READ_BYTES
 
 
+def are_few(counts: Ints, seen: Ints) -> NDArray[np.bool_]:
+    """Return for which sequences with so many new tokens, that see so many, the kernel is the faster one."""
+    few: NDArray[np.bool_] = (counts <= FEW_TOKENS) | (counts <= MOST_TOKENS) & (seen <= MOST_SEEN)
+    return few
+
+
 class PartsIndex:
     """An index of a layout for parts of a layer's cache: for each choice of these made when it is first asked for.
 
@@ -151,7 +157,7 @@ class MetadataBuilder:
         if not self._compiled:
             return np.zeros(len(batch.counts), np.bool_)
         counts, seen = batch.counts, batch.starts + batch.counts
-        few: NDArray[np.bool_] = (counts <= FEW_TOKENS) | (counts <= MOST_TOKENS) & (seen <= MOST_SEEN)
+        few = are_few(counts, seen)
         if self._table.window is not None:  # several tokens overwrite what the first of them see, once a window is full
             few &= (counts == 1) | (seen <= self._table.window)
         return few

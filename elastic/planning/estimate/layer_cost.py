@@ -37,7 +37,7 @@ class LayerCost:
     window: int | None = None
     """The most tokens that a token sees; None: all before it."""
     block: int = 1
-    """A step of one token reads whole blocks of so many tokens."""
+    """A step of one token reads whole blocks of so many tokens; 1: no more than it sees."""
     overhead: float = 0.0
     """Of the seconds of products those of calls, not of weights: every rank that shares the layer has them, and others
     that read memory do not make them more."""

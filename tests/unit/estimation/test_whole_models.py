@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.engines.continuous import chunk_profile
 from elastic.engines.continuous.chunk_profile import Mix, profile_chunks
+from elastic.engines.executor.kernels.paged_attention import NewTokens, PagedAttention
 from elastic.estimation import profile as profiles
 from elastic.estimation.activations import bound_bytes, peak_bytes
 from elastic.estimation.estimate import without_replays
@@ -66,6 +67,9 @@ HELD_OUT: tuple[Mix, ...] = (
 )
 
 
+ATTEND = PagedAttention.attend
+
+
 class Operations(TorchDispatchMode):
     """A clock: a nanosecond for each operation of a product, or of attention, and for each element that is made."""
 
@@ -87,6 +91,14 @@ class Operations(TorchDispatchMode):
             self.count += 4 * args[0].numel() * args[1].shape[-2]
         return out
 
+    def attend(self, kernel: PagedAttention, query: torch.Tensor, *args: Any) -> None:
+        """Attend, and count what that is: each new token sees one more than the one before."""
+        new: NewTokens = args[2]
+        counts = torch.ones_like(new.seen) if new.counts is None else new.counts
+        pairs = counts * (2 * new.seen - counts + 1) // 2
+        self.count += int((4 * query.shape[0] * query.shape[2] * pairs).sum())
+        ATTEND(kernel, query, *args)
+
 
 @contextmanager
 def counted() -> Iterator[None]:
@@ -94,6 +106,7 @@ def counted() -> Iterator[None]:
     clock = Operations()
     with (
         clock,
+        patch.object(PagedAttention, "attend", lambda *args: clock.attend(*args)),
         patch.object(chunk_profile, "time", clock),
         patch.object(profiles, "cached_bytes", lambda _: 0),
         patch.object(profiles, "PASSES", 1),
