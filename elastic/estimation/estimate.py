@@ -301,10 +301,8 @@ class Estimator:
             if self.profile is None:
                 raise
             return None
-        if tp > 1:  # parts of layers are called
-            layers = {name: without_replays(cost) for name, cost in layers.items()}
         if tp * len(stages) > 1:
-            rest = without_replays(rest)
+            layers, rest = {name: without_replays(cost) for name, cost in layers.items()}, without_replays(rest)
         link = self.costs.link()
         # each rank sends its heads to all others, and a sum of full width: the mean of the two
         exchange = LinearLatency(link.fixed_s, link.each_s * (tp - 1) * (1 + 1 / tp) / 2)
@@ -330,7 +328,7 @@ class Estimator:
 
 
 def without_replays(cost: BatchCost) -> BatchCost:
-    """Return the cost where several ranks compute a model, of what these call in decode steps."""
+    """Return the cost at one of several ranks, which replay no decode steps."""
     return replace(cost, replay_saving=0.0) if isinstance(cost, LayerCost) else cost
 
 

@@ -173,7 +173,7 @@ class HostedStages(MovingRequests):
     def _stage_forward(self) -> StageForward:
         with self._pipeline_lock:
             if self._forward is None:
-                self._forward = StageForward(self._model, self._turn, replays=self._runner.graphs is not None)
+                self._forward = StageForward(self._model, self._turn)
             return self._forward
 
     def _release_forward(self) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.engines.executor.graphs.layer_graphs import LayerGraphs
 from elastic.engines.pipeline.path import LayerPart, StagePlan
 from elastic.engines.pipeline.tensor_parallel.cut_modules import CutModules
 from elastic.engines.pipeline.tensor_parallel.exchange import Awaited, ShardedCache, StepExchange
@@ -35,12 +34,11 @@ class StageForward:
     """The forward passes of a model for all instances that its rank computes layers of. Thread-safe.
 
     The turn is taken for each pass and given up while it waits for hidden states; the forward gate is left meanwhile.
-    From its making to `close` the model's layers can be passed over. On a CPU, layers that are computed whole are
-    replayed when every sequence has one new token. Raises `ConfigError` for a model that cannot be computed by several
-    ranks.
+    From its making to `close` the model's layers can be passed over. Raises `ConfigError` for a model that cannot be
+    computed by several ranks.
     """
 
-    def __init__(self, model: Any, turn: Turn, *, replays: bool = True) -> None:
+    def __init__(self, model: Any, turn: Turn) -> None:
         self._model, self._turn, self._runtime = model, turn, runtime(model)
         layers = find_decoder(model).layers
         if len(layers) < 2:
@@ -48,7 +46,6 @@ class StageForward:
         self._indices = {layer: index for index, layer in enumerate(layers)}
         weights = self._runtime.weights
         self._cuts = CutModules(layers, weights) if weights.shards > 1 else None
-        self._graphs: LayerGraphs | None = None
         self._installed = [layer for layer in layers if install_override(layer)]
         try:
             if not all(map(dispatches, layers)):
@@ -56,8 +53,6 @@ class StageForward:
                     "another library has replaced the forward method of decoder layers; they cannot be passed over"
                 )
             self._as_tuples = self._layers_return_tuples()
-            if replays and model.device.type == "cpu":
-                self._graphs = LayerGraphs(model, layers, self._runtime.gate)
         except BaseException:
             self.close()
             raise
@@ -70,7 +65,7 @@ class StageForward:
         `RankLost` or `StateError` where another rank fails; the ranks behind this one are told, and fail too.
         """
         exchange = StepExchange(plan, transport, step, partial(self._receive, transport))
-        stage = _StagePass(plan, exchange, self)
+        stage = _StagePass(plan, exchange, self._indices, self._cuts, self._as_tuples)
         if not all(part.whole for part in plan.layers.values()) and PAGED_CACHE in inputs:
             inputs = {**inputs, PAGED_CACHE: ShardedCache(inputs[PAGED_CACHE], exchange)}
         try:
@@ -90,16 +85,8 @@ class StageForward:
         """Leave the layers as they were. Can be called twice."""
         if self._cuts is not None:
             self._cuts.close()
-        if self._graphs is not None:
-            self._graphs.close()
         while self._installed:
             remove_override(self._installed.pop())
-
-    def call_layer(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the own forward of a layer that is computed whole, or replay it."""
-        if self._graphs is None or self._runtime.weights.layers[index].absent:
-            return type(layer).forward(layer, *args, **kwargs)
-        return self._graphs.call(index, layer, args, kwargs)
 
     def _call(self, plan: batch_context.ForwardPlan, inputs: dict[str, Any]) -> Any:
         """Call the model by a plan; return None if it ended early."""
@@ -132,9 +119,17 @@ class _StageDone(Exception):
 class _StagePass:
     """The plan of one forward pass."""
 
-    def __init__(self, plan: StagePlan, exchange: StepExchange, forward: StageForward) -> None:
-        self._plan, self._exchange, self._forward = plan, exchange, forward
-        self._indices, self._cuts, self._as_tuples = forward._indices, forward._cuts, forward._as_tuples
+    def __init__(
+        self,
+        plan: StagePlan,
+        exchange: StepExchange,
+        indices: dict[nn.Module, int],
+        cuts: CutModules | None,
+        as_tuples: bool,
+    ) -> None:
+        self._plan, self._exchange = plan, exchange
+        self._indices, self._cuts = indices, cuts
+        self._as_tuples = as_tuples
 
     def __contains__(self, layer: object) -> bool:
         return layer in self._plan.layers
@@ -148,12 +143,8 @@ class _StagePass:
         if index not in self._plan.layers:
             hidden = self._exchange.hidden_for(index + 1, _given(args, kwargs))
             return (hidden,) if self._as_tuples else hidden
-        part = self._exchange.begin(index)
-        self._require(index, part)
-        if part.whole:
-            output = self._forward.call_layer(index, module, args, kwargs)
-        else:
-            output = type(module).forward(module, *args, **kwargs)
+        self._require(index, self._exchange.begin(index))
+        output = type(module).forward(module, *args, **kwargs)
         self._exchange.end(hidden_of(output))
         if index == self._plan.last:
             raise _StageDone

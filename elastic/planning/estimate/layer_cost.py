@@ -42,7 +42,7 @@ class LayerCost:
     """Of the seconds of products those of calls, not of weights: every rank that shares the layer has them, and others
     that read memory do not make them more."""
     replay_saving: float = 0.0
-    """By how much less a batch of single tokens takes where it is replayed."""
+    """By how much less a batch of single tokens takes where one rank computes the whole model, and replays it."""
 
     def batch(self, chunks: Sequence[Chunk]) -> float:
         """Return the seconds of a batch; 0.0 for none."""

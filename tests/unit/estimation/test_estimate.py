@@ -187,7 +187,7 @@ def test_measured_costs_count_for_the_devices_that_they_were_measured_on() -> No
         estimate(MODEL_DIR, "h100", profile=profile)
 
 
-def test_decode_steps_are_replayed_but_for_parts_of_layers_and_what_is_around_stages() -> None:
+def test_one_rank_replays_decode_steps_and_several_do_not() -> None:
     (kind,) = layout_of(MODEL_DIR).kinds
     cost = LayerCost(((1, 1e-3), (64, 2e-3)), 0.0, 0.0, 0.0, 0.0)
     profiles = [
@@ -199,10 +199,9 @@ def test_decode_steps_are_replayed_but_for_parts_of_layers_and_what_is_around_st
     by_name = {str(each.configuration): each for each in called}
     assert len(by_name) > 1
     for each in replayed:
-        other, tp, pp = by_name[str(each.configuration)], each.configuration.tp, each.configuration.pp
-        replays = layers + 1 if tp * pp == 1 else layers if tp == 1 else 0
+        other, alone = by_name[str(each.configuration)], (each.configuration.tp, each.configuration.pp) == (1, 1)
         assert each.ttft_s == other.ttft_s
-        assert other.tpot_s - each.tpot_s == pytest.approx(replays * 2e-4)
+        assert other.tpot_s - each.tpot_s == pytest.approx((layers + 1) * 2e-4 if alone else 0.0)
 
 
 def test_devices_are_places_or_data_sheets() -> None:

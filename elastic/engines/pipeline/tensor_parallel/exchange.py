@@ -112,12 +112,6 @@ class ShardedCache:
     def __init__(self, cache: Any, exchange: StepExchange) -> None:
         self._cache, self._exchange = cache, exchange
 
-    @property
-    def only_single(self) -> bool:
-        """Whether every sequence has one new token."""
-        single: bool = self._cache.only_single
-        return single
-
     def attend(
         self,
         layer: int,
