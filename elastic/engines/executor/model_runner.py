@@ -134,7 +134,7 @@ class ModelRunner(BatchRunner):
         tokens = begun.inputs["input_ids"].shape[1]
         if self.graphs is None or tokens > max(len(begun.chunks), self._most_prompt_tokens):
             return self._model(**begun.inputs)
-        return self.graphs.run_model(begun.inputs)
+        return self.graphs.run(begun.inputs)
 
     def _add_state(self, state: SequenceState) -> None:
         request = state.request

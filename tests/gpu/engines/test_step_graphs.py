@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elastic.engines.base import Request
-from elastic.engines.executor.graphs import model_graphs
+from elastic.engines.executor.graphs import step_graphs
 from elastic.engines.executor.graphs.captured_pass import CapturedPass
 from elastic.engines.executor.graphs.piecewise_cuda_graph import PiecewiseCudaGraph
 from support import architectures
@@ -24,7 +24,7 @@ BUDGET = 1 << 30
 
 @pytest.fixture(autouse=True)
 def _captured_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_graphs, "CAPTURE_AFTER", 4)
+    monkeypatch.setattr(step_graphs, "CAPTURE_AFTER", 4)
 
 
 @pytest.fixture

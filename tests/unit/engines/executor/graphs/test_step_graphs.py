@@ -18,7 +18,7 @@ import elastic
 from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.executor import paged_cache
-from elastic.engines.executor.graphs import model_graphs, step_graphs
+from elastic.engines.executor.graphs import step_graphs
 from elastic.engines.executor.graphs.captured_pass import CapturedPass
 from elastic.engines.executor.graphs.step_graphs import StepGraphs
 from support import architectures
@@ -30,7 +30,7 @@ from support.serving.tracked_engine import TrackedEngine
 
 @pytest.fixture(autouse=True)
 def _captured_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_graphs, "CAPTURE_AFTER", 4)
+    monkeypatch.setattr(step_graphs, "CAPTURE_AFTER", 4)
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_a_graph_serves_prompts_of_fewer_tokens(
 
 def wait_until_prepared(engine: ContinuousEngine) -> None:
     """Until no size that came before is left to be captured or checked."""
-    kinds = engine._runner.graphs._kinds
+    kinds = engine._runner.graphs._sizes
     wait_until(lambda: not any(map(step_graphs.is_wanted, list(kinds.values()))))
 
 
@@ -148,13 +148,13 @@ def test_a_model_that_fails_on_tokens_of_nobody_goes_on_without_graphs(
 def test_prompts_of_many_lengths_leave_the_graphs_of_decode_steps(
     engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_graphs, "MOST_GRAPHS", 2)
-    monkeypatch.setattr(model_graphs, "MOST_KINDS", 6)
+    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(step_graphs, "MOST_SIZES", 6)
     engine = engines(architectures.build("llama-gqa"), share_prefixes=False).engine
     for length in range(3, 20):
         for _ in range(2 if length < 16 else 6):
             serve(engine, [Request(prompts([length], architectures.VOCAB)[0], 8, ignore_eos=True)])
-    sizes = engine._runner.graphs._kinds
+    sizes = engine._runner.graphs._sizes
     assert len(sizes) <= 6
     captured = [tokens for (tokens, _), size in sizes.items() if size.captured is not None]
     assert sorted(captured) == [1, 20]
@@ -278,7 +278,7 @@ class Counting(Looking):
         return result * (1 + self.calls / 64)
 
 
-@pytest.mark.parametrize(("kind", "reason"), [(Looking, "it calls aten"), (Counting, "a replay gave other results")])
+@pytest.mark.parametrize(("kind", "reason"), [(Looking, "it calls aten"), (Counting, "a replay gave other logits")])
 def test_models_that_cannot_be_replayed_are_called(
     kind: type[Looking], reason: str, engines: Any, replays: list[int]
 ) -> None:
