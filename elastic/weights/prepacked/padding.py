@@ -1,7 +1,8 @@
 """Products with few rows that are computed with more: with four, oneDNN's take less time than with two on some CPUs.
 
 With fewer it reads a matrix more slowly than memory gives it. Whether it does is timed, once for each number of inputs:
-matrices with the same inputs are padded alike, whether they are multiplied apart or as one.
+matrices with the same inputs are padded alike, whether they are multiplied apart or as one, and one that was away and
+comes back as before, whatever thread brings it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ REPEATS = 15
 
 
 def padded_rows(layout: OneDNNLayout) -> tuple[int, ...]:
-    """Return how many rows a product with 1, 2, 3 rows is to have, with the threads that torch uses now."""
-    return _padded_rows(layout.shape[1], layout.dtype, torch.get_num_threads())
+    """Return how many rows a product with 1, 2, 3 rows is to have; timed with the threads that torch uses at first."""
+    return _padded_rows(layout.shape[1], layout.dtype)
 
 
 def multiply_padded(
@@ -46,7 +47,7 @@ def multiply_padded(
 
 
 @functools.cache
-def _padded_rows(inputs: int, dtype: torch.dtype, threads: int) -> tuple[int, ...]:
+def _padded_rows(inputs: int, dtype: torch.dtype) -> tuple[int, ...]:
     unpadded = tuple(range(1, FULL_ROWS))
     outputs = TIMED_BYTES // (inputs * dtype.itemsize) // 64 * 64
     layout = find_layout((outputs, inputs), dtype) if inputs >= FEWEST_INPUTS and outputs else None
@@ -58,8 +59,10 @@ def _padded_rows(inputs: int, dtype: torch.dtype, threads: int) -> tuple[int, ..
 
 def product_seconds(layout: OneDNNLayout) -> list[float]:
     """Return how long products with 1 to `FULL_ROWS` rows take, by the clock."""
+    generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.no_grad():
-        weight, x = torch.randn(layout.shape).to(layout.dtype), torch.randn(FULL_ROWS, layout.shape[1]).to(layout.dtype)
+        shapes = (layout.shape, (FULL_ROWS, layout.shape[1]))
+        weight, x = (torch.randn(shape, generator=generator).to(layout.dtype) for shape in shapes)
         packed = [layout.pack(weight) for _ in range(COPIES)]
         matrices = cycle([layout.view(stored) for stored in packed])
         times: list[list[float]] = [[] for _ in range(FULL_ROWS)]

@@ -64,8 +64,26 @@ def test_rows_are_padded_where_that_is_faster(
     assert len(timed) == 1, "those are read from a cache"
 
 
+@pytest.mark.usefixtures("fresh")
+def test_a_matrix_that_comes_back_is_padded_as_before_whatever_thread_brings_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Threads have numbers of threads of their own; nor is one timed in the middle of what is served."""
+    times = iter([[1.0, 1.0, 1.0, 0.5]])
+    monkeypatch.setattr(padding, "product_seconds", lambda layout: next(times))
+    assert padded_rows(layout_of(64, 1024)) == (4, 4, 4)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert padded_rows(layout_of(64, 1024)) == (4, 4, 4)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_products_are_timed_for_each_number_of_rows() -> None:
+    state = torch.get_rng_state()
     seconds = product_seconds(layout_of(256, 512))
+    assert torch.equal(torch.get_rng_state(), state), "random numbers of the program are its own"
     assert len(seconds) == 4
     assert min(seconds) > 0
 
