@@ -76,6 +76,7 @@ def main() -> None:
             whole = step_ms(engine, count)
         with ContinuousEngine(model, share_prefixes=False) as engine:
             engine._runner._model = InstantModel(1, 512, model.config.vocab_size)
+            engine._runner.graphs = None  # of the real model
             alone = step_ms(engine, count)
         figures = {
             "engine_ms": statistics.median(alone),
