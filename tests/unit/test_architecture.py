@@ -19,7 +19,7 @@ MOST_FILES = 12
 
 FLOORS = (  # from the ground; rooms of one floor do not know each other; "" is `elastic` itself
     ("errors", "types", "assets", "clock", "directories", "openmp"),
-    ("config",),
+    ("config", "compiler"),
     ("memory", "planning"),
     ("weights", "model_files"),
     ("hooks", "kvcache", "quant", "controller"),

@@ -20,8 +20,11 @@ from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, Packed
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Numbers of tokens with an entry: a product goes by the next larger one, above 512 by 512."""
-PATHS = ("packed", "marlin", "triton", "sparse", "dense", "expanded", "expanded_float32", "dynamic", "reference")
+_PACKED = ("compiled", "packed", "marlin", "triton", "sparse", "dense")
+PATHS = (*_PACKED, "expanded", "expanded_float32", "dynamic", "reference")
 """The names that a table may have."""
+OPTIONAL = "compiled"
+"""A path that a machine without a C++ compiler lacks, whatever its table says: it goes by the default."""
 FEW = 32
 """The most tokens for which a packed kernel is the default."""
 
@@ -53,8 +56,7 @@ def bucket_of(tokens: int) -> int:
 
 def default(paths: Mapping[str, Kernel], bucket: int) -> str:
     """Return the path where nothing was measured: a packed kernel for few tokens, expanded weights for more."""
-    packed = ("packed", "marlin", "triton", "sparse", "dense")
-    order = (*packed, "expanded") if bucket <= FEW else ("expanded", *packed)
+    order = (*_PACKED, "expanded") if bucket <= FEW else ("expanded", *_PACKED)
     return next((name for name in order if name in paths), "reference")
 
 
@@ -78,6 +80,8 @@ class KernelTable:
             bucket = bucket_of(tokens)
             entry = self._entries.get(product)
             name = (entry and entry.get(bucket)) or default(paths, bucket)
+        if name == OPTIONAL and name not in paths:
+            name = default(paths, bucket_of(tokens))
         if name not in paths:
             raise ConfigError(f"path {name!r} does not exist for {product}; there are: {', '.join(paths)}")
         return paths[name]

@@ -1,5 +1,7 @@
-"""Products with matrices in integers on a CPU: torch's packed kernels, and others built from fast operations.
+"""Products with matrices in integers on a CPU: a kernel in C++, torch's packed ones, and others built from fast
+operations.
 
+    compiled           integers times x rounded to 16 bits, by a kernel in C++ (integer_matmul.py)
     packed             torch's int4 and int8 kernels. They are vectorised for bfloat16 alone, so x is rounded to it
     expanded           weights to bfloat16, a cache-sized piece at a time, then a plain product in bfloat16
     expanded_float32   the same in float32
@@ -29,8 +31,15 @@ import torch
 from elastic.quant.formats.base import BoundKernel, Kernel, KernelTarget, MatrixShape, PackedTensors
 from elastic.quant.formats.integer import Integers
 from elastic.quant.kernels.checks import BindKernel, CheckedKernel, bindable
+from elastic.quant.kernels.compiled.integer_matmul import (
+    WIDTHS,
+    int4_matmul,
+    int8_matmul,
+    multiplies_nibbles,
+    multiplies_rows,
+)
 from elastic.quant.kernels.cpu_dequant import bytes_and_steps, floats, nibbles
-from elastic.quant.kernels.cpu_layout import kernel_group, pack, part_shapes, required, unpack, whole_rows
+from elastic.quant.kernels.cpu_layout import encoding_of, kernel_group, pack, part_shapes, required, unpack, whole_rows
 from elastic.quant.kernels.int4_layout import kernel_agrees
 from elastic.quant.kernels.workspace import scratch
 
@@ -41,9 +50,15 @@ logger = logging.getLogger(__name__)
 
 def paths(config: Integers, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget) -> Mapping[str, Kernel]:
     """Return the kernels of this machine for x: [tokens, inputs]; "packed" where torch's kernel takes these groups."""
-    made = RowKernels(matrix) if whole_rows(config, matrix) else Int4Kernels(config, matrix, target)
-    torchs_own = isinstance(made, RowKernels) or _int4_kernel_takes(kernel_group(config, matrix), target)
+    made: RowKernels | Int4Kernels
+    if whole_rows(config, matrix):
+        made, torchs_own, compiled = RowKernels(matrix), True, multiplies_rows(matrix.outputs)
+    else:
+        group = kernel_group(config, matrix)
+        made, torchs_own = Int4Kernels(config, matrix, target), _int4_kernel_takes(group, target)
+        compiled = multiplies_nibbles(target.instructions, group)
     kernels: dict[str, BindKernel] = {
+        **({"compiled": made.bind_compiled} if compiled else {}),
         **({"packed": made.bind_packed} if torchs_own else {}),
         "expanded": bindable(functools.partial(made.expanded, dtype=torch.bfloat16)),
         "expanded_float32": bindable(functools.partial(made.expanded, dtype=torch.float32)),
@@ -67,6 +82,16 @@ class RowKernels:
     """Kernels of int8 with one scale for each output."""
 
     matrix: MatrixShape
+
+    def bind_compiled(self, parts: PackedTensors) -> BoundKernel:
+        """Fix the parts of the kernel in C++, for x: [tokens, inputs] -> float32 [tokens, outputs]."""
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            values, y = x.float(), torch.empty(x.shape[0], self.matrix.outputs)
+            int8_matmul(values, parts["packed"], parts["scales"][0], y)
+            return _add_offsets(y, values, parts)
+
+        return product
 
     def bind_packed(self, parts: PackedTensors) -> BoundKernel:
         """Fix the parts of torch's int8 kernel, for x: [tokens, inputs] -> [tokens, outputs]."""
@@ -101,6 +126,20 @@ class Int4Kernels:
     config: Integers
     matrix: MatrixShape
     target: KernelTarget
+
+    def bind_compiled(self, parts: PackedTensors) -> BoundKernel:
+        """Fix the parts of the kernel in C++, for x: [tokens, inputs] -> float32 [tokens, outputs]."""
+        encoding, width = encoding_of(self.config, self.matrix), WIDTHS[self.target.instructions]
+        middle, factor = float(encoding.middle * encoding.step), float(encoding.factor)
+        lying = None if self.config.bits == 3 else [*nibbles(self.config, parts, self.matrix)]
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            values, y = x.float(), torch.empty(x.shape[0], self.matrix.outputs)
+            for columns, planes in lying or nibbles(self.config, parts, self.matrix):
+                int4_matmul(values, planes, parts["scales"][:, columns], width, middle, factor, y[:, columns])
+            return y
+
+        return product
 
     def bind_packed(self, parts: PackedTensors) -> BoundKernel:
         """Fix the parts of torch's int4 kernel, for x: [tokens, inputs] -> [tokens, outputs]; int8 are two products."""

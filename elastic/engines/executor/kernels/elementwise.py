@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from elastic.engines.executor.kernels.compiler import compiled_library
+from elastic.compiler import compiled_library
 
 SOURCE = Path(__file__).with_name("elementwise.cpp")
 DIMS = 4

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from elastic.compiler import compiled_library
 from elastic.engines.executor.block_layout import BlockLayout, CacheParts
-from elastic.engines.executor.kernels.compiler import compiled_library
 from elastic.kvcache.score_terms import ScoreTerms
 
 SOURCE = Path(__file__).with_name("paged_attention.cpp")

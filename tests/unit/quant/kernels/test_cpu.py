@@ -77,7 +77,7 @@ def test_dynamic_int8_errs_no_more_than_it_says(
 @pytest.mark.parametrize("config", [Integers(8, -1, symmetric=True), Integers(8, 64), Integers(4, 64), Integers(3, 64)])
 def test_no_tokens_give_no_outputs(config: Integers) -> None:
     parts, paths = packed(config, round_to_nearest(torch.randn(48, 128), config))
-    assert {"packed", "expanded", "expanded_float32", "dynamic", "reference"} == paths.keys()
+    assert {"packed", "expanded", "expanded_float32", "dynamic", "reference"} == paths.keys() - {"compiled"}
     for path in paths.values():
         assert path(torch.randn(0, 128), parts).shape == (0, 48)
 

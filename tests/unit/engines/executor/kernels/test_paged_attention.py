@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic.compiler import compiled_library
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.executor.block_layout import LAYOUTS, BlockLayout, CacheParts, layout_of, quantize
-from elastic.engines.executor.kernels.compiler import compiled_library
 from elastic.engines.executor.kernels.paged_attention import SOURCE, NewTokens, PagedAttention, compiled_attention
 from elastic.kvcache.score_terms import ScoreTerms
 

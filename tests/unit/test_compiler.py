@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastic.compiler import CompileError, compiled_library, load_compiled
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.executor.block_layout import layout_of
-from elastic.engines.executor.kernels.compiler import CompileError, compiled_library, load_compiled
 from elastic.engines.executor.kernels.paged_attention import compiled_attention
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'

@@ -1,0 +1,130 @@
+"""Products with matrices in integers on a CPU, by kernels in C++: nibbles in torch's order, and rows of int8.
+
+torch's own kernels for them have x in bfloat16 and multiply in float32. These read the same bytes, and multiply
+integers of 16 bits, two at a time: x is rounded to them, each group of a token with a step of its own, which is
+1 / 32,767 of its largest element (rows of int8: of every 256 inputs). With x = i s + e, |e| <= s / 2, the error is at
+most s / 2 * sum(|w|) of a group. Sums of a group are exact, and a token has the same bits in any batch. What is no
+number, or infinite, is NaN.
+
+They are operators of torch's, so that captures of steps see them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from elastic.compiler import compiled_library
+
+SOURCE = Path(__file__).with_name("integer_matmul.cpp")
+MOST_GROUP = 256
+"""Inputs of a group, whose sum fits 32 bits."""
+OUTPUTS = 4
+"""Of a matrix in rows, or a multiple of them."""
+WIDTHS = {"AVX512": 64, "AVX2": 32}
+"""Columns of a block for the instructions of a target whose blocks the kernel reads fast; see int4_layout.py."""
+
+_PTR, _INT = ctypes.c_void_p, ctypes.c_int64
+
+
+class _NibbleMatrix(ctypes.Structure):
+    """How a matrix lies: see the source."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "group", "width")),
+        *((name, ctypes.c_float) for name in ("middle", "factor")),
+    ]
+
+
+def multiplies_nibbles(instructions: str, group: int) -> bool:
+    """Return whether there is a kernel for nibbles packed for such instructions, with groups of so many inputs."""
+    return instructions in WIDTHS and group % 2 == 0 and group <= MOST_GROUP and _library() is not None
+
+
+def multiplies_rows(outputs: int) -> bool:
+    """Return whether there is a kernel for a matrix in rows of int8 with so many outputs."""
+    return outputs % OUTPUTS == 0 and _library() is not None
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    library = compiled_library(SOURCE, "products with int8 and int4 are torch's operators', some up to twice as long")
+    if library is None or not library.is_supported():
+        return None
+    matrix = (ctypes.POINTER(_NibbleMatrix), _PTR, _PTR, _PTR, _INT)  # layout, planes, scales and their step
+    library.multiply_int4.argtypes = [*matrix, _PTR, _INT, _PTR, _INT, ctypes.c_int]  # x, rows, outputs and their step
+    library.multiply_int8.argtypes = [_PTR, _PTR, _INT, _INT, _PTR, _INT, _PTR, ctypes.c_int]
+    library.multiply_int4.restype = library.multiply_int8.restype = None
+    return library
+
+
+_matrix = cache(_NibbleMatrix)
+
+
+def _int4_matmul(
+    x: torch.Tensor,
+    planes: torch.Tensor,
+    scales: torch.Tensor,
+    width: int,
+    middle: float,
+    factor: float,
+    out: torch.Tensor,
+) -> None:
+    library = _library()
+    assert library is not None
+    (rows, inputs), (groups, outputs, _) = x.shape, scales.shape
+    library.multiply_int4(
+        _matrix(outputs, inputs, inputs // groups, width, middle, factor),
+        planes.data_ptr(),
+        planes[1].data_ptr() if len(planes) == 2 else None,
+        scales.data_ptr(),
+        scales.stride(0),
+        x.data_ptr(),
+        rows,
+        out.data_ptr(),
+        out.stride(0),
+        torch.get_num_threads(),
+    )
+
+
+def _int8_matmul(x: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    library = _library()
+    assert library is not None
+    outputs, inputs = rows.shape
+    library.multiply_int8(
+        rows.data_ptr(),
+        scales.data_ptr(),
+        outputs,
+        inputs,
+        x.data_ptr(),
+        len(x),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+
+
+_operators = torch.library.Library("elastic", "FRAGMENT")  # type: ignore[no-untyped-call]
+_operators.define(  # type: ignore[no-untyped-call]
+    "int4_matmul(Tensor x, Tensor planes, Tensor scales, int width, float middle, float factor, Tensor(a!) out) -> ()"
+)
+_operators.define(  # type: ignore[no-untyped-call]
+    "int8_matmul(Tensor x, Tensor rows, Tensor scales, Tensor(a!) out) -> ()"
+)
+_operators.impl("int4_matmul", _int4_matmul, "CPU")  # type: ignore[no-untyped-call]
+_operators.impl("int8_matmul", _int8_matmul, "CPU")  # type: ignore[no-untyped-call]
+int4_matmul = torch.ops.elastic.int4_matmul.default
+"""Write x @ matrix.T to `out`.
+
+x: float32 [tokens, inputs], contiguous; planes: uint8 [1 or 2, outputs * inputs / 2], the nibbles of codes, or the
+upper and the lower ones; scales: bfloat16 [groups, outputs, 2], columns next to one another; out: float32 [tokens,
+outputs], rows in one piece. weight = scale * (code - middle) + factor * offset. The caller has checked shapes.
+"""
+int8_matmul = torch.ops.elastic.int8_matmul.default
+"""Write x @ matrix.T to `out`, all contiguous.
+
+x: float32 [tokens, inputs]; rows: int8 [outputs, inputs]; scales: bfloat16 [outputs]; out: float32 [tokens, outputs].
+The caller has checked shapes.
+"""
