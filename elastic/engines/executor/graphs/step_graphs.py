@@ -57,6 +57,12 @@ class PassSize(NamedTuple):
     kept: int | None
     """Tokens whose logits are wanted; None: all, or the model cannot be told."""
 
+    @property
+    def lengths(self) -> Mapping[str, int]:
+        """Of the model's inputs, by their names."""
+        lengths = {"input_ids": self.tokens, "position_ids": self.tokens}
+        return lengths if self.kept is None else {**lengths, "logits_to_keep": self.kept}
+
 
 @dataclass
 class SizeGraph:
@@ -199,7 +205,7 @@ class StepGraphs:
         return [size for size, entry in self._sizes.items() if entry.captured is not None]
 
     def _capture(self, size: PassSize, forward: Callable[..., Any], inputs: Inputs) -> Any:
-        captured = CapturedPass(inputs, inputs["input_ids"].device, _lengths(size))
+        captured = CapturedPass(inputs, inputs["input_ids"].device, size.lengths)
         output = captured.capture(forward, inputs, self._memory)
         earlier = self._captured()
         if len(earlier) >= MOST_GRAPHS:
@@ -251,11 +257,6 @@ def _sizes_of(inputs: Inputs) -> tuple[PassSize, PassSize]:
         return own, own
     tokens = -(-own.tokens // PROMPT_STEP) * PROMPT_STEP
     return own, PassSize(tokens, None if own.kept is None else 1 << (own.kept - 1).bit_length())
-
-
-def _lengths(size: PassSize) -> Mapping[str, int]:
-    lengths = {"input_ids": size.tokens, "position_ids": size.tokens}
-    return lengths if size.kept is None else {**lengths, "logits_to_keep": size.kept}
 
 
 def _refusal(model: nn.Module) -> str:
