@@ -67,15 +67,16 @@ def packed_time_ratios(layout: OneDNNLayout, outputs: Sequence[int] = ()) -> lis
 
     With `outputs`, as a share of one plain product for each part of so many of the matrix's outputs.
     """
+    generator = torch.Generator().manual_seed(0)  # the program's own numbers stay as they are
     with torch.inference_mode(False), torch.no_grad():
-        weight = torch.randn(layout.shape).to(layout.dtype)
+        weight = torch.randn(layout.shape, generator=generator).to(layout.dtype)
         count = max(1, min(ROTATED_BYTES // weight.nbytes, 64))
         plain = cycle([torch.split(weight.clone(), list(outputs or weight.shape[:1])) for _ in range(count)])
         packed = [layout.pack(weight) for _ in range(count)]
         matrices = cycle([layout.view(stored) for stored in packed])
         ratios = []
         for rows in ROWS:
-            x = torch.randn(rows, layout.shape[1]).to(layout.dtype)
+            x = torch.randn(rows, layout.shape[1], generator=generator).to(layout.dtype)
             before, after = [], []
             for _ in range(REPEATS):
                 parts, matrix = next(plain), next(matrices)

@@ -103,7 +103,7 @@ def join_products(sources: Mapping[str, ResidentSource]) -> None:
 def _is_plain(x: torch.Tensor, layout: OneDNNLayout) -> bool:
     """Return whether oneDNN's product may be used: of this dtype, not of autocast's, and without a gradient."""
     recorded = x.requires_grad and torch.is_grad_enabled()
-    return x.dtype is layout.dtype and not recorded and not torch.is_autocast_enabled(x.device.type)
+    return x.dtype is layout.dtype and not recorded and not torch.is_autocast_enabled("cpu")
 
 
 class _Unpacked(torch.autograd.Function):

@@ -135,7 +135,9 @@ def test_what_is_faster_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "ROTATED_BYTES", 1 << 18)
     assert choice.prepacked_layout(torch.randn(256, 512).t()) is None
     monkeypatch.undo()
-    assert all(ratio > 0 for ratio in choice.packed_time_ratios(layout_of(torch.randn(256, 128))))
+    layout, state = layout_of(torch.randn(256, 128)), torch.get_rng_state()
+    assert all(ratio > 0 for ratio in choice.packed_time_ratios(layout))
+    assert torch.equal(torch.get_rng_state(), state), "random numbers of the program are its own"
 
 
 def test_one_quick_product_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
