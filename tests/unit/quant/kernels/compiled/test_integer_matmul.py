@@ -136,6 +136,21 @@ def test_nothing_and_next_to_nothing_give_nothing(config: Integers) -> None:
         assert (y.abs() <= 1.001 * tiny * 256 * 32).all()
 
 
+@pytest.mark.parametrize("config", [Integers(4, 64), Integers(8, 64), Integers(3, 64), Integers(8, -1)], ids=str)
+@pytest.mark.parametrize("target", TARGETS, ids=["AVX512", "AVX2"])
+def test_nothing_beside_the_parts_is_read(config: Integers, target: KernelTarget) -> None:
+    """As in pages, where what lies before and behind a part is another's, or poison."""
+    parts, kernel = compiled(config, drawn(config, 64 * 2 + 16, 256 + 64), target)
+    lying = {}
+    for name, part in parts.items():
+        size = part.nbytes
+        around = torch.full((size + 2 * 4096,), 0xFF, dtype=torch.uint8)  # NaN as bfloat16
+        lying[name] = around[4096 : 4096 + size].view(part.dtype).view(part.shape).copy_(part)
+    x = torch.full((7 + 2, 256 + 64), torch.nan)
+    x[1:8] = torch.randn(7, 256 + 64)
+    assert torch.equal(kernel(x[1:8], lying), kernel(x[1:8].clone(), parts))
+
+
 @pytest.mark.parametrize("config", [Integers(4, 64), Integers(8, 64), Integers(8, -1)], ids=str)
 def test_a_captured_product_is_of_the_activations_of_its_replay(config: Integers) -> None:
     parts, kernel = compiled(config, drawn(config, 128, 256))
