@@ -16,6 +16,8 @@ from elastic.errors import RankLost, StateError
 logger = logging.getLogger(__name__)
 POLL_S = 0.1
 """How often it is looked whether sequences that wait for blocks can go on: nobody tells when a limit was raised."""
+IDLE_S = 0.02
+"""How long there is no sequence before idle time is used: whoever sends one request after another comes sooner."""
 
 
 class StepLoop:
@@ -76,7 +78,7 @@ class StepLoop:
                 self._tell(always=False)
                 if self._halting or (self._draining and (self.lost is not None or not self.scheduler.has_work)):
                     break
-                if self.advance() or (not self.scheduler.has_work and self.when_idle is not None and self.when_idle()):
+                if self.advance() or self._use_idle_time():
                     continue
                 self._news.wait(POLL_S if self.scheduler.has_work else None)
             while self._in_flight:
@@ -91,6 +93,12 @@ class StepLoop:
                 self.scheduler.release(held)
             self._tell(always=False)
             self._executor.remove(self.scheduler.take_removed())
+
+    def _use_idle_time(self) -> bool:
+        """Have somebody do a part of what waits for a time without sequences; return whether to look again."""
+        if self.scheduler.has_work or self.when_idle is None:
+            return False
+        return self._news.wait(IDLE_S) or self.when_idle()
 
     def advance(self) -> bool:
         """Begin what steps can be, and finish the oldest; return whether there was one."""

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 import elastic
 from elastic.engines.base import Request
-from elastic.engines.continuous import ContinuousEngine
+from elastic.engines.continuous import ContinuousEngine, step_loop
 from elastic.engines.executor import paged_cache
 from elastic.engines.executor.graphs import step_graphs
 from elastic.engines.executor.graphs.captured_pass import CapturedPass
@@ -112,6 +112,22 @@ def test_sizes_are_captured_while_nobody_waits(engines: Any, replays: list[int])
             replays.clear()
     assert replays == [14, 1, 1, 1, 13, 1, 1, 1], "none had come four times"
     assert tracked.computed == 2 * (13 + 14) + 4 * 3
+
+
+def test_nothing_is_captured_before_the_engine_has_been_idle_for_a_while(
+    engines: Any, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sends one request after another would wait for it."""
+    monkeypatch.setattr(step_loop, "IDLE_S", 3600.0)
+    engine, (prompt,) = engines(architectures.build("llama-gqa"), share_prefixes=False).engine, prompts([13], 50)
+    for _ in range(3):
+        serve(engine, [Request(prompt, 1, ignore_eos=True)])
+    assert [entry.captured for entry in engine._runner.graphs._sizes.values()] == [None]
+    monkeypatch.setattr(step_loop, "IDLE_S", 0.0)
+    serve(engine, [Request(prompt, 1, ignore_eos=True)])  # the fourth: captured in its step
+    wait_until_prepared(engine)
+    serve(engine, [Request(prompt, 1, ignore_eos=True)])
+    assert replays == [13]
 
 
 def test_behind_an_action_sizes_have_to_come_again(engines: Any, replays: list[int]) -> None:
