@@ -37,10 +37,10 @@ from elastic.kvcache import decode_timing
 from elastic.kvcache.decode_kernels import KERNELS
 from elastic.memory.backends.memfd import DEFAULT_PAGE_BYTES
 from elastic.memory.copy_engine import copy
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
+from elastic.memory.pages.virtual_range import VirtualRange
 from elastic.memory.places import make_backend
 from elastic.memory.rate_limit import RateLimiter
-from elastic.memory.virtual_range import VirtualRange
 from elastic.quant.formats.base import KernelTarget, MatrixShape, format_of
 from elastic.quant.kernels import cpu_dequant as cpu_pieces
 

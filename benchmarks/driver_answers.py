@@ -21,7 +21,7 @@ import torch
 from common import arguments, finish, table
 
 from elastic.config import Place
-from elastic.memory.mapped_storage import MappedStorage
+from elastic.memory.pages.mapped_storage import MappedStorage
 from elastic.memory.places import make_backend
 
 PAGES, COPIED_BYTES, QUEUE_MS = 256, 1 << 30, 20.0

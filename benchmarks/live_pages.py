@@ -19,9 +19,9 @@ import torch
 from common import arguments, finish, paired, ratio, show, table
 
 from elastic.config import Place
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
+from elastic.memory.pages.virtual_range import VirtualRange
 from elastic.memory.places import make_backend
-from elastic.memory.virtual_range import VirtualRange
 
 BATCHES = ((1, 1), (16, 1), (256, 1), (16, 16))
 """Pages, and of how many of the driver's smallest each is."""

@@ -15,9 +15,9 @@ from typing import Any
 from common import arguments, finish, paired, ratio, seconds, show, table
 
 from elastic.config import Place
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
+from elastic.memory.pages.virtual_range import VirtualRange
 from elastic.memory.places import make_backend
-from elastic.memory.virtual_range import VirtualRange
 
 PAGES = 1000
 

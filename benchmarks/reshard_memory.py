@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 
 from elastic.config import Place
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
+from elastic.memory.pages.virtual_range import VirtualRange
 from elastic.memory.places import make_backend
-from elastic.memory.virtual_range import VirtualRange
 
 PAGE = 64 << 10
 _numbers = itertools.count()

@@ -24,7 +24,7 @@ from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import StateError
 from elastic.kvcache.storage.sector_space import SectorSpace
 from elastic.memory.backends.shared_file import share
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from elastic.weights.model import ModelWeights
 
 FORM: dict[str, Any] = {"exchange": "stall"}

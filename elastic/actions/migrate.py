@@ -22,7 +22,7 @@ from elastic.actions.pages.copy_plan import copy_plan
 from elastic.errors import ConfigError, StateError
 from elastic.hooks.device_transfer import TransferRouter
 from elastic.memory.copy_engine import CopyBatch, CopyHandle
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.rate_limit import RateLimiter
 from elastic.types import Change, Migrate, PlanStep
 from elastic.weights.layer import Absence, WeightUnit

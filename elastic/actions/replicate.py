@@ -23,7 +23,7 @@ from elastic.hooks.replicas.layer_copy import LayerCopy
 from elastic.hooks.replicas.replica import Replica
 from elastic.hooks.replicas.worker import ReplicaWorker
 from elastic.memory.copy_engine import CopyBatch, CopyHandle
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.rate_limit import RateLimiter
 from elastic.types import Change, Evict, PlanStep, Replicate
 from elastic.weights.layer import Absence, WeightUnit

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from elastic.memory.background import janitor
+from elastic.memory.pages.background import janitor
 
 _names = itertools.count()
 TrackedRequest = tuple[str, int]

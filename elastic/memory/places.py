@@ -15,8 +15,8 @@ from elastic.memory.backends.cgroup import memory_limit
 from elastic.memory.backends.cuda import CudaBackend, require_cuda
 from elastic.memory.backends.libc import libc
 from elastic.memory.backends.memfd import MemfdBackend
-from elastic.memory.background import janitor
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.background import janitor
+from elastic.memory.pages.page_pool import PagePool
 
 _lock = threading.Lock()
 _open: dict[str, tuple[PagePool, int]] = {}  # name -> pool, users

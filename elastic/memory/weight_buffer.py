@@ -12,12 +12,12 @@ from elastic.errors import ElasticError
 from elastic.memory.backends.base import runs
 from elastic.memory.backends.rank_memory import MemoryReader, read_into
 from elastic.memory.backends.streams import finish_queued_work
-from elastic.memory.background import janitor
 from elastic.memory.copy_engine import synchronize
-from elastic.memory.mapped_storage import MappedStorage
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.background import janitor
+from elastic.memory.pages.mapped_storage import MappedStorage
+from elastic.memory.pages.page_pool import PagePool
+from elastic.memory.pages.virtual_range import VirtualRange
 from elastic.memory.rate_limit import RateLimiter, YieldingPace
-from elastic.memory.virtual_range import VirtualRange
 from elastic.memory.weight_layout import LayerLayout, pages_under
 
 logger = logging.getLogger(__name__)
@@ -84,14 +84,18 @@ class WeightBuffer:
         self._fill(owner, pace)
 
     def _fill(self, owner: str, pace: RateLimiter | None) -> None:
-        """Map pages in all slots that need one, a few at a time."""
-        for slot, count in runs(sorted(self._slots - self._range.slots.keys())):
-            stop = slot + count
+        """Map pages in all slots that need one, a few at a time: blocks of the backend's where they are shown so."""
+        size = self.pool.backend.block_pages
+        for first, count in runs(sorted(self._slots - self._range.slots.keys())):
+            slot, stop = first, first + count
             while slot < stop:
-                made = self.pool.make_ready(min(PAGES_AT_ONCE, stop - slot))
+                before = -slot % size  # pages before the next block
+                least = min(before or PAGES_AT_ONCE, PAGES_AT_ONCE, stop - slot)
+                made = self.pool.make_ready(least, blocks=not before)
                 if pace is not None:
                     pace.acquire(made * self.pool.page_bytes)
-                slot += self._map(slot, min(stop - slot, max(PAGES_AT_ONCE, self.pool.cached_pages)), owner)
+                most = least if before else min(stop - slot, max(least, self.pool.cached_pages // size * size))
+                slot += self._map(slot, most, owner, blocks=not before)
 
     @property
     def page_numbers(self) -> tuple[int, ...]:
@@ -233,9 +237,9 @@ class WeightBuffer:
             except ElasticError as error:
                 logger.warning("pages of %s could not be given back yet: %s", self.pool.name, str(error))
 
-    def _map(self, slot: int, count: int, owner: str) -> int:
+    def _map(self, slot: int, count: int, owner: str, *, blocks: bool) -> int:
         with self.pool.mapping_lock:
-            pages = self.pool.allocate(owner, count)
+            pages = self.pool.allocate(owner, count, blocks=blocks)
             try:
                 self._range.map(slot, pages)
             except BaseException:

@@ -21,7 +21,7 @@ from elastic.config import Place
 from elastic.errors import ConfigError
 from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.copy_engine import make_copy_engine
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.places import close_place, open_place
 from elastic.runtime.options import ChooseLayout, device_of
 from elastic.weights.decoder import Decoder

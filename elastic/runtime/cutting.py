@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from elastic.errors import ConfigError
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from elastic.planning.sharding.bounds import most_parts, row_bounds
 from elastic.planning.sharding.cut_plan import CutPlan, cut_layer
 from elastic.planning.sharding.ffn import tp_styles

@@ -19,7 +19,7 @@ from elastic.kvcache.decode_timing import processor
 from elastic.kvcache.hf_cache import make_memory
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.pool import KVPool
-from elastic.memory.background import janitor
+from elastic.memory.pages.background import janitor
 from elastic.runtime.assemble import assemble, connect
 from elastic.runtime.handlers import make_handlers
 from elastic.runtime.options import WrapOptions

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from elastic.actions.base import ActionHandler
 from elastic.hooks.forward_gate import ForwardGate
 from elastic.hooks.forward_state import ForwardState
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from elastic.weights.model import ModelWeights
 
 if TYPE_CHECKING:  # they import transformers, which `import elastic` does not

@@ -29,7 +29,7 @@ from elastic.kvcache.api import KV
 from elastic.memory.backends.rank_memory import Peers
 from elastic.memory.backends.streams import require_no_capture
 from elastic.memory.host_store import host
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.rate_limit import YieldingPace
 from elastic.runtime import lifecycle
 from elastic.runtime.parts import ModelParts

@@ -15,7 +15,7 @@ from elastic.memory.checkpoint_file import Checkpoint
 from elastic.memory.checksum import digest
 from elastic.memory.copy_engine import synchronize
 from elastic.memory.host_store import HostTensor, host
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.rate_limit import RateLimiter
 from elastic.memory.weight_buffer import WeightBuffer
 from elastic.memory.weight_layout import LayerLayout

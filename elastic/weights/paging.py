@@ -9,7 +9,7 @@ import torch
 from elastic.memory.backends.peers import reachable
 from elastic.memory.backends.streams import note_current_stream
 from elastic.memory.checkpoint_file import Checkpoint
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.places import give_back_freed
 from elastic.memory.rate_limit import RateLimiter
 from elastic.memory.weight_buffer import WeightBuffer

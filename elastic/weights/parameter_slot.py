@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elastic.memory.checksum import digest
-from elastic.memory.mapped_storage import outside_inference_mode
+from elastic.memory.pages.mapped_storage import outside_inference_mode
 from elastic.weights.prepacked.onednn import OneDNNLayout
 from elastic.weights.prepacked.source import AbsentSource, ResidentSource
 from elastic.weights.proxy.host_source import HostSource

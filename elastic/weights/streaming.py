@@ -16,7 +16,7 @@ import torch
 
 from elastic.errors import CapacityError
 from elastic.memory.copy_engine import CopyEngine, CopyHandle
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.weight_buffer import WeightBuffer
 from elastic.weights import batch_context
 from elastic.weights.layer import Absence, WeightUnit

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from elastic.memory.background import janitor
+from elastic.memory.pages.background import janitor
 from gpu import simulator as simulated
 from support.child_process import wait_for_the_janitor
 

@@ -11,7 +11,7 @@ import torch
 from elastic import StateError
 from elastic.kvcache.decode_table import DecodeKernelTable
 from elastic.kvcache.decode_timing import DEFAULT, DecodeShape, processor
-from elastic.memory.background import janitor
+from elastic.memory.pages.background import janitor
 from support.architectures import build, prompt
 
 pytestmark = pytest.mark.cuda

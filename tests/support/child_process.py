@@ -15,7 +15,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from elastic.memory.background import janitor
+from elastic.memory.pages.background import janitor
 
 TESTS = str(Path(__file__).parents[1])
 """On the path of tests, and not of their children."""

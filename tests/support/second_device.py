@@ -16,9 +16,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import elastic
-from elastic.memory import places, virtual_range, weight_buffer
+from elastic.memory import places, weight_buffer
 from elastic.memory.backends.memfd import MemfdBackend
-from elastic.memory.mapped_storage import MappedStorage
+from elastic.memory.pages import virtual_range
+from elastic.memory.pages.mapped_storage import MappedStorage
 from elastic.weights.proxy.remote_tensor import RemoteTensor
 from elastic.weights.proxy.tensor import WeightProxy
 from support.wrapped_model import PAGE

@@ -34,7 +34,7 @@ FLOORS = (  # from the ground; rooms of one floor do not know each other; "" is 
     ("cli",),
 )
 INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the room itself
-    "memory": (("backends", "pinned"), ("",)),
+    "memory": (("backends", "pinned"), ("pages",), ("",)),
     "planning": (("",), ("pipeline", "sharding"), ("arrangement", "estimate"), ("deployment",)),
     "weights": (("proxy", "shards"), ("prepacked",), ("",)),
     "hooks": (("",), ("replicas",)),

@@ -50,7 +50,7 @@ release_threads()
 expect(alone, "given back again")
 """
 BESIDE = """
-from elastic.memory.background import janitor
+from elastic.memory.pages.background import janitor
 from elastic.memory.copy_engine import ThreadCopyEngine
 
 done, seen = threading.Event(), []

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from elastic.actions.pages.broker import PageBroker
 from elastic.errors import CapacityError, ConfigError
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.rate_limit import RateLimiter
 from elastic.memory.weight_buffer import WeightBuffer
 from elastic.weights.layer import WeightUnit

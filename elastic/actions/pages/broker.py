@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from elastic.errors import CapacityError
 from elastic.kvcache.storage.budget import WeightsShare
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 
 if TYPE_CHECKING:
     from elastic.kvcache.manager import KVMemory

@@ -24,7 +24,7 @@ from elastic.cluster.peers.memory.server import Copying, MemoryServer, Offer, at
 from elastic.cluster.peers.transport import PeerTransport, TrafficCounter
 from elastic.errors import ElasticError, RankLost, StateError
 from elastic.memory.backends.rank_memory import CPU
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from elastic.types import RankMemory
 
 Address = tuple[str, int]

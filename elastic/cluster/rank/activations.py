@@ -15,7 +15,7 @@ from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.errors import ConfigError
 from elastic.estimation.activations import StepBytes, step_bytes
 from elastic.kvcache.storage.budget import WeightsShare
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.places import free_bytes, give_back_freed
 from elastic.planning.arrangement.step_pages import StepPages
 

@@ -11,9 +11,9 @@ import torch
 
 from elastic.kvcache.storage.layout import StoreGeometry
 from elastic.memory.backends.streams import finish_queued_work, note_current_stream
-from elastic.memory.mapped_storage import MappedStorage
-from elastic.memory.page_pool import PagePool
-from elastic.memory.virtual_range import VirtualRange, map_all, unmap_all
+from elastic.memory.pages.mapped_storage import MappedStorage
+from elastic.memory.pages.page_pool import PagePool
+from elastic.memory.pages.virtual_range import VirtualRange, map_all, unmap_all
 
 
 class KVBuffer:

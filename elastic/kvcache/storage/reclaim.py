@@ -9,7 +9,7 @@ from collections.abc import Callable
 from elastic.errors import ElasticError
 from elastic.kvcache.storage.layer_store import LayerStore, StoreState
 from elastic.kvcache.storage.usage import PoolUsage
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ import torch
 from elastic.errors import IntegrityError, StateError
 from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.backends.base import runs
-from elastic.memory.mapped_storage import MappedStorage
-from elastic.memory.virtual_range import VirtualRange, map_all, unmap_all
+from elastic.memory.pages.mapped_storage import MappedStorage
+from elastic.memory.pages.virtual_range import VirtualRange, map_all, unmap_all
 
 Sector = tuple[int, int]
 """(group, sector)."""

@@ -45,6 +45,8 @@ class CudaBackend:
     never released, as torch may use it without a retain of its own.
     """
 
+    block_pages = 1
+
     def __init__(self, device: torch.device, page_bytes: int | None = None, *, shareable: bool = False) -> None:
         """`shareable`: pages can be exported to other processes of the host."""
         require_cuda(device)

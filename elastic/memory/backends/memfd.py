@@ -4,8 +4,8 @@ A page is a slice of the file. `fallocate` makes it, so that a shortage is an er
 a hole gives it back to the kernel. Pages are shared mappings: a forked child must not touch them (`memory/places.py`
 sees to that, and every release checks the process id).
 
-Pages of 2 MiB and multiples are huge pages where the system makes such: created in a third of the time, shown in a
-tenth of it, and given back in a sixtieth. Steps over large weights are not faster by them.
+Where the system makes huge pages, of 2 MiB, pages of that size and multiples consist of such, and smaller ones lie in
+one if they are created together: in a third of the time, shown in a tenth of it, and given back in a sixtieth.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ class MemfdBackend:
         self._pid = os.getpid()
         self._space = AddressSpace(self.page_bytes, quota)
         self._huge_bytes = huge_page_bytes(self.page_bytes)
+        self.block_pages = max(1, self._huge_bytes // self.page_bytes)
         self._page_tables = PageTableCache(self._file, self.page_bytes, self._huge_bytes)
 
     def reserve(self, nbytes: int, *, readable_gaps: bool = False) -> int:
         protection = mmap.PROT_READ if readable_gaps else 0
-        address = reserve(nbytes, self._huge_bytes or mmap.PAGESIZE, protection)
+        address = reserve(nbytes, self._huge_bytes if nbytes >= self._huge_bytes > 0 else mmap.PAGESIZE, protection)
         if address is None:
             raise self._failure("reserve address space", nbytes)
         try:
@@ -168,9 +169,9 @@ class MemfdBackend:
 
 @cache
 def huge_page_bytes(page_bytes: int) -> int:
-    """Return the bytes of a huge page of this system, if pages of this size can consist of such; else 0."""
+    """Return the bytes of a huge page of this system, if pages of this size consist of such or lie in one; else 0."""
     try:
         nbytes = int(Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").read_text())
     except OSError:  # a system without them
         return 0
-    return 0 if page_bytes % nbytes else nbytes
+    return 0 if page_bytes % nbytes and nbytes % page_bytes else nbytes

@@ -37,10 +37,13 @@ class PageTableCache:
         self._address = 0
         self._usable = True
         self._filled = bytearray()
+        self._block_pages = huge_bytes // page_bytes  # 0: pages consist of whole huge pages, or there are none
+        self._huge: set[int] = set()
+        """Blocks of so many pages that the system shows by one entry, wherever it does."""
         self._making = threading.Lock()  # pages are created by several threads
 
     def make_huge(self, first: int, count: int) -> None:
-        """Create pages that consist of huge pages, as far as the system has any (Linux 6.1): 0.4 ms for 2 MiB.
+        """Create the huge pages that lie in these pages, as far as the system has any (Linux 6.1): 0.4 ms for 2 MiB.
 
         Filling them by small ones takes thrice as long, and mapping them ten times. A huge page is made of one that has
         at least one small page.
@@ -48,11 +51,15 @@ class PageTableCache:
         self._map_file()
         if not self._huge_bytes or first + count > self._pages:
             return
-        start, size = first * self._page_bytes, count * self._page_bytes
-        for offset in range(start, start + size, self._huge_bytes):
+        size, stop = self._huge_bytes, (first + count) * self._page_bytes
+        for offset in range(-(-first * self._page_bytes // size) * size, stop - size + 1, size):
             libc.fallocate(self._file, 0, offset, mmap.PAGESIZE)
-        if libc.madvise(self._address + start, size, _COLLAPSE) and ctypes.get_errno() == errno.EINVAL:
-            self._huge_bytes = 0  # this system makes none
+            if libc.madvise(self._address + offset, size, _COLLAPSE):
+                if ctypes.get_errno() == errno.EINVAL:
+                    self._huge_bytes = 0  # this system makes none
+                return  # it has no more now, and looks for some each time
+            if self._block_pages:
+                self._huge.add(offset // size)
 
     def fill(self, first: int, count: int) -> None:
         """Map created pages here from now on."""
@@ -65,9 +72,12 @@ class PageTableCache:
         """Forget pages that exist no more: the system has taken them out."""
         if first + count <= self._pages:
             self._mark(first, count, False)
+            self._split(first, count)
+            self._huge.difference_update(self._blocks(first, count))
 
     def move_out(self, first: int, count: int, address: int) -> bool:
         """Show pages at an address; return whether the system did so."""
+        self._split(first, count, address)
         if not self._move(first, count, address, inwards=False):
             return False
         if self._filled.count(1, first, first + count) < count:
@@ -77,8 +87,11 @@ class PageTableCache:
 
     def move_in(self, address: int, first: int, count: int) -> None:
         """Take pages back from an address, which shows the file as before, whether the system moved them or not."""
+        split = self._split(first, count, address)
         if self._move(first, count, address, inwards=True):
             self._mark(first, count, True)
+            for block in split:
+                self._mark(block * self._block_pages, self._block_pages, False)
 
     def close(self) -> None:
         """Give the mapping back. Can be called twice."""
@@ -99,6 +112,28 @@ class PageTableCache:
                 self._address, self._pages = address, pages
             else:
                 self._usable = False
+
+    def _blocks(self, first: int, count: int) -> range:
+        """Return the blocks that have some of these pages; none where pages lie in none."""
+        size = self._block_pages
+        return range(first // size, (first + count - 1) // size + 1) if size else range(0)
+
+    def _split(self, first: int, count: int, address: int | None = None) -> list[int]:
+        """Note which blocks the system shows no more, as it cannot move a part of an entry, nor one to such an address.
+
+        It forgets the entry then, and fills no page table instead.
+        """
+        size, huge = self._block_pages, self._huge_bytes
+        whole = address is None or (huge and (address - self._address - first * self._page_bytes) % huge == 0)
+        split = [
+            block
+            for block in self._huge.intersection(self._blocks(first, count))
+            if not (whole and first <= block * size and (block + 1) * size <= first + count)
+        ]
+        for block in split:
+            self._huge.discard(block)
+            self._mark(block * size, size, False)
+        return split
 
     def _move(self, first: int, count: int, address: int, *, inwards: bool) -> bool:
         if first + count > self._pages:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from elastic.errors import StateError
-from elastic.memory.mapped_storage import outside_inference_mode
+from elastic.memory.pages.mapped_storage import outside_inference_mode
 
 Function = Callable[..., Any]
 

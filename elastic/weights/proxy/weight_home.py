@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from elastic.memory.host_store import HostTensor
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from elastic.weights.proxy.transfer_cache import TransferCache
 
 

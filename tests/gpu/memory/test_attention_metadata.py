@@ -18,7 +18,7 @@ from elastic.kvcache.storage.pool import KVPool
 from elastic.kvcache.storage.sector_space import BlockGroup
 from elastic.memory.backends.cuda import CudaBackend
 from elastic.memory.backends.streams import new_stream, on_stream
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 
 pytestmark = pytest.mark.cuda
 DEVICE = torch.device("cuda:0")

@@ -11,7 +11,7 @@ import torch
 
 from elastic.errors import CapacityError, StateError
 from elastic.memory.backends.cuda import CudaBackend
-from elastic.memory.mapped_storage import MappedStorage
+from elastic.memory.pages.mapped_storage import MappedStorage
 
 pytestmark = pytest.mark.cuda
 INVALID_VALUE = 1

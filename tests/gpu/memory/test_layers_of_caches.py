@@ -21,7 +21,7 @@ from elastic.kvcache.storage.sector_space import BlockGroup, SectorSpace
 from elastic.memory.backends.cuda import CudaBackend
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.backends.streams import new_stream, on_stream
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from elastic.types import RankMemory
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_violations")]

@@ -21,9 +21,9 @@ from elastic.kvcache.storage.pool import KVPool
 from elastic.kvcache.transfer import KVTransfer
 from elastic.memory.backends import streams
 from elastic.memory.backends.cuda import CudaBackend
-from elastic.memory.background import janitor
 from elastic.memory.copy_engine import StreamCopyEngine
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.background import janitor
+from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.rate_limit import RateLimiter
 from elastic.types import ResizeKV
 from support.architectures import build, prompt

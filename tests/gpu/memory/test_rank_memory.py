@@ -28,8 +28,8 @@ from elastic.memory.backends.cuda import CudaBackend
 from elastic.memory.backends.peers import can_access
 from elastic.memory.backends.rank_memory import MemoryReader, Pieces, read_into, staging
 from elastic.memory.backends.streams import new_stream, on_stream
-from elastic.memory.page_pool import PagePool
-from elastic.memory.virtual_range import VirtualRange
+from elastic.memory.pages.page_pool import PagePool
+from elastic.memory.pages.virtual_range import VirtualRange
 from elastic.types import RankMemory
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_violations")]

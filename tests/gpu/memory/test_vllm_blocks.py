@@ -19,8 +19,8 @@ from elastic.engines.vllm.kv.worker_channel import WorkerChannel
 from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.backends import streams
 from elastic.memory.backends.cuda import CudaBackend
-from elastic.memory.background import janitor
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.background import janitor
+from elastic.memory.pages.page_pool import PagePool
 from support.architectures import build, prompt
 from support.vllm_engine.blocks import StubBlockPool
 from support.vllm_engine.rank import finish_background, layer_outermost, make_channel, settle

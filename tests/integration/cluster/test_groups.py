@@ -190,16 +190,27 @@ def place_bytes(model: Any, owner: str) -> int:
 def test_dropped_weights_leave_the_ledgers_and_the_memory_of_the_process() -> None:
     """What no request needs of the cache goes back to the system then; no view, skeleton or host copy keeps it."""
     code = """
-    import gc, os, re
+    import contextlib, gc, os, re
     from transformers import AutoModelForCausalLM
     import elastic
     from elastic.cluster.fleet.fleet import Fleet
 
-    def resident():
+    def resident():  # what a page table shows of the memory files or not
         gc.collect()
         for model in models:
             model.elastic.kv.trim()
-        return int(re.search(r"^Rss:\\s+(\\d+)", open("/proc/self/smaps_rollup").read(), re.M)[1]) << 10
+        status = open("/proc/self/status").read()
+        others = sum(int(re.search(rf"^{kind}:\\s+(\\d+)", status, re.M)[1]) << 10 for kind in ("RssAnon", "RssFile"))
+        return others + memory_files()
+
+    def memory_files():
+        nbytes = {}  # one may be open several times
+        for descriptor in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:cpu#"):
+                    told = os.stat(f"/proc/self/fd/{descriptor}")
+                    nbytes[told.st_ino] = 512 * told.st_blocks
+        return sum(nbytes.values())
 
     def weights(model):
         owners = model.elastic.status().places[0].owners

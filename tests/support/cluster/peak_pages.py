@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 
 
 @dataclass

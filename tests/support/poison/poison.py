@@ -74,7 +74,7 @@ def _torch() -> Any:
 
 
 CHANGES: dict[str, Callable[[ModuleType], None]] = {
-    "elastic.memory.page_pool": _pool,
+    "elastic.memory.pages.page_pool": _pool,
     "elastic.kvcache.storage.usage": _holdings,
     "elastic.engines.core.block_pool": _blocks,
 }

@@ -13,7 +13,7 @@ from elastic.engines.vllm.kv.orders import StepReport
 from elastic.engines.vllm.kv.sectors import KVSectors
 from elastic.engines.vllm.kv.worker_channel import WorkerChannel
 from elastic.kvcache.storage.pool import KVPool
-from elastic.memory.background import janitor
+from elastic.memory.pages.background import janitor
 
 
 @dataclass

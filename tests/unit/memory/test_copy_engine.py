@@ -17,7 +17,7 @@ from elastic.hooks.forward_gate import ForwardActivity, ForwardGate
 from elastic.memory import copy_engine
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.copy_engine import CopyBatch, ThreadCopyEngine
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.rate_limit import RateLimiter
 
 PAGE = 4096

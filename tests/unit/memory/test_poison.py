@@ -15,7 +15,7 @@ TRAP = """
     from elastic.kvcache.storage.layout import HEAD_MAJOR, StoreGeometry
     from elastic.kvcache.storage.pool import KVPool
     from elastic.memory.backends.memfd import MemfdBackend
-    from elastic.memory.page_pool import PagePool
+    from elastic.memory.pages.page_pool import PagePool
 
     class User:
         pass

@@ -11,8 +11,8 @@ import torch
 from elastic.errors import CapacityError, ConfigError
 from elastic.memory import weight_buffer
 from elastic.memory.backends.memfd import MemfdBackend
-from elastic.memory.background import janitor
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.background import janitor
+from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.rate_limit import RateLimiter
 from elastic.memory.weight_buffer import WeightBuffer
 from elastic.memory.weight_layout import ALIGNMENT, LayerLayout, ParameterLayout
@@ -45,6 +45,28 @@ def filled(pool: PagePool) -> tuple[WeightBuffer, dict[str, torch.Tensor]]:
     for value, tensor in enumerate(shown.values()):
         tensor.fill_(value + 1)
     return block, shown
+
+
+@pytest.mark.parametrize("loose", [0, 3, 11])
+def test_blocks_of_the_system_are_shown_where_they_are_one(loose: int) -> None:
+    backend = MemfdBackend(PAGE)
+    backend.block_pages = 4
+    pool = PagePool("cpu#test", backend, 40 * PAGE, ready_pages=0)
+    kept = pool.allocate("kv", loose)
+    block = WeightBuffer(pool, 18 * PAGE)
+    for blocks in ((0, 4, 8, 12), (0, 4, 12)):  # what somebody has of a block meanwhile another page replaces
+        block.allocate("layer:0")
+        pages = block.page_numbers
+        assert [list(pages[at : at + 4]) for at in blocks] == [
+            list(range(pages[at] // 4 * 4, pages[at] // 4 * 4 + 4)) for at in blocks
+        ]
+        block.make_reclaimable()
+        assert block.reclaim(7) == 7
+        kept += pool.allocate("kv", 1)
+    pool.free(kept)
+    block.close()
+    pool.check()
+    pool.close()
 
 
 def test_parameters_lie_side_by_side_each_in_a_storage_of_its_own() -> None:

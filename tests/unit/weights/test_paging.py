@@ -62,7 +62,7 @@ def test_the_state_of_a_resident_layer_is_contiguous_where_the_checkpoint_is(
 def test_wrapping_and_unwrapping_need_no_more_than_one_layer_beside_the_model() -> None:
     out = in_fork("""
     import re, torch, elastic
-    from elastic.memory.page_pool import PagePool
+    from elastic.memory.pages.page_pool import PagePool
     from transformers import LlamaConfig, LlamaForCausalLM
     PagePool.__init__.__kwdefaults__["ready_pages"] = 0  # those kept ready, of no layer, are mapped and so counted
     config = LlamaConfig(vocab_size=64, hidden_size=512, intermediate_size=1024, num_hidden_layers=16,

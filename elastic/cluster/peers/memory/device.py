@@ -29,8 +29,8 @@ from elastic.errors import ElasticError, StateError
 from elastic.memory.backends.cuda import CudaBackend
 from elastic.memory.backends.peers import can_access
 from elastic.memory.backends.shared_file import host_name
-from elastic.memory.mapped_storage import MappedStorage
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.mapped_storage import MappedStorage
+from elastic.memory.pages.page_pool import PagePool
 from elastic.types import RankMemory
 
 logger = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from elastic.cluster.peers.memory.reader import (
 from elastic.errors import BackendUnavailable, ElasticError, StateError
 from elastic.memory.backends.rank_memory import Pieces
 from elastic.memory.backends.streams import finish_current_stream, finish_queued_work
-from elastic.memory.mapped_storage import MappedStorage
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.mapped_storage import MappedStorage
+from elastic.memory.pages.page_pool import PagePool
 
 logger = logging.getLogger(__name__)
 Copying = Callable[[int], AbstractContextManager[None]]

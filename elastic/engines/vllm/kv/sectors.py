@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from elastic.errors import BackendUnavailable, ConfigError, IntegrityError
 from elastic.kvcache.storage.pool import OWNER, KVPool
 from elastic.memory.backends.streams import finish_queued_work, new_stream, note_current_stream, on_stream
-from elastic.memory.virtual_range import VirtualRange, map_all, unmap_all
+from elastic.memory.pages.virtual_range import VirtualRange, map_all, unmap_all
 
 
 class TensorPlacement(Protocol):

@@ -23,7 +23,7 @@ from elastic.engines.vllm.kv.orders import (
 from elastic.engines.vllm.kv.sectors import KVSectors
 from elastic.errors import ElasticError
 from elastic.kvcache.storage.pool import KVPool
-from elastic.memory.background import janitor
+from elastic.memory.pages.background import janitor
 
 logger = logging.getLogger(__name__)
 RETRY_S = 1.0

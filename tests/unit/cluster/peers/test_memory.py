@@ -20,8 +20,8 @@ from elastic.cluster.peers.memory.reader import RankMemoryReader, encode
 from elastic.errors import RankLost, StateError
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.backends.rank_memory import MemoryReader, open_memory
-from elastic.memory.page_pool import PagePool
-from elastic.memory.virtual_range import VirtualRange
+from elastic.memory.pages.page_pool import PagePool
+from elastic.memory.pages.virtual_range import VirtualRange
 from elastic.types import RankMemory
 from support.child_process import Forked
 
@@ -194,7 +194,7 @@ import sys, threading
 from contextlib import contextmanager
 from elastic.cluster.peers.hub import PeerHub
 from elastic.memory.backends.memfd import MemfdBackend
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 
 pool = PagePool("cpu#a", MemfdBackend(4096), 16 * 4096, ready_pages=0)
 pool.allocate("test", 6)

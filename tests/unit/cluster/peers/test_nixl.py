@@ -53,8 +53,8 @@ import sys
 import torch
 from elastic.cluster.peers.hub import PeerHub
 from elastic.memory.backends.memfd import MemfdBackend
-from elastic.memory.page_pool import PagePool
-from elastic.memory.virtual_range import VirtualRange
+from elastic.memory.pages.page_pool import PagePool
+from elastic.memory.pages.virtual_range import VirtualRange
 
 pool = PagePool("cpu#a", MemfdBackend(65536), 9 << 20, ready_pages=0)
 pages = VirtualRange(pool, 144)

@@ -115,7 +115,7 @@ def test_a_rank_never_has_more_memory_than_its_share_and_a_buffer(tmp_path: Path
     from elastic.cluster.control.connection import queue_pair
     from elastic.cluster.rank.build import built
     from elastic.cluster.rank.spec import RankSpec
-    from elastic.memory.page_pool import PagePool
+    from elastic.memory.pages.page_pool import PagePool
     from elastic.planning.sharding.share import Share
     M_MMAP_THRESHOLD = -3
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10)  # else malloc keeps what was freed: 0 to 60 MiB

@@ -27,7 +27,7 @@ from elastic.kvcache.storage.sector_space import BlockGroup, SectorSpace
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.backends.rank_memory import Pieces
 from elastic.memory.backends.shared_file import OpenFile, open_shared
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.rate_limit import YieldingPace
 from elastic.types import RankMemory
 

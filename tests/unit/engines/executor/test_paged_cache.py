@@ -28,7 +28,7 @@ from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
 from elastic.kvcache.storage.sector_space import GroupRanges
 from elastic.memory.backends.memfd import MemfdBackend
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from elastic.planning.sharding.heads import heads_of, kv_parts, kv_shards
 
 PAGE, BLOCK, DIM, WINDOW = 4096, 4, 8, 7

@@ -28,8 +28,8 @@ from elastic.engines.vllm.kv.worker_channel import WorkerChannel
 from elastic.kvcache.storage.budget import WeightsShare
 from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.backends.memfd import MemfdBackend
-from elastic.memory.background import janitor
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.background import janitor
+from elastic.memory.pages.page_pool import PagePool
 from support.vllm_engine import rank
 from support.vllm_engine.blocks import StubBlockPool
 from support.vllm_engine.rank import Placement, StubModel, finish_background, layer_outermost, settle

@@ -22,7 +22,7 @@ from elastic.kvcache.storage.pool import KVPool
 from elastic.kvcache.transfer import KVTransfer
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.copy_engine import ThreadCopyEngine
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.rate_limit import RateLimiter
 from support.faulty_backend import CALLS, FaultyBackend
 from support.wrapped_model import pickled

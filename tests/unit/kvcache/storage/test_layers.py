@@ -15,7 +15,7 @@ from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
 from elastic.kvcache.storage.sector_space import BlockGroup
 from elastic.memory.backends.memfd import MemfdBackend
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from support.faulty_backend import FaultyBackend
 
 PAGE = 4096

@@ -18,7 +18,7 @@ from elastic.kvcache.storage.budget import WeightsShare
 from elastic.kvcache.storage.layout import HEAD_MAJOR
 from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.backends.memfd import MemfdBackend
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.page_pool import PagePool
 from elastic.types import ResizeKV
 from support.faulty_backend import FaultyBackend
 

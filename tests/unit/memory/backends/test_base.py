@@ -13,9 +13,11 @@ import torch
 
 from elastic import CapacityError, ConfigError, StateError
 from elastic.config import Place
+from elastic.memory.backends import page_table_cache
 from elastic.memory.backends.base import PageBackend, runs
+from elastic.memory.backends.libc import libc
 from elastic.memory.backends.memfd import MemfdBackend, huge_page_bytes
-from elastic.memory.mapped_storage import MappedStorage
+from elastic.memory.pages.mapped_storage import MappedStorage
 from elastic.memory.places import make_backend
 from support.child_process import end_of_fork
 from support.faulty_backend import CALLS, FaultyBackend
@@ -148,7 +150,50 @@ def test_pages_that_can_be_huge_pages_lie_where_the_system_shows_such_at_once() 
     for address, pages in zip(addresses, (1, 3, 2), strict=True):
         backend.unreserve(address, pages * backend.page_bytes)  # and nothing around it
     backend.close()
-    assert huge_page_bytes(64 << 10) == 0
+    assert huge_page_bytes(12 << 10) == 0
+    assert MemfdBackend(12 << 10).block_pages == 1
+
+
+def test_small_pages_that_are_created_together_are_shown_moved_and_destroyed_one_by_one() -> None:
+    backend = MemfdBackend()
+    together, words = max(16, backend.block_pages), backend.page_bytes // 8
+    assert together in (16, (huge_page_bytes(backend.page_bytes) or mmap.PAGESIZE) // backend.page_bytes)
+    address = backend.reserve(4 * together * backend.page_bytes)
+    backend.create(range(3, 3 + 3 * together))  # two blocks are whole in it
+    backend.map(address, range(together, 3 * together))
+    show(backend, address, 2 * together).copy_(torch.arange(2 * together * words))
+    before = os.fstat(backend._file).st_blocks
+    backend.unmap(address + 5 * backend.page_bytes, 3)
+    backend.destroy([together + 5, together + 7])
+    assert before - os.fstat(backend._file).st_blocks == 2 * backend.page_bytes // 512
+    backend.map(address + 5 * backend.page_bytes, [together + 6, 4])
+    backend.create([together + 7])
+    backend.map(address + 7 * backend.page_bytes, [together + 7])
+    shown = show(backend, address, 2 * together).view(-1, words)[:, 0].tolist()
+    assert shown == [words * n for n in (*range(5), 6)] + [0, 0] + [words * n for n in range(8, 2 * together)]
+    backend.close()
+
+
+def test_huge_pages_are_asked_for_where_whole_ones_lie_in_what_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recorder:
+        def __getattr__(self, name: str) -> object:
+            return getattr(libc, name)
+
+        def madvise(self, address: int, nbytes: int, advice: int) -> int:
+            if advice == page_table_cache._COLLAPSE:
+                asked.append(((address - backend._page_tables._address) >> 21, nbytes >> 21))
+            return 0
+
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr("elastic.memory.backends.memfd.huge_page_bytes", lambda page_bytes: 2 << 20)
+    monkeypatch.setattr(page_table_cache, "libc", Recorder())
+    backend = MemfdBackend()
+    assert backend.block_pages == 32
+    backend.create([*range(1, 32), *range(63, 130)])
+    assert asked == [(2, 1), (3, 1)]
+    backend.create([0])
+    assert len(asked) == 2
+    backend.close()
 
 
 def test_a_system_that_makes_no_huge_pages_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ from elastic.kvcache.storage.layout import HEAD_MAJOR
 from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.backends.mapping_quota import MappingQuota
 from elastic.memory.backends.memfd import MemfdBackend
-from elastic.memory.mapped_storage import MappedStorage
-from elastic.memory.page_pool import PagePool
-from elastic.memory.virtual_range import VirtualRange
+from elastic.memory.pages.mapped_storage import MappedStorage
+from elastic.memory.pages.page_pool import PagePool
+from elastic.memory.pages.virtual_range import VirtualRange
 
 PAGE = 4096
 SLOTS = 12

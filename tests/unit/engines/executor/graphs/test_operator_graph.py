@@ -20,8 +20,8 @@ from elastic.engines.executor.graphs.graph_memory import GraphMemory
 from elastic.engines.executor.graphs.operator_graph import CaptureRefused, OperatorGraph
 from elastic.engines.executor.kernels.elementwise import ElementwiseProgram, elementwise_library
 from elastic.memory.backends.memfd import MemfdBackend
-from elastic.memory.page_pool import PagePool
-from elastic.memory.virtual_range import VirtualRange
+from elastic.memory.pages.page_pool import PagePool
+from elastic.memory.pages.virtual_range import VirtualRange
 
 ROWS, WIDTH = 3, 8
 PAGE = 4096

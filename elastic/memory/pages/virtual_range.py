@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from elastic.memory.backends.base import runs
-from elastic.memory.mapped_storage import MappedStorage
-from elastic.memory.page_pool import PagePool
+from elastic.memory.pages.mapped_storage import MappedStorage
+from elastic.memory.pages.page_pool import PagePool
 
 
 class VirtualRange:

@@ -9,8 +9,8 @@ import threading
 import torch
 
 from elastic.memory.backends.memfd import MemfdBackend
-from elastic.memory.page_pool import PagePool
-from elastic.memory.virtual_range import VirtualRange
+from elastic.memory.pages.page_pool import PagePool
+from elastic.memory.pages.virtual_range import VirtualRange
 
 PAGE = 4096
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 import threading
 import weakref
-from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import neg
 from typing import Protocol
 
 from elastic.errors import CapacityError, IntegrityError, StateError
 from elastic.memory.backends.base import PageBackend
-from elastic.memory.background import janitor
+from elastic.memory.pages.background import janitor
+from elastic.memory.pages.free_pages import FreePages
 from elastic.types import PlaceStatus
 
 logger = logging.getLogger(__name__)
-_FEW = 16
 
 
 class MappedRange(Protocol):
@@ -70,10 +67,10 @@ class PagePool:
         self._owned: Counter[str] = Counter()  # owner -> pages
         self._reserved: Counter[str] = Counter()
         self._charged: Counter[str] = Counter()  # owner -> pages that only count
-        self._cached: list[int] = []  # the highest first: the lowest are taken
+        self._cached = FreePages(backend.block_pages)
         self._reclaimable: set[int] = set()
         self._holders: list[ReclaimableHolder] = []  # of reclaimable pages, the longest at rest first
-        self._uncreated = list(range(self.budget_pages))  # a heap
+        self._uncreated = FreePages(backend.block_pages, self.budget_pages)
         self._in_creation: set[int] = set()
         self._none_in_creation = threading.Condition(self._lock)
         self.ranges: weakref.WeakSet[MappedRange] = weakref.WeakSet()
@@ -109,30 +106,40 @@ class PagePool:
         size = self.page_bytes
         return CapacityError(message, requested_bytes=pages * size, free_bytes=free * size, total_bytes=total * size)
 
-    def allocate(self, owner: str, count: int) -> list[int]:
-        """Give `owner` `count` created pages, all or none; cached ones first. Raises `CapacityError`."""
+    def allocate(self, owner: str, count: int, *, blocks: bool = False) -> list[int]:
+        """Give `owner` `count` created pages, all or none; cached ones first. Raises `CapacityError`.
+
+        `blocks`: whole blocks of the backend's (`block_pages`) before others, as many as are cached. Otherwise these
+        stay whole as long as other pages will do.
+        """
         self._make_room(count)
         with self._lock:
             if count + len(self._in_creation) > self._unshown_pages:  # what is being created is needed too
                 self._none_in_creation.wait_for(lambda: not self._in_creation)
             self._require_free(owner, count, self._unshown_pages)
-            kept = max(0, len(self._cached) - count)
-            pages = self._cached[kept:][::-1]
-            del self._cached[kept:]
-            fresh = [heapq.heappop(self._uncreated) for _ in range(count - len(pages))]
-            self._assign([*pages, *fresh], owner)
-        if fresh:
+            most = self._creatable_pages
+            cached = self._cached.take_whole(count) if blocks else []
+            cached += self._cached.take(min(len(self._cached), count - len(cached)))
+            lacking = count - len(cached)
+            created = self._to_create(lacking, most)
+            fresh, spare = created[:lacking], created[lacking:]
+            self._assign([*cached, *fresh], owner)
+            self._in_creation.update(spare)
+        if created:
             try:
-                self.backend.create(fresh)
+                self.backend.create(created)
             except BaseException:
                 with self._lock:
-                    self._disown([*fresh, *pages])
-                    self._forget(fresh)
-                    self._cache(pages)
+                    self._disown([*cached, *fresh])
+                    self._uncreated.add(fresh)
+                    self._cached.add(cached)
+                    self._end_creation(spare, self._uncreated)
                 raise
+            with self._lock:
+                self._end_creation(spare, self._cached)
         if self.ready_pages and len(self._cached) < self.ready_pages:
             janitor.submit(self.replenish)
-        return pages + fresh
+        return cached + fresh
 
     def free(self, pages: Sequence[int]) -> None:
         """Cache pages that no range shows any more, owned or reclaimable ones."""
@@ -141,7 +148,7 @@ class PagePool:
             self._reclaimable -= reclaimable
             owned = self.owned_of(pages) if len(reclaimable) < len(pages) else []
             self._disown(owned)
-            self._cache([*reclaimable, *owned])
+            self._cached.add([*reclaimable, *owned])
             closed = self._closed
         if closed:
             try:
@@ -242,13 +249,19 @@ class PagePool:
         except CapacityError:
             self.ready_pages = 0  # the device is full: creating ahead would only compete with those who need pages
 
-    def make_ready(self, count: int) -> int:
-        """Create pages until so many are cached, as far as the budget allows; return how many. No lock is held."""
+    def make_ready(self, count: int, *, blocks: bool = False) -> int:
+        """Create pages until so many are cached, as far as the budget allows; return how many. No lock is held.
+
+        `blocks`: until so many are in whole blocks, as long as there are such to create.
+        """
         with self._lock:
-            room = min(count, self._unshown_pages) - len(self._cached) - len(self._in_creation)
+            lacking = count - len(self._cached)
+            if blocks:
+                lacking = max(lacking, min(count - self._cached.whole, self._uncreated.whole))
+            room = min(lacking - len(self._in_creation), self._creatable_pages)
             if self._closed or room <= 0:
                 return 0
-            pages = [heapq.heappop(self._uncreated) for _ in range(min(room, len(self._uncreated)))]
+            pages = self._to_create(room, self._creatable_pages)
             self._in_creation.update(pages)
         created = False
         try:
@@ -257,9 +270,7 @@ class PagePool:
             return len(pages)
         finally:
             with self._lock:
-                self._in_creation.difference_update(pages)
-                (self._cache if created else self._forget)(pages)
-                self._none_in_creation.notify_all()
+                self._end_creation(pages, self._cached if created else self._uncreated)
 
     def status(self) -> PlaceStatus:
         """Return a snapshot of the ledger."""
@@ -317,6 +328,23 @@ class PagePool:
         """Pages that nobody owns and no range shows."""
         return self.free_pages + self._reserved.total() - len(self._reclaimable)
 
+    @property
+    def _creatable_pages(self) -> int:
+        """Pages that may still be created while those that are cached stay so."""
+        return self._unshown_pages - len(self._cached) - len(self._in_creation)
+
+    def _to_create(self, count: int, most: int) -> list[int]:
+        """Take so many pages to create; or up to `most`, where these end a whole block that is created at once."""
+        size = self.backend.block_pages
+        spare = min(-count % size, most - count)
+        whole = self._uncreated.take_whole(count + spare if 0 < spare <= self.ready_pages else count)
+        return whole + self._uncreated.take(min(max(0, count - len(whole)), len(self._uncreated)))
+
+    def _end_creation(self, pages: Sequence[int], kind: FreePages) -> None:
+        self._in_creation.difference_update(pages)
+        kind.add(pages)
+        self._none_in_creation.notify_all()
+
     def _make_room(self, count: int) -> None:
         """Try to have `count` free pages that no range shows: ask the reclaimers, then unmap reclaimable ones."""
         for reclaimer in list(self.reclaimers):
@@ -330,11 +358,14 @@ class PagePool:
 
     def _destroy_cached(self, keep: int) -> int:
         """Give all cached pages but `keep` back to the system; return how many."""
-        surplus = self._cached[: max(0, len(self._cached) - max(0, keep))]
+        surplus = self._cached.take_last(max(0, len(self._cached) - max(0, keep)))
         if surplus:
-            self.backend.destroy(surplus)
-            del self._cached[: len(surplus)]
-            self._forget(surplus)
+            try:
+                self.backend.destroy(surplus)
+            except BaseException:
+                self._cached.add(surplus)
+                raise
+            self._uncreated.add(surplus)
         return len(surplus)
 
     def _assign(self, pages: Sequence[int], owner: str) -> None:
@@ -343,19 +374,6 @@ class PagePool:
 
     def _disown(self, pages: Sequence[int]) -> None:
         self._owned.subtract(Counter(map(self._owner.pop, pages)))
-
-    def _cache(self, pages: Sequence[int]) -> None:
-        if len(pages) <= _FEW:
-            for page in pages:
-                insort(self._cached, page, key=neg)
-        else:
-            self._cached += pages
-            self._cached.sort(reverse=True)
-
-    def _forget(self, pages: Sequence[int]) -> None:
-        """Count pages as not created."""
-        for page in pages:
-            heapq.heappush(self._uncreated, page)
 
     def _require_free(self, owner: str, count: int, unshown: int | None = None) -> None:
         """Raise `CapacityError` where fewer pages are free, or unshown where that counts; `StateError` once closed."""

@@ -10,16 +10,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 import elastic
 from elastic import CapacityError, ConfigError, IntegrityError, StateError
 from elastic.config import Place, parse_bytes
 from elastic.memory import places
 from elastic.memory.backends.memfd import MemfdBackend
-from elastic.memory.background import janitor
-from elastic.memory.page_pool import PagePool
-from elastic.memory.virtual_range import VirtualRange
+from elastic.memory.pages.background import janitor
+from elastic.memory.pages.page_pool import PagePool
+from elastic.memory.pages.virtual_range import VirtualRange
 from support.child_process import wait_for_the_janitor
 from support.faulty_backend import CALLS, FaultyBackend
 
@@ -30,8 +30,10 @@ FEW_ACTIONS = 3000
 STEPS = 100
 
 
-def new_pool(pages: int = BUDGET) -> PagePool:
-    return PagePool("cpu#test", FaultyBackend(MemfdBackend(PAGE)), pages * PAGE, ready_pages=0)
+def new_pool(pages: int = BUDGET, block_pages: int = 1, ready_pages: int = 0) -> PagePool:
+    backend = MemfdBackend(PAGE)
+    backend.block_pages = block_pages
+    return PagePool("cpu#test", FaultyBackend(backend), pages * PAGE, ready_pages=ready_pages)
 
 
 class Shown:
@@ -55,12 +57,16 @@ class Ledger(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = new_pool()
+        self.pool: PagePool
         self.ranges: list[VirtualRange] = []
         self.bytes: list[dict[int, int]] = []  # for each range: slot -> what was written there
         self.charged = 0
         self.held = 0
         self.shown: list[Shown] = []
+
+    @initialize(block_pages=st.sampled_from([1, 3, 8, 64]))
+    def begin(self, block_pages: int) -> None:
+        self.pool = new_pool(block_pages=block_pages)
 
     def try_(self, action: Any) -> bool:
         """Do it; a failure must leave everything as it was."""
@@ -101,8 +107,10 @@ class Ledger(RuleBasedStateMachine):
         while count < 4 and slot + count in free:
             count += 1
 
+        blocks = data.draw(st.booleans())
+
         def act() -> None:
-            pages = self.pool.allocate("kv", count)
+            pages = self.pool.allocate("kv", count, blocks=blocks)
             try:
                 range_.map(slot, pages)
             except CapacityError:
@@ -179,10 +187,10 @@ class Ledger(RuleBasedStateMachine):
     def trim(self, keep: int) -> None:
         self.try_(lambda: self.pool.trim(keep))
 
-    @rule(ready=st.integers(0, 8))
-    def replenish(self, ready: int) -> None:
+    @rule(ready=st.integers(0, 12), blocks=st.booleans())
+    def make_ready(self, ready: int, blocks: bool) -> None:
         self.pool.ready_pages = ready
-        self.pool.replenish()
+        self.try_(lambda: self.pool.make_ready(ready, blocks=blocks))
         self.pool.ready_pages = 0
 
     @invariant()
@@ -245,6 +253,24 @@ def test_a_recount_finds_what_is_wrong() -> None:
     pool.check()
     range_.close()
     pool.close()
+
+
+def test_blocks_stay_whole_as_long_as_other_pages_will_do() -> None:
+    pool = new_pool(23, block_pages=8, ready_pages=6)
+    layer = pool.allocate("layer:0", 10, blocks=True)
+    assert (layer, pool.cached_pages) == ([*range(10)], 6)  # what was created of the second block besides
+    pool.ready_pages = 0
+    kv = pool.allocate("kv", 5)
+    assert kv == [*range(10, 15)]
+    pool.free(layer)
+    assert pool.allocate("kv", 3) == [8, 9, 15]
+    assert pool.allocate("layer:1", 9, blocks=True) == [*range(8), 16]
+    assert pool.make_ready(9, blocks=True) == 6
+    pool.free(kv)
+    assert pool.make_ready(9, blocks=True) == 0  # there is no block to create
+    with pytest.raises(CapacityError):
+        pool.allocate("kv", 12)
+    assert pool.status().owners == {"kv": 3 * PAGE, "layer:1": 9 * PAGE}
 
 
 def test_too_few_pages_is_an_error_that_says_who_has_them() -> None:
