@@ -173,7 +173,8 @@ class Shape:
                 row["measured"] = self.part(f"one rank, {form}", partial(peak_bytes, self.path, form))
                 row["ours"] = rank.fixed + rank.layers + rank.staging + self.batch_bytes(form)
             else:
-                row["batch"], row["measured_batch"] = self.served_batch_bytes(form), max(taken.batch_bytes[: tp * pp])
+                row["batch"] = pp * self.served_batch_bytes(form)
+                row["measured_batch"] = max(taken.batch_bytes[: tp * pp])
                 row["ours"], row["measured"] = self.shared_bytes(form, tp, pp), max(taken.rank_bytes[: tp * pp])
             rows.append(row)
             rows[-1]["paper"] = self.paper_bytes(measured, tp, pp) if form == "full" and tp * pp > 1 else None
@@ -198,7 +199,7 @@ class Shape:
         for layers in even_stages(self.layers, pp):
             kv = self.room(tp, layers).pages(batch // pp, tokens)
             held.append(pages.fixed + pages.layers(layers, form, tp) + pp * kv)
-        return max(held) * CPU_PAGE_BYTES + self.served_batch_bytes(form)
+        return max(held) * CPU_PAGE_BYTES + pp * self.served_batch_bytes(form)
 
     def room(self, tp: int, layers: range) -> KVBlockCapacity:
         """Return the blocks of some layers at one of the ranks that share them."""

@@ -268,7 +268,8 @@ class Estimator:
         fixed = self.pages.fixed * page
         own = self.pages.layers(layers, configuration.weights, configuration.tp) * page
         staging = self.pages.staging(configuration.weights, self.prefetch_buffers) * page
-        batch = self.batch_bytes(configuration.form, running)
+        threads = configuration.pp if device.kind.type == "cpu" else 1  # each keeps memory of its own there
+        batch = threads * self.batch_bytes(configuration.form, running)
         left = device.memory_bytes - fixed - own - staging - batch
         copied = int(self.copied_share(configuration, layers) * left) if left > 0 else 0
         return RankBytes(device.name, device.memory_bytes, fixed, own, staging, batch, copied)

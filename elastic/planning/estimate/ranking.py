@@ -27,7 +27,7 @@ class RankBytes:
     staging: int
     """Kept back for swaps."""
     activations: int
-    """For the largest batch, outside of pages."""
+    """For the largest batch, outside of pages; on a CPU so much for each instance whose layers it computes."""
     copied: int
     """For the keys and values of one layer that decode steps copy, if all that is left is in use."""
 

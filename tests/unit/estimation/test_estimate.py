@@ -187,6 +187,12 @@ def test_measured_costs_count_for_the_devices_that_they_were_measured_on() -> No
         estimate(MODEL_DIR, "h100", profile=profile)
 
 
+@pytest.mark.parametrize(("devices", "more"), [("cpu#a=40MiB,cpu#b=40MiB", 2), ("2*h100", 1)])
+def test_a_stage_on_a_cpu_keeps_memory_for_the_batches_of_each_instance(devices: str, more: int) -> None:
+    found = {(each.configuration.tp, each.configuration.pp): each for each in estimate(MODEL_DIR, devices)}
+    assert found[1, 2].ranks[0].activations == more * found[1, 1].ranks[0].activations
+
+
 def test_one_rank_replays_decode_steps_and_several_do_not() -> None:
     (kind,) = layout_of(MODEL_DIR).kinds
     cost = LayerCost(((1, 1e-3), (64, 2e-3)), 0.0, 0.0, 0.0, 0.0)
