@@ -122,6 +122,7 @@ class _Stopwatch:
         self._began = self._ended = 0.0
         self._steps = 0
         self._pace = pace
+        self._tokens, self._choose = range(engine._config.vocab_size), random.Random(0)
         self.paced_s = 0.0
         """For how long it was waited between batches."""
 
@@ -190,10 +191,13 @@ class _Stopwatch:
             self.paced_s += time.perf_counter() - began_s
 
     def _step(self, names: Sequence[str], mix: Mix) -> Step:
-        """Give the chunks their blocks, those of their prefixes, too."""
+        """Give the chunks their blocks, those of their prefixes, too.
+
+        Their tokens differ, as experts are chosen by them: those of a batch of equal ones would be as few as of one.
+        """
         chunks, states = [], []
         for name, (start, count) in zip(names, mix, strict=True):
-            tokens = [0] * (start + count)
+            tokens = self._choose.choices(self._tokens, k=start + count)
             self._blocks.expect([name], len(tokens))
             if self._blocks.admit(name, tokens, len(tokens), share=False) is None:
                 raise ConfigError(f"mixes: the cache has no room for the batch {mix[:9]}; give it more memory")

@@ -52,6 +52,20 @@ def test_every_batch_is_run_behind_its_prefix(engine: ContinuousEngine, monkeypa
     assert min(*cost.layer.coefficients, *cost.rest.coefficients) >= 0
 
 
+def test_tokens_of_a_batch_choose_as_many_experts_as_those_of_requests(wrapped: Any) -> None:
+    model = architectures.build("qwen3-moe")
+    wrapped(model, small(8 << 20))
+    chosen: list[int] = []
+    experts = model.model.layers[0].mlp.experts
+    experts.register_forward_pre_hook(lambda _, args: chosen.append(args[1].unique().numel()))
+    engine = ContinuousEngine(model, block_tokens=8, max_batch_tokens=64)
+    try:
+        profile_chunks(engine, [((0, 1),), ((0, 1),) * 8], rounds=1)  # no prefix: nobody has written one
+    finally:
+        engine.stop(drain=False)
+    assert model.config.num_experts_per_tok == min(chosen) < max(chosen)
+
+
 def test_nothing_is_left_and_the_engine_can_serve(engine: ContinuousEngine) -> None:
     hooks = sum(len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in engine._model.model.layers)
     profile_chunks(engine, MIXES, rounds=1)
