@@ -340,7 +340,8 @@ def test_a_spawned_child_gets_one_too() -> None:
 def test_the_interpreter_exits_while_the_memory_of_a_dropped_model_is_given_back() -> None:
     out = child("""
     elastic.wrap(build("llama-gqa"), places="cpu#dropped=64MiB")
-    from elastic.memory import background as janitor, places
+    from elastic.memory import places
+    from elastic.memory.pages import background as janitor
     import atexit, gc
     gc.collect()
     atexit.unregister(janitor.janitor.finish)
