@@ -41,7 +41,7 @@ from elastic.quant.kernels.compiled.integer_matmul import (
 from elastic.quant.kernels.cpu_dequant import bytes_and_steps, floats, nibbles
 from elastic.quant.kernels.cpu_layout import encoding_of, kernel_group, pack, part_shapes, required, unpack, whole_rows
 from elastic.quant.kernels.int4_layout import kernel_agrees
-from elastic.quant.kernels.workspace import scratch
+from elastic.quant.kernels.workspace import pad_rows, scratch
 
 __all__ = ["pack", "part_shapes", "paths", "unpack"]
 
@@ -103,14 +103,14 @@ class RowKernels:
 
         Returns [tokens, outputs] in bfloat16 or float32.
         """
-        values, codes = x.to(dtype), parts["packed"]
-        y = torch.empty(x.shape[0], self.matrix.outputs, dtype=dtype)
+        values, codes = pad_rows(x.to(dtype)), parts["packed"]
+        y = torch.empty(values.shape[0], self.matrix.outputs, dtype=dtype)
         step = max(2**18 // self.matrix.inputs, 1)
         for start in range(0, self.matrix.outputs, step):
             piece = codes[start : start + step]
             weights = scratch("floats", tuple(piece.shape), dtype).copy_(piece)
             y[:, start : start + step] = values @ weights.t()
-        return _add_offsets(y * parts["scales"], x, parts)
+        return _add_offsets(y[: x.shape[0]] * parts["scales"], x, parts)
 
     def dynamic(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
         """Multiply x: [tokens, inputs], rounded to int8; returns float32 [tokens, outputs]."""
@@ -171,11 +171,11 @@ class Int4Kernels:
 
     def expanded(self, x: torch.Tensor, parts: PackedTensors, dtype: torch.dtype) -> torch.Tensor:
         """Multiply x: [tokens, inputs] with weights expanded to a dtype; returns [tokens, outputs] in that dtype."""
-        values = x.to(dtype)
-        y = torch.empty(x.shape[0], self.matrix.outputs, dtype=dtype)
+        values = pad_rows(x.to(dtype))
+        y = torch.empty(values.shape[0], self.matrix.outputs, dtype=dtype)
         for columns, weights in floats(self.config, parts, self.matrix, self.target, dtype):
             y[:, columns] = values @ weights
-        return y
+        return y[: x.shape[0]]
 
     def dynamic(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
         """Multiply x: [tokens, inputs], rounded to int8; returns float32 [tokens, outputs]."""

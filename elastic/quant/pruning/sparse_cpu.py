@@ -17,7 +17,7 @@ import torch
 from elastic.quant.formats.base import BoundKernel, Kernel, MatrixShape, PackedTensors
 from elastic.quant.formats.pruned import SemiStructured, Unstructured
 from elastic.quant.kernels.checks import CheckedKernel
-from elastic.quant.kernels.workspace import scratch
+from elastic.quant.kernels.workspace import pad_rows, scratch
 from elastic.quant.pruning.sparse_layout import expand, required, tiles
 
 PIECE = 2**18
@@ -39,13 +39,13 @@ def _bind(parts: PackedTensors, *, matrix: MatrixShape, dtype: torch.dtype) -> B
     pieces = tiles(parts, matrix, PIECE)
 
     def product(x: torch.Tensor) -> torch.Tensor:
-        values = x.to(dtype)
-        y = torch.empty(x.shape[0], matrix.outputs, dtype=dtype)
+        values = pad_rows(x.to(dtype))
+        y = torch.empty(values.shape[0], matrix.outputs, dtype=dtype)
         for rows in pieces:
             weights = expand(parts, rows)
             if weights.dtype != dtype:
                 weights = scratch("floats", tuple(weights.shape), dtype).copy_(weights)
             y[:, rows[0] : rows[1]] = values @ weights.t()
-        return y
+        return y[: x.shape[0]]
 
     return product

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from elastic import ConfigError
 from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, format_of
 from elastic.quant.formats.integer import Integers, QuantizedMatrix, round_to_nearest
+from elastic.quant.formats.pruned import SemiStructured
 from elastic.quant.kernels.integer_format import pack, unpack
 from support.child_process import in_fork
 from support.integer_matrices import codes, configs_and_matrices
@@ -177,3 +180,23 @@ for config in (Integers(8, -1, symmetric=True), Integers(8, 64), Integers(4, 64)
     assert (paths["dynamic"](x, parts) - exact).norm() <= 0.03 * exact.norm()
 """
     in_fork(code, ATEN_CPU_CAPABILITY=capability)
+
+
+@pytest.mark.parametrize("config", [Integers(8, -1, symmetric=True), Integers(8, 32), SemiStructured(2, 4)], ids=str)
+def test_products_in_bfloat16_have_few_numbers_of_rows(config: Any) -> None:
+    """As oneDNN makes a kernel for each, and keeps it."""
+    matrix, target, seen = MatrixShape(48, 64), KernelTarget.of(CPU), set[int]()
+    parts = format_of(config).quantize(config, torch.randn(48, 64), None, target)
+    path = format_of(config).paths(config, parts, matrix, target)["expanded"]
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function in (torch.Tensor.matmul, torch.Tensor.__matmul__):
+                seen.add(args[0].shape[0])
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        products = {rows: path(torch.ones(rows, 64), parts) for rows in range(1, 41)}
+    assert seen == {*range(1, 9), 16, 24, 32, 40}
+    for rows, y in products.items():
+        torch.testing.assert_close(y, products[40][:rows], rtol=0.02, atol=0.05)
