@@ -78,7 +78,10 @@ class StepLoop:
                 self._tell(always=False)
                 if self._halting or (self._draining and (self.lost is not None or not self.scheduler.has_work)):
                     break
-                if self.advance() or self._use_idle_time():
+                if self.advance():
+                    continue
+                when_idle = None if self.scheduler.has_work else self.when_idle
+                if when_idle is not None and (self._news.wait(IDLE_S) or when_idle()):
                     continue
                 self._news.wait(POLL_S if self.scheduler.has_work else None)
             while self._in_flight:
@@ -93,12 +96,6 @@ class StepLoop:
                 self.scheduler.release(held)
             self._tell(always=False)
             self._executor.remove(self.scheduler.take_removed())
-
-    def _use_idle_time(self) -> bool:
-        """Have somebody do a part of what waits for a time without sequences; return whether to look again."""
-        if self.scheduler.has_work or self.when_idle is None:
-            return False
-        return self._news.wait(IDLE_S) or self.when_idle()
 
     def advance(self) -> bool:
         """Begin what steps can be, and finish the oldest; return whether there was one."""
