@@ -84,18 +84,18 @@ class WeightBuffer:
         self._fill(owner, pace)
 
     def _fill(self, owner: str, pace: RateLimiter | None) -> None:
-        """Map pages in all slots that need one, a few at a time: blocks of the backend's where they are shown so."""
-        size = self.pool.backend.block_pages
+        """Map pages in all slots that need one, a few at a time: huge pages where they are shown so."""
+        size = self.pool.backend.pages_per_huge_page
         for first, count in runs(sorted(self._slots - self._range.slots.keys())):
             slot, stop = first, first + count
             while slot < stop:
                 before = -slot % size  # pages before the next block
                 least = min(before or PAGES_AT_ONCE, PAGES_AT_ONCE, stop - slot)
-                made = self.pool.make_ready(least, blocks=not before)
+                made = self.pool.make_ready(least, huge_pages=not before)
                 if pace is not None:
                     pace.acquire(made * self.pool.page_bytes)
                 most = least if before else min(stop - slot, max(least, self.pool.cached_pages // size * size))
-                slot += self._map(slot, most, owner, blocks=not before)
+                slot += self._map(slot, most, owner, huge_pages=not before)
 
     @property
     def page_numbers(self) -> tuple[int, ...]:
@@ -237,9 +237,9 @@ class WeightBuffer:
             except ElasticError as error:
                 logger.warning("pages of %s could not be given back yet: %s", self.pool.name, str(error))
 
-    def _map(self, slot: int, count: int, owner: str, *, blocks: bool) -> int:
+    def _map(self, slot: int, count: int, owner: str, *, huge_pages: bool) -> int:
         with self.pool.mapping_lock:
-            pages = self.pool.allocate(owner, count, blocks=blocks)
+            pages = self.pool.allocate(owner, count, huge_pages=huge_pages)
             try:
                 self._range.map(slot, pages)
             except BaseException:

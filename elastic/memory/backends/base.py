@@ -20,7 +20,7 @@ class PageBackend(Protocol):
 
     device: torch.device
     page_bytes: int
-    block_pages: int
+    pages_per_huge_page: int
     """So many pages, from a multiple of it on, are a huge page of the system if they are created together, and shown as
     one where they are mapped together, a multiple of it behind the begin of a range. 1: pages lie in none."""
 

@@ -45,7 +45,7 @@ class CudaBackend:
     never released, as torch may use it without a retain of its own.
     """
 
-    block_pages = 1
+    pages_per_huge_page = 1
 
     def __init__(self, device: torch.device, page_bytes: int | None = None, *, shareable: bool = False) -> None:
         """`shareable`: pages can be exported to other processes of the host."""

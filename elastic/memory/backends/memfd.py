@@ -56,7 +56,7 @@ class MemfdBackend:
         self._pid = os.getpid()
         self._space = AddressSpace(self.page_bytes, quota)
         self._huge_bytes = huge_page_bytes(self.page_bytes)
-        self.block_pages = max(1, self._huge_bytes // self.page_bytes)
+        self.pages_per_huge_page = max(1, self._huge_bytes // self.page_bytes)
         self._page_tables = PageTableCache(self._file, self.page_bytes, self._huge_bytes)
 
     def reserve(self, nbytes: int, *, readable_gaps: bool = False) -> int:

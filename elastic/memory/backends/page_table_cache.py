@@ -37,9 +37,9 @@ class PageTableCache:
         self._address = 0
         self._usable = True
         self._filled = bytearray()
-        self._block_pages = huge_bytes // page_bytes  # 0: pages consist of whole huge pages, or there are none
+        self._pages_per_huge_page = huge_bytes // page_bytes  # 0: pages consist of whole huge pages, or there are none
         self._huge: set[int] = set()
-        """Blocks of so many pages that the system shows by one entry, wherever it does."""
+        """Huge pages, by number, that the system shows by one entry, wherever it does."""
         self._making = threading.Lock()  # pages are created by several threads
 
     def make_huge(self, first: int, count: int) -> None:
@@ -58,7 +58,7 @@ class PageTableCache:
                 if ctypes.get_errno() == errno.EINVAL:
                     self._huge_bytes = 0  # this system makes none
                 return  # it has no more now, and looks for some each time
-            if self._block_pages:
+            if self._pages_per_huge_page:
                 self._huge.add(offset // size)
 
     def fill(self, first: int, count: int) -> None:
@@ -73,7 +73,7 @@ class PageTableCache:
         if first + count <= self._pages:
             self._mark(first, count, False)
             self._split(first, count)
-            self._huge.difference_update(self._blocks(first, count))
+            self._huge.difference_update(self._huge_pages_of(first, count))
 
     def move_out(self, first: int, count: int, address: int) -> bool:
         """Show pages at an address; return whether the system did so."""
@@ -90,8 +90,8 @@ class PageTableCache:
         split = self._split(first, count, address)
         if self._move(first, count, address, inwards=True):
             self._mark(first, count, True)
-            for block in split:
-                self._mark(block * self._block_pages, self._block_pages, False)
+            for huge_page in split:
+                self._mark(huge_page * self._pages_per_huge_page, self._pages_per_huge_page, False)
 
     def close(self) -> None:
         """Give the mapping back. Can be called twice."""
@@ -113,26 +113,26 @@ class PageTableCache:
             else:
                 self._usable = False
 
-    def _blocks(self, first: int, count: int) -> range:
-        """Return the blocks that have some of these pages; none where pages lie in none."""
-        size = self._block_pages
+    def _huge_pages_of(self, first: int, count: int) -> range:
+        """Return the huge pages that have some of these pages; none where pages lie in none."""
+        size = self._pages_per_huge_page
         return range(first // size, (first + count - 1) // size + 1) if size else range(0)
 
     def _split(self, first: int, count: int, address: int | None = None) -> list[int]:
-        """Note which blocks the system shows no more, as it cannot move a part of an entry, nor one to such an address.
+        """Note which huge pages the system shows as such no more: it moves no part of an entry, nor one to any address.
 
         It forgets the entry then, and fills no page table instead.
         """
-        size, huge = self._block_pages, self._huge_bytes
+        size, huge = self._pages_per_huge_page, self._huge_bytes
         whole = address is None or (huge and (address - self._address - first * self._page_bytes) % huge == 0)
         split = [
-            block
-            for block in self._huge.intersection(self._blocks(first, count))
-            if not (whole and first <= block * size and (block + 1) * size <= first + count)
+            huge_page
+            for huge_page in self._huge.intersection(self._huge_pages_of(first, count))
+            if not (whole and first <= huge_page * size and (huge_page + 1) * size <= first + count)
         ]
-        for block in split:
-            self._huge.discard(block)
-            self._mark(block * size, size, False)
+        for huge_page in split:
+            self._huge.discard(huge_page)
+            self._mark(huge_page * size, size, False)
         return split
 
     def _move(self, first: int, count: int, address: int, *, inwards: bool) -> bool:

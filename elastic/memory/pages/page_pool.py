@@ -67,10 +67,10 @@ class PagePool:
         self._owned: Counter[str] = Counter()  # owner -> pages
         self._reserved: Counter[str] = Counter()
         self._charged: Counter[str] = Counter()  # owner -> pages that only count
-        self._cached = FreePages(backend.block_pages)
+        self._cached = FreePages(backend.pages_per_huge_page)
         self._reclaimable: set[int] = set()
         self._holders: list[ReclaimableHolder] = []  # of reclaimable pages, the longest at rest first
-        self._uncreated = FreePages(backend.block_pages, self.budget_pages)
+        self._uncreated = FreePages(backend.pages_per_huge_page, self.budget_pages)
         self._in_creation: set[int] = set()
         self._none_in_creation = threading.Condition(self._lock)
         self.ranges: weakref.WeakSet[MappedRange] = weakref.WeakSet()
@@ -106,11 +106,11 @@ class PagePool:
         size = self.page_bytes
         return CapacityError(message, requested_bytes=pages * size, free_bytes=free * size, total_bytes=total * size)
 
-    def allocate(self, owner: str, count: int, *, blocks: bool = False) -> list[int]:
+    def allocate(self, owner: str, count: int, *, huge_pages: bool = False) -> list[int]:
         """Give `owner` `count` created pages, all or none; cached ones first. Raises `CapacityError`.
 
-        `blocks`: whole blocks of the backend's (`block_pages`) before others, as many as are cached. Otherwise these
-        stay whole as long as other pages will do.
+        `huge_pages`: whole ones of the system before others, as many as are cached. Otherwise these stay whole as long
+        as other pages will do.
         """
         self._make_room(count)
         with self._lock:
@@ -118,7 +118,7 @@ class PagePool:
                 self._none_in_creation.wait_for(lambda: not self._in_creation)
             self._require_free(owner, count, self._unshown_pages)
             most = self._creatable_pages
-            cached = self._cached.take_whole(count) if blocks else []
+            cached = self._cached.take_whole(count) if huge_pages else []
             cached += self._cached.take(min(len(self._cached), count - len(cached)))
             lacking = count - len(cached)
             created = self._to_create(lacking, most)
@@ -249,14 +249,14 @@ class PagePool:
         except CapacityError:
             self.ready_pages = 0  # the device is full: creating ahead would only compete with those who need pages
 
-    def make_ready(self, count: int, *, blocks: bool = False) -> int:
+    def make_ready(self, count: int, *, huge_pages: bool = False) -> int:
         """Create pages until so many are cached, as far as the budget allows; return how many. No lock is held.
 
-        `blocks`: until so many are in whole blocks, as long as there are such to create.
+        `huge_pages`: until so many are in whole ones, as long as there are such to create.
         """
         with self._lock:
             lacking = count - len(self._cached)
-            if blocks:
+            if huge_pages:
                 lacking = max(lacking, min(count - self._cached.whole, self._uncreated.whole))
             room = min(lacking - len(self._in_creation), self._creatable_pages)
             if self._closed or room <= 0:
@@ -334,8 +334,8 @@ class PagePool:
         return self._unshown_pages - len(self._cached) - len(self._in_creation)
 
     def _to_create(self, count: int, most: int) -> list[int]:
-        """Take so many pages to create; or up to `most`, where these end a whole block that is created at once."""
-        size = self.backend.block_pages
+        """Take so many pages to create; or up to `most`, where these end a huge page that is created at once."""
+        size = self.backend.pages_per_huge_page
         spare = min(-count % size, most - count)
         whole = self._uncreated.take_whole(count + spare if 0 < spare <= self.ready_pages else count)
         return whole + self._uncreated.take(min(max(0, count - len(whole)), len(self._uncreated)))

@@ -50,7 +50,7 @@ def filled(pool: PagePool) -> tuple[WeightBuffer, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("loose", [0, 3, 11])
 def test_blocks_of_the_system_are_shown_where_they_are_one(loose: int) -> None:
     backend = MemfdBackend(PAGE)
-    backend.block_pages = 4
+    backend.pages_per_huge_page = 4
     pool = PagePool("cpu#test", backend, 40 * PAGE, ready_pages=0)
     kept = pool.allocate("kv", loose)
     block = WeightBuffer(pool, 18 * PAGE)

@@ -151,12 +151,12 @@ def test_pages_that_can_be_huge_pages_lie_where_the_system_shows_such_at_once() 
         backend.unreserve(address, pages * backend.page_bytes)  # and nothing around it
     backend.close()
     assert huge_page_bytes(12 << 10) == 0
-    assert MemfdBackend(12 << 10).block_pages == 1
+    assert MemfdBackend(12 << 10).pages_per_huge_page == 1
 
 
 def test_small_pages_that_are_created_together_are_shown_moved_and_destroyed_one_by_one() -> None:
     backend = MemfdBackend()
-    together, words = max(16, backend.block_pages), backend.page_bytes // 8
+    together, words = max(16, backend.pages_per_huge_page), backend.page_bytes // 8
     assert together in (16, (huge_page_bytes(backend.page_bytes) or mmap.PAGESIZE) // backend.page_bytes)
     address = backend.reserve(4 * together * backend.page_bytes)
     backend.create(range(3, 3 + 3 * together))  # two blocks are whole in it
@@ -188,7 +188,7 @@ def test_huge_pages_are_asked_for_where_whole_ones_lie_in_what_is_created(monkey
     monkeypatch.setattr("elastic.memory.backends.memfd.huge_page_bytes", lambda page_bytes: 2 << 20)
     monkeypatch.setattr(page_table_cache, "libc", Recorder())
     backend = MemfdBackend()
-    assert backend.block_pages == 32
+    assert backend.pages_per_huge_page == 32
     backend.create([*range(1, 32), *range(63, 130)])
     assert asked == [(2, 1), (3, 1)]
     backend.create([0])

@@ -30,9 +30,9 @@ FEW_ACTIONS = 3000
 STEPS = 100
 
 
-def new_pool(pages: int = BUDGET, block_pages: int = 1, ready_pages: int = 0) -> PagePool:
+def new_pool(pages: int = BUDGET, pages_per_huge_page: int = 1, ready_pages: int = 0) -> PagePool:
     backend = MemfdBackend(PAGE)
-    backend.block_pages = block_pages
+    backend.pages_per_huge_page = pages_per_huge_page
     return PagePool("cpu#test", FaultyBackend(backend), pages * PAGE, ready_pages=ready_pages)
 
 
@@ -64,9 +64,9 @@ class Ledger(RuleBasedStateMachine):
         self.held = 0
         self.shown: list[Shown] = []
 
-    @initialize(block_pages=st.sampled_from([1, 3, 8, 64]))
-    def begin(self, block_pages: int) -> None:
-        self.pool = new_pool(block_pages=block_pages)
+    @initialize(pages_per_huge_page=st.sampled_from([1, 3, 8, 64]))
+    def begin(self, pages_per_huge_page: int) -> None:
+        self.pool = new_pool(pages_per_huge_page=pages_per_huge_page)
 
     def try_(self, action: Any) -> bool:
         """Do it; a failure must leave everything as it was."""
@@ -107,10 +107,10 @@ class Ledger(RuleBasedStateMachine):
         while count < 4 and slot + count in free:
             count += 1
 
-        blocks = data.draw(st.booleans())
+        huge_pages = data.draw(st.booleans())
 
         def act() -> None:
-            pages = self.pool.allocate("kv", count, blocks=blocks)
+            pages = self.pool.allocate("kv", count, huge_pages=huge_pages)
             try:
                 range_.map(slot, pages)
             except CapacityError:
@@ -187,10 +187,10 @@ class Ledger(RuleBasedStateMachine):
     def trim(self, keep: int) -> None:
         self.try_(lambda: self.pool.trim(keep))
 
-    @rule(ready=st.integers(0, 12), blocks=st.booleans())
-    def make_ready(self, ready: int, blocks: bool) -> None:
+    @rule(ready=st.integers(0, 12), huge_pages=st.booleans())
+    def make_ready(self, ready: int, huge_pages: bool) -> None:
         self.pool.ready_pages = ready
-        self.try_(lambda: self.pool.make_ready(ready, blocks=blocks))
+        self.try_(lambda: self.pool.make_ready(ready, huge_pages=huge_pages))
         self.pool.ready_pages = 0
 
     @invariant()
@@ -256,18 +256,18 @@ def test_a_recount_finds_what_is_wrong() -> None:
 
 
 def test_blocks_stay_whole_as_long_as_other_pages_will_do() -> None:
-    pool = new_pool(23, block_pages=8, ready_pages=6)
-    layer = pool.allocate("layer:0", 10, blocks=True)
+    pool = new_pool(23, pages_per_huge_page=8, ready_pages=6)
+    layer = pool.allocate("layer:0", 10, huge_pages=True)
     assert (layer, pool.cached_pages) == ([*range(10)], 6)  # what was created of the second block besides
     pool.ready_pages = 0
     kv = pool.allocate("kv", 5)
     assert kv == [*range(10, 15)]
     pool.free(layer)
     assert pool.allocate("kv", 3) == [8, 9, 15]
-    assert pool.allocate("layer:1", 9, blocks=True) == [*range(8), 16]
-    assert pool.make_ready(9, blocks=True) == 6
+    assert pool.allocate("layer:1", 9, huge_pages=True) == [*range(8), 16]
+    assert pool.make_ready(9, huge_pages=True) == 6
     pool.free(kv)
-    assert pool.make_ready(9, blocks=True) == 0  # there is no block to create
+    assert pool.make_ready(9, huge_pages=True) == 0  # there is no block to create
     with pytest.raises(CapacityError):
         pool.allocate("kv", 12)
     assert pool.status().owners == {"kv": 3 * PAGE, "layer:1": 9 * PAGE}
