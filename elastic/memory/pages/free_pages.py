@@ -39,9 +39,6 @@ class FreePages:
     def add(self, pages: Iterable[int]) -> None:
         """Put pages in that are not in it."""
         new = list(pages)
-        if self._size == 1:
-            _put(self._huge_pages, new)
-            return
         touched = Counter(page // self._size for page in new)
         self._loose_of.update(touched)
         complete = {huge_page for huge_page in touched if self._loose_of[huge_page] == self._size}
@@ -55,10 +52,8 @@ class FreePages:
 
     def take(self, count: int) -> list[int]:
         """Take so many, of which there are as many: loose ones first."""
-        if self._size == 1:
-            return self.take_whole(count)
-        while count > len(self._loose):
-            self._break(self._huge_pages.pop())
+        lacking = max(0, -(-(count - len(self._loose)) // self._size))
+        self._break(slice(len(self._huge_pages) - lacking, None))
         return self._take_loose(slice(len(self._loose) - count, None))[::-1]
 
     def take_whole(self, count: int) -> list[int]:
@@ -74,17 +69,19 @@ class FreePages:
         huge_pages = self._huge_pages[:number]
         del self._huge_pages[:number]
         rest = count - len(huge_pages) * self._size
-        while rest > len(self._loose):
-            self._break(self._huge_pages.pop(0))
+        self._break(slice(max(0, -(-(rest - len(self._loose)) // self._size))))
         return self._pages(huge_pages) + self._take_loose(slice(rest))
 
     def _pages(self, huge_pages: Iterable[int]) -> list[int]:
         starts = (huge_page * self._size for huge_page in huge_pages)
         return [page for start in starts for page in range(start, start + self._size)]
 
-    def _break(self, huge_page: int) -> None:
-        self._loose_of[huge_page] = self._size
-        _put(self._loose, self._pages([huge_page]))
+    def _break(self, part: slice) -> None:
+        """Have the pages of some huge pages be loose."""
+        broken = self._huge_pages[part]
+        del self._huge_pages[part]
+        self._loose_of.update(dict.fromkeys(broken, self._size))
+        _put(self._loose, self._pages(broken))
 
     def _take_loose(self, part: slice) -> list[int]:
         pages = self._loose[part]
