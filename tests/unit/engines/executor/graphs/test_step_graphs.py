@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import elastic
-from elastic.engines.base import Request
+from elastic.engines.base import Output, Request
 from elastic.engines.continuous import ContinuousEngine, step_loop
 from elastic.engines.executor import paged_cache
 from elastic.engines.executor.graphs import step_graphs
@@ -203,10 +204,18 @@ def test_decode_steps_of_every_architecture_are_replayed(name: str, engines: Any
 def test_actions_end_graphs_and_steps_are_replayed_again_behind_them(engines: Any, replays: list[int]) -> None:
     model = exact(architectures.build("llama-gqa"))
     prompt = prompts([20], architectures.VOCAB)[0]
-    expected = Continuation(exact(architectures.build("llama-gqa")), prompt, 160)
+    expected = Continuation(exact(architectures.build("llama-gqa")), prompt, 120)
     engine = engines(model, wrap={"variants": [HALF]}, nbytes=8 << 20).engine
-    rt, heard, request = engine.runtime, Collector(), Request(prompt, 160, ignore_eos=True)
-    engine.submit(request, heard)
+    rt, heard, request = engine.runtime, Collector(), Request(prompt, 120, ignore_eos=True)
+    reached, go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def hold(output: Output) -> None:
+        heard(output)
+        if len(heard.tokens[request.id]) % 20 == 0:
+            reached.release()
+            assert go_on.acquire(timeout=120)
+
+    engine.submit(request, hold)
     actions: list[tuple[Callable[[], Any], bool]] = [
         (lambda: rt.swap([0, 2], "half"), True),
         (lambda: rt.restore(), True),
@@ -214,15 +223,15 @@ def test_actions_end_graphs_and_steps_are_replayed_again_behind_them(engines: An
         (lambda: rt.restore(), True),
         (lambda: rt.kv.resize(rt.kv.capacity_bytes), True),
     ]
-    tokens = 12
     for act, replayed in actions:
-        heard.wait_for_tokens(request.id, tokens)
+        assert reached.acquire(timeout=120)
         act()
-        done = len(heard.tokens[request.id])
         replays.clear()
-        heard.wait_for_tokens(request.id, done + 14)
+        go_on.release()
+        assert reached.acquire(timeout=120)
         assert bool(replays) is replayed
-        tokens = done + 16
+        reached.release()
+    go_on.release()
     heard.wait([request.id])
     assert heard.tokens[request.id] == expected
 
