@@ -89,7 +89,7 @@ class WeightBuffer:
         for first, count in runs(sorted(self._slots - self._range.slots.keys())):
             slot, stop = first, first + count
             while slot < stop:
-                before = -slot % size  # pages before the next block
+                before = -slot % size  # pages before the next huge one
                 least = min(before or PAGES_AT_ONCE, PAGES_AT_ONCE, stop - slot)
                 made = self.pool.make_ready(least, huge_pages=not before)
                 if pace is not None:
