@@ -8,7 +8,9 @@ precision, int8, int4 and 2:4; one alone, as a pipeline of two stages, and shari
 a variant are not shared). Prompts, answers and batches are such as no fingerprint was measured at. Targets:
 
 - `latency`: TTFT + (n - 1) TPOT of requests that are alone, TPOT of batches of 2 and 8: mean error at most 4.9 %, P90
-  at most 10 %. Beside it the paper's method L2, which knows one prompt, and neither context nor batch
+  at most 10 %. A machine's pace changes within minutes: fingerprints of a form are measured before its configurations
+  and once more behind them, and the estimate is the mean of both; `before` has the errors of the first alone. Beside it
+  the paper's method L2, which knows one prompt, and neither context nor batch
 - `memory`: bytes of the fullest rank: what it holds, and what its process has more in its largest batch. A rank that is
   alone is a fresh process, with keys and values of that batch, and its pages are those of its ledger. Of several, which
   are a fresh fleet for each configuration, they are those that the kernel has of their memory files and that are in
@@ -22,21 +24,20 @@ a variant are not shared). Prompts, answers and batches are such as no fingerpri
 
 from __future__ import annotations
 
-import math
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import KEEP, Kept, arguments, finish, table
+from common import KEEP, Kept, arguments, finish
 from estimate_fleets import Measured, measure
 from estimate_memory import MIXES, peak_bytes
+from estimate_report import Row, report
 from estimate_shapes import (
     CONTEXT,
     DEGREES,
@@ -63,7 +64,7 @@ from elastic.estimation.profile import (
     fingerprint_layers,
     measure_fingerprints,
 )
-from elastic.estimation.profiles.store import from_json, to_json
+from elastic.estimation.profiles.store import from_json, merged, to_json
 from elastic.planning.estimate.configuration import Configuration
 from elastic.planning.estimate.devices import CPU_PAGE_BYTES, Device, of_cpu
 from elastic.planning.estimate.paper import OUTPUTS, Latency, MemoryParts, extrapolated_latency
@@ -74,7 +75,6 @@ from elastic.planning.sharding.share import even_stages
 PROMPT = 64
 """Of the paper's requests."""
 GIB = 1 << 30
-Row = dict[str, Any]
 Taken = Mapping[tuple[str, int, int], Measured]
 """(Form, TP, PP) -> what was measured of it."""
 
@@ -87,9 +87,22 @@ class Shape:
     ) -> None:
         self.name, self.path, self.forms, self.most_s, self._kept = name, path, forms, most_s, kept
         self.layout: ModelLayout = layout_of(str(path), torch.float32)
-        sizes = {"context": CONTEXT, "step_tokens": STEP_TOKENS, "most_s": most_s}
-        profile = self.part("fingerprints", lambda: to_json(measure_fingerprints(path, forms, **sizes)))
-        self.profile = from_json(profile).with_links(links)
+        self._links = links
+        self.profiles: Sequence[CostProfile] = ()
+        """Of before what each form takes was measured, and of behind it."""
+
+    @property
+    def profile(self) -> CostProfile:
+        """What a user's estimate is made of."""
+        return self.profiles[0]
+
+    def fingerprints(self, form: str, when: str) -> CostProfile:
+        """Measure the fingerprints of a form."""
+        sizes = {"context": CONTEXT, "step_tokens": STEP_TOKENS, "most_s": self.most_s}
+        profile = self.part(
+            f"fingerprints, {form}, {when}", lambda: to_json(measure_fingerprints(self.path, [form], **sizes))
+        )
+        return from_json(profile).with_links(self._links)
 
     def part(self, name: str, take: Callable[[], Any]) -> Any:
         """Return a part of the figures, as JSON has them."""
@@ -97,48 +110,72 @@ class Shape:
 
     def measured(self, rounds: int) -> Taken:
         """Return what each form takes at each degree that can be had: layers in a variant are shared by no ranks."""
-        degrees = [(form, tp, pp) for tp, pp in DEGREES for form in (self.forms if tp == 1 else ["full"])]
-        measured = {}
-        for form, tp, pp in degrees:
-            take = partial(measure, self.path, self.layers, form, tp, pp, rounds)
-            fields = self.part(f"{form}, {tp}x{pp}", lambda take=take: asdict(take()))
-            measured[form, tp, pp] = Measured(**fields)
+        measured: dict[tuple[str, int, int], Measured] = {}
+        before: list[CostProfile] = []
+        behind: list[CostProfile] = []
+        for form in self.forms:
+            before.append(self.fingerprints(form, "before"))
+            for tp, pp in [degree for degree in DEGREES if form == "full" or degree[0] == 1]:
+                take = partial(measure, self.path, self.layers, form, tp, pp, rounds)
+                fields = self.part(f"{form}, {tp}x{pp}", lambda take=take: asdict(take()))
+                measured[form, tp, pp] = Measured(**fields)
+            behind.append(self.fingerprints(form, "behind"))
+        self.profiles = [reduce(merged, profiles) for profiles in (before, behind)]
         return measured
 
     @property
     def layers(self) -> int:
         return len(self.layout.decoder.layers)
 
-    def estimator(self, load: Load) -> Estimator:
+    def estimator(self, load: Load, profile: CostProfile | None = None) -> Estimator:
         devices = [Device(f"cpu#{i}", of_cpu(GIB, 1e11, 1e10, 1e9), GIB) for i in range(4)]
-        return Estimator(self.layout, devices, load, STEP_TOKENS, None, 1, self.profile, planned=True)
+        return Estimator(self.layout, devices, load, STEP_TOKENS, None, 1, profile or self.profile, planned=True)
 
-    def cost(self, form: str, tp: int, pp: int) -> InstanceCost:
-        estimator, stages = self.estimator(Load(90, 12)), even_stages(self.layers, pp)
-        kv = kv_shape_of(self.layout.config, 4)
-        found = estimator.instance_cost(Configuration(tp, pp, form), stages, kv)
-        assert found is not None
-        return found
+    def cost(self, form: str, tp: int, pp: int, profile: CostProfile) -> InstanceCost:
+        estimator, stages = self.estimator(Load(90, 12), profile), even_stages(self.layers, pp)
+        cost = estimator.instance_cost(Configuration(tp, pp, form), stages, kv_shape_of(self.layout.config, 4))
+        assert cost is not None
+        return cost
+
+    def estimates(self, form: str, tp: int, pp: int, profile: CostProfile) -> dict[str, float]:
+        """Return what is estimated of each point, and of those with one request TTFT and TPOT."""
+        cost, seconds = self.cost(form, tp, pp, profile), {}
+        for point in POINTS:
+            batch, prompt, new = point
+            load = Load(prompt, answer_tokens(point))
+            tpot_s = cost.round_s(load, batch)
+            if batch == 1:
+                seconds |= {f"TTFT {point}": cost.ttft_s(load), f"TPOT {point}": tpot_s}
+            seconds[f"{point}"] = cost.ttft_s(load) + (new - 1) * tpot_s if batch == 1 else tpot_s
+        return seconds
 
     def latency(self, measured: Taken) -> list[Row]:
         """Return the relative errors of each configuration, ours and the paper's."""
         rows, paper = [], {form: self.paper_latency(form) for form in self.forms}
         for (form, tp, pp), taken in measured.items():
-            cost = self.cost(form, tp, pp)
-            ours, papers = {}, {}
-            for point in POINTS:
-                name, (batch, prompt, new) = str(point), point
-                load = Load(prompt, answer_tokens(point))
-                guess = cost.round_s(load, batch)
-                theirs = paper[form].tpot_s
-                if batch == 1:
-                    guess = cost.ttft_s(load) + (new - 1) * guess
-                    theirs = paper[form](new)
-                ours[name], papers[name] = guess / taken.latency_s[name] - 1, theirs / taken.latency_s[name] - 1
-                if batch == 1:
-                    ours[f"TTFT {name}"] = cost.ttft_s(load) / taken.ttft_s[name] - 1
-                    ours[f"TPOT {name}"] = cost.round_s(load, 1) / taken.tpot_s[name] - 1
-            rows.append({"shape": self.name, "form": form, "tp": tp, "pp": pp, "ours": ours, "paper": papers})
+            seconds = taken.latency_s | {
+                f"{part} {name}": value
+                for part, values in (("TTFT", taken.ttft_s), ("TPOT", taken.tpot_s))
+                for name, value in values.items()
+            }
+            before, behind = [self.estimates(form, tp, pp, profile) for profile in self.profiles]
+            papers = {
+                str(point): (paper[form](point[2]) if point[0] == 1 else paper[form].tpot_s)
+                / taken.latency_s[str(point)]
+                - 1
+                for point in POINTS
+            }
+            rows.append(
+                {
+                    "shape": self.name,
+                    "form": form,
+                    "tp": tp,
+                    "pp": pp,
+                    "ours": {name: (before[name] + behind[name]) / 2 / seconds[name] - 1 for name in before},
+                    "before": {name: before[name] / seconds[name] - 1 for name in before},
+                    "paper": papers,
+                }
+            )
         return rows
 
     def paper_latency(self, form: str) -> Latency:
@@ -264,58 +301,6 @@ def part(kept: Kept, name: str, take: Callable[[], Any]) -> Any:
     taken = kept.take(name, take)
     print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
     return taken
-
-
-def summary(errors: Sequence[float]) -> dict[str, float]:
-    off = sorted(map(abs, errors))
-    return {"mean": statistics.mean(off), "p90": off[math.ceil(0.9 * len(off)) - 1], "most": off[-1]}
-
-
-def shown(errors: Sequence[float]) -> list[str]:
-    return [f"{value:.1%}" for value in summary(errors).values()]
-
-
-def report(latency: Sequence[Row], memory: Sequence[Row], costs: Sequence[Row], fits: Mapping[str, float]) -> Row:
-    """Print the tables, and return the sums of all."""
-    rows = [
-        [r["shape"], r["form"], f"{r['tp']}x{r['pp']}", *shown(_whole(r, "ours")), *shown(_whole(r, "paper"))]
-        for r in latency
-    ]
-    every = {who: [error for row in latency for error in _whole(row, who)] for who in ("ours", "paper")}
-    rows.append(["all", "", "", *shown(every["ours"]), *shown(every["paper"])])
-    table(["shape", "weights", "TPxPP", "ours: mean", "P90", "most", "paper: mean", "P90", "most"], rows)
-    off = memory_errors(memory)
-    table(["memory", "mean", "P90", "most"], [[name, *shown(errors)] for name, errors in off.items()])
-    table(
-        ["shape", "core s", "all / ours", "whole / ours"],
-        [[r["shape"], *(f"{r[key]:.1f}" for key in ("ours_core_s", "over_all", "over_whole"))] for r in costs],
-    )
-    table(["kind, weights", "R2"], [[name, f"{value:.4f}"] for name, value in fits.items()])
-    found = [(key, error, row) for row in latency for key, error in row["ours"].items()]
-    parts = {part: summary([error for key, error, _ in found if key.startswith(part)]) for part in ("TTFT", "TPOT")}
-    worst = max(found, key=lambda each: abs(each[1]))
-    return {
-        "latency": {who: summary(errors) for who, errors in every.items()} | parts,
-        "memory": {name: summary(errors) for name, errors in off.items()},
-        "worst": {"at": worst[0], "error": worst[1], **{key: worst[2][key] for key in ("shape", "form", "tp", "pp")}},
-    }
-
-
-def memory_errors(rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Return the relative errors of bytes: of ranks that are alone, of several, of what batches take at these, which is
-    little beside weights, and the paper's of several."""
-    several = [row for row in rows if row["tp"] * row["pp"] > 1]
-    return {
-        "ours, one rank": [row["ours"] / row["measured"] - 1 for row in rows if row["tp"] * row["pp"] == 1],
-        "ours, several ranks": [row["ours"] / row["measured"] - 1 for row in several],
-        "ours, their batches": [row["batch"] / max(1, row["measured_batch"]) - 1 for row in several],
-        "paper, several ranks": [row["paper"] / row["measured"] - 1 for row in several if row["paper"] is not None],
-    }
-
-
-def _whole(row: Row, who: str) -> list[float]:
-    """Return the errors of latencies, and of TPOT of batches; those of the parts of a latency are in these."""
-    return [error for key, error in row[who].items() if key.startswith("(")]
 
 
 def main() -> None:

@@ -20,12 +20,14 @@ NO_LINK = LinearLatency(0.0, 0.0)
 
 @dataclass(frozen=True)
 class Handovers:
-    """Seconds of a rank's processor that the engine takes around links, besides computing and what a link takes."""
+    """Seconds of a rank's processor that the engine takes, besides computing and what a link takes."""
 
     stage_s: float = 0.0
     """For each batch of a stage, of several: to take it, and to hand it on."""
     exchange_s: float = 0.0
     """For each exchange of ranks that share a layer."""
+    step_s: float = 0.0
+    """For each batch of an instance: to choose it, and to send its tokens to the fleet."""
 
 
 NO_HANDOVERS = Handovers()
@@ -92,6 +94,7 @@ class InstanceCost:
         each_s = self.all_reduce(nbytes) + self.handovers.exchange_s
         around = self.sums[stage] * each_s if self.sums else 0.0
         around += self.handovers.stage_s if len(self.stages) > 1 else 0.0
+        around += self.handovers.step_s if stage == len(self.stages) - 1 else 0.0
         parts = self.together[stage] if together and self.together else self.stages[stage]
         return math.fsum(count * cost.batch(chunks) for cost, count in parts) + around
 

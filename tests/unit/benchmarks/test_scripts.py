@@ -18,6 +18,7 @@ WITHOUT_OPTIONS = {
     "common",
     "estimate_fleets",
     "estimate_memory",
+    "estimate_report",
     "estimate_shapes",
     "evaluation_quality",
     "evaluation_report",

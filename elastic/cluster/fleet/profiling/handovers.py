@@ -1,9 +1,10 @@
-"""What the engine takes of a stage for each batch, and of a rank for each exchange, besides computing and the link.
+"""What the engine takes for each batch, of a stage and of a rank for each exchange, besides computing and the link.
 
 Two ranks serve a model whole, in two stages, and sharing its layers: the seconds from token to token differ by what is
-around the links. Nearly all of its weights are attention's, which ranks read whole, however layers are cut, and no
-cache holds them: whoever sends or has waited finds its code and what it touches in memory, as beside a model that is
-served. What two ranks that read the same memory take longer for it is known, and left out.
+around the links, and those of the whole model from what its batches take by themselves. Nearly all of its weights are
+attention's, which ranks read whole, however layers are cut, and no cache holds them: whoever sends or has waited finds
+its code and what it touches in memory, as beside a model that is served. What two ranks that read the same memory take
+longer for it is known, and left out.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.results import Exchanged
 from elastic.engines.base import Output, Request
-from elastic.engines.continuous.chunk_profile import Pace
+from elastic.engines.continuous.chunk_profile import Mix, Pace, profile_chunks
 from elastic.errors import StateError
 from elastic.estimation.estimate import EXCHANGES
-from elastic.estimation.profile import cached_bytes, reading_rate
+from elastic.estimation.profile import cached_bytes, engine_for, reading_rate
+from elastic.planning.estimate.configuration import FULL
 from elastic.planning.estimate.performance import Handovers
 from elastic.planning.measured_cost import LinearLatency
 
@@ -35,6 +37,7 @@ LAYERS, TOKENS = 8, 16
 """Of the model, and of each answer."""
 MOST_BYTES = 256 << 20
 """About so many of its weights, however large caches are."""
+PROMPT = (1, 2, 3, 4)
 HANDOVER_ROUNDS = 3
 ANSWER_S = 60.0
 """How long an answer may take."""
@@ -72,34 +75,51 @@ def measure_handovers(
     hidden = hidden_size()
     with tempfile.TemporaryDirectory() as folder:
         _save_model(folder, hidden)
+        computed_s = [_computed_s(folder, cores[0], pace)]
         with Fleet(folder, ranks=places, cores=[(core,) for core in cores], shards=2, replace=False) as fleet:
             for number in range(rounds + 1):  # what is made once is made in the first round
                 for how, taken in gaps.items():
                     with _grouped(fleet, how):
                         seconds = _gaps(fleet, pace)
                     taken += seconds if number else ()
+        computed_s.append(_computed_s(folder, cores[0], pace))  # behind the ranks, too: the machine's pace changes
     medians = {how: statistics.median(taken) for how, taken in gaps.items()}
-    return fitted(medians, link(4 * hidden), contention * _reading_s(_weight_bytes(hidden), pace))
+    with _on_core(cores[0]):
+        reading_s = _weight_bytes(hidden) / reading_rate(_weight_bytes(hidden), torch.device("cpu"), pace)
+    return fitted(medians, link(4 * hidden), contention * reading_s, statistics.mean(computed_s))
 
 
-def fitted(gaps: Mapping[str, float], link_s: float, slower_s: float = 0.0) -> Handovers:
+def fitted(gaps: Mapping[str, float], link_s: float, slower_s: float, computed_s: float) -> Handovers:
     """Return what the seconds from token to token say, of ranks that are as `TOGETHER` has them. None is below 0.
 
-    `link_s`: of the hidden state of a token; `slower_s`: that ranks take longer to read weights at the same time.
+    `link_s`: of the hidden state of a token; `slower_s`: that ranks take longer to read weights at the same time;
+    `computed_s`: what a rank takes to compute a token by itself.
     """
     staged = (gaps["staged"] - gaps["whole"]) / 2 - link_s
     shared = (gaps["shared"] - gaps["whole"] - slower_s) / (EXCHANGES * LAYERS) - link_s
-    return Handovers(max(0.0, staged), max(0.0, shared))
+    return Handovers(max(0.0, staged), max(0.0, shared), max(0.0, gaps["whole"] - computed_s))
 
 
-def _reading_s(nbytes: int, pace: Pace | None) -> float:
-    """Return the seconds in which a rank, which has one thread, reads so many bytes of weights."""
-    threads = torch.get_num_threads()
+def _computed_s(folder: str, core: int, pace: Pace | None) -> float:
+    """Return the seconds of a decode step of the model, as those of fingerprints are measured."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    step: Mix = ((len(PROMPT) + TOKENS // 2, 1),)
+    with _on_core(core), engine_for(model, FULL, torch.device("cpu"), 2 * TOKENS, TOKENS) as engine:
+        (timing,) = profile_chunks(engine, [step], TOKENS, pace=pace).whole
+    return timing.seconds
+
+
+@contextmanager
+def _on_core(core: int) -> Iterator[None]:
+    """Have this thread, and what it computes, keep to one core meanwhile, as a rank does."""
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     try:
-        return nbytes / reading_rate(nbytes, torch.device("cpu"), pace)
+        yield
     finally:
         torch.set_num_threads(threads)
+        os.sched_setaffinity(0, cores)
 
 
 def _weight_bytes(hidden: int) -> int:
@@ -146,7 +166,7 @@ def _gaps(fleet: Fleet, pace: Pace | None) -> Sequence[float]:
         if output.finish:
             ended.set()
 
-    fleet.submit(Request((1, 2, 3, 4), TOKENS, ignore_eos=True), listener)
+    fleet.submit(Request(PROMPT, TOKENS, ignore_eos=True), listener)
     if not ended.wait(ANSWER_S):
         raise StateError(f"two ranks gave no answer within {ANSWER_S:.0f} s; measure again")
     if pace is not None:

@@ -10,8 +10,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from common import Kept
-from estimate import memory_errors, part, summary
+from estimate import part
 from estimate_fleets import done, held_bytes, memory_file_bytes, ranks, serve
+from estimate_report import memory_errors, summary
 from estimate_shapes import at_rest, config, save
 
 import elastic

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import closing
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -37,17 +38,16 @@ def instance(stages: int, sums: int, known: Handovers) -> InstanceCost:
 
 
 def test_what_is_known_of_engines_is_fitted_again_from_their_passes() -> None:
-    known = Handovers(7e-4, 3e-4)
+    known = Handovers(7e-4, 3e-4, 4e-4)
     cut = {"whole": (1, 0), "staged": (2, 0), "shared": (1, 2 * LAYERS)}
     gaps = {how: instance(*counts, known).pass_s(TOKEN) for how, counts in cut.items()}
     gaps["shared"] += 2e-3
-    told = fitted(gaps, LINK(4 * HIDDEN), 2e-3)
-    assert told.stage_s == pytest.approx(known.stage_s)
-    assert told.exchange_s == pytest.approx(known.exchange_s)
+    told = fitted(gaps, LINK(4 * HIDDEN), 2e-3, instance(1, 0, Handovers()).pass_s(TOKEN))
+    assert asdict(told) == pytest.approx(asdict(known))
 
 
 def test_none_is_below_zero() -> None:
-    assert fitted(dict.fromkeys(handovers.TOGETHER, 5e-3), LINK(4 * HIDDEN)) == Handovers(0.0, 0.0)
+    assert fitted(dict.fromkeys(handovers.TOGETHER, 5e-3), LINK(4 * HIDDEN), 0.0, 6e-3) == Handovers()
 
 
 @pytest.mark.parametrize(("cached", "hidden"), [(0, 128), (8 << 20, 384), (32 << 20, 768), (1 << 30, 1536)])
@@ -59,11 +59,13 @@ def test_no_cache_holds_what_is_read_and_what_is_read_has_a_bound(
     assert place_bytes() > min(2 * cached, handovers.MOST_BYTES)
 
 
-def test_stages_are_busy_with_them_and_a_rank_by_itself_has_none() -> None:
+def test_stages_are_busy_with_them_and_a_rank_by_itself_has_those_of_a_step() -> None:
     plain, with_them = (instance(2, 0, each) for each in (Handovers(), Handovers(1e-3, 1e-3)))
     assert with_them.stage_s(0, TOKEN) == pytest.approx(plain.stage_s(0, TOKEN) + 1e-3)
     assert with_them.pass_s(TOKEN) == pytest.approx(plain.pass_s(TOKEN) + 2e-3)
-    assert instance(1, 0, Handovers(1e-3, 1e-3)).pass_s(TOKEN) == instance(1, 0, Handovers()).pass_s(TOKEN)
+    alone, stages = instance(1, 0, Handovers(1e-3, 1e-3, 1e-4)), instance(2, 0, Handovers(step_s=1e-4))
+    assert alone.pass_s(TOKEN) == pytest.approx(instance(1, 0, Handovers()).pass_s(TOKEN) + 1e-4)
+    assert stages.pass_s(TOKEN) == pytest.approx(plain.pass_s(TOKEN) + 1e-4)  # once, not for each stage
 
 
 def test_one_core_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +85,9 @@ def test_real_ranks_are_whole_in_stages_and_share_layers_and_rest_behind_each_an
     told = measure_handovers(LINK, 0.1, 1, rests.append)
     assert told.stage_s >= 0
     assert told.exchange_s >= 0
-    assert len(rests) == 2 * len(handovers.TOGETHER) + ROUNDS + 1  # and behind each reading of weights
+    assert told.step_s >= 0
+    computed = 2 * handovers.TOKENS  # before and behind the ranks
+    assert len(rests) == 2 * len(handovers.TOGETHER) + computed + ROUNDS + 1  # and behind each reading of weights
 
 
 @pytest.mark.slow
