@@ -57,6 +57,8 @@ class ReleaseHandler(ActionHandler):
                 version = unit.version()
                 prepared.moved_bytes += unit.keep()
                 prepared.switches.append(SlotSwitch(unit, unit.full, absent_contents(unit), version))
+            for place, leaving in by_place(units).items():
+                self._weights.streamers[place].make_ready(self._weights.streamed(place) + len(leaving))
         except BaseException:
             self._await(units, -1)
             refit_stages(self._weights, units, self._broker)
@@ -84,6 +86,7 @@ class ReleaseHandler(ActionHandler):
             switches = [switch for switch in prepared.switches if switch.unit in units]
             freed = [retire(switch.unit, switch.precision_before, self._broker) for switch in switches]
             pages = sum(freed) + resize_stages(self._weights, place)
+            self._weights.streamers[place].fill()
             self._broker.give_to_cache(place, pages)
             pool = units[0].pool
             released += (pages - prepared.stage_pages.get(place, 0)) * pool.page_bytes

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 OWNER = "staging"
 MOST_STAGES = 2
 """Buffers of a place: one for the layer that computes, one for the next."""
+NOT_AHEAD = "pages for absent layers of %s were not made ahead: %s"
+"""Logged: it is raised again for whoever calls such a layer, if it lasts."""
 
 
 class PrefetchBuffer:
@@ -50,7 +52,7 @@ class WeightStreamer:
     """The prefetch buffers of one place. Thread-safe.
 
     `layers` are the model's, as they are now. A buffer is counted in the ledger as `staging` from the start; its pages
-    are created at its first use.
+    are created for a release, or at its first use.
     """
 
     def __init__(self, pool: PagePool, copier: CopyEngine, stage_bytes: int, layers: Sequence[WeightUnit]) -> None:
@@ -146,6 +148,26 @@ class WeightStreamer:
                 self._close(buffer)
             self._changed.notify_all()
             return (before - len(self._stages)) * self.stage_pages
+
+    def make_ready(self, layers: int) -> None:
+        """Create the pages of the buffers that so many absent layers need, as far as others leave room for them now."""
+        with self._changed:
+            lacking = min(MOST_STAGES, layers) - sum(buffer.block is not None for buffer in self._stages)
+        try:
+            self.pool.make_ready(max(0, lacking) * self.stage_pages, huge_pages=True)
+        except CapacityError as error:
+            logger.info(NOT_AHEAD, self.pool.name, str(error))
+
+    def fill(self) -> None:
+        """Have all buffers have their pages, so that no forward pass waits for them: those made ready, if nobody took
+        them. A buffer that finds none has them at its first use."""
+        with self._changed:
+            try:
+                for buffer in self._stages:
+                    if buffer.block is None:
+                        buffer.block = self._new_block(buffer)
+            except CapacityError as error:
+                logger.info(NOT_AHEAD, self.pool.name, str(error))
 
     def forget(self, layer: WeightUnit) -> None:
         """Have no buffer hold this layer, once the forwards that read it are over."""

@@ -189,9 +189,33 @@ def test_a_stage_without_memory_is_an_error_in_words_and_the_model_goes_on(wrapp
     wrapped(model)
     pool = places._open["cpu"][0]
     pool.backend = FaultyBackend(pool.backend)
-    model.elastic.release([0, 1])
+    pool.backend.fail("map")
+    model.elastic.release([0, 1])  # ahead of the forward pass, which tries again
+    assert pool.backend.failures == 1
     pool.backend.fail("map")
     with pytest.raises(CapacityError, match="injected"):
         model(**prompt(), use_cache=False)
     model.elastic.check()
     assert torch.equal(model(**prompt(), use_cache=False).logits, expected)
+
+
+def test_stages_have_their_pages_before_a_forward_pass_needs_them(released: tuple[Any, Any]) -> None:
+    model, streamer = released
+    blocks, created = [stage.block for stage in streamer._stages], streamer.pool.backend.created
+    assert all(block.unmapped_pages == 0 for block in blocks)
+    model(**prompt(), use_cache=False)
+    assert [stage.block for stage in streamer._stages] == blocks
+    assert streamer.pool.backend.created == created
+
+
+def test_pages_that_cannot_be_made_ahead_fail_no_release(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrapped(build("llama-gqa"))
+    (streamer,) = model.elastic._weights.streamers.values()
+
+    def full(*_: Any, **__: Any) -> int:
+        raise CapacityError("the device is full", requested_bytes=1, free_bytes=0, total_bytes=1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streamer.pool, "make_ready", full)
+        model.elastic.release([0, 1])
+    assert torch.equal(model(**prompt()).logits, build("llama-gqa")(**prompt()).logits)
