@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _DIGEST_WORDS = 128
 _GROUP_BYTES = 8 * _DIGEST_WORDS
+_SMALL_BYTES = 4 << 20
+"""Fewer bytes in host memory are summed by numpy, at the same rate: torch gives the interpreter's lock up for each of a
+dozen operators, and a forward pass on another thread waits for it each time that they take it back."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def digest(tensor: torch.Tensor) -> int:
@@ -28,7 +36,12 @@ class RunningDigest:
 
     def update(self, tensor: torch.Tensor) -> None:
         """Add the bytes of a tensor, any shape and dtype, on the device of those before."""
+        if self._rest is None and _is_small(tensor):
+            self._add_small(_array(tensor))
+            return
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        if flat.storage_offset() % 8:  # where no word begins
+            flat = flat.clone()
         self._count += flat.numel()
         if self._rest is not None:
             flat = torch.cat((self._rest, flat))
@@ -38,6 +51,16 @@ class RunningDigest:
         self._groups += whole // _GROUP_BYTES
         rest = flat.numel() - whole
         self._rest = flat[whole:].clone() if rest else None  # the tensor may be written, and its memory given back
+
+    def _add_small(self, flat: npt.NDArray[np.uint8]) -> None:
+        self._count += flat.size
+        whole = flat.size // _GROUP_BYTES * _GROUP_BYTES
+        sums = flat[:whole].view(np.int64).reshape(-1, _DIGEST_WORDS).sum(axis=1)
+        weights = np.arange(2 * self._groups + 1, 2 * (self._groups + sums.size) + 1, 2, dtype=np.int64)
+        self._weighted += int((sums * weights).sum())
+        self._groups += sums.size
+        if flat.size > whole:
+            self._rest = torch.from_numpy(flat[whole:].copy())
 
     @property
     def value(self) -> int:
@@ -51,3 +74,17 @@ def _weighted(words: torch.Tensor, before: int) -> int:
     """Weight words, [words] of 64 bits, by their position behind so many others, and add them up."""
     weights = torch.arange(2 * before + 1, 2 * (before + words.numel()) + 1, 2, device=words.device)
     return int((words * weights).sum())
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in _PLAIN
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and 0 < tensor.nbytes < _SMALL_BYTES
+    )
+
+
+def _array(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Return the bytes of a contiguous tensor in host memory, without an operator of torch's."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr()))

@@ -14,13 +14,14 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundThread:
-    """Calls what is submitted to it, one by one.
+    """Calls what is submitted to it, one by one; a task that waits already is not called twice.
 
     `submit` is safe inside a finalizer (SimpleQueue is reentrant); `start` is not, so whoever opens a place calls it.
     """
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._waiting: set[Callable[[], object]] = set()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -32,8 +33,10 @@ class BackgroundThread:
                 self._thread.start()
 
     def submit(self, task: Callable[[], object]) -> None:
-        """Have `task` called soon."""
-        self._tasks.put(task)
+        """Have `task` called soon: each time that the thread wakes, a forward pass waits for the interpreter."""
+        if task not in self._waiting:
+            self._waiting.add(task)
+            self._tasks.put(task)
 
     def finish(self, timeout_s: float = 10) -> None:
         """Do what was submitted, then stop: a thread that is in torch when the interpreter ends would abort it."""
@@ -47,6 +50,7 @@ class BackgroundThread:
             task = self._tasks.get()
             if task is None:
                 return
+            self._waiting.discard(task)  # before the call: what is submitted from now on may be news to it
             try:
                 task()
             except Exception:  # the thread must outlive any task; the fault is logged with its traceback

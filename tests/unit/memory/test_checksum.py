@@ -1,0 +1,70 @@
+"""Checksums are of bytes: whatever their number, wherever they lie, and in however many runs they come."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.memory import checksum
+from elastic.memory.checksum import RunningDigest, digest
+
+
+def by_definition(data: bytes) -> int:
+    """Groups of 128 words are summed, and the sums weighted by 1, 3, 5, ...; bytes behind the last group alike."""
+    whole = len(data) // 1024 * 1024
+    words = [int.from_bytes(data[at : at + 8], "little", signed=True) for at in range(0, whole, 8)]
+    sums = [sum(words[at : at + 128]) for at in range(0, len(words), 128)]
+
+    def weighted(numbers: list[int]) -> int:
+        return sum((2 * number + 1) * value for number, value in enumerate(numbers))
+
+    value = (weighted(sums) * 31 + weighted(list(data[whole:])) + 17 * len(data)) % (1 << 64)
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def bytes_of(seed: int, count: int) -> torch.Tensor:
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("small_bytes", [checksum._SMALL_BYTES, 0])
+@given(count=st.integers(0, 5000), offset=st.integers(0, 9), cuts=st.lists(st.integers(0, 5000), max_size=3))
+def test_it_is_that_of_the_bytes(small_bytes: int, count: int, offset: int, cuts: list[int]) -> None:
+    """By numpy, and by torch alone, as larger tensors have it."""
+    tensor = bytes_of(count, offset + count)[offset:]
+    expected = by_definition(bytes(tensor.tolist()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checksum, "_SMALL_BYTES", small_bytes)
+        assert digest(tensor) == expected
+        running, at = RunningDigest(), sorted(min(cut, count) for cut in cuts)
+        for start, stop in zip([0, *at], [*at, count], strict=True):
+            running.update(tensor[start:stop])
+        assert running.value == expected
+
+
+def test_what_is_stored_in_another_order_has_that_of_its_elements() -> None:
+    matrix = torch.arange(600.0).view(20, 30)
+    stored = matrix.t().contiguous().t()
+    assert stored.stride() != matrix.stride()
+    assert digest(stored) == digest(matrix)
+    assert digest(matrix.t()) != digest(matrix)
+
+
+def test_a_small_tensor_that_is_no_plain_one_is_asked_for_its_bytes() -> None:
+    class Doubled(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            args = [each.as_subclass(torch.Tensor) * 2 if isinstance(each, cls) else each for each in args]
+            return func(*args, **(kwargs or {}))
+
+    plain = torch.arange(300.0)
+    assert digest(plain.as_subclass(Doubled)) == digest(plain * 2)
+
+
+def test_words_that_overflow_are_told_apart() -> None:
+    largest = torch.full((256,), torch.iinfo(torch.int64).max)
+    changed = largest.clone()
+    changed[200] -= 1
+    assert digest(largest) == by_definition(bytes(largest.view(torch.uint8).tolist()))
+    assert digest(largest) != digest(changed)
