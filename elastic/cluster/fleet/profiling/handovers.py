@@ -1,7 +1,7 @@
 """What the engine takes for each batch, of a stage and of a rank for each exchange, besides computing and the link.
 
 Two ranks serve a model whole, in two stages, and sharing its layers: the seconds from token to token differ by what is
-around the links, and those of the whole model from what its batches take by themselves. Nearly all of its weights are
+around the links, and those of the whole model from the time that its rank computes. Nearly all of its weights are
 attention's, which ranks read whole, however layers are cut, and no cache holds them: whoever sends or has waited finds
 its code and what it touches in memory, as beside a model that is served. What two ranks that read the same memory take
 longer for it is known, and left out.
@@ -14,8 +14,9 @@ import os
 import statistics
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,11 +26,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.results import Exchanged
 from elastic.engines.base import Output, Request
-from elastic.engines.continuous.chunk_profile import Mix, Pace, profile_chunks
+from elastic.engines.continuous.chunk_profile import Pace
 from elastic.errors import StateError
 from elastic.estimation.estimate import EXCHANGES
-from elastic.estimation.profile import cached_bytes, engine_for, reading_rate
-from elastic.planning.estimate.configuration import FULL
+from elastic.estimation.profile import cached_bytes, reading_rate
 from elastic.planning.estimate.performance import Handovers
 from elastic.planning.measured_cost import LinearLatency
 
@@ -37,7 +37,6 @@ LAYERS, TOKENS = 8, 16
 """Of the model, and of each answer."""
 MOST_BYTES = 256 << 20
 """About so many of its weights, however large caches are."""
-PROMPT = (1, 2, 3, 4)
 HANDOVER_ROUNDS = 3
 ANSWER_S = 60.0
 """How long an answer may take."""
@@ -70,43 +69,33 @@ def measure_handovers(
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         raise StateError("this process may run on one core alone: there is no other rank to measure beside")
-    gaps: dict[str, list[float]] = {how: [] for how in TOGETHER}
+    answers: dict[str, list[_Answer]] = {how: [] for how in TOGETHER}
     places = [[f"cpu#handover{number}={place_bytes()}"] for number in range(2)]
     hidden = hidden_size()
     with tempfile.TemporaryDirectory() as folder:
         _save_model(folder, hidden)
-        computed_s = [_computed_s(folder, cores[0], pace)]
         with Fleet(folder, ranks=places, cores=[(core,) for core in cores], shards=2, replace=False) as fleet:
             for number in range(rounds + 1):  # what is made once is made in the first round
-                for how, taken in gaps.items():
+                for how, taken in answers.items():
                     with _grouped(fleet, how):
-                        seconds = _gaps(fleet, pace)
-                    taken += seconds if number else ()
-        computed_s.append(_computed_s(folder, cores[0], pace))  # behind the ranks, too: the machine's pace changes
-    medians = {how: statistics.median(taken) for how, taken in gaps.items()}
+                        answer = _answer(fleet, pace)
+                    taken += [answer] if number else []
+    gaps = {how: statistics.median(gap for answer in taken for gap in answer.gaps_s) for how, taken in answers.items()}
+    step_s = statistics.median(statistics.mean(answer.gaps_s) - answer.busy_s / TOKENS for answer in answers["whole"])
     with _on_core(cores[0]):
         reading_s = _weight_bytes(hidden) / reading_rate(_weight_bytes(hidden), torch.device("cpu"), pace)
-    return fitted(medians, link(4 * hidden), contention * reading_s, statistics.mean(computed_s))
+    return fitted(gaps, link(4 * hidden), contention * reading_s, step_s)
 
 
-def fitted(gaps: Mapping[str, float], link_s: float, slower_s: float, computed_s: float) -> Handovers:
+def fitted(gaps: Mapping[str, float], link_s: float, slower_s: float = 0.0, step_s: float = 0.0) -> Handovers:
     """Return what the seconds from token to token say, of ranks that are as `TOGETHER` has them. None is below 0.
 
     `link_s`: of the hidden state of a token; `slower_s`: that ranks take longer to read weights at the same time;
-    `computed_s`: what a rank takes to compute a token by itself.
+    `step_s`: of a step of one rank, what it does not compute.
     """
     staged = (gaps["staged"] - gaps["whole"]) / 2 - link_s
     shared = (gaps["shared"] - gaps["whole"] - slower_s) / (EXCHANGES * LAYERS) - link_s
-    return Handovers(max(0.0, staged), max(0.0, shared), max(0.0, gaps["whole"] - computed_s))
-
-
-def _computed_s(folder: str, core: int, pace: Pace | None) -> float:
-    """Return the seconds of a decode step of the model, as those of fingerprints are measured."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
-    step: Mix = ((len(PROMPT) + TOKENS // 2, 1),)
-    with _on_core(core), engine_for(model, FULL, torch.device("cpu"), 2 * TOKENS, TOKENS) as engine:
-        (timing,) = profile_chunks(engine, [step], TOKENS, pace=pace).whole
-    return timing.seconds
+    return Handovers(max(0.0, staged), max(0.0, shared), max(0.0, step_s))
 
 
 @contextmanager
@@ -156,8 +145,18 @@ def _require(done: Exchanged) -> None:
         raise StateError(f"layers did not change their rank ({done.status}): {done.why}; measure again")
 
 
-def _gaps(fleet: Fleet, pace: Pace | None) -> Sequence[float]:
-    """Return the seconds from token to token of one answer."""
+@dataclass(frozen=True)
+class _Answer:
+    """What one answer took."""
+
+    gaps_s: tuple[float, ...]
+    """From token to token."""
+    busy_s: float
+    """For how long one rank computed all of its tokens; of several, the one that computed for longer."""
+
+
+def _answer(fleet: Fleet, pace: Pace | None) -> _Answer:
+    """Have a prompt of one token answered, so that all steps are alike."""
     at_s: list[float] = []
     ended = threading.Event()
 
@@ -166,9 +165,16 @@ def _gaps(fleet: Fleet, pace: Pace | None) -> Sequence[float]:
         if output.finish:
             ended.set()
 
-    fleet.submit(Request(PROMPT, TOKENS, ignore_eos=True), listener)
+    before_s = _busy_s(fleet)
+    fleet.submit(Request((1,), TOKENS, ignore_eos=True), listener)
     if not ended.wait(ANSWER_S):
         raise StateError(f"two ranks gave no answer within {ANSWER_S:.0f} s; measure again")
+    busy_s = max(after - before for before, after in zip(before_s, _busy_s(fleet), strict=True))
     if pace is not None:
         pace(at_s[-1] - at_s[0])
-    return [after - before for before, after in pairwise(at_s)]
+    return _Answer(tuple(after - before for before, after in pairwise(at_s)), busy_s)
+
+
+def _busy_s(fleet: Fleet) -> list[float]:
+    """Return for how long each rank has computed so far."""
+    return [fleet.look(instance.name).times.busy_s for instance in fleet.status().instances]

@@ -42,12 +42,12 @@ def test_what_is_known_of_engines_is_fitted_again_from_their_passes() -> None:
     cut = {"whole": (1, 0), "staged": (2, 0), "shared": (1, 2 * LAYERS)}
     gaps = {how: instance(*counts, known).pass_s(TOKEN) for how, counts in cut.items()}
     gaps["shared"] += 2e-3
-    told = fitted(gaps, LINK(4 * HIDDEN), 2e-3, instance(1, 0, Handovers()).pass_s(TOKEN))
+    told = fitted(gaps, LINK(4 * HIDDEN), 2e-3, known.step_s)
     assert asdict(told) == pytest.approx(asdict(known))
 
 
 def test_none_is_below_zero() -> None:
-    assert fitted(dict.fromkeys(handovers.TOGETHER, 5e-3), LINK(4 * HIDDEN), 0.0, 6e-3) == Handovers()
+    assert fitted(dict.fromkeys(handovers.TOGETHER, 5e-3), LINK(4 * HIDDEN), 0.0, -1e-3) == Handovers()
 
 
 @pytest.mark.parametrize(("cached", "hidden"), [(0, 128), (8 << 20, 384), (32 << 20, 768), (1 << 30, 1536)])
@@ -85,9 +85,8 @@ def test_real_ranks_are_whole_in_stages_and_share_layers_and_rest_behind_each_an
     told = measure_handovers(LINK, 0.1, 1, rests.append)
     assert told.stage_s >= 0
     assert told.exchange_s >= 0
-    assert told.step_s >= 0
-    computed = 2 * handovers.TOKENS  # before and behind the ranks
-    assert len(rests) == 2 * len(handovers.TOGETHER) + computed + ROUNDS + 1  # and behind each reading of weights
+    assert told.step_s > 0
+    assert len(rests) == 2 * len(handovers.TOGETHER) + ROUNDS + 1  # and behind each reading of weights
 
 
 @pytest.mark.slow
