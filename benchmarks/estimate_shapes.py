@@ -63,7 +63,14 @@ def shapes(*, quick: bool) -> dict[str, Any]:
 
 
 def save(made: Any, folder: Path) -> Path:
-    """Write a model with random weights."""
+    """Write a model with random weights.
+
+    In deep layers of a random model all tokens are alike, and a few experts get them all. Trained ones share them out:
+    so do these, where tokens are as large as what layers add to them.
+    """
     torch.manual_seed(SEED)
-    transformers.AutoModelForCausalLM.from_config(made).save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(made)
+    if getattr(made, "num_experts", 0):
+        torch.nn.init.normal_(model.get_input_embeddings().weight)
+    model.save_pretrained(folder)
     return folder
