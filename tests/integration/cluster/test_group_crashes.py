@@ -16,7 +16,7 @@ import elastic
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.rank.client import RankClient
 from elastic.cluster.rank.spec import RankSpec
-from elastic.engines.base import Request
+from elastic.engines.base import Output, Request
 from elastic.errors import ElasticError
 from support.cluster.shared_launcher import SharedLauncher
 from support.cluster.small_checkpoint import TOKEN_BYTES, VOCABULARY, checkpoint, small_model
@@ -194,9 +194,9 @@ class UnkillableLauncher:
         """Do nothing: they end when they see that the fleet has gone."""
 
 
-def begin(fleet: Fleet, tokens: int = 200) -> tuple[Collector, list[Request]]:
+def begin(fleet: Fleet) -> tuple[Collector, list[Request]]:
     """Have requests run at all ranks."""
-    heard, requests = Collector(), [Request(prompt, tokens, ignore_eos=True) for prompt in PROMPTS]
+    heard, requests = Collector(), [Request(prompt, 200, ignore_eos=True) for prompt in PROMPTS]
     for request in requests:
         fleet.submit(request, heard)
     for request in requests:
@@ -283,9 +283,17 @@ def test_a_group_that_loses_a_rank_does_not_disturb_another(launcher: SharedLaun
         assert fleet.status().totals.ranks_lost == 1
         (recovered,) = [event for event in fleet.events() if event.kind == "recovered"]
         assert (recovered.rank, recovered.recomputed_tokens) == ("r0,r1", 0)
-        heard, requests = begin(fleet, tokens=100)
-        assert "r0" in {fleet.instance_of(request.id) for request in requests}
+        heard, requests = Collector(), [Request(prompt, 100, ignore_eos=True) for prompt in PROMPTS]
+        computed_by: set[str | None] = set()
+
+        def listen(output: Output) -> None:
+            computed_by.add(fleet.instance_of(output.request))  # None where this is the last of it
+            heard(output)
+
+        for request in requests:
+            fleet.submit(request, listen)
         all_end_well(fleet, heard, requests)
+        assert "r0" in computed_by
 
 
 @pytest.mark.long
