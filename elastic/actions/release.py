@@ -86,13 +86,13 @@ class ReleaseHandler(ActionHandler):
             switches = [switch for switch in prepared.switches if switch.unit in units]
             freed = [retire(switch.unit, switch.precision_before, self._broker) for switch in switches]
             pages = sum(freed) + resize_stages(self._weights, place)
-            self._weights.streamers[place].fill()
             self._broker.give_to_cache(place, pages)
             pool = units[0].pool
             released += (pages - prepared.stage_pages.get(place, 0)) * pool.page_bytes
             held = sum(switch.unit.pages_in(switch.precision_before) for switch in switches)
             retained += (held - sum(freed)) * pool.page_bytes
             pool.notify()
+            self._weights.streamers[place].fill()
         self._deferred.forget(self._weights.units_of(prepared.action.layers))
         done = tuple(unit.index for unit in prepared.units)
         return Change("applied", done, (), prepared.moved_bytes, released, retained)

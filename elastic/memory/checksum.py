@@ -10,7 +10,7 @@ import torch
 
 _DIGEST_WORDS = 128
 _GROUP_BYTES = 8 * _DIGEST_WORDS
-_SMALL_BYTES = 4 << 20
+_SMALL_BYTES = 1 << 20
 """Fewer bytes in host memory are summed by numpy, at the same rate: torch gives the interpreter's lock up for each of a
 dozen operators, and a forward pass on another thread waits for it each time that they take it back."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
