@@ -14,7 +14,7 @@ import os
 import statistics
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -69,7 +69,7 @@ def measure_handovers(
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         raise StateError("this process may run on one core alone: there is no other rank to measure beside")
-    answers: dict[str, list[_Answer]] = {how: [] for how in TOGETHER}
+    answers: dict[str, list[TimedAnswer]] = {how: [] for how in TOGETHER}
     places = [[f"cpu#handover{number}={place_bytes()}"] for number in range(2)]
     hidden = hidden_size()
     with tempfile.TemporaryDirectory() as folder:
@@ -80,22 +80,31 @@ def measure_handovers(
                     with _grouped(fleet, how):
                         answer = _answer(fleet, pace)
                     taken += [answer] if number else []
-    gaps = {how: statistics.median(gap for answer in taken for gap in answer.gaps_s) for how, taken in answers.items()}
-    step_s = statistics.median(statistics.mean(answer.gaps_s) - answer.busy_s / TOKENS for answer in answers["whole"])
     with _on_core(cores[0]):
         reading_s = _weight_bytes(hidden) / reading_rate(_weight_bytes(hidden), torch.device("cpu"), pace)
-    return fitted(gaps, link(4 * hidden), contention * reading_s, step_s)
+    return fitted(answers, link(4 * hidden), contention * reading_s)
 
 
-def fitted(gaps: Mapping[str, float], link_s: float, slower_s: float = 0.0, step_s: float = 0.0) -> Handovers:
-    """Return what the seconds from token to token say, of ranks that are as `TOGETHER` has them. None is below 0.
+@dataclass(frozen=True)
+class TimedAnswer:
+    """What one answer took."""
 
-    `link_s`: of the hidden state of a token; `slower_s`: that ranks take longer to read weights at the same time;
-    `step_s`: of a step of one rank, what it does not compute.
+    gaps_s: Sequence[float]
+    """From token to token."""
+    busy_s: float
+    """For how long a rank computed all of its tokens; of several ranks, the one that computed for longest."""
+
+
+def fitted(answers: Mapping[str, Sequence[TimedAnswer]], link_s: float, slower_s: float = 0.0) -> Handovers:
+    """Return what answers say of ranks that are as `TOGETHER` has them. None is below 0.
+
+    `link_s`: of the hidden state of a token; `slower_s`: that ranks take longer to read weights at the same time.
     """
+    gaps = {how: statistics.median(gap for answer in taken for gap in answer.gaps_s) for how, taken in answers.items()}
     staged = (gaps["staged"] - gaps["whole"]) / 2 - link_s
     shared = (gaps["shared"] - gaps["whole"] - slower_s) / (EXCHANGES * LAYERS) - link_s
-    return Handovers(max(0.0, staged), max(0.0, shared), max(0.0, step_s))
+    steps = [statistics.mean(each.gaps_s) - each.busy_s / (len(each.gaps_s) + 1) for each in answers["whole"]]
+    return Handovers(max(0.0, staged), max(0.0, shared), max(0.0, statistics.median(steps)))
 
 
 @contextmanager
@@ -145,17 +154,7 @@ def _require(done: Exchanged) -> None:
         raise StateError(f"layers did not change their rank ({done.status}): {done.why}; measure again")
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """What one answer took."""
-
-    gaps_s: tuple[float, ...]
-    """From token to token."""
-    busy_s: float
-    """For how long one rank computed all of its tokens; of several, the one that computed for longer."""
-
-
-def _answer(fleet: Fleet, pace: Pace | None) -> _Answer:
+def _answer(fleet: Fleet, pace: Pace | None) -> TimedAnswer:
     """Have a prompt of one token answered, so that all steps are alike."""
     at_s: list[float] = []
     ended = threading.Event()
@@ -172,7 +171,7 @@ def _answer(fleet: Fleet, pace: Pace | None) -> _Answer:
     busy_s = max(after - before for before, after in zip(before_s, _busy_s(fleet), strict=True))
     if pace is not None:
         pace(at_s[-1] - at_s[0])
-    return _Answer(tuple(after - before for before, after in pairwise(at_s)), busy_s)
+    return TimedAnswer(tuple(after - before for before, after in pairwise(at_s)), busy_s)
 
 
 def _busy_s(fleet: Fleet) -> list[float]:
