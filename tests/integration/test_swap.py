@@ -562,3 +562,15 @@ def test_what_was_flipped_is_flipped_back_when_a_later_action_of_the_call_fails(
     rt.check()
     assert rt.status().places[0].owners == owners
     assert rt.swap([0, 1, 2], "int4").status == "applied"
+
+
+def test_a_parameter_that_begins_in_the_middle_of_a_word_is_swapped(wrapped: Any) -> None:
+    model, expected = build("llama-gqa"), build("llama-gqa")(**prompt()).logits
+    layer = model.model.layers[1].mlp.up_proj
+    memory = torch.empty(layer.weight.numel() + 1)
+    layer.weight = torch.nn.Parameter(memory[1:].view_as(layer.weight).copy_(layer.weight.detach()))
+    wrapped(model, variants=["int4"])
+    model.elastic.swap([1], "int4")
+    assert not torch.equal(model(**prompt()).logits, expected)
+    model.elastic.restore()
+    assert torch.equal(model(**prompt()).logits, expected)
