@@ -78,7 +78,7 @@ def many(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def linears(dtype: torch.dtype, place: str, device: str, rounds: int) -> list[dict[str, Any]]:
-    """Microseconds of one linear on one token: stock parameter, parameter in pages, weight of a staged layer."""
+    """Microseconds of one linear on one token: stock parameter, parameter in pages, weight of a streamed layer."""
     rows = []
     for inputs, outputs in LINEARS:
         model = small_model(inputs, outputs if outputs > inputs else inputs, 1, dtype, device)
@@ -89,12 +89,12 @@ def linears(dtype: torch.dtype, place: str, device: str, rounds: int) -> list[di
         linear, x = get(model.model), torch.randn(1, inputs, dtype=dtype, device=device)
         times = paired({"stock": partial(many, x, stock), "paged": partial(many, x, linear.weight)}, device, rounds)
         model.elastic.release(0)
-        weights, streamer = model.elastic._weights.layers[0], model.elastic._weights.streamers
-        (stages,) = streamer.values()
-        stages.enter(weights)
+        weights, streamers = model.elastic._weights.layers[0], model.elastic._weights.streamers
+        (streamer,) = streamers.values()
+        streamer.enter(weights)
         staged = partial(many, x, linear.weight)
         times |= paired({"staged": staged, "stock again": partial(many, x, stock)}, device, rounds)
-        stages.leave(weights)
+        streamer.leave(weights)
         elastic.unwrap(model)
         rows.append(
             {

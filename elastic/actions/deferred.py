@@ -14,7 +14,7 @@ from elastic.weights.model import ModelWeights
 from elastic.weights.parameter_slot import Content
 from elastic.weights.precision import LayerPrecision
 from elastic.weights.slot_contents import reinstate
-from elastic.weights.streaming import MOST_STAGES
+from elastic.weights.streaming import MOST_BUFFERS
 
 logger = logging.getLogger(__name__)
 Move = Swap | Restore | Fetch
@@ -51,8 +51,8 @@ class PreparedAction:
     switches: list[SlotSwitch] = field(default_factory=list)
     deferred: list[WeightUnit] = field(default_factory=list)
     moved_bytes: int = 0
-    stage_bytes: int = 0
-    """Bytes of stages that the layers will not need."""
+    prefetch_bytes: int = 0
+    """Bytes of prefetch buffers that the layers will not need."""
     committed: bool = False
 
     @property
@@ -188,25 +188,25 @@ def retire(unit: WeightUnit, precision: LayerPrecision, broker: PageBroker) -> i
     return buffer.orphan(lambda pages: broker.give_to_cache(place, pages))
 
 
-def refit_stages(weights: ModelWeights, units: Iterable[WeightUnit], broker: PageBroker) -> None:
-    """Have as many stages as are needed at the places of units; the KV caches there gain the difference, or lose it."""
+def refit_prefetch_buffers(weights: ModelWeights, units: Iterable[WeightUnit], broker: PageBroker) -> None:
+    """Have as many prefetch buffers as the places of units need; the KV caches there gain the difference or lose it."""
     for place in by_place(units):
-        broker.give_to_cache(place, resize_stages(weights, place))
+        broker.give_to_cache(place, resize_prefetch_buffers(weights, place))
 
 
-def spare_stages(weights: ModelWeights) -> None:
-    """Keep no stage while no layer is released: the first release takes one from the KV cache."""
+def spare_prefetch_buffers(weights: ModelWeights) -> None:
+    """Keep no prefetch buffer while no layer is released: the first release takes one from the KV cache."""
     for place, streamer in weights.streamers.items():
         streamer.least = 0
-        streamer.on_spare(resize_stages(weights, place))
+        streamer.on_spare(resize_prefetch_buffers(weights, place))
 
 
-def resize_stages(weights: ModelWeights, place: str) -> int:
-    """Have as many stages as a place's released layers need; return the pages that others may have more or fewer."""
+def resize_prefetch_buffers(weights: ModelWeights, place: str) -> int:
+    """Have as many prefetch buffers as a place's released layers need; return the pages that others gain, or lose."""
     streamer = weights.streamers[place]
-    wanted = max(streamer.fewest, min(MOST_STAGES, weights.streamed(place)))
+    wanted = max(streamer.fewest, min(MOST_BUFFERS, weights.streamed(place)))
     try:
         return streamer.resize(wanted)
-    except CapacityError as error:  # one stage will do, only nothing is fetched ahead
-        logger.info("place %s has no room for another stage: %s", place, str(error))
+    except CapacityError as error:  # one will do, only nothing is fetched ahead
+        logger.info("place %s has no room for another prefetch buffer: %s", place, str(error))
         return 0

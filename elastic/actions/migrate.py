@@ -14,7 +14,7 @@ from elastic.actions.deferred import (
     DeferredActions,
     require_no_gradients,
     require_unwritten,
-    resize_stages,
+    resize_prefetch_buffers,
     version_of,
 )
 from elastic.actions.pages.allocation import WeightPageAllocator
@@ -196,7 +196,7 @@ class MigrateHandler(ActionHandler):
         """Give up the pages of what a unit has lost; return those that are free now."""
         if unit.absent:
             self._weights.streamer(unit).forget(unit)
-            return resize_stages(self._weights, unit.pool.name)
+            return resize_prefetch_buffers(self._weights, unit.pool.name)
         return self._allocator.shrink(unit, rest) if rest else self._allocator.give_up(unit)
 
 

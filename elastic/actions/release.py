@@ -10,9 +10,9 @@ from elastic.actions.deferred import (
     PreparedAction,
     SlotSwitch,
     by_place,
-    refit_stages,
+    refit_prefetch_buffers,
     require_no_gradients,
-    resize_stages,
+    resize_prefetch_buffers,
     retire,
 )
 from elastic.actions.pages.broker import PageBroker
@@ -22,15 +22,15 @@ from elastic.weights.layer import Absence, WeightUnit
 from elastic.weights.model import ModelWeights
 from elastic.weights.proxy.dropped_source import dropped_error
 from elastic.weights.slot_contents import absent_contents
-from elastic.weights.streaming import MOST_STAGES, WeightStreamer
+from elastic.weights.streaming import MOST_BUFFERS, WeightStreamer
 
 
 @dataclass
 class PreparedRelease(PreparedAction):
     """A release in preparation."""
 
-    stage_pages: dict[str, int] = field(default_factory=dict)
-    """Pages that a first stage took from the KV cache, by place."""
+    prefetch_pages: dict[str, int] = field(default_factory=dict)
+    """Pages that a first prefetch buffer took from the KV cache, by place."""
 
 
 class ReleaseHandler(ActionHandler):
@@ -44,13 +44,13 @@ class ReleaseHandler(ActionHandler):
     def dry_run(self, action: Release) -> PlanStep:
         """Return what the action would do now. Raises `CapacityError` or `StateError` if it cannot be done."""
         units = self._check(action)
-        pages = sum(unit.held_pages for unit in units) - self._more_stage_pages(units)
+        pages = sum(unit.held_pages for unit in units) - self._more_buffer_pages(units)
         return PlanStep(action, "applied", sum(unit.nbytes for unit in units), pages, 0, 0.0)
 
     def prepare(self, action: Release) -> PreparedRelease:
         """Have the weights in the host store."""
         units = self._check(action)
-        prepared = PreparedRelease(action, stage_pages=self._make_first_stages(units))
+        prepared = PreparedRelease(action, prefetch_pages=self._make_first_buffers(units))
         self._await(units, 1)
         try:
             for unit in units:
@@ -61,7 +61,7 @@ class ReleaseHandler(ActionHandler):
                 self._weights.streamers[place].make_ready(self._weights.streamed(place) + len(leaving))
         except BaseException:
             self._await(units, -1)
-            refit_stages(self._weights, units, self._broker)
+            refit_prefetch_buffers(self._weights, units, self._broker)
             raise
         return prepared
 
@@ -75,20 +75,20 @@ class ReleaseHandler(ActionHandler):
         """Switch the slots back: the buffers still have everything."""
         prepared.undo()
         self._await(prepared.units, -1)
-        refit_stages(self._weights, prepared.units, self._broker)
+        refit_prefetch_buffers(self._weights, prepared.units, self._broker)
 
     def finish(self, prepared: PreparedRelease) -> Change:
-        """Retire the buffers: their pages are KV capacity, but for what stages need and what tensors outside show."""
+        """Retire the buffers: their pages are KV capacity, less those of prefetch buffers and of tensors outside."""
         prepared.drop_contents()
         self._await(prepared.units, -1)
         released = retained = 0
         for place, units in by_place(prepared.units).items():
             switches = [switch for switch in prepared.switches if switch.unit in units]
             freed = [retire(switch.unit, switch.precision_before, self._broker) for switch in switches]
-            pages = sum(freed) + resize_stages(self._weights, place)
+            pages = sum(freed) + resize_prefetch_buffers(self._weights, place)
             self._broker.give_to_cache(place, pages)
             pool = units[0].pool
-            released += (pages - prepared.stage_pages.get(place, 0)) * pool.page_bytes
+            released += (pages - prepared.prefetch_pages.get(place, 0)) * pool.page_bytes
             held = sum(switch.unit.pages_in(switch.precision_before) for switch in switches)
             retained += (held - sum(freed)) * pool.page_bytes
             pool.notify()
@@ -111,45 +111,45 @@ class ReleaseHandler(ActionHandler):
                     "to one place before it is released"
                 )
             streamer = self._weights.streamer(unit)
-            if not streamer.stages and self._broker.shares[unit.pool.name].shortfall(streamer.stage_pages):
-                raise _no_stage(streamer)
+            if not streamer.buffer_count and self._broker.shares[unit.pool.name].shortfall(streamer.buffer_pages):
+                raise _no_prefetch_buffer(streamer)
             require_no_gradients(unit)
             self._weights.require_alone(unit.index)
         return [unit for unit in units if not unit.absent]
 
-    def _make_first_stages(self, units: list[WeightUnit]) -> dict[str, int]:
-        """Make a stage at each place that has none, of pages of the KV cache; return these, by place."""
+    def _make_first_buffers(self, units: list[WeightUnit]) -> dict[str, int]:
+        """Make a prefetch buffer at each place that has none, of pages of the KV cache; return these, by place."""
         taken: dict[str, int] = {}
         for place in by_place(units):
             streamer = self._weights.streamers[place]
-            if streamer.stages:
+            if streamer.buffer_count:
                 continue
-            if not self._broker.take_from_cache(place, streamer.stage_pages):
-                raise _no_stage(streamer)
+            if not self._broker.take_from_cache(place, streamer.buffer_pages):
+                raise _no_prefetch_buffer(streamer)
             try:
                 streamer.resize(1)
             except BaseException:
-                self._broker.give_to_cache(place, streamer.stage_pages)
+                self._broker.give_to_cache(place, streamer.buffer_pages)
                 raise
-            taken[place] = streamer.stage_pages
+            taken[place] = streamer.buffer_pages
         return taken
 
     def _await(self, units: list[WeightUnit], more: int) -> None:
-        """Have the stages of the units' places kept, while these are prepared to be absent."""
+        """Have the prefetch buffers of the units' places kept, while these are prepared to be absent."""
         for place in by_place(units):
             self._weights.streamers[place].awaited += more
 
-    def _more_stage_pages(self, units: list[WeightUnit]) -> int:
-        """Count the pages that further stages would take if these units were absent too."""
+    def _more_buffer_pages(self, units: list[WeightUnit]) -> int:
+        """Count the pages that further prefetch buffers would take if these units were absent too."""
         pages = 0
         for place in by_place(units):
             streamer = self._weights.streamers[place]
             streamed = self._weights.streamed(place) + sum(unit.pool.name == place for unit in units)
-            pages += max(0, min(MOST_STAGES, streamed) - streamer.stages) * streamer.stage_pages
+            pages += max(0, min(MOST_BUFFERS, streamed) - streamer.buffer_count) * streamer.buffer_pages
         return pages
 
 
-def _no_stage(streamer: WeightStreamer) -> CapacityError:
+def _no_prefetch_buffer(streamer: WeightStreamer) -> CapacityError:
     pool = streamer.pool
-    message = f"place {pool.name} has no room for the stage that released layers are called in; give it a larger budget"
-    return pool.shortage(message, streamer.stage_pages)
+    message = f"place {pool.name} has no room for the prefetch buffer that released layers are called in"
+    return pool.shortage(f"{message}; give it a larger budget", streamer.buffer_pages)

@@ -22,9 +22,9 @@ from elastic.actions.deferred import (
     pages_needed,
     parts_of,
     precision_after,
-    refit_stages,
+    refit_prefetch_buffers,
     require_no_gradients,
-    resize_stages,
+    resize_prefetch_buffers,
     retire,
     shards_after,
 )
@@ -88,7 +88,7 @@ class SwapHandler(ActionHandler):
         prepared = PreparedSwap(action)
         units = self._check(action)
         try:
-            prepared.stage_bytes = self._free_stages([unit for unit in units if unit.absent is Absence.HOST])
+            prepared.prefetch_bytes = self._free_prefetch_buffers([u for u in units if u.absent is Absence.HOST])
             for _, of_layer in groupby(units, lambda unit: unit.index):
                 self._prepare_layer(list(of_layer), prepared)
             self._finish_copies(prepared)
@@ -135,18 +135,18 @@ class SwapHandler(ActionHandler):
         prepared.copies.clear()
         prepared.undo()
         self._drop(prepared.switches)
-        refit_stages(self._weights, self._weights.units_of(prepared.action.layers), self._broker)
+        refit_prefetch_buffers(self._weights, self._weights.units_of(prepared.action.layers), self._broker)
         prepared.switches.clear()
 
     def finish(self, prepared: PreparedSwap) -> Change:
-        """Retire the old buffers, drop what stages have of the layers, and note what is deferred."""
+        """Retire the old buffers, drop what prefetch buffers have of the layers, and note what is deferred."""
         prepared.drop_contents()
-        gained, retained = prepared.stage_bytes, 0
+        gained, retained = prepared.prefetch_bytes, 0
         for place, units in by_place([*prepared.units, *prepared.deferred]).items():
             size = units[0].pool.page_bytes
             switches = [switch for switch in prepared.switches if switch.unit in units]
             freed, kept = self._retire_old(switches)
-            freed += resize_stages(self._weights, place)
+            freed += resize_prefetch_buffers(self._weights, place)
             self._broker.give_to_cache(place, freed)
             gained += (freed - sum(switch.pages for switch in switches)) * size
             retained += kept * size
@@ -182,7 +182,7 @@ class SwapHandler(ActionHandler):
     def _require_room(self, place: str, units: list[WeightUnit], action: Move) -> None:
         arriving = sum(pages_needed(unit, action) for unit in units)
         returning = [unit for unit in units if unit.absent is Absence.HOST]
-        saved = self._stages_after(place, returning, least=self._weights.streamers[place].fewest)[1]
+        saved = self._prefetch_buffers_after(place, returning, least=self._weights.streamers[place].fewest)[1]
         growth = arriving - sum(pages_left(unit, action) for unit in units) - saved
         room = self._broker.shares[place].claimable()
         if growth > room:
@@ -193,12 +193,12 @@ class SwapHandler(ActionHandler):
                 room,
             )
 
-    def _stages_after(self, place: str, returning: list[WeightUnit], least: int) -> tuple[int, int]:
-        """Count the stages that the place needs when these units are back, and the pages that saves."""
+    def _prefetch_buffers_after(self, place: str, returning: list[WeightUnit], least: int) -> tuple[int, int]:
+        """Count the prefetch buffers that the place needs when these units are back, and the pages that saves."""
         streamer = self._weights.streamers[place]
         staying = self._weights.streamed(place) - len(returning)
-        count = min(streamer.stages, max(least, staying))
-        return count, (streamer.stages - count) * streamer.stage_pages
+        count = min(streamer.buffer_count, max(least, staying))
+        return count, (streamer.buffer_count - count) * streamer.buffer_pages
 
     def _prepare_layer(self, units: list[WeightUnit], prepared: PreparedSwap) -> None:
         """Prepare all units of one layer, or none."""
@@ -328,11 +328,11 @@ class SwapHandler(ActionHandler):
                 retained += switch.unit.pages_in(switch.precision_before) - pages
         return freed, retained
 
-    def _free_stages(self, returning: list[WeightUnit]) -> int:
-        """Give up stages that are not needed when these units are back, for their pages; return the bytes."""
+    def _free_prefetch_buffers(self, returning: list[WeightUnit]) -> int:
+        """Give up prefetch buffers that are not needed when these units are back, for their pages; return the bytes."""
         freed = 0
         for place, units in by_place(returning).items():
-            count, _ = self._stages_after(place, units, least=1)  # one is used until the layers are back
+            count, _ = self._prefetch_buffers_after(place, units, least=1)  # one is used until the layers are back
             pages = self._weights.streamers[place].resize(count)
             self._broker.give_to_cache(place, pages)
             freed += pages * units[0].pool.page_bytes

@@ -23,7 +23,7 @@ from elastic.weights.proxy.dropped_source import missing_error
 class EnterLayer(Hook):
     """Begins the forward of a decoder layer; by itself, that is a forward pass too.
 
-    A layer whose weights are absent is staged, or refused if they were dropped, unless the thread passes over it; one
+    A layer whose weights are absent is streamed, or refused if they were dropped, unless the thread passes over it; one
     that computes elsewhere, or not alone, is intercepted. Gradients that no root saw, such as those of a hook on the
     embeddings, are seen here.
     """

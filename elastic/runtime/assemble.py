@@ -66,8 +66,8 @@ def assemble(
     reserves = make_reserves(layers, memory)
     # by hand, a release must do when caches hold all the rest; a policy swaps layers: memory for streaming released
     # ones is taken from the cache if one is ever released (docs/controller.md)
-    least_stages = 1 if options.make_policy is None else 0
-    weights = move_weights(layers, pools, least_stages, memory, on_model, options.load_shards)
+    least_buffers = 1 if options.make_policy is None else 0
+    weights = move_weights(layers, pools, least_buffers, memory, on_model, options.load_shards)
     kv_pools = make_kv_pools(pools, memory)
     of_place = {kv_pool.pool.name: kv_pool for kv_pool in kv_pools}
     kv = make_kv(kv_pools, [of_place[layer.pool.name] for layer in layers], memory)

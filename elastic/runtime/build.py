@@ -173,7 +173,7 @@ def make_reserves(layers: list[WeightUnit], stack: ExitStack) -> dict[str, Stagi
 def move_weights(
     layers: list[WeightUnit],
     pools: Sequence[PagePool],
-    least_stages: int,
+    least_buffers: int,
     memory_stack: ExitStack,
     model_stack: ExitStack,
     load_shards: frozenset[int] | None = None,
@@ -186,9 +186,9 @@ def move_weights(
         own = [layer for layer in layers if layer.pool is pool and layer.slots]
         if own and load_shards is None:
             streamer = streamers[pool.name]
-            streamer.least = least_stages
-            stages, elsewhere = choose_absent(own, pool.free_pages, streamer.stage_pages, least_stages=least_stages)
-            streamer.resize(stages)
+            streamer.least = least_buffers
+            buffers, elsewhere = choose_absent(own, pool.free_pages, streamer.buffer_pages, least_buffers=least_buffers)
+            streamer.resize(buffers)
             absent += elsewhere
     for layer in layers:
         memory_stack.callback(_for_units, give_back, weights, layer.index)
@@ -210,7 +210,7 @@ def _for_units(undo: Callable[[WeightUnit], None], weights: ModelWeights, layer:
 
 
 def _streamer(pool: PagePool, layers: list[WeightUnit], stack: ExitStack) -> WeightStreamer:
-    """The stages of a place: none so far."""
+    """The prefetch buffers of a place: none so far."""
     copier = make_copy_engine(pool.backend.device)
     stack.callback(copier.close)
     largest = max(layer.nbytes for layer in layers)

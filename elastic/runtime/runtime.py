@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from elastic.actions.deferred import spare_stages
+from elastic.actions.deferred import spare_prefetch_buffers
 from elastic.actions.transactions.event_log import ActionLog
 from elastic.actions.transactions.executor import ActionExecutor
 from elastic.actions.transactions.held import LONGEST_S
@@ -269,11 +269,11 @@ class Runtime(LayerVerbs):
         """
         self._weights.peers, self._weights.pace = peers, pace
 
-    def keep_no_stages(self) -> None:
+    def keep_no_prefetch_buffers(self) -> None:
         """Keep no memory to stream released layers with: a release takes it from the KV cache, if it can."""
         self._require_running()
         self._require_outside()
-        _awaited(self._executor.call(partial(spare_stages, self._weights)))
+        _awaited(self._executor.call(partial(spare_prefetch_buffers, self._weights)))
 
     @property
     def pools(self) -> tuple[PagePool, ...]:

@@ -111,7 +111,7 @@ class LayerVerbs(ABC):
 
         `layers` are indices or module names, one or several. A released layer that is called is streamed back for the
         time of the call, so the model goes on working, slower. Raises `ConfigError` for what is no layer, and
-        `CapacityError` if host memory is short or there is no room for a stage. With `wait=False`, a future.
+        `CapacityError` if host memory is short or there is no room for a prefetch buffer. With `wait=False`, a future.
         """
         return self._change((Release(self._weights.layer_indices(layers)),), wait)
 

@@ -28,27 +28,27 @@ def spread(sizes: Sequence[int], pools: Sequence[PagePool]) -> list[PagePool]:
 
 
 def choose_absent(
-    layers: Sequence[WeightUnit], free_pages: int, stage_pages: int, *, least_stages: int = 1
+    layers: Sequence[WeightUnit], free_pages: int, buffer_pages: int, *, least_buffers: int = 1
 ) -> tuple[int, list[WeightUnit]]:
     """Choose the prefetch buffers of a place with `free_pages`, and the layers without room there, evenly spread.
 
-    `stage_pages` are those of one buffer; `least_stages` is their number where all layers find room. Raises
+    `buffer_pages` are those of one buffer; `least_buffers` is their number where all layers find room. Raises
     `CapacityError` if not even one layer at a time fits.
     """
     needed = sum(layer.pages for layer in layers)
-    if needed + stage_pages <= free_pages:
-        return min(least_stages, len(layers)), []
+    if needed + buffer_pages <= free_pages:
+        return min(least_buffers, len(layers)), []
     if needed <= free_pages:
         return 0, []
     for count in range(1, len(layers) + 1):
         absent = [layers[i * len(layers) // count] for i in range(count)]
-        stages = min(2, count)
-        kv_pages = free_pages - stages * stage_pages - needed + sum(layer.pages for layer in absent)
+        buffers = min(2, count)
+        kv_pages = free_pages - buffers * buffer_pages - needed + sum(layer.pages for layer in absent)
         if kv_pages >= KV_SHARE * free_pages:
-            return stages, absent
+            return buffers, absent
     pool = layers[0].pool
     raise pool.shortage(
         f"place {pool.name} is too small for this model, even with its layers in host memory: give it a larger budget",
-        min(2, len(layers)) * stage_pages + int(KV_SHARE * free_pages),
+        min(2, len(layers)) * buffer_pages + int(KV_SHARE * free_pages),
         free_pages,
     )

@@ -29,7 +29,7 @@ from elastic.weights.proxy.dropped_source import missing_error
 from elastic.weights.proxy.remote_source import RemoteSource
 from elastic.weights.proxy.tensor import WeightProxy
 from elastic.weights.proxy.transfer_cache import TransferCache
-from elastic.weights.proxy.weight_home import StagedTensors
+from elastic.weights.proxy.weight_home import PrefetchedTensors
 from elastic.weights.shards.layer_cut import LayerCut, Piece, whole_pages
 from elastic.weights.shards.part_views import Views, make_views
 from elastic.weights.shards.stored import StoredParameter, find_stored
@@ -101,7 +101,7 @@ class WeightUnit:
         self.precision_changes = 0
         """How often it got another one."""
         self.absent: Absence | None = None
-        """None while resident. Read by the layer's hooks: whether a call must be staged, or refused."""
+        """None while resident. Read by the layer's hooks: whether a call must be streamed, or refused."""
         self.cut = layer.cut if layer.cut is not None and not part and set(layer.cut.parted) <= slots.keys() else None
         """Its parts; None: it has one, itself."""
         self.every = frozenset((0,)) if self.cut is None else self.cut.every
@@ -109,7 +109,7 @@ class WeightUnit:
         self.shards_here = self.every
         """The parts that are at its place; none while it is in the host store."""
         self._views: dict[tuple[int, ...], Views] = {}  # of parts, each made once, until the layer is switched
-        self.staged = StagedTensors()
+        self.prefetched = PrefetchedTensors()
         self.blocks: dict[object, WeightBuffer] = {}
         """By the key of a precision; all but that of the present one are reclaimable."""
         self.host_copies: dict[str, HostTensor] = {}

@@ -23,7 +23,7 @@ from elastic.weights.layer import Absence, WeightUnit
 
 logger = logging.getLogger(__name__)
 OWNER = "staging"
-MOST_STAGES = 2
+MOST_BUFFERS = 2
 """Buffers of a place: one for the layer that computes, one for the next."""
 NOT_AHEAD = "pages for absent layers of %s were not made ahead: %s"
 """Logged: it is raised again for whoever calls such a layer, if it lasts."""
@@ -55,17 +55,17 @@ class WeightStreamer:
     are created for a release, or at its first use.
     """
 
-    def __init__(self, pool: PagePool, copier: CopyEngine, stage_bytes: int, layers: Sequence[WeightUnit]) -> None:
+    def __init__(self, pool: PagePool, copier: CopyEngine, buffer_bytes: int, layers: Sequence[WeightUnit]) -> None:
         self.pool = pool
-        self.stage_bytes = stage_bytes
+        self.buffer_bytes = buffer_bytes
         """Bytes of the largest layer of the model: any of them may come here."""
-        self.stage_pages = pool.pages_for(stage_bytes)
+        self.buffer_pages = pool.pages_for(buffer_bytes)
         """Pages of one buffer."""
         self.on_spare: Callable[[int], object] = lambda pages: None
         """Called with the pages of a buffer that was in use when it became one too many."""
         self.copier = copier
         self._layers = layers
-        self._stages: list[PrefetchBuffer] = []
+        self._buffers: list[PrefetchBuffer] = []
         self._wanted = 0
         self.least = 1
         """Buffers that are kept while no layer is absent, so that there is one when a layer is released."""
@@ -80,9 +80,9 @@ class WeightStreamer:
         return max(self.least, min(1, self.awaited))
 
     @property
-    def stages(self) -> int:
+    def buffer_count(self) -> int:
         """The number of buffers."""
-        return len(self._stages)
+        return len(self._buffers)
 
     # -- in the thread of a forward pass
 
@@ -106,10 +106,10 @@ class WeightStreamer:
             with self._changed:
                 buffer.stale = True  # the next one who needs the layer has it copied again
                 self._release(buffer)
-                for other in [stage for stage in self._stages if not stage.users]:
+                for other in [buffer for buffer in self._buffers if not buffer.users]:
                     self._empty(other)  # the next layer may have failed to come for the same reason
             raise
-        layer.staged.tensors = buffer.tensors
+        layer.prefetched.tensors = buffer.tensors
         self._thread.entered.append((buffer, layer))
 
     def leave(self, layer: WeightUnit) -> None:
@@ -120,7 +120,7 @@ class WeightStreamer:
         unit = None
         while unit is not layer:
             buffer, unit = entered.pop()
-            unit.staged.tensors = None
+            unit.prefetched.tensors = None
             with self._changed:
                 if device.type == "cuda":
                     buffer.used.append(torch.cuda.current_stream(device).record_event())
@@ -139,22 +139,22 @@ class WeightStreamer:
         A buffer in use is closed when it is left. Raises `CapacityError` for a new one that the budget has no room for.
         """
         with self._changed:
-            before = len(self._stages)
+            before = len(self._buffers)
             self._wanted = count
-            while len(self._stages) < count:
-                self.pool.charge(OWNER, self.stage_bytes)
-                self._stages.append(PrefetchBuffer())
-            for buffer in [b for b in self._stages if not b.users][: len(self._stages) - count]:
+            while len(self._buffers) < count:
+                self.pool.charge(OWNER, self.buffer_bytes)
+                self._buffers.append(PrefetchBuffer())
+            for buffer in [b for b in self._buffers if not b.users][: len(self._buffers) - count]:
                 self._close(buffer)
             self._changed.notify_all()
-            return (before - len(self._stages)) * self.stage_pages
+            return (before - len(self._buffers)) * self.buffer_pages
 
     def make_ready(self, layers: int) -> None:
         """Create the pages of the buffers that so many absent layers need, as far as others leave room for them now."""
         with self._changed:
-            lacking = min(MOST_STAGES, layers) - sum(buffer.block is not None for buffer in self._stages)
+            lacking = min(MOST_BUFFERS, layers) - sum(buffer.block is not None for buffer in self._buffers)
         try:
-            self.pool.make_ready(max(0, lacking) * self.stage_pages, huge_pages=True)
+            self.pool.make_ready(max(0, lacking) * self.buffer_pages, huge_pages=True)
         except CapacityError as error:
             logger.info(NOT_AHEAD, self.pool.name, str(error))
 
@@ -163,7 +163,7 @@ class WeightStreamer:
         them. A buffer that finds none has them at its first use."""
         with self._changed:
             try:
-                for buffer in self._stages:
+                for buffer in self._buffers:
                     if buffer.block is None:
                         buffer.block = self._new_block(buffer)
             except CapacityError as error:
@@ -172,7 +172,7 @@ class WeightStreamer:
     def forget(self, layer: WeightUnit) -> None:
         """Have no buffer hold this layer, once the forwards that read it are over."""
         with self._changed:
-            for buffer in self._stages:
+            for buffer in self._buffers:
                 if buffer.layer is layer:
                     buffer.stale = True
                     self._tidy(buffer)
@@ -194,8 +194,8 @@ class WeightStreamer:
 
     def _buffer_for(self, layer: WeightUnit) -> PrefetchBuffer | None:
         """Return the buffer with this layer, or one that it may have; None: wait."""
-        assert self._stages, "a place with an absent layer has a buffer"
-        for buffer in self._stages:
+        assert self._buffers, "a place with an absent layer has a buffer"
+        for buffer in self._buffers:
             if buffer.layer is layer:
                 if buffer.writes != layer.writes and not buffer.users:
                     self._load(buffer, layer)
@@ -206,7 +206,7 @@ class WeightStreamer:
         return free
 
     def _next_to_give_way(self, layer: WeightUnit) -> PrefetchBuffer | None:
-        unused = [buffer for buffer in self._stages if not buffer.users]
+        unused = [buffer for buffer in self._buffers if not buffer.users]
         return max(unused, key=lambda buffer: self._distance(layer, buffer.layer), default=None)
 
     def _distance(self, layer: WeightUnit, other: WeightUnit | None) -> int:
@@ -220,7 +220,7 @@ class WeightStreamer:
             key=lambda unit: self._distance(layer, unit),
             default=None,
         )
-        if following is None or any(buffer.layer is following for buffer in self._stages):
+        if following is None or any(buffer.layer is following for buffer in self._buffers):
             return
         buffer = self._next_to_give_way(layer)
         if buffer is not None:
@@ -239,16 +239,16 @@ class WeightStreamer:
         buffer.layer = layer
 
     def _new_block(self, buffer: PrefetchBuffer) -> WeightBuffer:
-        block = WeightBuffer(self.pool, self.stage_bytes)
+        block = WeightBuffer(self.pool, self.buffer_bytes)
         with self.pool.mapping_lock:  # nobody takes the pages in between
             if buffer.charged:
-                self.pool.discharge(OWNER, self.stage_bytes)
+                self.pool.discharge(OWNER, self.buffer_bytes)
             try:
                 block.allocate(OWNER)
             except BaseException:
                 block.close()
                 if buffer.charged:
-                    self.pool.charge(OWNER, self.stage_bytes)
+                    self.pool.charge(OWNER, self.buffer_bytes)
                 raise
         buffer.charged = False
         return block
@@ -267,11 +267,11 @@ class WeightStreamer:
 
     def _close(self, buffer: PrefetchBuffer) -> None:
         self._empty(buffer)
-        self._stages.remove(buffer)
+        self._buffers.remove(buffer)
         if buffer.block is not None:
             buffer.block.close()
         elif buffer.charged:
-            self.pool.discharge(OWNER, self.stage_bytes)
+            self.pool.discharge(OWNER, self.buffer_bytes)
 
     def _release(self, buffer: PrefetchBuffer) -> None:
         """End one thread's use of a buffer."""
@@ -283,9 +283,9 @@ class WeightStreamer:
         """Close a buffer that nobody uses if there are too many, or else drop stale contents."""
         if buffer.users:
             return
-        if len(self._stages) > self._wanted:
+        if len(self._buffers) > self._wanted:
             self._close(buffer)
-            self.on_spare(self.stage_pages)
+            self.on_spare(self.buffer_pages)
             self.pool.notify()
         elif buffer.stale:
             self._empty(buffer)

@@ -58,7 +58,7 @@ def test_pages_of_a_release_are_kv_capacity_at_once_and_return(wrapped: Any) -> 
     assert rt.release(1).released_bytes == layer_bytes == step.released_pages * PAGE
     assert rt.kv.capacity_bytes == rt.kv.maximum_bytes == capacity + layer_bytes
     step = rt.plan(elastic.Release((0, 2)))[0]
-    assert rt.release([0, 2]).released_bytes == layer_bytes == step.released_pages * PAGE  # one is the second stage
+    assert rt.release([0, 2]).released_bytes == layer_bytes == step.released_pages * PAGE  # one: a second buffer
     assert rt.restore().released_bytes == -2 * layer_bytes
     assert rt.kv.capacity_bytes == rt.kv.maximum_bytes == capacity
 
@@ -484,14 +484,14 @@ def test_a_model_twice_its_budget_runs(wrapped: Any) -> None:
     rt.check()
 
 
-def test_a_budget_without_room_for_a_stage_refuses_releases_in_words(wrapped: Any) -> None:
+def test_a_budget_without_room_for_a_prefetch_buffer_refuses_releases_in_words(wrapped: Any) -> None:
     model = build("llama-gqa")
     elastic.wrap(model, places=small(64 << 20, "cpu#probe"))
     owners = model.elastic.status().places[0].owners
     elastic.unwrap(model)
     rt = wrapped(model, small(sum(owners.values()) - PAGE)).elastic
     assert all(where[0].place == "cpu" for where in rt.status().residencies.values())
-    with pytest.raises(CapacityError, match=r"no room for the stage.*larger budget"):
+    with pytest.raises(CapacityError, match=r"no room for the prefetch buffer.*larger budget"):
         rt.release(0)
 
 

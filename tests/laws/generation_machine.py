@@ -603,11 +603,11 @@ class Machine(RuleBasedStateMachine):
             assert writer.is_alive()
 
     def pages_of_weights(self, pool: Any) -> int:
-        """At the place of a KV pool, stages included."""
+        """At the place of a KV pool, prefetch buffers included."""
         weights = self.rt._weights
         units = [u for layer in range(3) for u in (*weights.units(layer), *weights.replicas.get(layer, ()))]
         streamer = weights.streamers[pool.pool.name]
-        return sum(u.held_pages for u in units if u.pool is pool.pool) + streamer.stages * streamer.stage_pages
+        return sum(u.held_pages for u in units if u.pool is pool.pool) + streamer.buffer_count * streamer.buffer_pages
 
     def kv_has_what_the_weights_have_not(self) -> None:
         """Seen by the worker itself: beside it, what a waiting layer has claimed may not be its own yet."""

@@ -19,7 +19,7 @@ RETRY = "pages came free"
 
 @dataclass
 class ActionTiming:
-    """Milliseconds of the stages of one job."""
+    """Milliseconds of the phases of one job."""
 
     prepare_ms: float = 0.0
     wait_ms: float = 0.0
@@ -76,7 +76,7 @@ class Agreement:
 
 
 class TransactionRunner:
-    """Takes transactions through their stages, and records how each action ended. For one thread."""
+    """Takes transactions through their phases, and records how each action ended. For one thread."""
 
     def __init__(
         self,

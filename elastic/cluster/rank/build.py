@@ -76,7 +76,7 @@ def _load_wrapped(spec: RankSpec, places: list[Place], stack: ExitStack) -> tupl
         checkpoint = {"checkpoint": spec.model} if has_files else {}  # what it drops comes back from there
         wrap(model, places=places or None, **{**checkpoint, **spec.wrap})
         stack.callback(_unwrap, model, spec.name)
-        model.elastic.keep_no_stages()  # layers that others compute are dropped, not released
+        model.elastic.keep_no_prefetch_buffers()  # layers that others compute are dropped, not released
     return model, facts
 
 
@@ -94,7 +94,7 @@ def _load_share(spec: RankSpec, places: list[Place], stack: ExitStack) -> tuple[
     layers = len(find_decoder(model).layers)
     wrap(model, places=places or None, load_shards=spec.share.shards_of(layers, options.get("shards", 1)), **options)
     stack.callback(_abandon, model)
-    model.elastic.keep_no_stages()
+    model.elastic.keep_no_prefetch_buffers()
     return model, facts
 
 

@@ -55,7 +55,7 @@ class ElasticModel:
     """The model of one rank: its weights in pages, the KV pool beside them, and the runtime that moves both.
 
     `own_worker`: the worker calls `begin_forward` and `end_forward` around its steps; else hooks on the model do.
-    `eager`: hooks stage released layers. `is_packable`: see `WrapOptions`. `wake_file`: see `wake`.
+    `eager`: hooks fetch released layers. `is_packable`: see `WrapOptions`. `wake_file`: see `wake`.
 
     Raises `ConfigError` or `CapacityError` for a budget that the model does not fit in, `StateError` for a second
     engine in one process; the model is as it was then.

@@ -61,7 +61,7 @@ class ResidentSource:
 
 
 class AbsentSource(HostSource):
-    """A matrix, [outputs, inputs], that is in this order in host memory, and in a stage while its layer is called."""
+    """A matrix, [outputs, inputs], that is in this order in host memory, and in a prefetch buffer during a call."""
 
     def __init__(self, unit: WeightHome, name: str, layout: OneDNNLayout, variant: str = "") -> None:
         super().__init__(unit, name, variant)
@@ -81,8 +81,8 @@ class AbsentSource(HostSource):
     copy = stored = value
 
     def _bytes(self) -> torch.Tensor:
-        staged = self._unit.staged.tensors
-        return self._unit.host_copies[self._name].tensor if staged is None else staged[self._name]
+        prefetched = self._unit.prefetched.tensors
+        return self._unit.host_copies[self._name].tensor if prefetched is None else prefetched[self._name]
 
 
 Source = ResidentSource | AbsentSource

@@ -22,8 +22,10 @@ class HostSource:
 
     def value(self) -> torch.Tensor:
         """Return the weight on the device of its place, in the same shape and dtype."""
-        staged = self._unit.staged.tensors
-        return self.stored().to(self._unit.pool.backend.device, copy=True) if staged is None else staged[self._name]
+        prefetched = self._unit.prefetched.tensors
+        if prefetched is not None:
+            return prefetched[self._name]
+        return self.stored().to(self._unit.pool.backend.device, copy=True)
 
     def copy(self) -> torch.Tensor:
         """Return a copy in host memory, in the same shape and dtype."""

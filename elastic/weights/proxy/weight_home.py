@@ -13,7 +13,7 @@ from elastic.memory.pages.page_pool import PagePool
 from elastic.weights.proxy.transfer_cache import TransferCache
 
 
-class StagedTensors(threading.local):
+class PrefetchedTensors(threading.local):
     """The full parameters of an absent unit in a prefetch buffer, for the thread that is inside its layer."""
 
     tensors: Mapping[str, torch.Tensor] | None = None
@@ -30,7 +30,7 @@ class WeightHome(Protocol):
     """Where its layer computes."""
     transfers: TransferCache
     """What its parameters are multiplied with, brought to its device."""
-    staged: StagedTensors
+    prefetched: PrefetchedTensors
     host_copies: dict[str, HostTensor]
     """Its full parameters in the host store, by name."""
     writes: int

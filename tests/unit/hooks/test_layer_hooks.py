@@ -37,7 +37,7 @@ def test_a_pass_is_plain_until_a_commit_changes_a_layer(wrapped: Any) -> None:
     assert plain_during(model) == [True] * layers
 
 
-def test_a_layer_released_while_its_pass_is_suspended_is_staged(wrapped: Any) -> None:
+def test_a_layer_released_while_its_pass_is_suspended_is_streamed(wrapped: Any) -> None:
     model = wrapped(build("llama-gqa"))
     expected, rt = logits(model), model.elastic
 
@@ -48,16 +48,16 @@ def test_a_layer_released_while_its_pass_is_suspended_is_staged(wrapped: Any) ->
             thread.join()
 
     first, second = model.model.layers[:2]
-    staged: list[bool] = []
+    unit, streamed = rt._weights.layers[1], []
     hooks = [
         first.register_forward_hook(wait_for_others),
-        second.mlp.register_forward_hook(lambda *_: staged.append(rt._weights.layers[1].staged.tensors is not None)),
+        second.mlp.register_forward_hook(lambda *_: streamed.append(unit.prefetched.tensors is not None)),
     ]
     torch.testing.assert_close(logits(model), expected)
     for hook in hooks:
         hook.remove()
     assert rt.form()[1] == "absent"
-    assert staged == [True]
+    assert streamed == [True]
 
 
 def test_a_plain_layer_called_by_itself_keeps_commits_out(wrapped: Any) -> None:
@@ -86,10 +86,10 @@ def test_a_buffer_that_a_pass_was_interrupted_in_is_left_also_when_all_layers_ar
     with pytest.raises(KeyboardInterrupt):
         logits(model)
     hook.remove()
-    assert [buffer.users for buffer in streamer._stages if buffer.layer is rt._weights.layers[1]] == [1]
+    assert [buffer.users for buffer in streamer._buffers if buffer.layer is rt._weights.layers[1]] == [1]
     restored = rt.restore([1], wait=False)  # it waits for that pass, which the next one ends
     torch.testing.assert_close(logits(model), expected)
     assert [change.status for change in restored.result()] == ["applied"]
     assert torch.equal(logits(model), expected)
-    assert not any(buffer.users for buffer in streamer._stages)
+    assert not any(buffer.users for buffer in streamer._buffers)
     assert plain_during(model) == [True] * len(model.model.layers)

@@ -1,4 +1,4 @@
-"""Stages: who gets one, who gives way, what a failed copy or a held view leaves behind."""
+"""Prefetch buffers: who gets one, who gives way, what a failed copy or a held view leaves behind."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from support.child_process import wait_for_the_janitor
 
 @pytest.fixture
 def released(wrapped: Any) -> tuple[Any, Any]:
-    """A model without one layer at its place, and the stages of the place."""
+    """A model without one layer at its place, and the prefetch buffers of the place."""
     model = wrapped(build("llama-gqa"))
     model.elastic.release([0, 1, 2])
     (streamer,) = model.elastic._weights.streamers.values()
     return model, streamer
 
 
-def staged(streamer: Any) -> set[int]:
-    return {stage.layer.index for stage in streamer._stages if stage.layer is not None}
+def held(streamer: Any) -> set[int]:
+    return {buffer.layer.index for buffer in streamer._buffers if buffer.layer is not None}
 
 
 def test_the_next_layer_is_fetched_while_one_computes(released: tuple[Any, Any]) -> None:
     model, streamer = released
     seen = []
     for i, layer in enumerate(model.model.layers):
-        layer.mlp.register_forward_hook(lambda *_, i=i: seen.append((i, staged(streamer))))
+        layer.mlp.register_forward_hook(lambda *_, i=i: seen.append((i, held(streamer))))
     model(**prompt())
     assert seen == [(0, {0, 1}), (1, {1, 2}), (2, {2, 0})]
 
@@ -59,18 +59,18 @@ def test_the_next_layer_is_asked_for_before_the_present_one_is_there(
     assert torch.equal(model(**prompt()).logits, build("llama-gqa")(**prompt()).logits)
 
 
-def test_with_one_stage_a_layer_gives_way_to_the_next(released: tuple[Any, Any]) -> None:
+def test_with_one_buffer_a_layer_gives_way_to_the_next(released: tuple[Any, Any]) -> None:
     model, streamer = released
     expected = build("llama-gqa")(**prompt()).logits
     model.elastic.restore([0, 1])
     model.elastic.release(1)
-    assert streamer.resize(1) == streamer.stage_pages
+    assert streamer.resize(1) == streamer.buffer_pages
     assert torch.equal(model(**prompt()).logits, expected)
     assert torch.equal(model(**prompt()).logits, expected)
     streamer.resize(2)
 
 
-def test_a_thread_waits_for_a_stage_until_one_is_left(released: tuple[Any, Any]) -> None:
+def test_a_thread_waits_for_a_buffer_until_one_is_left(released: tuple[Any, Any]) -> None:
     model, streamer = released
     first, second, third = model.elastic._weights.layers
     arrived = threading.Event()
@@ -96,7 +96,7 @@ def test_what_a_forward_left_without_its_hooks_is_forgotten_by_the_next(released
     streamer.enter(model.elastic._weights.layers[0])
     streamer.enter(model.elastic._weights.layers[1])
     assert torch.equal(model(**prompt()).logits, expected)
-    assert not any(stage.users for stage in streamer._stages)
+    assert not any(buffer.users for buffer in streamer._buffers)
     streamer.leave(model.elastic._weights.layers[0])
 
 
@@ -125,7 +125,7 @@ def test_a_failed_copy_fails_one_forward_and_no_other(
         call_until_it_fails(model)
     assert model.elastic.kv.used_bytes == 0, "the error keeps the forward's tensors until garbage is collected"
     assert torch.equal(model(**prompt()).logits, expected)
-    assert not any(stage.users for stage in streamer._stages)
+    assert not any(buffer.users for buffer in streamer._buffers)
 
 
 def test_copies_that_fail_together_fail_one_forward(released: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_copies_that_fail_together_fail_one_forward(released: tuple[Any, Any], m
     assert torch.equal(model(**prompt()).logits, build("llama-gqa")(**prompt()).logits)
 
 
-def test_a_forward_that_fails_inside_a_layer_leaves_its_stage(released: tuple[Any, Any]) -> None:
+def test_a_forward_that_fails_inside_a_layer_leaves_its_buffer(released: tuple[Any, Any]) -> None:
     model, streamer = released
     expected = build("llama-gqa")(**prompt()).logits
 
@@ -156,12 +156,12 @@ def test_a_forward_that_fails_inside_a_layer_leaves_its_stage(released: tuple[An
     with pytest.raises(RuntimeError, match="from inside"):
         model(**prompt())
     handle.remove()
-    assert not any(stage.users for stage in streamer._stages)
+    assert not any(buffer.users for buffer in streamer._buffers)
     assert torch.equal(model(**prompt()).logits, expected)
 
 
-def test_what_a_forward_shows_of_a_stage_is_never_overwritten(released: tuple[Any, Any]) -> None:
-    """A hook in a user's code may keep what it sees: its pages are retained, and the stage gets others."""
+def test_what_a_forward_shows_of_a_buffer_is_never_overwritten(released: tuple[Any, Any]) -> None:
+    """A hook in a user's code may keep what it sees: its pages are retained, and the buffer gets others."""
     model, streamer = released
     expected = build("llama-gqa")(**prompt()).logits
     kept = []
@@ -177,10 +177,10 @@ def test_what_a_forward_shows_of_a_stage_is_never_overwritten(released: tuple[An
     gc.collect()
     wait_for_the_janitor()
     assert "retained" not in model.elastic.status().places[0].owners
-    assert streamer.stages == 2
+    assert streamer.buffer_count == 2
 
 
-def test_a_stage_without_memory_is_an_error_in_words_and_the_model_goes_on(wrapped: Any) -> None:
+def test_a_buffer_without_memory_is_an_error_in_words_and_the_model_goes_on(wrapped: Any) -> None:
     model = build("llama-gqa")
     expected = model(**prompt(), use_cache=False).logits
     from elastic.memory import places
@@ -199,12 +199,12 @@ def test_a_stage_without_memory_is_an_error_in_words_and_the_model_goes_on(wrapp
     assert torch.equal(model(**prompt(), use_cache=False).logits, expected)
 
 
-def test_stages_have_their_pages_before_a_forward_pass_needs_them(released: tuple[Any, Any]) -> None:
+def test_buffers_have_their_pages_before_a_forward_pass_needs_them(released: tuple[Any, Any]) -> None:
     model, streamer = released
-    blocks, created = [stage.block for stage in streamer._stages], streamer.pool.backend.created
+    blocks, created = [buffer.block for buffer in streamer._buffers], streamer.pool.backend.created
     assert all(block.unmapped_pages == 0 for block in blocks)
     model(**prompt(), use_cache=False)
-    assert [stage.block for stage in streamer._stages] == blocks
+    assert [buffer.block for buffer in streamer._buffers] == blocks
     assert streamer.pool.backend.created == created
 
 

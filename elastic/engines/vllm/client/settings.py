@@ -28,7 +28,7 @@ class EngineSettings:
     """What a worker is told."""
 
     budget_bytes: int
-    """Of each rank: weights, KV cache, and what stages between them; not activations."""
+    """Of each rank: weights, KV cache, and the buffers between them; not activations."""
     policy: str | dict[str, Any] = "manual"
     """A name or file of a policy, or the fields of an `elastic.Policy`."""
     variants: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Hooks that stage the absent layers of an eager model for the time of their calls.
+"""Hooks that stream the absent layers of an eager model for the time of their calls.
 
 A compiled model has none, for it would not see them change: there each absent matrix is copied when it is multiplied.
 """
