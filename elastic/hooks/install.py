@@ -7,7 +7,8 @@ roots' hooks also see to it that the KV cache is an elastic one, and undo its gr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,7 @@ from elastic.hooks.base import HookContext, InertHook
 from elastic.hooks.layer_hooks import AsInTheCheckpoint, EnterLayer, LeaveLayer
 from elastic.hooks.root_hooks import EnterRoot, LeaveRoot
 from elastic.weights.decoder import Decoder
+from elastic.weights.shards.transposed_linear import has_kernel
 
 
 class ModelHooks:
@@ -38,15 +40,16 @@ class ModelHooks:
         for index, layer in enumerate(decoder.layers):
             self._add(layer, EnterLayer(index, self._context), LeaveLayer(index, self._context))
             unit = self._context.weights.layers[index]
-            if any(unit.layout.parameters[name].strides != slot.strides for name, slot in unit.slots.items()):
+            reordered = [slot for n, slot in unit.slots.items() if unit.layout.parameters[n].strides != slot.strides]
+            if reordered:
                 hook: Any = AsInTheCheckpoint(index, self._context.weights)
                 self._handles.append(layer.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
+            homes = (slot.homes for slot in reordered if has_kernel(unit.pool.backend.device, slot.parameter.dtype))
+            self._override(module for module, _ in chain.from_iterable(homes) if type(module) is nn.Linear)
 
     def install_overrides(self, decoder: Decoder) -> None:
         """Have replicas called in the places of layers, where that is the best place."""
-        for layer in decoder.layers:
-            forward_override.install_override(layer)
-            self._undo.append((forward_override.remove_override, weakref.ref(layer)))
+        self._override(decoder.layers)
 
     def remove(self) -> None:
         """Remove the hooks, in reverse. Can be called twice."""
@@ -57,6 +60,11 @@ class ModelHooks:
                 undo(module)
         while self._handles:
             self._handles.pop().remove()
+
+    def _override(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            if forward_override.install_override(module):
+                self._undo.append((forward_override.remove_override, weakref.ref(module)))
 
     def _add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):  # those of a copied model

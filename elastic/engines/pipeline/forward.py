@@ -23,7 +23,7 @@ from elastic.engines.pipeline.tensor_parallel.exchange import Awaited, ShardedCa
 from elastic.engines.pipeline.transport import StepFailure, Transport
 from elastic.engines.pipeline.turn import Turn
 from elastic.errors import ConfigError, StateError
-from elastic.hooks.forward_override import dispatches, install_override, remove_override
+from elastic.hooks.forward_override import dispatches, install_override, own_forward, remove_override
 from elastic.hooks.replicas.split_rows import hidden_of
 from elastic.runtime.runtime import runtime
 from elastic.weights import batch_context
@@ -138,7 +138,8 @@ class _StagePass:
         """Call a layer and send what it returns, or pass over it; call a module inside of one, or compute its part."""
         index = self._indices.get(module)
         if index is None:
-            assert self._cuts is not None, "nothing but layers has a forward override"
+            if self._cuts is None:
+                return own_forward(module, *args, **kwargs)
             return self._cuts.call(module, self._exchange, args, kwargs)
         if index not in self._plan.layers:
             hidden = self._exchange.hidden_for(index + 1, _given(args, kwargs))
@@ -178,7 +179,7 @@ class _AttentionPass:
         """Call a layer until it attends, or pass over it."""
         index = self._indices.get(module)
         if index is None:
-            return type(module).forward(module, *args, **kwargs)
+            return own_forward(module, *args, **kwargs)
         hidden = _given(args, kwargs)
         if index in self._layers:
             with suppress(Attended):

@@ -13,7 +13,7 @@ from elastic.engines.pipeline.tensor_parallel.exchange import StepExchange
 from elastic.engines.pipeline.tensor_parallel.experts import Experts
 from elastic.engines.pipeline.tensor_parallel.matrices import InnerMatrix, OuterMatrix, Parts
 from elastic.errors import ConfigError
-from elastic.hooks.forward_override import dispatches, install_override, remove_override
+from elastic.hooks.forward_override import dispatches, install_override, own_forward, remove_override
 from elastic.planning.sharding.cut_plan import FFNCut
 from elastic.weights.model import ModelWeights
 
@@ -50,9 +50,9 @@ class CutModules:
 
     def call(self, module: nn.Module, exchange: StepExchange, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a module of the present layer returns, computed with the other ranks of the layer."""
-        cut, own = self._modules[module], exchange.part
-        if own.whole:
-            return type(module).forward(module, *args, **kwargs)
+        cut, own = self._modules.get(module), exchange.part
+        if cut is None or own.whole:
+            return own_forward(module, *args, **kwargs)
         if kwargs:
             args = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
         output = cut.role.compute(module, self._weights.part_tensors(cut.layer, own.own), own.own, *args)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from elastic.planning.sharding.cut_plan import ParameterCut
+from elastic.weights.shards.transposed_linear import transposed_linear
 
 Parts = tuple[int, ...]
 PartTensors = Mapping[str, tuple[torch.Tensor, ...]]
@@ -44,7 +45,7 @@ class OuterMatrix:
         """Return what the parts add, [..., hidden size], of their columns of the inside [..., columns]."""
         weights = [_matrix(weight, 1 - self.weight.dim) for weight in tensors[self.weight.name]]
         columns = torch.split(inside, [weight.shape[1] for weight in weights], -1)
-        first, *others = map(functional.linear, columns, weights)
+        first, *others = map(transposed_linear, columns, weights)
         for other in others:
             first = first + other
         return first
