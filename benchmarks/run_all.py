@@ -30,6 +30,7 @@ BENCHMARKS = (
     "resize",
     "actions",
     "weights",
+    "shards_at_rest",
     "streaming",
     "codes",
     "quantized_linear",
