@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakSet
 
 from torch import nn
 
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
     from elastic.quant.variants.variant import Variant
 
 Model = TypeVar("Model", bound=nn.Module)
+_lock = threading.Lock()
+_changing: WeakSet[nn.Module] = WeakSet()
+"""Models that are being wrapped or unwrapped."""
 
 
 def wrap(
@@ -75,7 +81,8 @@ def wrap(
     the parts of each layer for ranks that share it; of layers without data only `load_shards` are read (part p of layer
     l: `l * shards + p`). `prepack`: at one CPU place matrices lie in oneDNN's order where faster, and round otherwise.
 
-    Raises `ConfigError`, `StateError` (a wrapped model), `CapacityError` (a small budget); the model is as it was.
+    No thread may be in the model meanwhile. Raises `ConfigError`, `StateError` (a wrapped model), `CapacityError` (a
+    small budget); the model is as it was.
     """
     decoder = _check(model, loads=load_shards is not None)
     packed, opened = parse_variants(variants), choose_places(decoder, places)
@@ -101,15 +108,35 @@ def wrap(
 def _install(model: Model, options: WrapOptions) -> Model:
     from elastic.runtime.installation import install  # imports transformers, which `import elastic` does not
 
-    install(model, options)
+    with _alone(model):
+        _require_unwrapped(model)
+        install(model, options)
     return model
 
 
 def _check(model: nn.Module, *, loads: bool = False) -> Decoder:
     decoder = check_model(model, loads=loads)
+    _require_unwrapped(model)
+    return decoder
+
+
+def _require_unwrapped(model: nn.Module) -> None:
     if isinstance(getattr(model, "elastic", None), Runtime):
         raise StateError(f"{type(model).__name__} is already wrapped; unwrap it first")
-    return decoder
+
+
+@contextmanager
+def _alone(model: nn.Module) -> Iterator[None]:
+    """Raise `StateError` if another thread wraps or unwraps the model; keep others from it meanwhile."""
+    with _lock:
+        if model in _changing:
+            raise StateError(f"another thread wraps or unwraps this {type(model).__name__}; wait for it")
+        _changing.add(model)
+    try:
+        yield
+    finally:
+        with _lock:
+            _changing.discard(model)
 
 
 def unwrap(model: Model) -> Model:
@@ -120,7 +147,8 @@ def unwrap(model: Model) -> Model:
     """
     from elastic.runtime.installation import installations
 
-    runtime(model)
-    installations[model].take_off()
-    del installations[model]
+    with _alone(model):
+        runtime(model)
+        installations[model].take_off()
+        del installations[model]
     return model

@@ -1,4 +1,8 @@
-"""The safe point: forward passes enter as readers, a commit is the one writer between them (law 6)."""
+"""The safe point: forward passes enter as readers, a commit is the one writer between them (law 6).
+
+A pass may die without its hooks: torch calls them for an `Exception`, and not for a Ctrl-C, nor where a thread ends. So
+readers are a set, and what ended in whatever way leaves it once a commit, or the next pass of the thread, looks.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from elastic.errors import StateError
 
@@ -18,33 +23,61 @@ class ForwardActivity:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._active = 0
+        self._active: set[ForwardPass] = set()
         self._ended_s = -self.PAUSE_S
 
-    def begin(self) -> None:
-        """Count a forward pass that begins."""
+    def begin(self, of: ForwardPass) -> None:
+        """Note a forward pass that begins."""
         with self._lock:
-            self._active += 1
+            self._active.add(of)
 
-    def end(self) -> None:
-        """Count a forward pass that ends, now."""
+    def end(self, of: ForwardPass) -> None:
+        """Note that a forward pass has ended, now."""
         with self._lock:
-            self._active -= 1
+            self._active.discard(of)
             self._ended_s = time.monotonic()
 
     def busy(self) -> bool:
         """Return whether a model computes, or has just done so."""
-        return self._active > 0 or time.monotonic() - self._ended_s < self.PAUSE_S
+        active = not all(each.died for each in tuple(self._active))
+        return active or time.monotonic() - self._ended_s < self.PAUSE_S
 
 
 traffic = ForwardActivity()
+
+
+class ForwardPass:
+    """A forward pass of a thread, and the frame that is executed as long as it lasts, if one is known."""
+
+    def __init__(self, thread: threading.Thread, frame: FrameType | None) -> None:
+        self._thread = thread
+        self._frame = frame
+        self._is_over = False
+
+    def end(self) -> None:
+        """Let the frame go, which knows the arguments."""
+        self._frame = None
+
+    @property
+    def died(self) -> bool:
+        """Whether it is over for sure, although nobody has said so."""
+        frame = self._frame
+        if not (self._is_over or frame is None):
+            try:
+                frame.clear()  # refused as long as it is executed
+            except RuntimeError:
+                return False
+            self._frame, self._is_over = None, True
+        return self._is_over or not self._thread.is_alive()
 
 
 class _EnteredModules(threading.local):
     """The modules (ids) whose forward passes a thread is in, outermost first."""
 
     def __init__(self) -> None:
+        self.thread = threading.current_thread()
         self.keys: list[int] = []
+        self.forward = ForwardPass(self.thread, None)
         self.plain = False
         """In a pass whose layers all compute with weights of their own place, and do nothing else."""
 
@@ -56,41 +89,55 @@ class ForwardGate:
     waited go before the next commit. So neither starves.
     """
 
+    LOOK_S = 0.1
+    """Seconds after which a commit that waits looks for passes that died."""
+
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
-        self._readers = 0
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        """For commits. Taken by its lock: its own `__enter__` may be interrupted with the lock held."""
+        self._readers: set[ForwardPass] = set()
+        self._queue: dict[ForwardPass, threading.Lock] = {}
+        """Forward passes that wait, each for its lock to be released."""
         self._writing = False
         self._writers_waiting = 0
-        self._readers_waiting = 0
-        self._readers_first = 0  # readers to let in before the next writer
         self.thread = _EnteredModules()
         self.commits = 0
         """How many have ended."""
         self.before_commits: list[Callable[[], object]] = []
         """Called when no forward pass is left, before anything changes."""
+        self.closed = False
+        """Set when the model was unwrapped: a forward pass that had waited leaves again, and is any model's."""
         self.refusal: str | None = None
         """Set when nothing may pass any more (in a forked child): what the `StateError` says."""
 
     @property
     def inside(self) -> bool:
         """True inside a forward pass of this thread."""
+        if self.thread.keys and self.thread.forward.died:
+            self._end()
         return bool(self.thread.keys)
 
-    def enter(self, key: int) -> bool:
+    def enter(self, key: int, frame: FrameType | None = None) -> bool:
         """Begin a forward pass of the module `key`; returns whether it is the outermost of this thread.
 
-        An entry with the same key that is still there was left by a forward that died without its hooks (Ctrl-C):
-        it and what it contained are forgotten.
+        `frame`: one that is executed as long as the pass lasts. What is left of an earlier pass that died without its
+        hooks is forgotten: known by its frame, by the same key, or because a commit has forgotten it.
         """
         if self.refusal is not None:
             raise StateError(self.refusal)
-        keys = self.thread.keys
-        if key in keys:
+        thread = self.thread
+        if key in thread.keys:
             self.leave(key)
-        keys.append(key)
-        if len(keys) > 1:
+        elif thread.keys and (thread.forward not in self._readers or thread.forward.died):
+            self._end()
+        if thread.keys:
+            thread.keys.append(key)
             return False
+        self._end_reading(thread.forward)  # of a pass that was interrupted as it began
+        thread.forward = ForwardPass(thread.thread, frame)
         self._begin_reading()
+        thread.keys.append(key)
         return True
 
     def leave(self, key: int) -> bool:
@@ -104,8 +151,7 @@ class ForwardGate:
         del keys[keys.index(key) :]
         if keys:
             return False
-        self.thread.plain = False
-        self._end_reading()
+        self._end()
         return True
 
     @contextmanager
@@ -119,7 +165,7 @@ class ForwardGate:
             yield
             return
         self.thread.plain = False  # a commit may change that
-        self._end_reading()
+        self._end_reading(self.thread.forward)
         try:
             yield
         finally:
@@ -133,43 +179,78 @@ class ForwardGate:
         """
         if self.inside:
             raise StateError("an action cannot be awaited inside a forward pass; call it with wait=False")
+        self._end_reading(self.thread.forward)  # of a pass that was interrupted as it began
         start = time.perf_counter()
-        with self._changed:
-            self._writers_waiting += 1
-            try:
-                self._changed.wait_for(
-                    lambda: not (self._readers or self._writing or (self._readers_first and self._readers_waiting))
-                )
-                self._writing = True
-            finally:
-                self._writers_waiting -= 1
-                self._changed.notify_all()
+        self._begin_writing()
         waited_s = time.perf_counter() - start
         try:
             for listener in tuple(self.before_commits):
                 listener()
             yield waited_s
         finally:
-            with self._changed:
+            with self._lock:
                 self._writing = False
                 self.commits += 1
-                self._readers_first = self._readers_waiting
+                self._admit_queue()
                 self._changed.notify_all()
 
-    def _begin_reading(self) -> None:
-        with self._changed:
-            if self._writing or (self._writers_waiting and not self._readers_first):
-                self._readers_waiting += 1
-                self._changed.wait_for(
-                    lambda: not self._writing and (self._readers_first > 0 or not self._writers_waiting)
-                )
-                self._readers_waiting -= 1
-                self._readers_first = max(0, self._readers_first - 1)
-            self._readers += 1
-        traffic.begin()
+    def _end(self) -> None:
+        """End the pass of this thread, whatever it is in."""
+        self.thread.keys.clear()
+        self.thread.plain = False
+        self.thread.forward.end()
+        self._end_reading(self.thread.forward)
 
-    def _end_reading(self) -> None:
-        with self._changed:
-            self._readers -= 1
-            self._changed.notify_all()
-        traffic.end()
+    def _begin_reading(self) -> None:
+        forward = self.thread.forward
+        with self._lock:
+            if self._writing or self._writers_waiting:
+                turn = threading.Lock()
+                turn.acquire()
+                self._queue[forward] = turn
+            else:
+                turn = None
+                self._readers.add(forward)
+        if turn is not None:
+            try:
+                turn.acquire()
+            except BaseException:  # Ctrl-C
+                with self._lock:
+                    self._queue.pop(forward, None)
+                self._end_reading(forward)
+                raise
+        traffic.begin(forward)
+
+    def _end_reading(self, forward: ForwardPass) -> None:
+        if forward in self._readers:
+            with self._lock:
+                self._readers.discard(forward)
+                if self._writers_waiting:
+                    self._changed.notify_all()
+            traffic.end(forward)
+
+    def _begin_writing(self) -> None:
+        with self._lock:
+            self._writers_waiting += 1
+            try:
+                while self._readers or self._writing:
+                    if not self._changed.wait(self.LOOK_S):
+                        self._forget_died()
+                self._writing = True
+            finally:
+                self._writers_waiting -= 1
+                if not (self._writing or self._writers_waiting):
+                    self._admit_queue()
+
+    def _forget_died(self) -> None:
+        """Take passes out that nobody will end; their threads see that at their next one."""
+        for forward in [each for each in self._readers if each.died]:
+            self._readers.discard(forward)
+            traffic.end(forward)
+
+    def _admit_queue(self) -> None:
+        """Let all passes in that wait, as one."""
+        self._readers.update(self._queue)
+        for turn in self._queue.values():
+            turn.release()
+        self._queue.clear()

@@ -7,6 +7,7 @@ A hook after the layer is needed even so: nothing else ends what a layer called 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -39,7 +40,10 @@ class EnterLayer(Hook):
         if self._thread.plain and not torch.is_grad_enabled():
             return None
         if not self._thread.keys:  # it is called by itself
-            self._gate.enter(id(module))
+            self._gate.enter(id(module), sys._getframe(2))
+            if self._gate.closed:
+                self._gate.leave(id(module))
+                return None
         if torch.is_grad_enabled() and any_requires_grad(args, kwargs):
             for value in (*args, *kwargs.values()):
                 self._caches.become_stock(value)

@@ -56,7 +56,10 @@ class EnterRoot(Hook):
             self._refuse()
         if self._gpus and batch_context.thread.graphs is None and capturing():
             _refuse_capture()
-        outermost = self.gate.enter(id(module))
+        outermost = self.gate.enter(id(module), sys._getframe(2))  # that of the module's call, which outlasts its hooks
+        if self.gate.closed:
+            self.gate.leave(id(module))
+            return None
         if outermost:
             for device in self._gpus:
                 note_current_stream(device)

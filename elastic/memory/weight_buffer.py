@@ -151,13 +151,10 @@ class WeightBuffer:
 
     def show(self, layout: LayerLayout) -> dict[str, torch.Tensor]:
         """View the parameters by name, [shape in the checkpoint] each, in its dtypes; the same tensors until `hide`."""
-        device = self.pool.device
         for name, parameter in layout.parameters.items():
-            if name not in self._storages:
-                address = self._range.address + parameter.offset
-                storage = MappedStorage(address, parameter.nbytes, device, self._note_death)
-                self._storages[name] = parameter.offset, storage
-                self._shown[name] = parameter.show(storage.tensor(parameter.dtype))
+            if name not in self._shown:
+                part = self.show_part(name, parameter.offset, parameter.nbytes, parameter.dtype)
+                self._shown[name] = parameter.show(part)
         return {name: self._shown[name] for name in layout.parameters}
 
     def show_part(self, key: str, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:

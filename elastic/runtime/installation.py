@@ -29,13 +29,16 @@ from elastic.weights.shards.stored_names import blocks_of
 
 
 class Installation:
-    """The undoing of a `wrap`: what is on the model first, its memory after."""
+    """The undoing of a `wrap`: weights and memory first; the hooks, which hold forward passes up, last."""
 
-    def __init__(self, runtime: Runtime, parts: ModelParts, on_model: ExitStack, memory: ExitStack) -> None:
+    def __init__(
+        self, runtime: Runtime, parts: ModelParts, weights: ExitStack, memory: ExitStack, hooks: ExitStack
+    ) -> None:
         self._runtime = runtime
         self._parts = parts
-        self._on_model = on_model
+        self._weights = weights
         self._memory = memory
+        self._hooks = hooks
         self._forsaken: weakref.finalize[..., nn.Module] | None = None
 
     def guard(self, model: nn.Module) -> None:
@@ -50,11 +53,8 @@ class Installation:
                 "this model was wrapped before the process forked: its weights lie in pages of the parent, which may "
                 "change them; load it again in the child"
             )
-        with self._runtime.last_safe_point():
-            try:
-                self._on_model.close()
-            finally:  # a layer that finds no ordinary memory keeps its pages, as `retained`, and goes on working
-                self._memory.close()
+        with self._runtime.last_safe_point(), self._hooks, self._memory, self._weights:
+            pass  # a layer that finds no ordinary memory keeps its pages, as `retained`, and goes on working
         if self._forsaken is not None:  # it would hold what the model's parameters were until the model goes
             self._forsaken.detach()
 
@@ -74,17 +74,17 @@ def install(model: nn.Module, options: WrapOptions) -> None:
     """Move the model's memory, then put everything on it; on an error it is as it was."""
     if options.files is not None and not options.files.blocks:
         options.files.blocks.update(blocks_of(model, options.files))
-    with ExitStack() as memory, ExitStack() as on_model:
+    with ExitStack() as memory, ExitStack() as weights, ExitStack() as hooks:
         choose_decode_kernels(options)
         handlers = partial(make_handlers, options.decoder, options.copy_rate)
-        parts = assemble(model, options, partial(_make_kv, options), handlers, memory, on_model)
+        parts = assemble(model, options, partial(_make_kv, options), handlers, memory, weights)
         runtime = Runtime(parts)
         connect(runtime, parts, options, memory)
         attention = AttentionSwitch(model)
         memory.callback(attention.remove)  # it is of the process: also when the model is gone
-        _put_on(model, runtime, parts, options, attention, on_model)
+        _put_on(model, runtime, parts, options, attention, hooks)
         runtime.start(controlled=options.start_controller)
-        installations[model] = Installation(runtime, parts, on_model.pop_all(), memory.pop_all())
+        installations[model] = Installation(runtime, parts, weights.pop_all(), memory.pop_all(), hooks.pop_all())
     installations[model].guard(model)
 
 

@@ -335,7 +335,10 @@ class Runtime(LayerVerbs):
             raise StateError(f"layers {self.dropped} are dropped; have them back first: rt.fetch, or rt.restore")
         self.close()
         with self.gate.exclusive():
-            yield
+            try:
+                yield
+            finally:
+                self.gate.closed = True
 
     def refuse(self, reason: str) -> None:
         """Let no forward pass begin any more."""

@@ -71,7 +71,9 @@ class WeightStreamer:
         """Buffers that are kept while no layer is absent, so that there is one when a layer is released."""
         self.awaited = 0
         """Releases that are prepared: a buffer is kept for them."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        """Taken by its lock: its own `__enter__` may be interrupted with the lock held."""
         self._thread = _EnteredBuffers()
 
     @property
@@ -91,19 +93,19 @@ class WeightStreamer:
 
         Raises `CapacityError` if a buffer finds no pages.
         """
-        with self._changed:
+        with self._lock:
             while (buffer := self._buffer_for(layer)) is None:
                 self._changed.wait()
             buffer.users += 1
             copy = buffer.copy
         try:
-            with self._changed:
+            with self._lock:
                 self._prefetch_after(layer)
             assert copy is not None
             copy.wait()
         except BaseException:
             del copy  # it knows the error, which knows this frame, and so all the forward's tensors
-            with self._changed:
+            with self._lock:
                 buffer.stale = True  # the next one who needs the layer has it copied again
                 self._release(buffer)
                 for other in [buffer for buffer in self._buffers if not buffer.users]:
@@ -121,7 +123,7 @@ class WeightStreamer:
         while unit is not layer:
             buffer, unit = entered.pop()
             unit.prefetched.tensors = None
-            with self._changed:
+            with self._lock:
                 if device.type == "cuda":
                     buffer.used.append(torch.cuda.current_stream(device).record_event())
                 self._release(buffer)
@@ -138,7 +140,7 @@ class WeightStreamer:
 
         A buffer in use is closed when it is left. Raises `CapacityError` for a new one that the budget has no room for.
         """
-        with self._changed:
+        with self._lock:
             before = len(self._buffers)
             self._wanted = count
             while len(self._buffers) < count:
@@ -151,7 +153,7 @@ class WeightStreamer:
 
     def make_ready(self, layers: int) -> None:
         """Create the pages of the buffers that so many absent layers need, as far as others leave room for them now."""
-        with self._changed:
+        with self._lock:
             lacking = min(MOST_BUFFERS, layers) - sum(buffer.block is not None for buffer in self._buffers)
         try:
             self.pool.make_ready(max(0, lacking) * self.buffer_pages, huge_pages=True)
@@ -161,7 +163,7 @@ class WeightStreamer:
     def fill(self) -> None:
         """Have all buffers have their pages, so that no forward pass waits for them: those made ready, if nobody took
         them. A buffer that finds none has them at its first use."""
-        with self._changed:
+        with self._lock:
             try:
                 for buffer in self._buffers:
                     if buffer.block is None:
@@ -171,7 +173,7 @@ class WeightStreamer:
 
     def forget(self, layer: WeightUnit) -> None:
         """Have no buffer hold this layer, once the forwards that read it are over."""
-        with self._changed:
+        with self._lock:
             for buffer in self._buffers:
                 if buffer.layer is layer:
                     buffer.stale = True

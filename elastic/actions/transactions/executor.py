@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -14,7 +15,7 @@ from elastic.actions.base import ActionHandler
 from elastic.actions.results import followed_by
 from elastic.actions.transactions.held import HeldTransactions
 from elastic.actions.transactions.transaction import RETRY, ActionOutcome, Agreement, Transaction, TransactionRunner
-from elastic.errors import ElasticError
+from elastic.errors import ElasticError, StateError
 from elastic.hooks.forward_gate import ForwardGate
 from elastic.openmp import release_threads
 from elastic.types import Action, Change, Prepared, Result
@@ -46,6 +47,7 @@ class ActionExecutor:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._retrying = False
         self._unfinished = 0
+        self._closed = False
         self._counting = threading.Lock()
         self._thread = threading.Thread(target=self._run_jobs, name="elastic-runtime", daemon=True)
 
@@ -55,7 +57,9 @@ class ActionExecutor:
 
     def close(self, timeout_s: float | None = None) -> None:
         """Finish the jobs that were submitted, roll back what is held, and end the thread."""
-        self._jobs.put(None)
+        with self._counting:
+            self._closed = True
+            self._jobs.put(None)
         self._thread.join(timeout_s)
 
     def submit(self, actions: Sequence[Action], why: str) -> Future[tuple[Result, ...]]:
@@ -77,9 +81,11 @@ class ActionExecutor:
     def call(self, work: Callable[[], T]) -> Future[T]:
         """Have something done while no action is under way; the future has its result."""
         job = _Job(work)
-        with self._counting:
+        with self._counting:  # and so before the end of jobs, or not at all
+            if self._closed:
+                raise StateError("the model was unwrapped; wrap it again")
             self._unfinished += 1
-        self._jobs.put(job)
+            self._jobs.put(job)
         return job.done
 
     @property
@@ -96,7 +102,8 @@ class ActionExecutor:
         """Have deferred actions tried again. May be called under any lock: it only queues a job."""
         if not self._retrying and self._runner.deferred():
             self._retrying = True
-            self.request((), RETRY)
+            with suppress(StateError):  # unwrapped meanwhile
+                self.request((), RETRY)
 
     def request(self, actions: Sequence[Action], why: str) -> Future[tuple[Result, ...]] | None:
         """Have actions done that nobody waits for; None where all ranks are asked to begin them."""
@@ -128,7 +135,10 @@ class ActionExecutor:
                 return job
 
     def _do(self, job: _Job) -> None:
-        """Do a job; whoever waits for it gets its result, or its error."""
+        """Do a job, unless it was cancelled; whoever waits for it gets its result, or its error."""
+        if not job.done.set_running_or_notify_cancel():
+            self._count(-1)
+            return
         result: Any = None
         fault: BaseException | None = None
         try:
@@ -136,13 +146,16 @@ class ActionExecutor:
         except BaseException as error:  # handed to whoever waits for the result
             fault = error
         release_threads()
-        with self._counting:
-            self._unfinished -= 1
+        self._count(-1)
         if fault is None:
             job.done.set_result(result)
         else:
             job.done.set_exception(fault)
         del job, result, fault
+
+    def _count(self, jobs: int) -> None:
+        with self._counting:
+            self._unfinished += jobs
 
     def _run(self, actions: tuple[Action, ...], why: str) -> tuple[Result, ...]:
         """Do actions, then deferred ones for as long as pages that came free let one of them be done."""

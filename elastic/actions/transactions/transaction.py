@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic.actions.base import ActionHandler, Layers
 from elastic.errors import ConfigError
 from elastic.hooks.forward_gate import ForwardGate
 from elastic.types import Action, Result
 
+T = TypeVar("T")
 RETRY = "pages came free"
 """Why deferred actions are tried again."""
 
@@ -123,7 +124,7 @@ class TransactionRunner:
             self._agree(transaction)
             self._switch(transaction)
             self.agreement.committed()
-        results = tuple(handler.finish(state) for handler, state in transaction.prepared)
+        results = tuple(_each(transaction.prepared, lambda handler, state: handler.finish(state)))
         for action, result in zip(transaction.actions, results, strict=True):
             if transaction.why != RETRY or result.layers:
                 self._record(ActionOutcome(action, transaction.why, transaction.timing, result))
@@ -177,5 +178,17 @@ class TransactionRunner:
 
 
 def _roll_back(transaction: Transaction) -> None:
-    for handler, state in reversed(transaction.prepared):
-        handler.rollback(state)
+    _each(transaction.prepared[::-1], lambda handler, state: handler.rollback(state))
+
+
+def _each(prepared: Sequence[tuple[ActionHandler, Any]], end: Callable[[ActionHandler, Any], T]) -> list[T]:
+    """End what was prepared, also behind one for which that fails; then raise the first error."""
+    results, errors = [], []
+    for handler, state in prepared:
+        try:
+            results.append(end(handler, state))
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return results

@@ -146,6 +146,7 @@ class ElasticLayer(PagedLayer):
         first = self._visible_from()
         return self._length - first + query_length, first
 
+    @synchronized
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens; their pages stay mapped until somebody needs them."""
         if tokens_to_remove > 0:

@@ -26,7 +26,7 @@ STAYING: frozenset[Function] = frozenset(
 )
 """Element by element, and never a view of what they are given."""
 _MEMORY: frozenset[Function] = frozenset(
-    (_T.data_ptr, _T.untyped_storage, _T.storage, _T.numpy, _T.__array__, _T.tolist, _T.__dlpack__)
+    (_T.data_ptr, _T.untyped_storage, _T.storage, _T.share_memory_, _T.numpy, _T.__array__, _T.tolist, _T.__dlpack__)
 )
 
 

@@ -172,7 +172,9 @@ _NEED_MEMORY = frozenset(
         torch.Tensor.__dlpack__,
     )
 )
-_ADDRESSES = frozenset((torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage))
+_ADDRESSES = frozenset(
+    (torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor.share_memory_)
+)
 _WRITE = frozenset((torch.Tensor.__setitem__, torch.Tensor.data.__set__))  # type: ignore[attr-defined]
 
 

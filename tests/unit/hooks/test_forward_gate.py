@@ -106,7 +106,7 @@ def test_a_waiting_commit_goes_before_new_forwards_and_they_before_the_next_comm
             threads[-1].start()
             until(waiting)
         start(write, "commit 1", lambda: gate._writers_waiting == 1)
-        start(read, "forward", lambda: gate._readers_waiting == 1)
+        start(read, "forward", lambda: len(gate._queue) == 1)
         start(write, "commit 2", lambda: gate._writers_waiting == 2)
         gate.leave(1)
         for t in threads: t.join()
