@@ -120,3 +120,29 @@ def test_stops_cut_where_a_search_in_the_whole_text_would(text: str, words: list
     cuts = [seen.find(word) for word in words if word in seen]
     assert got == (seen[: min(cuts)] if cuts else text)
     assert (stops.found is not None) == any(word in text for word in words)
+
+
+class Looked(str):
+    """A stop string that counts how often it is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, key: Any) -> str:
+        Looked.looks += 1
+        return super().__getitem__(key)
+
+    def startswith(self, *arguments: Any) -> bool:
+        Looked.looks += 1
+        return super().startswith(*arguments)
+
+
+def test_a_long_stop_string_costs_no_more_than_a_short_one() -> None:
+    text = "ab" * 100
+
+    def looks(length: int) -> int:
+        stops = StopStrings([Looked("ab" * (length // 2) + "c"), Looked("b" * length)])
+        Looked.looks = 0
+        assert "".join(stops.push(character) for character in text) + stops.flush() == text
+        return Looked.looks
+
+    assert looks(256) <= 2 * looks(4) <= 8 * len(text)
