@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 
-from elastic.server.tools.base import CallDelta, Parsed
+from elastic.server.tools.base import CallDelta, Parsed, valid_unicode
 
 _TAGS = ("<|python_start|>", "<|python_end|>")
 _LONGEST = 65_536
@@ -72,4 +72,6 @@ def _call(index: int, node: ast.expr) -> CallDelta:
     if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
         raise ValueError("no call with arguments by name")
     arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
-    return CallDelta(index, ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    return CallDelta(
+        index, ast.unparse(node.func), valid_unicode(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    )

@@ -164,3 +164,21 @@ def test_arguments_before_the_name_and_as_text() -> None:
 
 def test_the_arguments_of_a_named_function_are_the_whole_text() -> None:
     assert read(ArgumentsParser("f"), '{"a": 1}', [3]) == ("", [("f", {"a": 1})])
+
+
+HALF = r"\ud83d"
+SURROGATES = [
+    ("pythonic", rf'[f(x="{HALF}\ude00")]', ("f", {"x": "😀"})),
+    ("pythonic", f'[f(x="a{HALF}")]', ("f", {"x": "a\ufffd"})),
+    ("hermes", f'<tool_call>{{"name": "f{HALF}", "arguments": {{}}}}</tool_call>', ("f\ufffd", {})),
+    ("hermes", f'<tool_call>{{"name": "f", "arguments": "[\\"{HALF}\\"]"}}</tool_call>', ("f", ["\ufffd"])),
+    ("llama3_json", rf'{{"name": "f{HALF}\ude00", "parameters": {{}}}}', ("f😀", {})),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "call"), SURROGATES)
+@given(data=st.data())
+def test_escaped_surrogates_become_characters(name: str, text: str, call: Call, data: st.DataObject) -> None:
+    content, told = read(TOOL_FORMATS[name].make(), text, cuts(data, text))
+    assert (content, told) == ("", [call])
+    json.dumps(told, ensure_ascii=False).encode()
