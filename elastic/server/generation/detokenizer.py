@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 REPLACEMENT = "\ufffd"
 """The decoder's text for bytes that are no character, or not one yet."""
@@ -15,6 +16,16 @@ _LONGEST, _KEPT = 64, 32
 _UNSURE = 8
 """Replacements at the end that may still become characters: with byte fallback up to three for the one that is
 incomplete and four for the one before it, which a decoder takes back with it."""
+_special: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
+
+
+def special_tokens(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of a tokenizer's special tokens: those that have a role in it, and all others marked as such."""
+    ids = _special.get(tokenizer)
+    if ids is None:
+        added = (token for token, text in tokenizer.added_tokens_decoder.items() if text.special)
+        ids = _special[tokenizer] = frozenset((*tokenizer.all_special_ids, *added))
+    return ids
 
 
 class Detokenizer:
@@ -26,7 +37,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, prompt: Sequence[int], *, skip_special: bool = True) -> None:
         """Without `skip_special`, special tokens are part of the text."""
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids if skip_special else ())
+        self._special = special_tokens(tokenizer) if skip_special else frozenset()
         self._window = [token for token in prompt[-_CONTEXT:] if token not in self._special]
         self._said = len(self._decode().rstrip(REPLACEMENT))
         self._new = 0

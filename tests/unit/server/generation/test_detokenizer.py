@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from elastic.assets import MODEL_DIR
@@ -85,6 +86,15 @@ def test_bytes_that_are_no_text_lose_no_word(tokens: list[int], data: st.DataObj
 def test_a_first_word_after_a_prompt_keeps_its_space() -> None:
     for prompt, expected in (([], "a"), ([FIRST_WORD + 2], " a"), ([1], "a")):
         assert "".join(pieces(SENTENCE_PIECES, prompt, [[FIRST_WORD + 1]])) == expected
+
+
+def test_special_tokens_without_a_role_are_left_out_too() -> None:
+    tokenizer = copy.deepcopy(BYTE_LEVEL)
+    tokenizer.add_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<tool_call>", special=False)])
+    assert tokenizer.convert_tokens_to_ids("<|im_start|>") not in tokenizer.all_special_ids
+    tokens = tokenizer.encode("a<|im_start|>b<tool_call>c")
+    assert "".join(pieces(tokenizer, [], [tokens])) == decoded(tokenizer, tokens) == "ab<tool_call>c"
+    assert Detokenizer(tokenizer, [], skip_special=False).push(tokens) == "a<|im_start|>b<tool_call>c"
 
 
 def test_a_prompt_that_ends_inside_a_character() -> None:
