@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from elastic.cluster.fleet.instance import Instance, request_blocks
+from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.engines.base import Request
 from elastic.errors import CapacityError, Overloaded
 
@@ -39,7 +40,12 @@ def no_room(instances: Sequence[Instance], request: Request) -> CapacityError:
     )
 
 
-def require_place(waiting: int, max_queue: int | None, retry_after_s: float) -> None:
-    """Raise `Overloaded` if no more requests may wait."""
-    if max_queue is not None and waiting >= max_queue:
+def require_place(
+    queue: Iterable[RequestRecord], request: Request, max_queue: int | None, retry_after_s: float
+) -> None:
+    """Raise `Overloaded` if no more requests may wait: parts of the request's parent do not count."""
+    if max_queue is None:
+        return
+    waiting = sum(request.parent is None or record.request.parent != request.parent for record in queue)
+    if waiting >= max_queue:
         raise Overloaded(f"{waiting} requests wait, max_queue={max_queue}", retry_after_s=retry_after_s)

@@ -271,23 +271,29 @@ class ContinuousEngine(PipelinedEngine):
         with self._lock:
             if not self.serving:
                 raise StateError("the engine is not serving; start it, or make a new one")
-            waiting = self._requests.waiting if self._max_queue is not None else 0
             self._requests.add(states, listener)
             try:
-                if not received and self._max_queue is not None and waiting >= self._max_queue:
-                    wait_s = min(60.0, max(1.0, self.counters.read().queue_delay_s))
-                    raise Overloaded(f"{waiting} requests wait, max_queue={self._max_queue}", retry_after_s=wait_s)
+                if not received:
+                    self._require_place(request)
                 for name, each in received.items():
                     self._blocks.attach(name, each.table)
                 self._blocks.expect([state.id for state in states], tokens)
                 computed = {name: each.computed for name, each in received.items()}
+                self.counters.arrived(request.id, len(request.prompt), request.arrived_s, sequences=len(states))
                 self._loop.post(partial(self._loop.scheduler.add, states, computed))
             except ElasticError as error:
                 for state in states:
                     self._blocks.forget(state.id)
-                refused = isinstance(error, (Overloaded, CapacityError))
-                self._requests.forget(request.id, "rejected" if refused else "failed")
+                if isinstance(error, Overloaded | CapacityError):
+                    self.counters.refused(request.arrived_s)
+                self._requests.forget(request.id, "failed")
                 raise
+
+    def _require_place(self, request: Request) -> None:
+        """Raise `Overloaded` if no more requests may wait."""
+        if self._max_queue is not None and (waiting := self._requests.waiting_before(request)) >= self._max_queue:
+            wait_s = min(60.0, max(1.0, self.counters.read().queue_delay_s))
+            raise Overloaded(f"{waiting} requests wait, max_queue={self._max_queue}", retry_after_s=wait_s)
 
     def _check(self, request: Request) -> None:
         longest = getattr(self._config, "max_position_embeddings", None)

@@ -7,7 +7,7 @@ import copy
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -78,7 +78,7 @@ class RequestBuilder:
                     raise invalid("prompt", "is empty")
                 prompt = await self.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
             requests.append(self._request(prompt, body, grammar, most, "prompt", arrived_s))  # too long: it ends here
-        return requests
+        return [replace(request, parent=requests[0].id) for request in requests] if len(requests) > 1 else requests
 
     async def chat(self, body: ChatBody, arrived_s: float) -> list[Request]:
         """Make one request for all messages. Raises `APIError`."""

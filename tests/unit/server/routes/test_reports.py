@@ -215,3 +215,11 @@ def test_cached_tokens_are_told(client: TestClient) -> None:
 def test_a_long_report_is_made_apart_from_the_event_loop(client: TestClient) -> None:
     got = complete(client, max_tokens=CONTEXT - len(IDS), logprobs=20)
     assert len(got["choices"][0]["logprobs"]["tokens"]) == CONTEXT - len(IDS)
+
+
+def test_prompts_of_one_body_are_no_queue_to_each_other() -> None:
+    engine = FakeEngine(queue=2, batch=1)
+    with TestClient(app_for(engine)) as client:
+        assert len(complete(client, prompt=[PROMPT] * 5)["choices"]) == 5
+        complete(client)
+    assert [request.parent for request in engine.requests] == [engine.requests[0].id] * 5 + [None]
