@@ -301,7 +301,7 @@ class ContinuousEngine(PipelinedEngine):
         if request.grammar is not None:
             if self._grammars is None:
                 raise ConfigError("grammar: this engine has no compiler of grammars; make it with grammars=")
-            self._grammars.matcher(request.grammar)  # which is kept: the executor's is made at once
+            self._grammars.matcher(request.grammar)  # it is compiled now, and kept: the executor's is made at once
 
 
 def _kv_format(
