@@ -203,6 +203,12 @@ class Engine(Protocol):
         `StateError` when the engine is not serving; then nothing is queued.
         """
 
+    def longest_request(self, most: int, *, ever: bool = False) -> int:
+        """Return the most tokens of prompt and answer, up to `most`, that a request may have for the KV cache.
+
+        At its present limit, or `ever`: at the highest that there can be as weights are now.
+        """
+
     def cancel(self, request: str, index: int | None = None) -> None:
         """End a request, or one of its answers, and free what it holds; its listener gets `cancelled` for each.
 

@@ -6,6 +6,7 @@ import atexit
 import threading
 import time
 import weakref
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -161,6 +162,20 @@ class ContinuousEngine(PipelinedEngine):
         self._add(states, listener)
         if not self._is_own_thread():  # as a listener is
             release_threads()
+
+    def longest_request(self, most: int, *, ever: bool = False) -> int:
+        """Return the most tokens of a request for the KV cache; see `Engine`."""
+
+        def is_refused(tokens: int) -> bool:
+            try:
+                self._blocks.require_possible(tokens)
+            except CapacityError:
+                return True
+            except Overloaded:
+                return not ever
+            return False
+
+        return bisect_left(range(1, most + 1), True, key=is_refused)
 
     def adopt(
         self,

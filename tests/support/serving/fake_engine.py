@@ -56,6 +56,8 @@ class FakeEngine:
         self.runtime = None
         self.weights: tuple[tuple[str, ...], ...] = (("float32",) * 2,)
         self.end_tokens: tuple[int, ...] = ()
+        self.limit: int | None = None
+        """Tokens that it takes of a request now; None: its capacity."""
         self.cancelled: list[str] = []
         self.cancelled_answers: list[tuple[str, int]] = []
         self.requests: list[Request] = []
@@ -93,6 +95,9 @@ class FakeEngine:
             self.requests.append(request)
             self._waiting.append((request, listener))
             self._work.notify_all()
+
+    def longest_request(self, most: int, *, ever: bool = False) -> int:
+        return min(most, self._capacity if ever or self.limit is None else self.limit)
 
     def cancel(self, request: str, index: int | None = None) -> None:
         with self._work:

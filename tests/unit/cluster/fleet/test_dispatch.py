@@ -166,6 +166,22 @@ def test_what_never_fits_is_refused_and_what_does_not_now_may_come_back(fleets: 
     fleet.check()
 
 
+def test_the_longest_request_is_one_that_is_taken(fleets: Any) -> None:
+    fleet, ranks = fleets(2, {"blocks": 10})
+    most = fleet.longest_request(1000)
+    assert fleet.longest_request(most - 1) == most - 1
+    with pytest.raises(CapacityError):
+        fleet.submit(request(most - 3, 4), Collector())
+    for rank in ranks:
+        rank.blocks = 5
+        rank.beat()
+    now = fleet.longest_request(1000)
+    assert (now < most, fleet.longest_request(1000, ever=True)) == (True, most)
+    with pytest.raises(Overloaded):
+        fleet.submit(request(now - 3, 4), Collector())
+    fleet.submit(request(now - 4, 4), Collector())
+
+
 def test_capacity_that_comes_back_is_used(fleets: Any) -> None:
     fleet, (rank,) = fleets(1, {"blocks": 10})
     heard = Collector()

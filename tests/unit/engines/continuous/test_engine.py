@@ -348,6 +348,23 @@ def test_parts_of_one_call_are_no_queue_to_each_other(engines: Any) -> None:
     heard.wait([request.id for request in parts])
 
 
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2"])
+def test_the_longest_request_is_one_that_is_taken(name: str, engines: Any) -> None:
+    engine = engines(architectures.build(name), small(2 << 20))
+    most = engine.longest_request(1_000_000)
+    engine.runtime.kv.resize(engine._blocks._sectors_for(40) * engine._blocks.memory.sector_bytes)
+    now = engine.longest_request(1_000_000)
+    assert 40 <= now < most == engine.longest_request(1_000_000, ever=True)
+    assert engine.longest_request(30) == 30
+    for tokens, refusal in ((now + 1, Overloaded), (most + 1, CapacityError)):
+        with pytest.raises(refusal):
+            engine._blocks.require_possible(tokens)
+    heard, request = Collector(), Request((3, 4), now - 2, ignore_eos=True)
+    engine.submit(request, heard)
+    engine.cancel(request.id)
+    heard.wait([request.id])
+
+
 def test_requests_are_cancelled_wherever_they_are(engines: Any) -> None:
     model = architectures.build("llama-gqa")
     engine = engines(model, max_requests=1)
