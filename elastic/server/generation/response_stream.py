@@ -1,8 +1,9 @@
 """The bridge from the engine's thread to the event loop: the answers to one HTTP request, and their cancellation.
 
 The engine's listener only appends to a queue and wakes the event loop once for all that came since. Tokens that a
-client has not read yet wait as ids, never as text: at most `max_tokens` small integers for each answer. So a client
-that does not read costs little and holds up nobody: its request runs to its end and frees its KV.
+client has not read yet wait as ids, never as text: at most `max_tokens` small integers for each answer, with the
+log-probabilities that were asked for. A client that does not read holds up nobody: its request runs to its end and
+frees its KV.
 
 `Engine.submit` and `Engine.cancel` are called on the event loop and must return soon.
 """
