@@ -43,6 +43,7 @@ class RequestStats:
     stalls: int = 0
     """Times that a running request was left out of a step because no KV block was to be had."""
     prompt_tokens: int = 0
+    """Of requests that were taken."""
     generated_tokens: int = 0
     tokens_per_s: float = 0.0
     """Generated, over the window."""

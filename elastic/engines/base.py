@@ -87,6 +87,8 @@ class Request:
     """What the answer must match; needs an engine with a `GrammarCompiler`."""
     arrived_s: float | None = None
     """When it arrived, in seconds of `time.perf_counter`; None: when it is submitted."""
+    parent: str | None = None
+    """Names what it is a part of, such as a call with several prompts: parts of one are no queue to each other."""
     id: str = field(default_factory=lambda: f"request-{next(_ids)}")
 
 
@@ -196,9 +198,15 @@ class Engine(Protocol):
     def submit(self, request: Request, listener: Listener) -> None:
         """Queue a request; its outputs go to `listener`, the last with `finish`.
 
-        Raises `Overloaded` when too many wait, or the limit of the KV cache is too low now, `CapacityError` for a
-        request that can never fit, `ConfigError` for one that makes no sense, `StateError` when the engine is not
-        serving; then nothing is queued.
+        Raises `Overloaded` when too many wait (parts of its `parent` do not count), or the limit of the KV cache is too
+        low now, `CapacityError` for a request that can never fit, `ConfigError` for one that makes no sense,
+        `StateError` when the engine is not serving; then nothing is queued.
+        """
+
+    def longest_request(self, most: int, *, ever: bool = False) -> int:
+        """Return the most tokens of prompt and answer, up to `most`, that a request may have for the KV cache.
+
+        At its present limit, or `ever`: at the highest that there can be as weights are now.
         """
 
     def cancel(self, request: str, index: int | None = None) -> None:

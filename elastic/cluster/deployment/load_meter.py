@@ -40,7 +40,8 @@ class LoadMeter:
         arrived, ended = after.arrived - before.arrived, after.completed - before.completed
         if now_s - since_s < LEAST_S or not arrived:
             return self.expected
-        prompt = (after.prompt_tokens - before.prompt_tokens) / arrived
+        taken = arrived - (after.rejected - before.rejected)
+        prompt = (after.prompt_tokens - before.prompt_tokens) / max(1, taken)
         new = (after.generated_tokens - before.generated_tokens) / max(arrived, ended)
         least = self.expected
         return Load(

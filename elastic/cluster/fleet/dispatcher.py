@@ -85,19 +85,19 @@ class Dispatcher:
             names = {answer.state.id for answer in record.answers}
             if request.id in self.records or not self._names.isdisjoint(names):
                 raise ConfigError(f"request id {request.id!r} is in use; choose another")
-            self._counters.arrived(request.id, len(request.prompt), record.arrived_s, sequences=len(record.answers))
             try:
                 require_possible(self.instances.values(), request, self.retry_after_s)
                 chosen = None if self.queue or self.on_waiting is not None else self._choose(record)
                 if chosen is not None:
                     self._give(record, *chosen)
                 else:
-                    require_place(len(self.queue), self._max_queue, self.retry_after_s)
+                    require_place(self.queue, request, self._max_queue, self.retry_after_s)
                     encode(record.states())  # what cannot be sent is refused now
                     self.queue.append(record)
             except (CapacityError, ConfigError, Overloaded):
-                self._counters.ended(request.id, "rejected", self.clock())
+                self._counters.refused(record.arrived_s)
                 raise
+            self._counters.arrived(request.id, len(request.prompt), record.arrived_s, sequences=len(record.answers))
             self.records[request.id] = record
             self._names |= names
             if self.queue and self.on_waiting is not None:

@@ -31,6 +31,7 @@ from elastic.cluster.fleet.rank_starter import END_S, RankStarter
 from elastic.cluster.fleet.rank_verbs import RankVerbs
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.cluster.fleet.refusals import longest_request
 from elastic.cluster.fleet.supervisor import Supervisor
 from elastic.cluster.launch.base import Launcher
 from elastic.config import require
@@ -197,6 +198,11 @@ class Fleet(PricedVerbs, RankVerbs):
         self._dispatcher.submit(with_ends(request, facts.end_tokens), listener, kv.block_tokens if kv else None)
         if self._state != "serving":  # it was stopped meanwhile, and may not have seen the request
             self._dispatcher.cancel(request.id, None)
+
+    def longest_request(self, most: int, *, ever: bool = False) -> int:
+        """Return the most tokens of a request for the KV cache of the instance that can have most; see `Engine`."""
+        with self._dispatcher.lock:
+            return longest_request(self._dispatcher.instances.values(), most, ever=ever)
 
     def cancel(self, request: str, index: int | None = None) -> None:
         """End a request, or one of its answers; its listener gets `cancelled` for each. Unknown: nothing happens."""

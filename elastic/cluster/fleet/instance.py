@@ -114,6 +114,11 @@ class Instance:
         return max(self.group_blocks, self.policy_blocks)
 
     @property
+    def reachable_limit(self) -> int:
+        """The highest limit that a request may wait for."""
+        return max(self.load.total_blocks, self.reachable_blocks)
+
+    @property
     def sequences(self) -> int:
         """Answers that it was given and that have not ended."""
         if not self.records:
@@ -218,7 +223,7 @@ class Instance:
 
     def reaches(self, request: Request) -> bool:
         """Return whether it may wait for a limit at which it fits."""
-        return request_blocks(self.kv_format, request) <= max(self.load.total_blocks, self.reachable_blocks)
+        return request_blocks(self.kv_format, request) <= self.reachable_limit
 
     @property
     def should_step(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from elastic.cluster.fleet.instance import Instance, request_blocks
+from elastic.cluster.fleet.instance import Instance, blocks_of, request_blocks
+from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.engines.base import Request
 from elastic.errors import CapacityError, Overloaded
 
@@ -26,6 +28,17 @@ def require_possible(instances: Iterable[Instance], request: Request, retry_afte
     raise no_room(serving, request)
 
 
+def longest_request(instances: Iterable[Instance], most: int, *, ever: bool) -> int:
+    """Return the most tokens, up to `most`, of a request that is not refused; `ever`: not for good."""
+    serving = [instance for instance in instances if instance.state == "serving"]
+
+    def is_refused(tokens: int) -> bool:
+        holds = (instance.most_blocks if ever else instance.reachable_limit for instance in serving)
+        return all(blocks_of(i.kv_format, tokens) > blocks for i, blocks in zip(serving, holds, strict=True))
+
+    return bisect_left(range(1, most + 1), True, key=is_refused) if serving else most
+
+
 def no_room(instances: Sequence[Instance], request: Request) -> CapacityError:
     """Return the error for a request that fits in none of these instances."""
     best = max(instances, key=lambda instance: instance.most_blocks)
@@ -39,7 +52,12 @@ def no_room(instances: Sequence[Instance], request: Request) -> CapacityError:
     )
 
 
-def require_place(waiting: int, max_queue: int | None, retry_after_s: float) -> None:
-    """Raise `Overloaded` if no more requests may wait."""
-    if max_queue is not None and waiting >= max_queue:
+def require_place(
+    queue: Iterable[RequestRecord], request: Request, max_queue: int | None, retry_after_s: float
+) -> None:
+    """Raise `Overloaded` if no more requests may wait: parts of the request's parent do not count."""
+    if max_queue is None:
+        return
+    waiting = sum(request.parent is None or record.request.parent != request.parent for record in queue)
+    if waiting >= max_queue:
         raise Overloaded(f"{waiting} requests wait, max_queue={max_queue}", retry_after_s=retry_after_s)

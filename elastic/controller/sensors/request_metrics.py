@@ -64,6 +64,15 @@ class RequestMetrics:
             self._totals["prompt_tokens"] += prompt_tokens
             self._arrivals.add(1, self._now_s)
 
+    def refused(self, at_s: float | None = None) -> None:
+        """Note that a request was offered, and not taken."""
+        with self._lock:
+            self._count_pending()
+            self._clock(at_s)
+            self._totals["arrived"] += 1
+            self._totals["rejected"] += 1
+            self._arrivals.add(1, self._now_s)
+
     def scheduled(self, request: str, at_s: float | None = None) -> None:
         """Note that a request's first tokens go into a forward pass."""
         with self._lock:

@@ -55,14 +55,15 @@ class ActiveRequests:
     def __contains__(self, request: str) -> bool:
         return request in self._requests
 
-    @property
-    def waiting(self) -> int:
-        """Count those that were not in a step yet."""
+    def waiting_before(self, request: Request) -> int:
+        """Count the others that were not in a step yet, without parts of this one's parent."""
         with self._lock:
-            return sum(not active.scheduled for active in self._requests.values())
+            waiting = [active.request for active in self._requests.values() if not active.scheduled]
+        others = [each for each in waiting if each.id != request.id]
+        return sum(request.parent is None or other.parent != request.parent for other in others)
 
     def add(self, states: Sequence[SequenceState], listener: Listener) -> None:
-        """Take a request. Raises `ConfigError` if its id is in use."""
+        """Take a request, of which the counters are not told. Raises `ConfigError` if its id is in use."""
         request = states[0].request
         live = {state.index: state.id for state in states}
         with self._lock:
@@ -70,7 +71,6 @@ class ActiveRequests:
                 raise ConfigError(f"request id {request.id!r} is in use; choose another")
             self._names.update(live.values())
             self._requests[request.id] = ActiveRequest(request, listener, tuple(live.values()), live)
-        self._counters.arrived(request.id, len(request.prompt), request.arrived_s, sequences=len(states))
 
     def forget(self, request: str, outcome: Outcome) -> None:
         """End a request without a word to its listener; unknown: nothing happens."""

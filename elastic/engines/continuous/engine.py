@@ -6,6 +6,7 @@ import atexit
 import threading
 import time
 import weakref
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -162,6 +163,20 @@ class ContinuousEngine(PipelinedEngine):
         if not self._is_own_thread():  # as a listener is
             release_threads()
 
+    def longest_request(self, most: int, *, ever: bool = False) -> int:
+        """Return the most tokens of a request for the KV cache; see `Engine`."""
+
+        def is_refused(tokens: int) -> bool:
+            try:
+                self._blocks.require_possible(tokens)
+            except CapacityError:
+                return True
+            except Overloaded:
+                return not ever
+            return False
+
+        return bisect_left(range(1, most + 1), True, key=is_refused)
+
     def adopt(
         self,
         states: Sequence[SequenceState],
@@ -271,23 +286,29 @@ class ContinuousEngine(PipelinedEngine):
         with self._lock:
             if not self.serving:
                 raise StateError("the engine is not serving; start it, or make a new one")
-            waiting = self._requests.waiting if self._max_queue is not None else 0
             self._requests.add(states, listener)
             try:
-                if not received and self._max_queue is not None and waiting >= self._max_queue:
-                    wait_s = min(60.0, max(1.0, self.counters.read().queue_delay_s))
-                    raise Overloaded(f"{waiting} requests wait, max_queue={self._max_queue}", retry_after_s=wait_s)
+                if not received:
+                    self._require_place(request)
                 for name, each in received.items():
                     self._blocks.attach(name, each.table)
                 self._blocks.expect([state.id for state in states], tokens)
                 computed = {name: each.computed for name, each in received.items()}
+                self.counters.arrived(request.id, len(request.prompt), request.arrived_s, sequences=len(states))
                 self._loop.post(partial(self._loop.scheduler.add, states, computed))
             except ElasticError as error:
                 for state in states:
                     self._blocks.forget(state.id)
-                refused = isinstance(error, (Overloaded, CapacityError))
-                self._requests.forget(request.id, "rejected" if refused else "failed")
+                if isinstance(error, Overloaded | CapacityError):
+                    self.counters.refused(request.arrived_s)
+                self._requests.forget(request.id, "failed")
                 raise
+
+    def _require_place(self, request: Request) -> None:
+        """Raise `Overloaded` if no more requests may wait."""
+        if self._max_queue is not None and (waiting := self._requests.waiting_before(request)) >= self._max_queue:
+            wait_s = min(60.0, max(1.0, self.counters.read().queue_delay_s))
+            raise Overloaded(f"{waiting} requests wait, max_queue={self._max_queue}", retry_after_s=wait_s)
 
     def _check(self, request: Request) -> None:
         longest = getattr(self._config, "max_position_embeddings", None)
@@ -295,7 +316,7 @@ class ContinuousEngine(PipelinedEngine):
         if request.grammar is not None:
             if self._grammars is None:
                 raise ConfigError("grammar: this engine has no compiler of grammars; make it with grammars=")
-            self._grammars.matcher(request.grammar)  # which is kept: the executor's is made at once
+            self._grammars.matcher(request.grammar)  # it is compiled now, and kept: the executor's is made at once
 
 
 def _kv_format(

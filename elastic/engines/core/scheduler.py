@@ -367,6 +367,8 @@ class Scheduler:
             place = self._waiting.index(sequence) if sequence in self._waiting else 0
             self._waiting.insert(place, followers[0])
             self._followers[followers[0]] = followers[1:]
+        if len(self._waiting) > 2 * len(self.sequences) + 64:  # most have ended
+            self._waiting = deque(each for each in self._waiting if not each.ended)
         if sequence.in_flight:
             self._ending[sequence.id] = sequence
             self.blocks.detach(sequence.id)
@@ -375,9 +377,7 @@ class Scheduler:
 
     def _leave_cohort(self, sequence: Sequence) -> None:
         if sequence.cohort is not None:
-            cohort = self._cohorts[sequence.cohort]
-            cohort.decoding.pop(sequence, None)
-            cohort.prefilling.pop(sequence, None)
+            self._cohorts[sequence.cohort].remove(sequence)
 
     def _free(self, sequence: Sequence) -> None:
         """Free what a sequence has that has ended, and of which no step is in flight."""

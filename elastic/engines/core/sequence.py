@@ -98,6 +98,11 @@ class Cohort:
     def __len__(self) -> int:
         return len(self.decoding) + len(self.prefilling)
 
+    def remove(self, sequence: Sequence) -> None:
+        """Have a sequence be none of these."""
+        self.decoding.pop(sequence, None)
+        self.prefilling.pop(sequence, None)
+
 
 class Produced(NamedTuple):
     """A token that a step brought."""

@@ -8,7 +8,7 @@ import torch
 
 from elastic.engines.base import SampledToken
 from elastic.engines.sampling.adjust import adjust
-from elastic.engines.sampling.draw import argmax, draw
+from elastic.engines.sampling.draw import draw, greedy
 from elastic.engines.sampling.logprobs import token_logprobs
 from elastic.engines.sampling.state import SamplingState
 
@@ -43,7 +43,7 @@ def _choose(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
     drawn = [row for row, state in enumerate(states) if state.rule.temperature > 0]
     if len(drawn) == len(states):
         return draw(logits, states)
-    tokens = argmax(logits)
+    tokens = greedy(logits)
     if drawn:
         for row, token in zip(drawn, draw(logits[drawn], [states[row] for row in drawn]), strict=True):
             tokens[row] = token

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
@@ -50,8 +51,8 @@ class LlguidanceMatcher:
 class LlguidanceCompiler:
     """Makes matchers of JSON schemas, regular expressions and grammars: a `GrammarCompiler`. Thread-safe.
 
-    What is not exactly supported (see llguidance's documentation of JSON schemas) is refused. Compiled grammars are
-    kept, the last used `cached` of them.
+    What is not exactly supported (see llguidance's documentation of JSON schemas) is refused. What is compiled is kept
+    while the grammar that it was asked for by lives, as in a request, and of others the last used `cached`.
     """
 
     def __init__(self, tokenizer: Any, end_tokens: Sequence[int] = (), *, cached: int = 128) -> None:
@@ -67,6 +68,7 @@ class LlguidanceCompiler:
         self._lock = Lock()
         self._vocabulary: Any = None
         self._matchers: OrderedDict[Grammar, Any] = OrderedDict()
+        self._of_live: dict[int, Any] = {}  # by the ids of grammars
 
     def matcher(self, grammar: Grammar) -> LlguidanceMatcher:
         """Return a new matcher at the beginning of an answer.
@@ -76,10 +78,13 @@ class LlguidanceCompiler:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = read_vocabulary(self._tokenizer, self._ends)
-            compiled = self._matchers.get(grammar)
+            compiled = self._of_live.get(id(grammar), self._matchers.get(grammar))
         if compiled is None:
             compiled = compile_grammar(grammar, self._vocabulary)
         with self._lock:
+            if id(grammar) not in self._of_live:
+                self._of_live[id(grammar)] = compiled
+                weakref.finalize(grammar, self._of_live.pop, id(grammar), None)
             self._matchers[grammar] = compiled
             self._matchers.move_to_end(grammar)
             if len(self._matchers) > self._cached:

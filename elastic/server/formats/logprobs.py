@@ -11,7 +11,7 @@ from elastic.server.generation.token_text import TokenTexts
 
 JSON = dict[str, Any]
 LEAST = -9999.0
-"""For what is less likely than JSON can say: of a token that was impossible it is minus infinity."""
+"""For what JSON cannot say: of a token that was impossible it is minus infinity, of logits with NaN it is NaN."""
 
 
 class LogprobsFormat:
@@ -65,4 +65,4 @@ class LogprobsFormat:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LEAST)
+    return logprob if logprob > LEAST else LEAST  # not of NaN

@@ -75,7 +75,7 @@ class ResponsesFormat:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "metadata": (body.model_extra or {}).get("metadata") or {},
+            "metadata": body.metadata or {},
             "model": self._model,
             "output": [dict(item) for item in self._output],
             "parallel_tool_calls": body.parallel_tool_calls is not False,

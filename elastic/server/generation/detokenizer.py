@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 REPLACEMENT = "\ufffd"
 """The decoder's text for bytes that are no character, or not one yet."""
@@ -14,6 +16,16 @@ _LONGEST, _KEPT = 64, 32
 _UNSURE = 8
 """Replacements at the end that may still become characters: with byte fallback up to three for the one that is
 incomplete and four for the one before it, which a decoder takes back with it."""
+_special: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
+
+
+def special_tokens(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of a tokenizer's special tokens: those that have a role in it, and all others marked as such."""
+    ids = _special.get(tokenizer)
+    if ids is None:
+        added = (token for token, text in tokenizer.added_tokens_decoder.items() if text.special)
+        ids = _special[tokenizer] = frozenset((*tokenizer.all_special_ids, *added))
+    return ids
 
 
 class Detokenizer:
@@ -25,7 +37,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, prompt: Sequence[int], *, skip_special: bool = True) -> None:
         """Without `skip_special`, special tokens are part of the text."""
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids if skip_special else ())
+        self._special = special_tokens(tokenizer) if skip_special else frozenset()
         self._window = [token for token in prompt[-_CONTEXT:] if token not in self._special]
         self._said = len(self._decode().rstrip(REPLACEMENT))
         self._new = 0
@@ -74,6 +86,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
         """With `keep`, the stop string that is found is part of the text."""
         self._stops, self._keep = tuple(stops), keep
+        self._sorted, self._longest = sorted(stops), max(map(len, stops), default=0)
         self._held = ""
         self.found: str | None = None
         """The stop string that ended the text."""
@@ -82,19 +95,24 @@ class StopStrings:
         """Take text, and return what no stop string can begin in; when one is found, the text before it."""
         if self.found is not None:
             return ""
-        text = self._held + piece
+        text, held = self._held + piece, len(self._held)
         at, self.found = min(
-            ((i, stop) for stop in self._stops if (i := text.find(stop)) >= 0),
+            ((i, stop) for stop in self._stops if (i := text.find(stop, max(0, held - len(stop) + 1))) >= 0),
             key=lambda hit: hit[0],
             default=(-1, None),
         )
         if self.found is not None:
             ready = at + len(self.found) if self._keep else at
         else:
-            begun = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
-            ready = len(text) - max(begun, default=0)
+            ends = range(max(0, len(text) - self._longest + 1), len(text))
+            ready = next((i for i in ends if self._begins_stop(text[i:])), len(text))
         self._held = text[ready:]
         return text[:ready]
+
+    def _begins_stop(self, end: str) -> bool:
+        """Return whether a text is the beginning of a stop string: in order, the next one begins with it then."""
+        after = bisect_right(self._sorted, end)
+        return after < len(self._sorted) and self._sorted[after].startswith(end)
 
     def flush(self) -> str:
         """Return what was held back, if it was no stop string."""

@@ -7,7 +7,7 @@ import copy
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,7 +23,7 @@ from elastic.server.protocol.sampling import SamplingBody
 
 T = TypeVar("T")
 DEFAULT_MAX_TOKENS = 16
-"""Default of a completion, as OpenAI has it; a chat completion may use all of the context."""
+"""Default of a completion, as OpenAI has it; a chat completion may use what is left of the context."""
 SHORT = 32_768
 """Characters that are tokenized in a fraction of a second."""
 SMALLEST_TEMPERATURE = 1e-5
@@ -52,18 +52,22 @@ class RequestBuilder:
         *,
         max_model_len: int | None,
         end_tokens: Callable[[], Sequence[int]] = tuple,
+        longest: Callable[[int], int] = lambda most: most,
         sampling_defaults: Mapping[str, float] | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`end_tokens` are those of the model; the tokenizer's own is one too. `sampling_defaults` are the model's."""
+        """`end_tokens` are those of the model; the tokenizer's own is one too. `sampling_defaults` are the model's.
+
+        `longest` says how many of so many tokens of prompt and answer fit the KV cache now.
+        """
         self._tokenizer = tokenizer
-        self._end_tokens = end_tokens
+        self._end_tokens, self._longest = end_tokens, longest
         self._defaults = dict(sampling_defaults or {})
         self._grammars = grammars
         self._context = max_model_len
         self._vocabulary = len(tokenizer)
-        longest = longest_token(tokenizer)
-        self._most_characters = max_model_len * longest if max_model_len and longest else None
+        in_token = longest_token(tokenizer)
+        self._most_characters = max_model_len * in_token if max_model_len and in_token else None
         self._short = _TokenizerThread(tokenizer, ThreadPoolExecutor(1, "elastic-tokenizer"))
         self._long = _TokenizerThread(copy.deepcopy(tokenizer), ThreadPoolExecutor(1, "elastic-tokenizer-long"))
         self._compiling = ThreadPoolExecutor(1, "elastic-grammar")
@@ -78,7 +82,7 @@ class RequestBuilder:
                     raise invalid("prompt", "is empty")
                 prompt = await self.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
             requests.append(self._request(prompt, body, grammar, most, "prompt", arrived_s))  # too long: it ends here
-        return requests
+        return [replace(request, parent=requests[0].id) for request in requests] if len(requests) > 1 else requests
 
     async def chat(self, body: ChatBody, arrived_s: float) -> list[Request]:
         """Make one request for all messages. Raises `APIError`."""
@@ -240,7 +244,10 @@ class RequestBuilder:
         )
 
     def _most_new_tokens(self, prompt_tokens: int, max_tokens: int | None, param: str) -> int:
-        """Return the most tokens to generate. Raises `APIError` where the context has no room for them."""
+        """Return the most tokens to generate. Raises `APIError` where the context has no room for them.
+
+        As many as were asked for, else what is left of the context, and of the KV cache as its limit is now.
+        """
         if self._context is None:
             return max_tokens or DEFAULT_MAX_TOKENS
         room = self._context - prompt_tokens
@@ -252,7 +259,7 @@ class RequestBuilder:
                 param=param if room < 1 else "max_tokens",
                 code="context_length_exceeded",
             )
-        return max_tokens or room
+        return max_tokens or max(1, self._longest(self._context) - prompt_tokens)
 
     def _stop_tokens(self, body: SamplingBody) -> tuple[int, ...]:
         asked = tuple(body.stop_token_ids or ())

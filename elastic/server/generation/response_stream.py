@@ -1,8 +1,9 @@
 """The bridge from the engine's thread to the event loop: the answers to one HTTP request, and their cancellation.
 
 The engine's listener only appends to a queue and wakes the event loop once for all that came since. Tokens that a
-client has not read yet wait as ids, never as text: at most `max_tokens` small integers for each answer. So a client
-that does not read costs little and holds up nobody: its request runs to its end and frees its KV.
+client has not read yet wait as ids, never as text: at most `max_tokens` small integers for each answer, with the
+log-probabilities that were asked for. A client that does not read holds up nobody: its request runs to its end and
+frees its KV.
 
 `Engine.submit` and `Engine.cancel` are called on the event loop and must return soon.
 """
@@ -24,8 +25,8 @@ from elastic.server.generation.detokenizer import Detokenizer, StopStrings
 from elastic.server.protocol.errors import APIError, unavailable
 
 Ended = Literal["stop", "length"]
-_AT_ONCE = 256
-"""Tokens made text before the event loop has another turn."""
+_AT_ONCE = 64
+"""Tokens of all answers that are made text, or deltas without any, before the event loop has another turn."""
 
 
 class LoopQueue:
@@ -148,11 +149,11 @@ class ChoiceStream:
             self.last = output
         return None if before_s is None or self.last_s is None or not output.tokens else self.last_s - before_s
 
-    def read(self) -> TextDelta | None:
-        """Return what is new, if anything. Raises `APIError` if the engine gave up on the request."""
+    def read(self, most: int) -> TextDelta | None:
+        """Return what is new, of so many tokens at most. Raises `APIError` if the engine gave up on the request."""
         if self.read_to_end or self._awaits_prompt_logprobs:
             return None
-        text, tokens = self._read_tokens()
+        text, tokens = self._read_tokens(most)
         finish: Ended | None = None
         if self._stops.found is not None:
             finish = "stop"
@@ -174,10 +175,10 @@ class ChoiceStream:
         comes = self.first.prompt_logprobs is None and self.first.last is None
         return self.request.prompt_logprobs is not None and comes and not failed
 
-    def _read_tokens(self) -> tuple[str, list[ReadToken]]:
+    def _read_tokens(self, most: int) -> tuple[str, list[ReadToken]]:
         """Make text of the next unread tokens, up to a stop string or a token that only ends the answer."""
         text, tokens = "", []
-        for _ in range(min(len(self.unread), _AT_ONCE)):
+        for _ in range(min(len(self.unread), most)):
             token, logprobs = self.unread.popleft()
             self.tokens += 1
             if self._options.report_tokens:
@@ -258,19 +259,24 @@ class ResponseStream:
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """Yield the answers, delta by delta, until all are complete. Raises `APIError`."""
+        left = _AT_ONCE
         while not all(answer.read_to_end for answer in self.answers):
             await self._news.wait()
             self._news.clear()
-            if self._closed:
-                raise APIError(499, "the client is gone", code="client_closed_request")
             for answer in self.answers:
-                if delta := answer.read():
+                if self._closed:
+                    raise APIError(499, "the client is gone", code="client_closed_request")
+                before, delta = answer.tokens, answer.read(left)
+                left -= max(answer.tokens - before, int(delta is not None))
+                if delta is not None:
                     if delta.finish and answer.last is None:  # after a stop string, the engine does not know yet
                         self._end(answer)
                     yield delta
-            if any(answer.unread for answer in self.answers):
-                self._news.set()
-                await asyncio.sleep(0)  # others have their turn
+                if left <= 0:
+                    if answer.unread:
+                        self._news.set()
+                    await asyncio.sleep(0)  # others have their turn
+                    left = _AT_ONCE
 
     async def whole(self) -> list[TextDelta]:
         """Return the answers when all are complete. Raises `APIError`."""

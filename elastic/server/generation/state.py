@@ -51,6 +51,7 @@ class ServerState:
             tokenizer,
             max_model_len=max_model_len,
             end_tokens=lambda: engine.end_tokens,
+            longest=engine.longest_request,
             sampling_defaults=sampling_defaults,
             grammars=grammars,
         )
@@ -72,6 +73,11 @@ class ServerState:
         if self._draining:
             return "draining"
         return "serving" if self.engine.serving else "stopped"
+
+    @property
+    def longest_request(self) -> int | None:
+        """The most tokens of prompt and answer: of the context, and of what the KV cache can hold; None: any."""
+        return None if self.max_model_len is None else self.engine.longest_request(self.max_model_len, ever=True)
 
     def drain(self) -> None:
         """Refuse new requests from now on. Thread-safe."""

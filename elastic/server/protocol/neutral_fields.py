@@ -65,7 +65,7 @@ PART: Neutral = {"cache_control": (None,)}
 RESPONSES: Neutral = {
     **dict.fromkeys(
         (
-            *("metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+            *("user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
             *("prompt_cache_options", "max_tool_calls"),
         )
     ),

@@ -125,6 +125,7 @@ class ResponsesBody(RequestBody):
     previous_response_id: str | None = None
     stream: bool | None = None
     stream_options: RequestBody | None = None
+    metadata: JSONObject | None = None
 
     @property
     def reports_logprobs(self) -> bool:

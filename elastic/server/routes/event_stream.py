@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from typing import Any
@@ -14,6 +15,7 @@ from elastic.errors import ElasticError
 from elastic.server.generation.response_stream import ResponseStream
 from elastic.server.protocol.errors import APIError, as_api_error
 
+logger = logging.getLogger(__name__)
 JSON = dict[str, Any]
 
 
@@ -34,21 +36,30 @@ class EventStream(StreamingResponse):
 
 async def data_events(objects: AsyncGenerator[list[JSON], None]) -> AsyncGenerator[bytes, None]:
     """Yield each object as `data: JSON`, the last `data: [DONE]`; before it, where something failed, an error."""
-    async for together in caught(objects, lambda error: [error.body()]):
-        yield b"".join(b"data: " + encoded(json_object) + b"\n\n" for json_object in together)
+    async with aclosing(sent_events(objects, lambda _: b"data: ", lambda error: [error.body()])) as events:
+        async for together in events:
+            yield together
     yield b"data: [DONE]\n\n"
 
 
-async def caught(
-    objects: AsyncGenerator[list[JSON], None], of_error: Callable[[APIError], list[JSON]]
-) -> AsyncGenerator[list[JSON], None]:
-    """Yield lists of objects; where something fails, those of the error at the end."""
+async def sent_events(
+    objects: AsyncGenerator[list[JSON], None],
+    head: Callable[[JSON], bytes],
+    of_error: Callable[[APIError], list[JSON]],
+) -> AsyncGenerator[bytes, None]:
+    """Yield lists of objects as events, each behind its `head`; where something fails, the error's at the end."""
+
+    def written(together: list[JSON]) -> bytes:
+        return b"".join(head(each) + encoded(each) + b"\n\n" for each in together)
+
     try:
         async with aclosing(objects):
             async for together in objects:
-                yield together
-    except (APIError, ElasticError) as error:
-        yield of_error(as_api_error(error))
+                yield written(together)
+    except Exception as error:  # the client is told of any: the status was sent long ago
+        if not isinstance(error, APIError | ElasticError):
+            logger.exception("a stream failed")
+        yield written(of_error(as_api_error(error)))
 
 
 def encoded(json_object: Any) -> bytes:

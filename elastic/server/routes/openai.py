@@ -107,7 +107,7 @@ def _logprobs(serving: ServerState, body: SamplingBody) -> LogprobsFormat:
 
 def _card(serving: ServerState) -> JSON:
     card = {"id": serving.name, "object": "model", "created": int(serving.since_s), "owned_by": "elastic"}
-    return {**card, "max_model_len": serving.max_model_len}
+    return {**card, "max_model_len": serving.longest_request}
 
 
 async def _answer(

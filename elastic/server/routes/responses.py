@@ -17,7 +17,7 @@ from elastic.server.generation.response_stream import ResponseStream
 from elastic.server.protocol.errors import APIError
 from elastic.server.protocol.responses import ResponsesBody
 from elastic.server.routes.catalogue import Catalogue
-from elastic.server.routes.event_stream import EventStream, caught, encoded
+from elastic.server.routes.event_stream import EventStream, encoded, sent_events
 from elastic.server.routes.openai import answer_options, tool_parser
 
 JSON = dict[str, Any]
@@ -45,7 +45,7 @@ def routes(models: Catalogue) -> APIRouter:
         stream = serving.respond(requests, options, "chat", eager=bool(body.stream))
         stream.submit()
         if body.stream:
-            return EventStream(stream, _events(caught(_objects(stream, form), lambda error: [form.failure(error)])))
+            return EventStream(stream, sent_events(_objects(stream, form), _head, lambda error: [form.failure(error)]))
         async with stream.while_connected(http.receive):
             (answer,) = await stream.whole()
         form.events(answer)
@@ -53,6 +53,10 @@ def routes(models: Catalogue) -> APIRouter:
         return Response(encoded(status), media_type="application/json")
 
     return router
+
+
+def _head(event: JSON) -> bytes:
+    return f"event: {event['type']}\ndata: ".encode()
 
 
 def _of_input(error: APIError) -> APIError:
@@ -71,9 +75,3 @@ async def _objects(stream: ResponseStream, form: ResponsesFormat) -> AsyncGenera
         async for delta in deltas:
             events = form.events(delta)
             yield [*events, form.closing(delta, stream.answers[0])] if delta.finish else events
-
-
-async def _events(objects: AsyncGenerator[list[JSON], None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(objects):
-        async for together in objects:
-            yield b"".join(f"event: {each['type']}\ndata: ".encode() + encoded(each) + b"\n\n" for each in together)

@@ -25,7 +25,7 @@ def routes(models: Catalogue) -> APIRouter:
         else:
             tokens = await serving.prompts.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
         names = await serving.prompts.names(tokens) if body.return_token_strs else None
-        return {"count": len(tokens), "max_model_len": serving.max_model_len, "tokens": tokens, "token_strs": names}
+        return {"count": len(tokens), "max_model_len": serving.longest_request, "tokens": tokens, "token_strs": names}
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:

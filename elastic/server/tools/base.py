@@ -51,3 +51,8 @@ class ToolFormat:
 def beginning_at_end(text: str, mark: str) -> int:
     """Return how many characters at the end of a text may be the beginning of a mark."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+
+
+def valid_unicode(text: str) -> str:
+    """Return text that is Unicode: surrogates in pairs are their characters, others `U+FFFD`."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -9,7 +9,7 @@ from elastic.server.tools.mistral import MistralParser
 from elastic.server.tools.pythonic import PythonicParser
 
 TOOL_FORMATS = {
-    "hermes": ToolFormat(HermesParser),
+    "hermes": ToolFormat(HermesParser, special=True),  # of some models they are
     "llama3_json": ToolFormat(LlamaParser, special=True),
     "mistral": ToolFormat(MistralParser, special=True),
     "pythonic": ToolFormat(PythonicParser, special=True),

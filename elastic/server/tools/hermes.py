@@ -10,11 +10,11 @@ from elastic.server.tools.json_call import CallReader
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _MOST_SPACE = 64
 """Characters of space before a mark that are no content; it bounds what a search for marks costs."""
-_MARK = re.compile(rf"\s{{0,{_MOST_SPACE}}}(</?tool_call>)\s*")
+_MARK = re.compile(rf"\s{{0,{_MOST_SPACE}}}(</?tool_call>)")
 
 
 class HermesParser:
-    """Reads one answer. Space around marks is no content."""
+    """Reads one answer. Space before marks is no content, and none behind the last one."""
 
     def __init__(self) -> None:
         self._held = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from enum import Enum, auto
 
-from elastic.server.tools.base import CallDelta
+from elastic.server.tools.base import CallDelta, valid_unicode
 
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -136,10 +136,10 @@ class CallReader:
         self._expects = _Expects.COMMA
         if self._key == "name" and self._name is None:
             self.failed = not isinstance(value, str)
-            self._name = value
+            self._name = valid_unicode(value) if isinstance(value, str) else None
         if is_arguments:
             self._has_arguments = True
-            self._arguments = value if isinstance(value, str) else self._arguments
+            self._arguments = valid_unicode(value) if isinstance(value, str) else self._arguments
 
 
 class CallList:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 
-from elastic.server.tools.base import CallDelta, Parsed
+from elastic.server.tools.base import CallDelta, Parsed, valid_unicode
 
 _TAGS = ("<|python_start|>", "<|python_end|>")
 _LONGEST = 65_536
@@ -15,44 +15,52 @@ _MOST_ATTEMPTS = 16
 
 
 class PythonicParser:
-    """Reads one answer. Its calls are told together, when the list is complete."""
+    """Reads one answer. Its calls are told together, when the list is complete; text behind that is content."""
 
     def __init__(self) -> None:
         self._held = ""
-        self._attempts = 0
-        self._decided = False
-        """What comes is content: the list is complete, or there is none."""
+        self._attempts = self._tried = 0
+        self._is_content = self._is_behind = False
+        """What comes is content, or what is behind the list."""
+        self._end_tag = _TAGS[1]
+        """That may still come; empty: it came."""
 
     def push(self, text: str) -> Parsed:
         """Take more text."""
-        if self._decided:
+        if self._is_content:
             return Parsed(text)
         self._held += text
+        if self._is_behind:
+            return Parsed(self._behind())
         start = self._held.lstrip().removeprefix(_TAGS[0]).lstrip()
-        is_list = start.startswith("[") or not start or _TAGS[0].startswith(start)
-        if not is_list or len(self._held) > _LONGEST:
+        if start.startswith("["):
+            while self._attempts < _MOST_ATTEMPTS and (end := start.find(")]", self._tried, _LONGEST)) >= 0:
+                self._attempts, self._tried = self._attempts + 1, end + 1
+                if calls := _calls(start[: end + 2]):
+                    self._held, self._is_behind = start[end + 2 :], True
+                    return Parsed(self._behind(), calls)
+        elif start and not _TAGS[0].startswith(start):
             return self._as_content()
-        end = start.rstrip().removesuffix(_TAGS[1]).rstrip()
-        if not end.endswith(")]") or self._attempts >= _MOST_ATTEMPTS:
-            return Parsed()
-        self._attempts += 1
-        return self._as_calls(end) or Parsed()
+        return self._as_content() if len(start) > _LONGEST else Parsed()
 
     def flush(self) -> Parsed:
         """Return the rest."""
-        held = "" if self._decided else self._held.strip().removeprefix(_TAGS[0]).removesuffix(_TAGS[1]).strip()
-        return (self._as_calls(held) if held.startswith("[") else None) or self._as_content()
+        held = self._held.strip().removeprefix(_TAGS[0]).removesuffix(_TAGS[1]).strip()
+        if not self._is_behind and held.startswith("[") and (calls := _calls(held)):
+            return Parsed(calls=calls)
+        return self._as_content()
 
-    def _as_calls(self, text: str) -> Parsed | None:
-        """Return the calls of a complete list, None for text that is none."""
-        calls = _calls(text)
-        if not calls:
-            return None
-        self._decided, self._held = True, ""
-        return Parsed(calls=calls)
+    def _behind(self) -> str:
+        """Return what is content behind the list: no end tag, and no space around that."""
+        rest = self._held.lstrip()
+        if self._end_tag and rest.startswith(self._end_tag):
+            rest, self._end_tag = rest.removeprefix(self._end_tag).lstrip(), ""
+        self._is_content = not self._end_tag.startswith(rest)
+        self._held = "" if self._is_content else rest
+        return rest if self._is_content else ""
 
     def _as_content(self) -> Parsed:
-        held, self._held, self._decided = self._held, "", True
+        held, self._held, self._is_content = self._held, "", True
         return Parsed(held)
 
 
@@ -72,4 +80,6 @@ def _call(index: int, node: ast.expr) -> CallDelta:
     if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
         raise ValueError("no call with arguments by name")
     arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
-    return CallDelta(index, ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    return CallDelta(
+        index, ast.unparse(node.func), valid_unicode(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    )

@@ -56,6 +56,8 @@ class FakeEngine:
         self.runtime = None
         self.weights: tuple[tuple[str, ...], ...] = (("float32",) * 2,)
         self.end_tokens: tuple[int, ...] = ()
+        self.limit: int | None = None
+        """Tokens that it takes of a request now; None: its capacity."""
         self.cancelled: list[str] = []
         self.cancelled_answers: list[tuple[str, int]] = []
         self.requests: list[Request] = []
@@ -85,13 +87,17 @@ class FakeEngine:
             if needed > self._capacity:
                 message = "the request never fits"
                 raise CapacityError(message, requested_bytes=needed, free_bytes=0, total_bytes=self._capacity)
-            self.counters.arrived(request.id, len(request.prompt), request.arrived_s, sequences=request.n)
-            if self._queue is not None and len(self._waiting) >= self._queue:
-                self.counters.ended(request.id, "rejected")
+            others = [w for w, _ in self._waiting if request.parent is None or w.parent != request.parent]
+            if self._queue is not None and len(others) >= self._queue:
+                self.counters.refused()
                 raise Overloaded("too many requests wait", retry_after_s=1.0)
+            self.counters.arrived(request.id, len(request.prompt), request.arrived_s, sequences=request.n)
             self.requests.append(request)
             self._waiting.append((request, listener))
             self._work.notify_all()
+
+    def longest_request(self, most: int, *, ever: bool = False) -> int:
+        return min(most, self._capacity if ever or self.limit is None else self.limit)
 
     def cancel(self, request: str, index: int | None = None) -> None:
         with self._work:

@@ -103,6 +103,8 @@ def test_the_load_is_that_of_the_last_minute_and_no_less_than_expected() -> None
     assert meter.load == Load(32, 24, 0.5), "five seconds say nothing of a rate"
     meter.tell(20.0, stats(40, 64, 30, 20))
     assert meter.load == Load(64, 24, 2.0), "answers are shorter than expected, prompts are longer"
+    meter.tell(21.0, replace(stats(40, 64, 30, 20), prompt_tokens=30 * 64, rejected=10))
+    assert meter.load.prompt == 64, "no tokens are counted of requests that were refused"
     meter.tell(40.0, replace(stats(80, 64, 31, 20), generated_tokens=4000))
     assert meter.load == Load(64, 50, 2.0), "one that has ended did not get the tokens of those that go on"
     meter.tell(100.0, stats(41, 64, 41, 20))

@@ -139,7 +139,18 @@ def test_more_than_max_queue_are_refused_with_a_time(fleets: Any) -> None:
     assert 1 <= caught.value.retry_after_s <= 60
     drive(ranks)
     assert len(heard.ends) == 3
-    assert fleet.counters.read().rejected == 1
+    stats = fleet.counters.read()
+    assert (stats.rejected, stats.arrived) == (1, 4)
+    assert stats.prompt_tokens == 3 * len(request().prompt)
+
+
+def test_parts_of_one_call_are_no_queue_to_each_other(fleets: Any) -> None:
+    fleet, _ = fleets(1, {"max_requests": 1}, max_queue=1)
+    for _ in range(5):
+        fleet.submit(replace(request(), parent="a"), Collector())
+    for refused in (request(), replace(request(), parent="b")):
+        with pytest.raises(Overloaded, match="3 requests wait"):
+            fleet.submit(refused, Collector())
 
 
 def test_what_never_fits_is_refused_and_what_does_not_now_may_come_back(fleets: Any) -> None:
@@ -153,6 +164,22 @@ def test_what_never_fits_is_refused_and_what_does_not_now_may_come_back(fleets: 
         fleet.submit(request(30, 4), Collector())
     fleet.submit(request(12, 4), Collector())
     fleet.check()
+
+
+def test_the_longest_request_is_one_that_is_taken(fleets: Any) -> None:
+    fleet, ranks = fleets(2, {"blocks": 10})
+    most = fleet.longest_request(1000)
+    assert fleet.longest_request(most - 1) == most - 1
+    with pytest.raises(CapacityError):
+        fleet.submit(request(most - 3, 4), Collector())
+    for rank in ranks:
+        rank.blocks = 5
+        rank.beat()
+    now = fleet.longest_request(1000)
+    assert (now < most, fleet.longest_request(1000, ever=True)) == (True, most)
+    with pytest.raises(Overloaded):
+        fleet.submit(request(now - 3, 4), Collector())
+    fleet.submit(request(now - 4, 4), Collector())
 
 
 def test_capacity_that_comes_back_is_used(fleets: Any) -> None:

@@ -225,3 +225,12 @@ def test_threads_lose_nothing() -> None:
     traffic = counters.read()
     assert (traffic.arrived, traffic.completed, traffic.waiting, traffic.running) == (1200, 1200, 0, 0)
     assert (traffic.generated_tokens, traffic.stalls, traffic.preemptions) == (3600, 1200, 2400)
+
+
+def test_what_is_refused_arrived_and_brought_no_tokens() -> None:
+    counters = RequestMetrics()
+    counters.arrived("a", 7, 10.0)
+    counters.refused(10.5)
+    assert counters.read(11.0) == RequestStats(
+        waiting=1, queue_delay_s=1.0, arrived=2, rejected=1, prompt_tokens=7, arrivals_per_s=2.0
+    )

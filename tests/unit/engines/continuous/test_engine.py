@@ -327,9 +327,42 @@ def test_the_queue_is_bounded_if_asked(engines: Any) -> None:
     with pytest.raises(Overloaded) as refused:
         engine.submit(Request((3, 4), 4), heard)
     assert refused.value.retry_after_s >= 1
-    assert engine.counters.read().rejected == 1
+    stats = engine.counters.read()
+    assert (stats.rejected, stats.arrived, stats.prompt_tokens) == (1, 4, 3 * 2)
     go_on.set()
     heard.wait([request.id for request in requests])
+
+
+def test_parts_of_one_call_are_no_queue_to_each_other(engines: Any) -> None:
+    engine = engines(architectures.build("llama-gqa"), max_queue=2, max_requests=1)
+    first = Request((3, 4, 5), 500)
+    heard, parts = Collector(), [Request((3, 4), 4, parent="a") for _ in range(5)]
+    engine.submit(first, heard)
+    heard.wait_for_tokens(first.id, 3)
+    for request in parts:
+        engine.submit(request, heard)
+    for refused in (Request((3, 4), 4), Request((3, 4), 4, parent="b")):
+        with pytest.raises(Overloaded, match="5 requests wait"):
+            engine.submit(refused, heard)
+    engine.cancel(first.id)
+    heard.wait([request.id for request in parts])
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2"])
+def test_the_longest_request_is_one_that_is_taken(name: str, engines: Any) -> None:
+    engine = engines(architectures.build(name), small(2 << 20))
+    most = engine.longest_request(1_000_000)
+    engine.runtime.kv.resize(engine._blocks._sectors_for(40) * engine._blocks.memory.sector_bytes)
+    now = engine.longest_request(1_000_000)
+    assert 40 <= now < most == engine.longest_request(1_000_000, ever=True)
+    assert engine.longest_request(30) == 30
+    for tokens, refusal in ((now + 1, Overloaded), (most + 1, CapacityError)):
+        with pytest.raises(refusal):
+            engine._blocks.require_possible(tokens)
+    heard, request = Collector(), Request((3, 4), now - 2, ignore_eos=True)
+    engine.submit(request, heard)
+    engine.cancel(request.id)
+    heard.wait([request.id])
 
 
 def test_requests_are_cancelled_wherever_they_are(engines: Any) -> None:

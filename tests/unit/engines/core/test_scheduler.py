@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 from elastic.engines.base import Request, SampledToken, TokenLogprobs
@@ -239,6 +240,23 @@ def test_live_sequences_that_find_no_block_are_counted_and_let_nobody_in() -> No
         assert result is not None
         serving.scheduler.update(step, result)
     assert stalled
+
+
+def test_what_is_cancelled_behind_a_request_that_waits_is_kept_no_longer() -> None:
+    serving = Serving(max_requests=1)
+    serving.add("a", 4, 40)
+    serving.step()
+    references = []
+    for number in range(500):
+        serving.add(f"b{number}", 4)
+        references.append(weakref.ref(serving.scheduler.sequences[f"b{number}/0"].request))
+        if number % 100:
+            serving.scheduler.cancel(f"b{number}/0")
+    assert sum(reference() is not None for reference in references) <= 5 + 2 * (1 + 5) + 64
+    order = list[str]()
+    while serving.scheduler.has_work:
+        order += [produced.sequence.id for produced in serving.step()[1] if produced.finish]
+    assert order == ["a/0", *(f"b{number}/0" for number in range(0, 500, 100))]
 
 
 def test_log_probabilities_of_a_prompt_are_gathered_over_its_chunks_and_need_all_of_it() -> None:

@@ -72,13 +72,22 @@ def test_an_answer_does_not_depend_on_the_others_of_its_batch(rows: list[tuple[R
         assert [token for token, _ in chosen.logprobs.top] == raw.topk(state.request.logprobs).indices.tolist()
 
 
-def test_an_answer_without_a_token_fails_alone() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("score", [math.nan, math.inf])
+def test_an_answer_without_a_token_fails_alone(temperature: float, score: float) -> None:
     logits = torch.zeros(3, VOCABULARY)
-    logits[1, 5], logits[:, 9] = math.nan, 4.0
-    states = [SamplingState(Request((1,), 9, Sampling(1.0), logprobs=1), seed) for seed in range(3)]
+    logits[:, 9], logits[1, 5] = 4.0, score
+    states = [SamplingState(Request((1,), 9, Sampling(temperature), logprobs=1), seed) for seed in range(3)]
     chosen = sample(logits, states)
     assert [one.error is None for one in chosen] == [True, False, True]
     assert "NaN" in str(chosen[1].error)
+
+
+def test_a_greedy_answer_of_which_no_token_is_left_fails() -> None:
+    logits = torch.zeros(2, VOCABULARY)
+    logits[1] = -math.inf
+    chosen = sample(logits, [SamplingState(Request((1,), 9), seed) for seed in range(2)])
+    assert [one.error is None for one in chosen] == [True, False]
 
 
 def test_greedy_answers_take_the_likeliest_beside_answers_that_are_drawn() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -21,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from elastic.assets import MODEL_DIR
 from elastic.engines.base import Grammar, Request, Sampling
 from elastic.engines.sampling import SamplingState, sample
-from elastic.engines.structured import LlguidanceCompiler
+from elastic.engines.structured import LlguidanceCompiler, compiler
 from elastic.errors import BackendUnavailable, ConfigError
 
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL_DIR)
@@ -270,6 +272,30 @@ def test_matchers_are_made_by_many_threads_of_few_kept_grammars() -> None:
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(complete, range(200)))
+
+
+@needs_llguidance
+def test_a_grammar_is_compiled_once_while_a_request_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    as_it_is = compiler.compile_grammar
+
+    def compile_grammar(grammar: Grammar, vocabulary: Any) -> Any:
+        compiled.append(grammar.text)
+        return as_it_is(grammar, vocabulary)
+
+    monkeypatch.setattr(compiler, "compile_grammar", compile_grammar)
+    grammars, texts = LlguidanceCompiler(TOKENIZER, cached=2), [f"a{{{count}}}" for count in range(1, 6)]
+    requests = [Request((1,), 9, grammar=Grammar("regex", text)) for text in texts]
+    for request in [*requests, *(replace(request, max_tokens=8) for request in requests)]:
+        assert request.grammar is not None
+        grammars.matcher(request.grammar)
+    assert compiled == texts
+    requests.clear()
+    del request
+    gc.collect()
+    grammars.matcher(Grammar("regex", texts[0]))
+    grammars.matcher(Grammar("regex", texts[-1]))
+    assert compiled == [*texts, texts[0]], "of those that are in no request the last ones are kept"
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from elastic.assets import MODEL_DIR
@@ -87,6 +88,15 @@ def test_a_first_word_after_a_prompt_keeps_its_space() -> None:
         assert "".join(pieces(SENTENCE_PIECES, prompt, [[FIRST_WORD + 1]])) == expected
 
 
+def test_special_tokens_without_a_role_are_left_out_too() -> None:
+    tokenizer = copy.deepcopy(BYTE_LEVEL)
+    tokenizer.add_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<tool_call>", special=False)])
+    assert tokenizer.convert_tokens_to_ids("<|im_start|>") not in tokenizer.all_special_ids
+    tokens = tokenizer.encode("a<|im_start|>b<tool_call>c")
+    assert "".join(pieces(tokenizer, [], [tokens])) == decoded(tokenizer, tokens) == "ab<tool_call>c"
+    assert Detokenizer(tokenizer, [], skip_special=False).push(tokens) == "a<|im_start|>b<tool_call>c"
+
+
 def test_a_prompt_that_ends_inside_a_character() -> None:
     euro = as_bytes("€")
     assert "".join(pieces(SENTENCE_PIECES, euro[:2], [euro[2:]])) == "€"
@@ -120,3 +130,29 @@ def test_stops_cut_where_a_search_in_the_whole_text_would(text: str, words: list
     cuts = [seen.find(word) for word in words if word in seen]
     assert got == (seen[: min(cuts)] if cuts else text)
     assert (stops.found is not None) == any(word in text for word in words)
+
+
+class Looked(str):
+    """A stop string that counts how often it is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, key: Any) -> str:
+        Looked.looks += 1
+        return super().__getitem__(key)
+
+    def startswith(self, *arguments: Any) -> bool:
+        Looked.looks += 1
+        return super().startswith(*arguments)
+
+
+def test_a_long_stop_string_costs_no_more_than_a_short_one() -> None:
+    text = "ab" * 100
+
+    def looks(length: int) -> int:
+        stops = StopStrings([Looked("ab" * (length // 2) + "c"), Looked("b" * length)])
+        Looked.looks = 0
+        assert "".join(stops.push(character) for character in text) + stops.flush() == text
+        return Looked.looks
+
+    assert looks(256) <= 2 * looks(4) <= 8 * len(text)

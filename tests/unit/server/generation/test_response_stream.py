@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import socket
@@ -11,6 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
+from elastic.engines.base import Output, Request
+from elastic.server.generation.response_stream import (
+    AnswerOptions,
+    ChoiceStream,
+    LoopQueue,
+    ResponseStream,
+    TextDelta,
+)
 from support.processes import wait_until
 from support.serving.fake_engine import FakeEngine
 from support.serving.live_server import EMBEDDED, FAKE, TOKENIZER, Kind, Live, body, empty, live, text_of, texts
@@ -128,3 +137,29 @@ def send(server: Live, asked: dict[str, Any], *, small_buffer: bool = False) -> 
     )
     client.sendall(head.encode() + b"\r\n\r\n" + content)
     return client
+
+
+def test_no_request_keeps_the_event_loop_for_all_of_its_answers() -> None:
+    answers, tokens = 40, 30
+    read: list[int] = []
+
+    async def other(stream: ResponseStream) -> None:
+        """Note what was read whenever the loop has a turn."""
+        while not all(answer.read_to_end for answer in stream.answers):
+            read.append(sum(answer.tokens for answer in stream.answers))
+            await asyncio.sleep(0)
+
+    async def read_all() -> list[TextDelta]:
+        request = Request((1,), tokens, ignore_eos=True, n=answers)
+        queue = LoopQueue(asyncio.get_running_loop())
+        choices = [ChoiceStream(i, request, TOKENIZER, AnswerOptions()) for i in range(answers)]
+        stream = ResponseStream(FakeEngine(), choices, queue, lambda _: None, lambda *_: None, eager=True)
+        take = stream._listener(choices)
+        for i in range(answers):
+            take(Output(request.id, (TOKENIZER.encode("a")[0],) * tokens, "length", index=i))
+        found, _ = await asyncio.gather(stream.whole(), other(stream))
+        return found
+
+    assert [delta.text for delta in asyncio.run(read_all())] == ["a" * tokens] * answers
+    turns = [after - before for before, after in itertools.pairwise([*read, answers * tokens])]
+    assert max(turns) <= 64

@@ -215,3 +215,26 @@ def test_cached_tokens_are_told(client: TestClient) -> None:
 def test_a_long_report_is_made_apart_from_the_event_loop(client: TestClient) -> None:
     got = complete(client, max_tokens=CONTEXT - len(IDS), logprobs=20)
     assert len(got["choices"][0]["logprobs"]["tokens"]) == CONTEXT - len(IDS)
+
+
+def test_a_chat_without_a_limit_gets_what_the_kv_cache_holds_now() -> None:
+    engine = FakeEngine(capacity=60)
+    asked = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
+    with TestClient(app_for(engine)) as client:
+        for limit in (60, 40):
+            engine.limit = limit
+            got = client.post(CHATS, json=asked).json()
+            assert (got["choices"][0]["finish_reason"], got["usage"]["total_tokens"]) == ("length", limit)
+            got = client.post("/v1/responses", json={"input": "x", "ignore_eos": True}).json()
+            assert (got["status"], got["usage"]["total_tokens"]) == ("incomplete", limit)
+        assert client.get(f"/v1/models/{NAME}").json()["max_model_len"] == 60
+        assert client.post("/tokenize", json={"prompt": "x"}).json()["max_model_len"] == 60
+        assert client.post(CHATS, json={**asked, "max_tokens": 60}).json()["error"]["code"] == "capacity_exceeded"
+
+
+def test_prompts_of_one_body_are_no_queue_to_each_other() -> None:
+    engine = FakeEngine(queue=2, batch=1)
+    with TestClient(app_for(engine)) as client:
+        assert len(complete(client, prompt=[PROMPT] * 5)["choices"]) == 5
+        complete(client)
+    assert [request.parent for request in engine.requests] == [engine.requests[0].id] * 5 + [None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import openai
@@ -135,6 +137,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "name": "f", "cache": 1}]}, "tools.0.cache"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}, "a": 1}}, "text.a"),
     ({"max_output_tokens": CONTEXT}, "max_tokens"),
+    *(({"metadata": {"a": value}}, "metadata") for value in (math.nan, math.inf)),
 ]
 
 
@@ -142,7 +145,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     app = create_app(obedient("x"), CHATTING, NAME, grammars=CheckedGrammars(), max_model_len=CONTEXT)
     with TestClient(app) as client:
-        answer = client.post("/v1/responses", json={**ASKED, **fields})
+        content = json.dumps({**ASKED, **fields})
+        answer = client.post("/v1/responses", content=content, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"].startswith(param)
 

@@ -11,6 +11,8 @@ from pydantic import BaseModel
 
 from elastic.engines.base import Grammar
 from elastic.server.app import create_app
+from elastic.server.formats.chat import ChatFormat
+from elastic.server.formats.responses import ResponsesFormat
 from support.serving.fake_engine import FakeEngine
 from support.serving.live_server import CONTEXT, NAME, app_for
 from support.serving.tool_calls import CALLED, CHATTING, CLOCK, WEATHER, CheckedGrammars, obedient, serving
@@ -198,3 +200,25 @@ def test_the_prompt_as_it_is_asked_for() -> None:
             assert client.post(CHATS, json={"messages": messages, **fields}).status_code == 200
     ends = [CHATTING.decode(request.prompt).rpartition("It is")[2] for request in engine.requests]
     assert ends == ["</assistant><assistant>merry", "</assistant>", ""]
+
+
+def test_calls_with_half_of_a_surrogate_pair_are_told() -> None:
+    with serving(obedient('[weather(city="\\ud83d")]'), tool_call_parser="pythonic") as (client, _):
+        expected = ("", [["weather", '{"city": "\ufffd"}']], "tool_calls")
+        assert whole(client.chat.completions.create(**ASKED)) == expected
+        assert streamed(client.chat.completions.create(**ASKED, stream=True)) == expected
+
+
+@pytest.mark.parametrize("path", [CHATS, "/v1/responses"])
+def test_a_stream_that_fails_unexpectedly_ends_in_an_error(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a fault of the server")
+
+    for form in (ChatFormat.choices, ResponsesFormat.events):
+        monkeypatch.setattr(f"{form.__module__}.{form.__qualname__}", broken)
+    with TestClient(app_for(FakeEngine())) as client:
+        answer = client.post(path, json={"messages" if path == CHATS else "input": [USER], "stream": True})
+    assert answer.status_code == 200
+    last = [line for line in answer.text.splitlines() if line.startswith("data: {")][-1]
+    assert "its log has more" in last
+    assert answer.text.endswith("data: [DONE]\n\n" if path == CHATS else f"{last}\n\n")

@@ -33,7 +33,18 @@ def read(parser: ToolParser, text: str, cuts: Sequence[int]) -> tuple[str, list[
     return joined([*(parser.push(piece) for piece in pieces), parser.flush()])
 
 
+def raw(parser: ToolParser, text: str, cuts: Sequence[int]) -> tuple[str, list[list[str]]]:
+    """The same, with arguments as they are written: they may break off."""
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    return as_written([*(parser.push(piece) for piece in pieces), parser.flush()])
+
+
 def joined(parts: Sequence[Parsed]) -> tuple[str, list[Call]]:
+    content, found = as_written(parts)
+    return content, [(name, json.loads(told)) for name, told in found]
+
+
+def as_written(parts: Sequence[Parsed]) -> tuple[str, list[list[str]]]:
     found: list[list[str]] = []
     for delta in (delta for part in parts for delta in part.calls):
         if delta.name is not None:
@@ -41,7 +52,7 @@ def joined(parts: Sequence[Parsed]) -> tuple[str, list[Call]]:
             found.append([delta.name, ""])
         assert delta.index == len(found) - 1
         found[-1][1] += delta.arguments
-    return "".join(part.content for part in parts), [(name, json.loads(told)) for name, told in found]
+    return "".join(part.content for part in parts), found
 
 
 def cuts(data: st.DataObject, text: str) -> list[int]:
@@ -164,3 +175,69 @@ def test_arguments_before_the_name_and_as_text() -> None:
 
 def test_the_arguments_of_a_named_function_are_the_whole_text() -> None:
     assert read(ArgumentsParser("f"), '{"a": 1}', [3]) == ("", [("f", {"a": 1})])
+
+
+HALF = r"\ud83d"
+SURROGATES = [
+    ("pythonic", rf'[f(x="{HALF}\ude00")]', ("f", {"x": "😀"})),
+    ("pythonic", f'[f(x="a{HALF}")]', ("f", {"x": "a\ufffd"})),
+    ("hermes", f'<tool_call>{{"name": "f{HALF}", "arguments": {{}}}}</tool_call>', ("f\ufffd", {})),
+    ("hermes", f'<tool_call>{{"name": "f", "arguments": "[\\"{HALF}\\"]"}}</tool_call>', ("f", ["\ufffd"])),
+    ("llama3_json", rf'{{"name": "f{HALF}\ude00", "parameters": {{}}}}', ("f😀", {})),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "call"), SURROGATES)
+@given(data=st.data())
+def test_escaped_surrogates_become_characters(name: str, text: str, call: Call, data: st.DataObject) -> None:
+    content, told = read(TOOL_FORMATS[name].make(), text, cuts(data, text))
+    assert (content, told) == ("", [call])
+    json.dumps(told, ensure_ascii=False).encode()
+
+
+FRAGMENTS = {
+    "hermes": ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"a": [1]}}', " ", "\n", "tail", "{", "<"],
+    "llama3_json": ["<|python_tag|>", '{"name": "f", "parameters": {"a": [1]}}', ";", " ", "tail", "{"],
+    "mistral": ["[TOOL_CALLS]", '[{"name": "f", "arguments": {}}]', 'f[ARGS]{"a": 1}', "{}", ",", " ", "tail", "["],
+    "pythonic": [
+        "<|python_start|>",
+        "<|python_end|>",
+        "[f(x=1)]",
+        "[f(x=')]'), g()]",
+        "[f(1)]",
+        " ",
+        "\n",
+        "tail",
+        "<|",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@given(data=st.data())
+@settings(max_examples=150)
+def test_an_answer_is_the_same_however_it_is_cut(name: str, data: st.DataObject) -> None:
+    text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS[name]), max_size=8)))
+    make = TOOL_FORMATS[name].make
+    assert raw(make(), text, cuts(data, text)) == raw(make(), text, [])
+
+
+BEHIND = [
+    ("<|python_start|>[f(x=1)]<|python_end|>", ""),
+    ("[f(x=1)]\n<|python_end|>\n", ""),
+    ("[f(x=1)] and", "and"),
+    ("[f(x=1)]<|python_end|> and <|python_end|>", "and <|python_end|>"),
+    ("[f(x=1)] <|python", "<|python"),
+]
+
+
+@pytest.mark.parametrize(("text", "content"), BEHIND)
+@given(data=st.data())
+def test_text_behind_pythonic_calls_is_content(text: str, content: str, data: st.DataObject) -> None:
+    assert read(TOOL_FORMATS["pythonic"].make(), text, cuts(data, text)) == (content, [("f", {"x": 1})])
+
+
+def test_space_behind_a_hermes_call_parts_words() -> None:
+    text = 'a <tool_call>{"name": "f"}</tool_call> tail'
+    for where in ([], [len(text) - 5], list(range(len(text)))):
+        assert read(TOOL_FORMATS["hermes"].make(), text, where) == ("a tail", [("f", {})])
