@@ -95,7 +95,7 @@ class OverloadController:
         """What the policy said last, and the figures that it saw."""
         self._verbs, self._log, self._settings = verbs, log, settings
         self._policy, self._state = OverloadPolicy(settings), OverloadState()
-        self._readings, self._moves = FleetReadings(dispatcher, moves=False), moves
+        self._readings, self._moves = FleetReadings(dispatcher), moves
         self._swaps = Swaps(verbs, settings)
         self._swap: SwapPlan | None = None  # what the offer to swap was
         self._shares = Shares(verbs, most_shared, self._form)

@@ -48,7 +48,7 @@ class PricedVerbs(GroupVerbs):
         and `reshard` with `dry_run`. Raises `StateError` while no rank serves.
         """
         needed, settings = parse_bytes(need, option="need"), Overload()
-        now = FleetReadings(self._dispatcher, moves=False).read(self.groups(), self.layer_bytes())
+        now = FleetReadings(self._dispatcher).read(self.groups(), self.layer_bytes())
         if now is None:
             raise StateError("no rank serves now; try again when one does")
         short = _short_of(now, needed)

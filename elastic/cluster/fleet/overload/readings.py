@@ -23,8 +23,8 @@ class FleetReadings:
     One by itself at which nothing waits is read again when something of it is another than before.
     """
 
-    def __init__(self, dispatcher: Dispatcher, *, moves: bool) -> None:
-        self._dispatcher, self._moves = dispatcher, moves
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
         self._base: dict[tuple[str, ...], int] = {}  # ranks that share layers -> their blocks with all of them
         self._earlier: WeakKeyDictionary[Instance, tuple[tuple[int, int], GroupReading]] = WeakKeyDictionary()
 
@@ -62,7 +62,6 @@ class FleetReadings:
                 layer_bytes,
                 queued_bytes=sum(needed_bytes(kv, record, usual) for record in queue),
                 queue_s=max((now - record.arrived_s for record in queue), default=0.0),
-                moves=self._moves,
             )
 
     # -- inside, under the dispatcher's lock

@@ -101,7 +101,7 @@ def test_a_pair_drops_what_one_by_itself_has_too(fleet: Fleet, ranks: list[Group
 
 
 def test_policies_see_a_pair_as_one_instance(fleet: Fleet, ranks: list[GroupRank]) -> None:
-    seen = FleetReadings(fleet._dispatcher, moves=False)
+    seen = FleetReadings(fleet._dispatcher)
     for rank in ranks:
         rank.blocks = 30
         rank.beat()

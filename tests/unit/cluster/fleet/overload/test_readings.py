@@ -48,8 +48,8 @@ def fleet(launcher: FakeLauncher) -> Iterator[Fleet]:
     made.stop(drain=False)
 
 
-def readings(fleet: Fleet, **options: Any) -> FleetReadings:
-    return FleetReadings(fleet._dispatcher, **{"moves": False, **options})
+def readings(fleet: Fleet) -> FleetReadings:
+    return FleetReadings(fleet._dispatcher)
 
 
 def test_an_instance_by_itself_has_what_it_said_last(fleet: Fleet, launcher: FakeLauncher) -> None:
@@ -63,10 +63,7 @@ def test_an_instance_by_itself_has_what_it_said_last(fleet: Fleet, launcher: Fak
     assert (busy.committed_bytes, busy.members[0].home_bytes) == (4 * EACH, 4 * EACH)  # 16 tokens
     assert (busy.running, idle.running, idle.committed_bytes) == (1, 0, 0)
     assert busy.members[0].held.layers == frozenset((0, 1))
-    assert (snapshot.layer_bytes, snapshot.queued_bytes, snapshot.queue_s, snapshot.moves) == (WEIGHTS, 0, 0.0, False)
-    again = readings(fleet, moves=True).read((), WEIGHTS)
-    assert again is not None
-    assert again.moves
+    assert (snapshot.layer_bytes, snapshot.queued_bytes, snapshot.queue_s) == (WEIGHTS, 0, 0.0)
 
 
 def test_what_waits_at_the_fleet_counts_with_the_answer_that_is_usual(fleet: Fleet, launcher: FakeLauncher) -> None:
