@@ -323,10 +323,10 @@ class Dispatcher:
                 self.queue.remove(record)
             self._end(record, OUTCOMES[finish])
 
-    def fail_waiting(self, why: str, finish: FinishReason, delivery: Delivery) -> None:
-        """End all requests that wait at the fleet."""
+    def fail_waiting(self, why: str, delivery: Delivery) -> None:
+        """End all requests that wait at the fleet: they failed."""
         for record in [*self.queue, *self.held.records]:
-            self.end_answers(record, range(record.request.n), finish, delivery, why if finish == "failed" else None)
+            self.end_answers(record, range(record.request.n), "failed", delivery, why)
 
     def forget(self, instance: Instance) -> None:
         """Have an instance get nothing any more, and nothing that it tells count."""

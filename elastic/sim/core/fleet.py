@@ -133,13 +133,6 @@ class SimulatedFleet:
             instance.blocks.check()
             instance.memory.check()
 
-    @property
-    def kv_use(self) -> float:
-        """The share of all blocks that live requests have or were promised, as instances last told."""
-        loads = [instance.load for instance in self.dispatcher.instances.values()]
-        total = sum(load.total_blocks for load in loads)
-        return 1 - sum(load.free_blocks for load in loads) / total if total else 0.0
-
     def _heard(self, instance: Instance, message: object) -> None:
         self.dispatcher.heard(instance, message)  # type: ignore[arg-type]
         self._watch()
