@@ -24,6 +24,7 @@ from elastic.config import Place
 from elastic.errors import ConfigError
 from elastic.hooks.replicas.split_rows import BatchSlice, LayerInputs, NotSplittable, parameter_names
 from elastic.hooks.replicas.worker import ReplicaShard, ReplicaWorker, use_threads
+from elastic.memory.copy_engine import synchronize
 from elastic.planning.measured_cost import Calibration, LinearLatency, Points, fit
 from elastic.weights.decoder import Decoder
 from elastic.weights.proxy.transfer_cache import moved
@@ -247,15 +248,10 @@ def _in_turn(works: Mapping[T, Callable[[], object]], device: torch.device) -> d
     begin, rounds = time.perf_counter(), 0
     while rounds < 3 or (rounds <= REPEATS and time.perf_counter() - begin < LONG_S * len(works)):
         for name, work in works.items():
-            _finish(device)
+            synchronize(device)
             start = time.perf_counter()
             work()
-            _finish(device)
+            synchronize(device)
             took[name].append(time.perf_counter() - start)
         rounds += 1
     return {name: statistics.median(times[1:]) for name, times in took.items()}
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from elastic.engines.base import Request
 from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.engines.core.step import ScheduledChunk, SequenceState, Step
 from elastic.engines.executor.graphs.step_graphs import CAPTURE_AFTER
 from elastic.errors import ConfigError, StateError
+from elastic.memory.copy_engine import synchronize
 from elastic.planning.pipeline.chunk_cost import BatchTiming, ChunkProfile, ModelCost
 from elastic.weights.decoder import find_decoder
 
@@ -209,20 +208,16 @@ class _Stopwatch:
 
     def _execute(self, step: Step) -> float:
         """Return the seconds of a step, kernels included."""
-        self._finish()
+        synchronize(self._device)
         start = time.perf_counter()
         self._runner.execute(step).result()
-        self._finish()
+        synchronize(self._device)
         return time.perf_counter() - start
 
     def _begin(self, *_: Any) -> None:
-        self._finish()
+        synchronize(self._device)
         self._began = time.perf_counter()
 
     def _end(self, *_: Any) -> None:
-        self._finish()
+        synchronize(self._device)
         self._ended = time.perf_counter()
-
-    def _finish(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
