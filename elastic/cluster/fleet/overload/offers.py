@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic.cluster.fleet.groups.results import Dropped
 from elastic.controller.fleet_snapshot import FleetSnapshot
 from elastic.controller.policies.action_costs import ActionCost
-from elastic.controller.policies.arbiter import CostWeights
+from elastic.controller.policies.arbiter import DISTURBANCE
 from elastic.controller.remedies import Offer
 
 START_S = 10.0
@@ -37,7 +37,7 @@ def move_offer(snapshot: FleetSnapshot, kv_high: float, cost: ActionCost) -> Off
     lacking = sum(max(0, group.waiting_bytes - group.free_bytes) for group in alone)
     spare = sum(group.spare_bytes(kv_high) for group in alone) if lacking else 0
     copied = min(lacking, spare)
-    return Offer("move", CostWeights().disturbance * cost.byte_s * copied + cost.pause_s, spare)
+    return Offer("move", DISTURBANCE * cost.byte_s * copied + cost.pause_s, spare)
 
 
 def add_offer(snapshot: FleetSnapshot, start_s: float, count: int = 1) -> Offer:

@@ -10,7 +10,7 @@ from elastic.cluster.control.messages import RuntimeView
 from elastic.config import Overload
 from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading
 from elastic.controller.policies.action_costs import ActionCosts
-from elastic.controller.policies.arbiter import CostWeights
+from elastic.controller.policies.arbiter import DISTURBANCE, QUALITY_S
 from elastic.controller.remedies import Offer
 from elastic.errors import ElasticError
 from elastic.types import DROPPED, HOST, Action, PlanStep, Restore, Swap
@@ -55,7 +55,7 @@ class Swaps:
     """
 
     def __init__(self, verbs: SwapVerbs, settings: Overload) -> None:
-        self._verbs, self._settings, self._weights = verbs, settings, CostWeights()
+        self._verbs, self._settings = verbs, settings
         self._done: dict[str, _Swapped] = {}
 
     @property
@@ -71,7 +71,7 @@ class Swaps:
         """Plan as few layers as suffice, of instances that are short first; None: there are none.
 
         What waits at the fleet may go to any of them. The price is that of a swap in one model: copying, a pause for
-        each rank, and the quality of what is quantized away (`CostWeights`).
+        each rank, and the quality of what is quantized away.
         """
         queued = max(0, snapshot.queued_bytes - sum(group.free_bytes for group in snapshot.groups))
         swaps, freed, seconds, relieved = dict[str, Swap](), dict[str, int](), 0.0, 0
@@ -144,7 +144,7 @@ class Swaps:
         if not layers:
             return None
         cost = ActionCosts().learned(view.events).of(Swap)
-        seconds = self._weights.disturbance * cost.byte_s * moved + cost.pause_s + self._weights.quality_s * lost
+        seconds = DISTURBANCE * cost.byte_s * moved + cost.pause_s + QUALITY_S * lost
         return Swap(tuple(sorted(layers)), view.variants[-1]), freed, seconds
 
     def _steps(self, rank: str, view: RuntimeView) -> list[tuple[int, PlanStep]]:
