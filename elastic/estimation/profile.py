@@ -176,9 +176,9 @@ def cached_bytes(device: str) -> int:
     return CACHED_BYTES
 
 
-def fingerprint_bytes(layout: ModelLayout, kind: LayerKind, form: str, tokens: int, device: str = "cpu") -> int:
+def fingerprint_bytes(layout: ModelLayout, kind: LayerKind, form: str, tokens: int) -> int:
     """Return about what the fingerprint of a kind takes while requests of so many tokens are measured, in a form."""
-    chosen = fingerprint_layers(kind, device)
+    chosen = fingerprint_layers(kind)
     weights, kv_form = parts_of(form)
     copies = 1 if weights == FULL else 2  # of a layer that is swapped both forms are there for a moment
     kv = layout.kv_shape(kv_form).token_bytes * len(chosen) * _SEQUENCES * tokens

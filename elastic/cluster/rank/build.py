@@ -89,7 +89,7 @@ def _load_share(spec: RankSpec, places: list[Place], stack: ExitStack) -> tuple[
     if not isinstance(spec.model, str | Path):
         raise ConfigError("tp=, pp=: ranks read their shares of a model's directory; give its path, not the model")
     with _loading:
-        model, files = load_skeleton(str(spec.model), _device(places), option="model")
+        model, files = load_skeleton(str(spec.model), _device(places))
     facts, options = stored_facts(model, files), {"checkpoint": files, **spec.wrap}
     layers = len(find_decoder(model).layers)
     wrap(model, places=places or None, load_shards=spec.share.shards_of(layers, options.get("shards", 1)), **options)

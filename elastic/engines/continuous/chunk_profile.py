@@ -78,7 +78,7 @@ def profile_replays(
     return [stopwatch.replayed_share(mix, rounds, most_s / len(mixes)) for mix in mixes]
 
 
-def fit_cost(engine: ContinuousEngine, most_tokens: int, most_s: float = 2.0, rounds: int = 5) -> ModelCost:
+def fit_cost(engine: ContinuousEngine, most_tokens: int, most_s: float = 2.0) -> ModelCost:
     """Fit the cost of an engine's model to batches of up to so many tokens, in about `most_s` seconds.
 
     A slow model is measured in smaller batches. The engine has not been started; raises as `profile_chunks` does.
@@ -93,7 +93,7 @@ def fit_cost(engine: ContinuousEngine, most_tokens: int, most_s: float = 2.0, ro
         while 2 * tokens <= limit and stopwatch.run_s(((0, tokens),)) < most_s / 50:
             tokens *= 2
     left_s = max(0.0, most_s - (time.perf_counter() - began_s))
-    return profile_chunks(engine, _telling_mixes(longest, tokens), rounds, most_s=left_s).fit()
+    return profile_chunks(engine, _telling_mixes(longest, tokens), rounds=5, most_s=left_s).fit()
 
 
 _MOST_SEQUENCES = 8
