@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from elastic.clock import settle
 from elastic.engines.base import Request
 from elastic.engines.continuous.active_requests import ActiveRequests
 from elastic.engines.continuous.received import ReceivedKV, ReceivedRequests
@@ -188,14 +189,7 @@ class MovingRequests:
         if self._thread is None:
             raise StateError("the engine is not serving; start it first")
         done: Future[T] = Future()
-
-        def do() -> None:
-            try:
-                done.set_result(work())
-            except Exception as error:  # it is the caller's, not the loop's
-                done.set_exception(error)
-
-        self._loop.post(do)
+        self._loop.post(partial(settle, done, work))
         return done.result()
 
     def _take_received(
