@@ -226,10 +226,7 @@ class MovingRequests:
         with self._memory.lock:
             self._memory.log = list(self._memory.mapped_sectors)
         journal = KVJournal(self.on_step, self._mapped_since, self._blocks.release, path.epoch)
-        for sequence in scheduler.sequences.values():
-            if sequence.computed:
-                journal.note(sequence.kv())
-                sequence.noted = tuple(map(len, sequence.table.blocks))
+        journal.note_computed(scheduler.sequences.values())
         scheduler.journal = journal
         self._loop.on_step, self._loop.on_room = None, self.on_room
 

@@ -62,10 +62,7 @@ class RequestMoves:
         memory.log = memory.mapped
         mapped = partial(self._mapped_since, self._parts_of(path.shards_of(path.home)))
         journal = KVJournal(self._instance.note, mapped, self._instance.blocks.release, path.epoch)
-        for sequence in scheduler.sequences.values():
-            if sequence.computed:
-                journal.note(sequence.kv())
-                sequence.noted = tuple(map(len, sequence.table.blocks))
+        journal.note_computed(scheduler.sequences.values())
         scheduler.journal = journal
 
     def tell_no_kv(self) -> None:
