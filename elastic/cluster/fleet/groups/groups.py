@@ -268,10 +268,8 @@ class Groups:
     ) -> Dropped:
         with self._acting(names), self._group_for(names) as group:
             exchange = Exchange(self._ranks, group, target_of(group.shape), timeout_s, form)
-            done = self._exchange(exchange, "drop failed")
+            done = self._run(exchange, "dropped", "drop failed", why)
             freed_bytes = exchange.counts.freed_bytes
-            kind: EventKind = "dropped" if done.status == "applied" else "drop failed"
-            self._changed(kind, group, done, why)
             return Dropped(**vars(done), groups=() if plan is None else (plan,), freed_bytes=freed_bytes)
 
     def _restore(self, group: Group, timeout_s: float, why: str, form: ExchangeForm) -> Restored:
@@ -287,6 +285,12 @@ class Groups:
             kind: EventKind = "restored" if done.status == "applied" else "restore failed"
             self._changed(kind, group, done, why)
             return Restored(**vars(done), members=group.members)
+
+    def _run(self, exchange: Exchange, kind: EventKind, failed: EventKind, why: str) -> Exchanged:
+        """Have layers change their rank, and tell how that ended."""
+        done = self._exchange(exchange, failed)
+        self._changed(kind if done.status == "applied" else failed, exchange.group, done, why)
+        return done
 
     def _exchange(self, exchange: Exchange, failed: EventKind) -> Exchanged:
         """Have layers change their rank; a rank that is lost in between is told of in an event."""
