@@ -29,7 +29,6 @@ from elastic.cluster.fleet.groups.results import (
     GroupStatus,
     Restored,
     all_dropped,
-    all_restored,
 )
 from elastic.cluster.fleet.groups.transition import Books
 from elastic.cluster.fleet.instance import Instance
@@ -129,18 +128,6 @@ class Groups:
                 )
                 return Dropped(**vars(would), freed_bytes=leaving)
             return self._drop_group(None, tuple(layers), target_of, timeout_s, why, form)
-
-    def restore(
-        self, rank: str | None, timeout_s: float, why: str, *, dry_run: bool = False, form: ExchangeForm = LIVE
-    ) -> Restored:
-        """Undo what was dropped and migrated, in the group of a rank or in all; they part then."""
-        with self._verbs:
-            groups = self._groups_of(rank)
-            if rank is not None and not groups:
-                return Restored("planned" if dry_run else "applied", members=(rank,))
-            if dry_run:
-                return self._plan_restore(groups, targets.apart, form)
-            return all_restored([self._restore(group, timeout_s, why, form) for group in groups])
 
     def follow_needs(self) -> int:
         """Have each group's memory go where requests need it; return in how many it did. None, while a verb runs."""

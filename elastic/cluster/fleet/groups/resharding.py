@@ -82,17 +82,28 @@ class ReshardingGroups(Groups):
             if done.status != "applied":
                 raise StateError(f"{', '.join(shares)} do not compute together ({done.status}): {done.why}")
 
-    def restore_sharing(
-        self, rank: str | None, timeout_s: float, why: str, *, dry_run: bool = False, form: ExchangeForm = LIVE
+    def restore(
+        self,
+        rank: str | None,
+        timeout_s: float,
+        why: str,
+        *,
+        sharing: bool = False,
+        dry_run: bool = False,
+        form: ExchangeForm = LIVE,
     ) -> Restored:
-        """Undo what was dropped; ranks that share layers have all of them again among themselves, the others part."""
+        """Undo what was dropped and migrated, in the group of a rank or in all; they part then.
+
+        `sharing`: ranks that share layers have all of them again among themselves, and the others part.
+        """
         with self._verbs:
             groups = self._groups_of(rank)
             if rank is not None and not groups:
                 return Restored("planned" if dry_run else "applied", members=(rank,))
             if dry_run:
-                return self._plan_restore(groups, targets.undropped, form)
-            return all_restored([self._restore_sharing(group, timeout_s, why, form) for group in groups])
+                return self._plan_restore(groups, targets.undropped if sharing else targets.apart, form)
+            restore = self._restore_sharing if sharing else self._restore
+            return all_restored([restore(group, timeout_s, why, form) for group in groups])
 
     def migrate(
         self,
