@@ -276,7 +276,7 @@ class Fleet(PricedVerbs, RankVerbs):
                     f"{status}; try again when requests have ended, give it more time by timeout_s=, or remove it with "
                     "drain=False: what it alone has is computed again elsewhere then"
                 )
-            others = [i for i in self._dispatcher.instances.values() if i is not instance and i.state == "serving"]
+            others = [other for other in self._dispatcher.serving() if other is not instance]
             if instance.records and not others and not drain:
                 raise StateError(f"rank {name!r} is the last one, and has requests; remove it with drain, or add one")
             end_unit(self._dispatcher, instance)
@@ -329,8 +329,7 @@ class Fleet(PricedVerbs, RankVerbs):
     def health(self) -> bool:
         """Return whether requests are computed: it serves, and a rank is there."""
         with self._dispatcher.lock:
-            there = any(instance.state == "serving" for instance in self._dispatcher.instances.values())
-        return self.serving and there
+            return self.serving and bool(self._dispatcher.serving())
 
     def check(self) -> None:
         """Recount its books and those of all ranks. Raises `IntegrityError`, `RankLost`."""

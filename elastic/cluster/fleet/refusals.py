@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from elastic.cluster.fleet.instance import Instance, request_blocks
 from elastic.engines.base import Request
 from elastic.errors import CapacityError, Overloaded
 
 
-def require_possible(instances: Iterable[Instance], request: Request, retry_after_s: float) -> None:
-    """Raise `CapacityError` for a request that no instance could hold, however empty it and others are.
+def require_possible(serving: Sequence[Instance], request: Request, retry_after_s: float) -> None:
+    """Raise `CapacityError` for a request that no instance which serves could hold, however empty it and others are.
 
     `Overloaded`, if one could have held it, and limits of KV have been lowered since.
     """
-    serving = [instance for instance in instances if instance.state == "serving"]
     if not serving or any(instance.reaches(request) for instance in serving):
         return
     if any(instance.ever_holds(request) for instance in serving):

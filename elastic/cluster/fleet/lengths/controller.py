@@ -190,7 +190,7 @@ class LengthController:
 
     def _limits(self) -> _Limits:
         with self._dispatcher.lock:  # lists are faster: each tick asks
-            serving = [i for i in self._dispatcher.instances.values() if i.state == "serving"]
+            serving = self._dispatcher.serving()
             return tuple(serving), tuple([i.group_blocks if i.group else i.load.total_blocks for i in serving])
 
     @property
@@ -203,7 +203,7 @@ class LengthController:
     def _note_reach(self) -> None:
         """Have instances know what they could hold with others of their host, so that requests wait for it."""
         with self._dispatcher.lock:
-            serving = [i for i in self._dispatcher.instances.values() if i.state == "serving"]
+            serving = self._dispatcher.serving()
             hosts = [i.client.hello.host for i in serving]
             if (serving, hosts, self._capacity) == self._noted:
                 return

@@ -38,7 +38,7 @@ class FleetReadings:
         """
         dispatcher, now, layers = self._dispatcher, clock.now(), frozenset(range(len(layer_bytes)))
         with dispatcher.lock:
-            serving = {i.name: i for i in dispatcher.instances.values() if i.state == "serving"}
+            serving = {instance.name: instance for instance in dispatcher.serving()}
             usual = dispatcher.answer_lengths.usual()
             self._base = {names: blocks for names, blocks in self._base.items() if serving.keys() >= {*names}}
             readings = [
