@@ -29,12 +29,11 @@ def no_room(instances: Sequence[Instance], request: Request) -> CapacityError:
     """Return the error for a request that fits in none of these instances."""
     best = max(instances, key=lambda instance: instance.most_blocks)
     kv, tokens = best.kv_format, len(request.prompt) + request.max_tokens
-    block_bytes = kv.block_bytes * sum(len(layers) for layers, _ in kv.groups) // len(kv.groups)
     return CapacityError(
         f"a request of {tokens} tokens fits in no instance; ask for less, or give the ranks more memory",
-        requested_bytes=request_blocks(kv, request) * block_bytes,
-        free_bytes=max(0, best.free_blocks) * block_bytes,
-        total_bytes=best.most_blocks * block_bytes,
+        requested_bytes=request_blocks(kv, request) * kv.group_block_bytes,
+        free_bytes=max(0, best.free_blocks) * kv.group_block_bytes,
+        total_bytes=best.most_blocks * kv.group_block_bytes,
     )
 
 

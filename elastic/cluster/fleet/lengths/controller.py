@@ -12,7 +12,6 @@ from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.results import GroupStatus, Resharded
 from elastic.cluster.fleet.instance import Instance, request_blocks
 from elastic.cluster.fleet.lengths.readings import Capacity, LengthReadings
-from elastic.cluster.fleet.overload.readings import block_bytes
 from elastic.cluster.fleet.overload.shares import ShareVerbs
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.ticks import Attempts
@@ -145,7 +144,7 @@ class LengthController:
             first = self._dispatcher.instances.get(up.instances[0])
         if record is None or first is None or planned.price is None:
             return ""
-        size, blocks = block_bytes(first.kv_format), self._capacity.get(first.name, {})
+        size, blocks = first.kv_format.group_block_bytes, self._capacity.get(first.name, {})
         largest, now = size * blocks.get(up.degree, 0), size * blocks.get(1, 0)
         needed = size * request_blocks(first.kv_format, record.request)
         offer = Offer("reshard", planned.price.seconds, largest - now, largest_bytes=largest)

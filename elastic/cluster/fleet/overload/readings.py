@@ -91,7 +91,7 @@ class FleetReadings:
     ) -> MemberReading:
         """Return the reading of one rank, or of those that share layers; `whole`: they compute all that is theirs."""
         instances = [serving[name] for name in names]
-        size, blocks = block_bytes(instances[0].kv_format), sum(each.load.total_blocks for each in instances)
+        size, blocks = instances[0].kv_format.group_block_bytes, sum(each.load.total_blocks for each in instances)
         if whole:
             self._base[names] = blocks
         base = self._base.get(names, blocks)
@@ -102,7 +102,7 @@ def _reading(
     instances: Sequence[Instance], members: tuple[MemberReading, ...], usual: int | None, now: float
 ) -> GroupReading:
     waiting = [(instance.kv_format, record) for instance in instances for record in _waiting(instance)]
-    sizes = [block_bytes(instance.kv_format) for instance in instances]
+    sizes = [instance.kv_format.group_block_bytes for instance in instances]
     return GroupReading(
         members,
         capacity_bytes=sum(i.load.total_blocks * size for i, size in zip(instances, sizes, strict=True)),
@@ -147,8 +147,3 @@ def needed_bytes(kv: KVFormat, record: RequestRecord, usual: int | None) -> int:
         nbytes = request_bytes(prompt, left * most, left * expected, token_bytes)
         needed += nbytes if window is None else min(nbytes, left * window * token_bytes)
     return needed
-
-
-def block_bytes(kv: KVFormat) -> int:
-    """Return the bytes that a block of an instance's load stands for: in all layers of a group."""
-    return kv.block_bytes * sum(len(layers) for layers, _ in kv.groups) // len(kv.groups)

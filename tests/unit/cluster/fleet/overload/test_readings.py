@@ -13,7 +13,7 @@ import pytest
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.results import GroupStatus
 from elastic.cluster.fleet.overload import readings as overload_readings
-from elastic.cluster.fleet.overload.readings import FleetReadings, block_bytes, needed_bytes
+from elastic.cluster.fleet.overload.readings import FleetReadings, needed_bytes
 from elastic.cluster.fleet.records.requests import new_record
 from elastic.controller.fleet_snapshot import GroupReading
 from elastic.engines.base import Output, Request
@@ -23,7 +23,7 @@ from elastic.engines.pipeline.path import LayerPath
 from support.cluster.fake_rank import BLOCK, KV, FakeLauncher, FakeRank
 from support.serving.generations import Collector
 
-EACH = block_bytes(KV)
+EACH = KV.group_block_bytes
 WEIGHTS = (10, 20)
 PAIR = GroupStatus(
     ("r0", "r1"),
