@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic.cli.inputs.checks import read_secret, require_at_least, require_characters
+from elastic.cli.inputs.checks import TOKEN, read_secret, require_at_least, require_characters
 from elastic.cli.inputs.deployment_options import (
     add_deployments,
     check_deployments,
@@ -30,7 +30,7 @@ from elastic.engines.base import Engine, GrammarCompiler
 from elastic.errors import ConfigError
 from elastic.memory.places import require_memory
 
-TOKEN, API_KEY = "ELASTIC_TOKEN", "ELASTIC_API_KEY"
+API_KEY = "ELASTIC_API_KEY"
 
 
 @dataclass(frozen=True)
