@@ -216,14 +216,11 @@ def fleet_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) ->
     launcher = make_launcher(options)
     if not isinstance(launcher, str):
         stack.callback(launcher.close)
-    tokenizer, model = read_configs(options.model)
-    max_model_len = longest(model, options)
-    defaults = sampling_defaults(model, options.generation_config)
-    grammars = compiler(model, tokenizer)
-    fleet = make_fleet(options, launcher, chosen, grammars)
+    own = answering(options.model, options)
+    fleet = make_fleet(options, launcher, chosen, own["grammars"])
     stack.callback(fleet.stop, drain=False)
     fleet.start()
-    return ServedModel(fleet, tokenizer, max_model_len, defaults, grammars)
+    return ServedModel(fleet, **own)
 
 
 def deployed(options: Namespace, name: str, stack: ExitStack) -> ServedModel:
