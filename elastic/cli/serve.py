@@ -27,6 +27,7 @@ from elastic.cli.inputs.fleet_options import (
 from elastic.cli.inputs.intent_options import intent_of, load_of, said_load
 from elastic.config import SLO, Place, parse_bytes
 from elastic.engines.base import Engine, GrammarCompiler
+from elastic.engines.structured import compiler_of
 from elastic.errors import ConfigError
 from elastic.memory.places import require_memory
 
@@ -245,7 +246,7 @@ def answering(path: str, options: Namespace) -> dict[str, Any]:
         "tokenizer": tokenizer,
         "max_model_len": longest(model, options),
         "sampling_defaults": sampling_defaults(model, options.generation_config),
-        "grammars": compiler(model, tokenizer),
+        "grammars": compiler_of(model, tokenizer),
     }
 
 
@@ -253,7 +254,7 @@ def make_engine(model: Any, tokenizer: Any, options: Namespace) -> tuple[Engine,
     """Make the engine that serves the model, not started yet, and its compiler of grammars if answers can end."""
     from elastic.engines.continuous.engine import ContinuousEngine
 
-    grammars = compiler(model, tokenizer)
+    grammars = compiler_of(model, tokenizer)
     engine = ContinuousEngine(
         model,
         max_queue=options.max_queue,
@@ -263,15 +264,6 @@ def make_engine(model: Any, tokenizer: Any, options: Namespace) -> tuple[Engine,
         cuda_graphs=options.cuda_graphs,
     )
     return engine, grammars
-
-
-def compiler(model: Any, tokenizer: Any) -> GrammarCompiler | None:
-    """Make the compiler of grammars, if answers can end; only the configurations of `model` are read."""
-    from elastic.engines.stopping import end_tokens
-    from elastic.engines.structured import LlguidanceCompiler
-
-    ends = dict.fromkeys([*end_tokens(model), *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])])
-    return LlguidanceCompiler(tokenizer, tuple(ends)) if ends else None
 
 
 def sampling_defaults(model: Any, source: str) -> dict[str, float]:
