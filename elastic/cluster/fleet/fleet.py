@@ -28,7 +28,6 @@ from elastic.cluster.fleet.planning.policies import FleetPolicy, chosen
 from elastic.cluster.fleet.planning.router import Routing
 from elastic.cluster.fleet.policy_threads import PolicyThreads
 from elastic.cluster.fleet.rank_starter import END_S, RankStarter
-from elastic.cluster.fleet.rank_verbs import RankVerbs
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.cluster.fleet.supervisor import Supervisor
@@ -44,7 +43,7 @@ from elastic.planning.sharding.share import shares
 _fleets: weakref.WeakSet[Fleet] = weakref.WeakSet()
 
 
-class Fleet(PricedVerbs, RankVerbs):
+class Fleet(PricedVerbs):
     """Several ranks that serve one model; an `Engine`. Nothing starts before `start`, or `with`.
 
     `model` is a directory that ranks load. `ranks` is how many there are, each with `places` (see `elastic.wrap`), or

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 from elastic import clock
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.results import GroupStatus, Resharded
+from elastic.cluster.fleet.groups.verbs import GroupVerbs
 from elastic.cluster.fleet.instance import Instance, request_blocks
 from elastic.cluster.fleet.lengths.readings import Capacity, LengthReadings
-from elastic.cluster.fleet.overload.shares import ShareVerbs
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.ticks import Attempts
 from elastic.config import Lengths
@@ -30,13 +29,6 @@ LEAST_S = 0.005
 """Between two ticks at least: requests that come together are looked at together."""
 
 
-class LengthVerbs(ShareVerbs, Protocol):
-    """What is asked of a fleet."""
-
-    def get_ready(self) -> None: ...
-    def capacity(self, degrees: Sequence[int]) -> Capacity: ...
-
-
 class LengthController:
     """Asks the policy whenever a request waits, and at each tick, from `start` to `stop`.
 
@@ -44,7 +36,7 @@ class LengthController:
     waits for that.
     """
 
-    def __init__(self, dispatcher: Dispatcher, verbs: LengthVerbs, settings: Lengths) -> None:
+    def __init__(self, dispatcher: Dispatcher, verbs: GroupVerbs, settings: Lengths) -> None:
         self.reason = ""
         """What the policy said last."""
         self._dispatcher, self._verbs, self._settings = dispatcher, verbs, settings

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.groups.results import Dropped
 from elastic.controller.fleet_snapshot import FleetSnapshot
 from elastic.controller.policies.action_costs import ActionCost
 from elastic.controller.policies.arbiter import DISTURBANCE
 from elastic.controller.remedies import Offer
 
+MOVED: tuple[EventKind, ...] = ("moved",)
+"""The events that tell what moves cost."""
 START_S = 10.0
 """How long an instance takes to come, before one did: so long requests wait."""
 

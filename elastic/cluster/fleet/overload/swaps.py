@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from elastic.cluster.control.messages import RuntimeView
+from elastic.cluster.fleet.rank_verbs import RankVerbs
 from elastic.config import Overload
 from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading
 from elastic.controller.policies.action_costs import ActionCosts
 from elastic.controller.policies.arbiter import DISTURBANCE, QUALITY_S
 from elastic.controller.remedies import Offer
 from elastic.errors import ElasticError
-from elastic.types import DROPPED, HOST, Action, PlanStep, Restore, Swap
+from elastic.types import DROPPED, HOST, PlanStep, Restore, Swap
 
 SETTLE_S = 0.5
 """How long ranks may take to say what room they have after a swap."""
-
-
-class SwapVerbs(Protocol):
-    """What is asked of a fleet."""
-
-    def look(self, rank: str) -> RuntimeView: ...
-    def apply(self, rank: str, actions: Action | Sequence[Action], *, dry_run: bool = ..., why: str = ...) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +47,7 @@ class Swaps:
     Those of which ranks were wrapped with no variants have none. Of several variants it is the last.
     """
 
-    def __init__(self, verbs: SwapVerbs, settings: Overload) -> None:
+    def __init__(self, verbs: RankVerbs, settings: Overload) -> None:
         self._verbs, self._settings = verbs, settings
         self._done: dict[str, _Swapped] = {}
 
