@@ -168,3 +168,11 @@ def current_thread() -> Thread:
 def run_together(calls: Sequence[Callable[[], T]], name: str) -> list[Future[T]]:
     """Do some things on a thread each; return, when all are done, what came of them, in order."""
     return _here.clock.run_together(calls, name)
+
+
+def settle(future: Future[T], call: Callable[[], T]) -> None:
+    """Have a future be what a call returns, or raises: it goes to whoever asks for the result."""
+    try:
+        future.set_result(call())
+    except Exception as error:
+        future.set_exception(error)

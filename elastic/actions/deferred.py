@@ -17,7 +17,7 @@ from elastic.weights.slot_contents import reinstate
 from elastic.weights.streaming import MOST_BUFFERS
 
 logger = logging.getLogger(__name__)
-Move = Swap | Restore | Fetch
+Arrival = Swap | Restore | Fetch
 """The actions after which layers are at their place."""
 
 
@@ -47,7 +47,7 @@ class SlotSwitch:
 class PreparedAction:
     """The switches that an action will commit, and what it holds until then."""
 
-    action: Release | Drop | Move
+    action: Release | Drop | Arrival
     switches: list[SlotSwitch] = field(default_factory=list)
     deferred: list[WeightUnit] = field(default_factory=list)
     moved_bytes: int = 0
@@ -84,73 +84,73 @@ class DeferredActions:
 
     def __init__(self, broker: PageBroker) -> None:
         self._broker = broker
-        self._moves: dict[WeightUnit, Move] = {}
+        self._arrivals: dict[WeightUnit, Arrival] = {}
 
     def forget(self, units: Iterable[WeightUnit]) -> None:
         """Have these units wait no more."""
         gone = set(units)
-        self._set({unit: move for unit, move in self._moves.items() if unit not in gone})
+        self._set({unit: arrival for unit, arrival in self._arrivals.items() if unit not in gone})
 
-    def replace(self, units: Iterable[WeightUnit], waiting: Iterable[WeightUnit], move: Move) -> None:
+    def replace(self, units: Iterable[WeightUnit], waiting: Iterable[WeightUnit], arrival: Arrival) -> None:
         """Have, of these units, only some wait, for a swap or restore.
 
         At once: who sees what is held back in between would take it for theirs, and not be told afterwards.
         """
         gone = set(units)
-        others = {unit: move for unit, move in self._moves.items() if unit not in gone}
-        self._set({**others, **dict.fromkeys(waiting, move)})
+        others = {unit: arrival for unit, arrival in self._arrivals.items() if unit not in gone}
+        self._set({**others, **dict.fromkeys(waiting, arrival)})
 
-    def _set(self, moves: dict[WeightUnit, Move]) -> None:
-        places = {unit.pool.name for unit in (*self._moves, *moves)}
-        self._moves = moves
+    def _set(self, arrivals: dict[WeightUnit, Arrival]) -> None:
+        places = {unit.pool.name for unit in (*self._arrivals, *arrivals)}
+        self._arrivals = arrivals
         for place in places:
-            pages = (pages_needed(u, move) for u, move in moves.items() if u.pool.name == place)
+            pages = (pages_needed(u, arrival) for u, arrival in arrivals.items() if u.pool.name == place)
             self._broker.shares[place].hold_back(sum(pages))
 
-    def moves(self) -> tuple[Move, ...]:
+    def arrivals(self) -> tuple[Arrival, ...]:
         """Return the deferred actions, each with the layers that still wait."""
-        layers: dict[Move, list[int]] = {}
-        for unit, move in self._moves.items():
-            layers.setdefault(replace(move, layers=()), []).append(unit.index)
-        return tuple(replace(move, layers=tuple(dict.fromkeys(indices))) for move, indices in layers.items())
+        layers: dict[Arrival, list[int]] = {}
+        for unit, arrival in self._arrivals.items():
+            layers.setdefault(replace(arrival, layers=()), []).append(unit.index)
+        return tuple(replace(arrival, layers=tuple(dict.fromkeys(indices))) for arrival, indices in layers.items())
 
     def require_settled(self, units: Iterable[WeightUnit], action: str) -> None:
         """Raise `StateError` if a swap or restore of a unit is deferred; `action` is what must wait for it."""
         for unit in units:
-            if unit in self._moves:
+            if unit in self._arrivals:
                 raise StateError(
                     f"{unit.name} waits for pages to be swapped or restored; {action} it when that is done"
                 )
 
 
-def precision_after(unit: WeightUnit, move: Move) -> LayerPrecision:
+def precision_after(unit: WeightUnit, arrival: Arrival) -> LayerPrecision:
     """Return the precision that an action gives a unit. Raises `ConfigError` for a variant that it does not have."""
-    return unit.with_variant(move.variant if isinstance(move, Swap) else None, parts_of(move))
+    return unit.with_variant(arrival.variant if isinstance(arrival, Swap) else None, parts_of(arrival))
 
 
-def shards_after(unit: WeightUnit, move: Move) -> frozenset[int] | None:
+def shards_after(unit: WeightUnit, arrival: Arrival) -> frozenset[int] | None:
     """Return the parts that a dropped layer has after an action; None: it comes as a whole, as all others do."""
-    if unit.cut is None or unit.absent is not Absence.DROPPED or isinstance(move, Swap):
+    if unit.cut is None or unit.absent is not Absence.DROPPED or isinstance(arrival, Swap):
         return None
-    return unit.shards_here | unit.layer.parts_in(move.shards)
+    return unit.shards_here | unit.layer.parts_in(arrival.shards)
 
 
-def pages_needed(unit: WeightUnit, move: Move) -> int:
+def pages_needed(unit: WeightUnit, arrival: Arrival) -> int:
     """Return the pages that an action takes for a unit, before it gives any up."""
-    after = shards_after(unit, move)
+    after = shards_after(unit, arrival)
     if after is None:
-        return unit.pages_in(precision_after(unit, move))
+        return unit.pages_in(precision_after(unit, arrival))
     return unit.shard_pages.pages(after) - unit.held_pages
 
 
-def pages_left(unit: WeightUnit, move: Move) -> int:
+def pages_left(unit: WeightUnit, arrival: Arrival) -> int:
     """Return the pages that a unit gives up after an action: those of the form that it had."""
-    return unit.held_pages if shards_after(unit, move) is None else 0
+    return unit.held_pages if shards_after(unit, arrival) is None else 0
 
 
-def parts_of(move: Move) -> tuple[str, ...]:
+def parts_of(arrival: Arrival) -> tuple[str, ...]:
     """Return the names inside the layers that an action is about; none: whole layers."""
-    return () if isinstance(move, Fetch) else move.parts
+    return () if isinstance(arrival, Fetch) else arrival.parts
 
 
 def require_unwritten(units: Sequence[WeightUnit], version: int) -> None:

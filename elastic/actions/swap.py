@@ -13,8 +13,8 @@ from itertools import groupby
 
 from elastic.actions.base import ActionHandler, Layers
 from elastic.actions.deferred import (
+    Arrival,
     DeferredActions,
-    Move,
     PreparedAction,
     SlotSwitch,
     by_place,
@@ -55,7 +55,7 @@ class Copying:
 class PreparedSwap(PreparedAction):
     """A swap, restore or fetch in preparation."""
 
-    action: Move
+    action: Arrival
     copies: list[Copying] = field(default_factory=list)
     """Of the layer that was prepared last: its bytes travel while pages for the next one are mapped."""
 
@@ -71,7 +71,7 @@ class SwapHandler(ActionHandler):
         self._deferred = deferred
         self._copy_rate = copy_rate
 
-    def dry_run(self, action: Move) -> PlanStep:
+    def dry_run(self, action: Arrival) -> PlanStep:
         """Return what the action would do if nothing changed until then."""
         chosen = self._check(action)
         fits = all(
@@ -83,7 +83,7 @@ class SwapHandler(ActionHandler):
         gained = sum(pages_left(unit, action) for unit in chosen) - arriving
         return PlanStep(action, "applied" if fits else "deferred", moved, gained, arriving, 0.0)
 
-    def prepare(self, action: Move) -> PreparedSwap:
+    def prepare(self, action: Arrival) -> PreparedSwap:
         """Take pages for each layer, and copy its bytes into them. Layers without pages are deferred."""
         prepared = PreparedSwap(action)
         units = self._check(action)
@@ -157,11 +157,11 @@ class SwapHandler(ActionHandler):
         deferred = tuple(dict.fromkeys(unit.index for unit in prepared.deferred))
         return Change("deferred" if deferred else "applied", done, deferred, prepared.moved_bytes, gained, retained)
 
-    def deferred(self) -> tuple[Move, ...]:
+    def deferred(self) -> tuple[Arrival, ...]:
         """Return the actions to be tried again when pages have come free."""
-        return self._deferred.moves()
+        return self._deferred.arrivals()
 
-    def _check(self, action: Move) -> list[WeightUnit]:
+    def _check(self, action: Arrival) -> list[WeightUnit]:
         """Return the units to be switched. Raises `CapacityError` if a place could not hold them even with no cache."""
         units = []
         for unit in self._weights.units_of(action.layers):
@@ -179,7 +179,7 @@ class SwapHandler(ActionHandler):
             self._require_room(place, at_place, action)
         return units
 
-    def _require_room(self, place: str, units: list[WeightUnit], action: Move) -> None:
+    def _require_room(self, place: str, units: list[WeightUnit], action: Arrival) -> None:
         arriving = sum(pages_needed(unit, action) for unit in units)
         returning = [unit for unit in units if unit.absent is Absence.HOST]
         saved = self._prefetch_buffers_after(place, returning, least=self._weights.streamers[place].fewest)[1]
@@ -265,7 +265,7 @@ class SwapHandler(ActionHandler):
         reserve = self._broker.reserves.get(unit.pool.name)
         return min(reserve.ready, unit.held_pages, unit.pages_in(precision)) if reserve else 0
 
-    def _most_needed(self, units: list[WeightUnit], action: Move) -> int:
+    def _most_needed(self, units: list[WeightUnit], action: Arrival) -> int:
         """Return the most pages that caches are asked for when these units switch one after another."""
         most = grown = 0
         for unit in units:
@@ -339,7 +339,7 @@ class SwapHandler(ActionHandler):
         return freed
 
 
-def _bytes_needed(unit: WeightUnit, action: Move) -> int:
+def _bytes_needed(unit: WeightUnit, action: Arrival) -> int:
     """Return the bytes that an action copies for a unit."""
     after = shards_after(unit, action)
     return precision_after(unit, action).nbytes if after is None else sum(n for _, n in runs_of_parts(unit, after))

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic.cli.acts.deployments import DEPLOYING, add_deploying, complete_deploying
-from elastic.cli.inputs.checks import read_secret
+from elastic.cli.inputs.checks import TOKEN, read_secret
 from elastic.cli.inputs.exchange_options import add_exchange, exchange_form
+from elastic.cli.views.status_client import NoAnswer, ask, base_url, post
 from elastic.errors import ConfigError
 
-TOKEN = "ELASTIC_TOKEN"
 LOOK_S, ACT_S = 5.0, 660.0
 """How long the server may take: a rank that is added loads its model."""
 MOST_LAYERS = 10_000
@@ -87,8 +87,6 @@ def _add_drop(command: ArgumentParser) -> None:
 
 def fleet(options: Namespace) -> int:
     """Do what was asked; returns the exit code."""
-    from elastic.cli.views.status_client import base_url
-
     url = base_url(options.url)
     if options.what == "status":
         return _status(url)
@@ -103,7 +101,6 @@ def _status(url: str) -> int:
 
     from elastic.cli.views.fleet import deployments, fleet_events, ranks
     from elastic.cli.views.stages import stages, work
-    from elastic.cli.views.status_client import NoAnswer, ask
 
     document = ask(url, LOOK_S)
     if not document.ranks:
@@ -118,11 +115,14 @@ def _status(url: str) -> int:
     return 0
 
 
-def _move(url: str, token: str, options: Namespace) -> int:
-    from elastic.cli.views.status_client import post
+def _done(url: str, token: str, verb: str, body: Mapping[str, Any], key: str) -> Any:
+    """Have a fleet do something; return what the server says of it."""
+    return post(url, f"/elastic/fleet/{verb}", body, token, ACT_S).get(key) or {}
 
+
+def _move(url: str, token: str, options: Namespace) -> int:
     body = {"request": options.request, "instance": options.instance}
-    moved = post(url, "/elastic/fleet/move", body, token, ACT_S).get("moved") or {}
+    moved = _done(url, token, "move", body, "moved")
     print(
         f"{options.request} goes on at {options.instance}: {moved.get('moved_bytes', 0):,} bytes were copied, "
         f"its next token came after {moved.get('stalled_ms', 0.0):.1f} ms"
@@ -131,25 +131,19 @@ def _move(url: str, token: str, options: Namespace) -> int:
 
 
 def _add(url: str, token: str, options: Namespace) -> int:
-    from elastic.cli.views.status_client import post
-
-    added = post(url, "/elastic/fleet/add", {"places": options.place or []}, token, ACT_S).get("added")
+    added = _done(url, token, "add", {"places": options.place or []}, "added")
     print(f"{added} serves")
     return 0
 
 
 def _remove(url: str, token: str, options: Namespace) -> int:
-    from elastic.cli.views.status_client import post
-
-    post(url, "/elastic/fleet/remove", {"rank": options.rank, "drain": not options.now}, token, ACT_S)
+    _done(url, token, "remove", {"rank": options.rank, "drain": not options.now}, "removed")
     print(f"{options.rank} has ended")
     return 0
 
 
 def _plan(url: str, token: str, options: Namespace) -> int:
-    from elastic.cli.views.status_client import post
-
-    offers = post(url, "/elastic/fleet/plan", {"need": options.need}, token, ACT_S).get("offers") or []
+    offers = _done(url, token, "plan", {"need": options.need}, "offers")
     for offer in offers:
         loss = "" if offer.get("lossless", True) else ", with a loss of quality"
         nbytes = offer.get("relieved_bytes", 0)
@@ -161,9 +155,7 @@ def _plan(url: str, token: str, options: Namespace) -> int:
 
 
 def _capacity(url: str, token: str, options: Namespace) -> int:
-    from elastic.cli.views.status_client import post
-
-    capacities = post(url, "/elastic/fleet/capacity", {"degrees": options.degrees}, token, ACT_S).get("capacity") or {}
+    capacities = _done(url, token, "capacity", {"degrees": options.degrees}, "capacity")
     for rank, blocks in capacities.items():
         told = ", ".join(f"{count:,} at tp={degree}" for degree, count in blocks.items())
         print(f"{rank}: blocks of the longest request: {told or 'none, since layers are not cut so'}")
@@ -174,11 +166,10 @@ def _capacity(url: str, token: str, options: Namespace) -> int:
 
 def _drop(url: str, token: str, options: Namespace) -> int:
     from elastic.cli.views.layer_grid import ranges
-    from elastic.cli.views.status_client import post
 
     wanted = {"layers": _layers_by_rank(options.layers)} if options.layers else {"need": options.need}
     body = {**wanted, "whole": options.whole, "most": options.most, "dry_run": options.dry_run, **_form(options)}
-    dropped = post(url, "/elastic/fleet/drop", body, token, ACT_S).get("dropped") or {}
+    dropped = _done(url, token, "drop", body, "dropped")
     for group in dropped.get("groups") or []:
         for rank, keeps in zip(group["members"], group["keeps"], strict=True):
             print(f"{rank} keeps layers {ranges(keeps)}")
@@ -190,23 +181,19 @@ def _drop(url: str, token: str, options: Namespace) -> int:
 
 
 def _restore(url: str, token: str, options: Namespace) -> int:
-    from elastic.cli.views.status_client import post
-
     body = {"rank": options.rank, "sharing": options.sharing, "dry_run": options.dry_run, **_form(options)}
-    restored = post(url, "/elastic/fleet/restore", body, token, ACT_S).get("restored") or {}
+    restored = _done(url, token, "restore", body, "restored")
     return _planned(restored) if options.dry_run else _returned(restored)
 
 
 def _reshard(url: str, token: str, options: Namespace) -> int:
-    from elastic.cli.views.status_client import post
-
     body = {
         "instances": options.instances,
         "tp": options.tp,
         "dry_run": options.dry_run,
         **_form(options),
     }
-    done = post(url, "/elastic/fleet/reshard", body, token, ACT_S).get("resharded") or {}
+    done = _done(url, token, "reshard", body, "resharded")
     if options.dry_run:
         return _planned(done)
     members = ", ".join(done.get("members") or options.instances)
@@ -218,10 +205,8 @@ def _reshard(url: str, token: str, options: Namespace) -> int:
 
 
 def _migrate(url: str, token: str, options: Namespace) -> int:
-    from elastic.cli.views.status_client import post
-
     body = {**_layers_at(options), **_form(options)}
-    done = post(url, "/elastic/fleet/migrate", body, token, ACT_S).get("migrated") or {}
+    done = _done(url, token, "migrate", body, "migrated")
     if options.dry_run:
         return _planned(done)
     moved = f"{options.rank} computes layers {options.layers} of {options.home}"
@@ -231,9 +216,8 @@ def _migrate(url: str, token: str, options: Namespace) -> int:
 
 def _replicate(url: str, token: str, options: Namespace) -> int:
     from elastic.cli.views.layer_grid import ranges
-    from elastic.cli.views.status_client import post
 
-    done = post(url, "/elastic/fleet/replicate", _layers_at(options), token, ACT_S).get("replicated") or {}
+    done = _done(url, token, "replicate", _layers_at(options), "replicated")
     if options.dry_run:
         return _planned(done)
     there = ranges(done.get("layers") or ()) or "none"
@@ -246,10 +230,9 @@ def _replicate(url: str, token: str, options: Namespace) -> int:
 
 def _evict(url: str, token: str, options: Namespace) -> int:
     from elastic.cli.views.layer_grid import ranges
-    from elastic.cli.views.status_client import post
 
     body = {"home": options.home, "layers": None if options.layers is None else _layers(options.layers)}
-    done = post(url, "/elastic/fleet/evict", body, token, ACT_S).get("evicted") or {}
+    done = _done(url, token, "evict", body, "evicted")
     gone = ranges(done.get("layers") or ()) or "none"
     print(f"{done.get('status')}: layers of {options.home} that have no replica any more: {gone}; {_exchanged(done)}")
     return _code(done)
@@ -283,17 +266,13 @@ def _planned(done: Mapping[str, Any]) -> int:
 
 
 def _merge(url: str, token: str, options: Namespace) -> int:
-    from elastic.cli.views.status_client import post
-
-    merged = post(url, "/elastic/fleet/merge", {"ranks": options.ranks}, token, ACT_S).get("merged") or {}
+    merged = _done(url, token, "merge", {"ranks": options.ranks}, "merged")
     print(f"{', '.join(merged.get('members') or options.ranks)} can compute each other's layers")
     return 0
 
 
 def _split(url: str, token: str, options: Namespace) -> int:
-    from elastic.cli.views.status_client import post
-
-    split = post(url, "/elastic/fleet/split", {"rank": options.rank}, token, ACT_S).get("split") or {}
+    split = _done(url, token, "split", {"rank": options.rank}, "split")
     return _returned(split)
 
 

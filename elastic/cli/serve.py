@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic.cli.inputs.checks import read_secret, require_at_least, require_characters
+from elastic.cli.inputs.checks import TOKEN, read_secret, require_at_least, require_characters
 from elastic.cli.inputs.deployment_options import (
     add_deployments,
     check_deployments,
@@ -27,10 +27,11 @@ from elastic.cli.inputs.fleet_options import (
 from elastic.cli.inputs.intent_options import intent_of, load_of, said_load
 from elastic.config import SLO, Place, parse_bytes
 from elastic.engines.base import Engine, GrammarCompiler
+from elastic.engines.structured import compiler_of
 from elastic.errors import ConfigError
 from elastic.memory.places import require_memory
 
-TOKEN, API_KEY = "ELASTIC_TOKEN", "ELASTIC_API_KEY"
+API_KEY = "ELASTIC_API_KEY"
 
 
 @dataclass(frozen=True)
@@ -216,14 +217,11 @@ def fleet_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) ->
     launcher = make_launcher(options)
     if not isinstance(launcher, str):
         stack.callback(launcher.close)
-    tokenizer, model = read_configs(options.model)
-    max_model_len = longest(model, options)
-    defaults = sampling_defaults(model, options.generation_config)
-    grammars = compiler(model, tokenizer)
-    fleet = make_fleet(options, launcher, chosen, grammars)
+    own = answering(options.model, options)
+    fleet = make_fleet(options, launcher, chosen, own["grammars"])
     stack.callback(fleet.stop, drain=False)
     fleet.start()
-    return ServedModel(fleet, tokenizer, max_model_len, defaults, grammars)
+    return ServedModel(fleet, **own)
 
 
 def deployed(options: Namespace, name: str, stack: ExitStack) -> ServedModel:
@@ -248,7 +246,7 @@ def answering(path: str, options: Namespace) -> dict[str, Any]:
         "tokenizer": tokenizer,
         "max_model_len": longest(model, options),
         "sampling_defaults": sampling_defaults(model, options.generation_config),
-        "grammars": compiler(model, tokenizer),
+        "grammars": compiler_of(model, tokenizer),
     }
 
 
@@ -256,7 +254,7 @@ def make_engine(model: Any, tokenizer: Any, options: Namespace) -> tuple[Engine,
     """Make the engine that serves the model, not started yet, and its compiler of grammars if answers can end."""
     from elastic.engines.continuous.engine import ContinuousEngine
 
-    grammars = compiler(model, tokenizer)
+    grammars = compiler_of(model, tokenizer)
     engine = ContinuousEngine(
         model,
         max_queue=options.max_queue,
@@ -266,15 +264,6 @@ def make_engine(model: Any, tokenizer: Any, options: Namespace) -> tuple[Engine,
         cuda_graphs=options.cuda_graphs,
     )
     return engine, grammars
-
-
-def compiler(model: Any, tokenizer: Any) -> GrammarCompiler | None:
-    """Make the compiler of grammars, if answers can end; only the configurations of `model` are read."""
-    from elastic.engines.stopping import end_tokens
-    from elastic.engines.structured import LlguidanceCompiler
-
-    ends = dict.fromkeys([*end_tokens(model), *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])])
-    return LlguidanceCompiler(tokenizer, tuple(ends)) if ends else None
 
 
 def sampling_defaults(model: Any, source: str) -> dict[str, float]:

@@ -88,14 +88,6 @@ class FleetSnapshot:
     """KV that the requests need which wait at the fleet, because no instance has room."""
     queue_s: float = 0.0
     """Time that the oldest of these has waited."""
-    moves: bool = False
-    """Whether requests move to instances that have room: then a drop is for what all of them have not."""
-    layer_costs: tuple[float, ...] = ()
-    """What a stage pays for each layer; (): its bytes."""
-    first_cost: float = 0.0
-    """What the first stage pays besides,"""
-    last_cost: float = 0.0
-    """and the last one."""
 
 
 def request_bytes(prompt: int, max_tokens: int, usual_tokens: int, token_bytes: int) -> int:

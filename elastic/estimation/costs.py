@@ -84,11 +84,12 @@ class SheetCosts:
 class MeasuredCosts:
     """Seconds that were fitted to measurements of fingerprints."""
 
+    basis = "measured"
+
     pages: WeightPages
     device: DeviceKind
     """Of which the links are where they were not measured."""
     profile: CostProfile
-    basis: str = "measured"
 
     def layer(self, kind: LayerKind, weights: str, kv: KVShape, tp: int) -> BatchCost:
         """Return the cost of a layer in a variant at one of `tp` ranks, which share it by their part of its weights."""

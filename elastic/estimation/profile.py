@@ -23,6 +23,7 @@ from elastic.estimation.kv_room import KVBlockCapacity
 from elastic.estimation.model_layout import LayerKind, ModelLayout, layout_of
 from elastic.estimation.weight_pages import WeightPages, kernel_target
 from elastic.estimation.work import copies_blocks, layer_work, window_of
+from elastic.memory.copy_engine import synchronize
 from elastic.planning.estimate.configuration import FULL, parts_of
 from elastic.planning.estimate.devices import CPU_PAGE_BYTES, CUDA_PAGE_BYTES
 from elastic.planning.estimate.layer_cost import LayerCost, r_squared
@@ -142,10 +143,10 @@ def reading_rate(nbytes: int, device: torch.device, pace: Pace | None = None) ->
     weights = torch.empty(rows, _WIDTH, dtype=torch.float32, device=device).fill_(1.0)
     hidden, taken = torch.ones(1, _WIDTH, dtype=torch.float32, device=device), []
     for _ in range(ROUNDS + 1):
-        _finish(device)
+        synchronize(device)
         began_s = time.perf_counter()
         torch.nn.functional.linear(hidden, weights)
-        _finish(device)
+        synchronize(device)
         taken.append(time.perf_counter() - began_s)
         if pace is not None:
             pace(taken[-1])
@@ -159,11 +160,6 @@ def least_bytes(layout: ModelLayout, kind: LayerKind, form: str, device: str) ->
     pages = WeightPages(layout, page_bytes, kernel_target(device, ""))
     works = layer_work(pages, kind, weights, layout.kv_shape(kv), 1)
     return math.fsum(work.least_met * work.weight_bytes for work in works)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def fingerprint_layers(kind: LayerKind, device: str = "cpu") -> tuple[int, ...]:
@@ -180,9 +176,9 @@ def cached_bytes(device: str) -> int:
     return CACHED_BYTES
 
 
-def fingerprint_bytes(layout: ModelLayout, kind: LayerKind, form: str, tokens: int, device: str = "cpu") -> int:
+def fingerprint_bytes(layout: ModelLayout, kind: LayerKind, form: str, tokens: int) -> int:
     """Return about what the fingerprint of a kind takes while requests of so many tokens are measured, in a form."""
-    chosen = fingerprint_layers(kind, device)
+    chosen = fingerprint_layers(kind)
     weights, kv_form = parts_of(form)
     copies = 1 if weights == FULL else 2  # of a layer that is swapped both forms are there for a moment
     kv = layout.kv_shape(kv_form).token_bytes * len(chosen) * _SEQUENCES * tokens

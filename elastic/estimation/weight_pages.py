@@ -14,7 +14,7 @@ from elastic.planning.estimate.configuration import FULL
 from elastic.quant.formats.base import KernelTarget
 from elastic.quant.variants.packed_layout import packed_layout
 from elastic.quant.variants.variant import NAMED, config_of
-from elastic.runtime.cutting import layer_cut
+from elastic.runtime.cutting import cut_decoder_layer
 from elastic.weights.shards.layer_cut import LayerCut
 
 
@@ -102,7 +102,7 @@ class WeightPages:
     def _cut(self, name: str, tp: int) -> LayerCut:
         """Cut a layer. Raises `ConfigError` where it has no feed-forward network that can be cut into so many parts."""
         kind = self._kind(name)
-        return layer_cut(self.layout.decoder, kind.layers[0], kind.slots, self.page_bytes, tp)
+        return cut_decoder_layer(self.layout.decoder, kind.layers[0], kind.slots, self.page_bytes, tp)
 
 
 def variant_config(weights: str) -> Any:

@@ -7,8 +7,6 @@ tokens held: the best kernel of one CPU takes twice the time of the stock kernel
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +16,7 @@ from typing import Any
 
 import torch
 
+from elastic.directories import replacing
 from elastic.errors import ConfigError
 from elastic.kvcache.attention_heads import attention_heads
 from elastic.kvcache.decode_kernels import KERNELS, Kernel, sdpa
@@ -89,9 +88,8 @@ class DecodeKernelTable:
                 rows.append(shape._asdict() | {"dtype": dtype, "kernels": kernels, "among": list(KERNELS)})
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
-                json.dump(rows, file, indent=1)
-            os.replace(file.name, path)
+            with replacing(path) as partial:
+                partial.write_text(json.dumps(rows, indent=1))
         except OSError as error:
             raise ConfigError(f"variant_cache: {path} cannot be written: {error}") from error
 

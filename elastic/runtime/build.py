@@ -210,7 +210,7 @@ def _for_units(undo: Callable[[WeightUnit], None], weights: ModelWeights, layer:
 
 
 def _streamer(pool: PagePool, layers: list[WeightUnit], stack: ExitStack) -> WeightStreamer:
-    """The prefetch buffers of a place: none so far."""
+    """Make what gives a place prefetch buffers: none so far."""
     copier = make_copy_engine(pool.backend.device)
     stack.callback(copier.close)
     largest = max(layer.nbytes for layer in layers)

@@ -35,10 +35,10 @@ def cut_layers(
     """
     if shards == 1:
         return [None] * len(decoder.layers)
-    return [layer_cut(decoder, i, slots[i], pools[i].page_bytes, shards) for i in range(len(decoder.layers))]
+    return [cut_decoder_layer(decoder, i, slots[i], pools[i].page_bytes, shards) for i in range(len(decoder.layers))]
 
 
-def layer_cut(
+def cut_decoder_layer(
     decoder: Decoder, index: int, slots: Mapping[str, ParameterSlot], page_bytes: int, shards: int
 ) -> LayerCut:
     """Cut one layer into two parts or more, for pages of this size. Raises `ConfigError` as `cut_layers` does."""

@@ -24,6 +24,7 @@ from elastic.config import Place
 from elastic.errors import ConfigError
 from elastic.hooks.replicas.split_rows import BatchSlice, LayerInputs, NotSplittable, parameter_names
 from elastic.hooks.replicas.worker import ReplicaShard, ReplicaWorker, use_threads
+from elastic.memory.copy_engine import synchronize
 from elastic.planning.measured_cost import Calibration, LinearLatency, Points, fit
 from elastic.weights.decoder import Decoder
 from elastic.weights.proxy.transfer_cache import moved
@@ -43,7 +44,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def measure(decoder: Decoder, places: Sequence[Place], rows: Sequence[int] = ROWS, tokens: int = 1) -> Calibration:
-    """Seconds of a layer and of what goes between places, for so many rows of `tokens` tokens each.
+    """Measure the seconds of a layer and of what goes between places, for so many rows of `tokens` tokens each.
 
     The decoder is that of a model which is not wrapped, and can run a forward pass where it is. With one place nothing
     is measured: there is nothing to choose. Raises `ConfigError` for layers that no replica could compute rows of.
@@ -92,7 +93,7 @@ class _Caught(Exception):
 
 
 def _walked(decoder: Decoder) -> list[nn.Module]:
-    """Layers around the middle, as many as caches do not hold."""
+    """Return layers around the middle, as many as caches do not hold."""
     middle = len(decoder.layers) // 2
     nbytes = sum(p.nbytes for p in decoder.layers[middle].parameters())
     count = min(len(decoder.layers), -(-WALK_BYTES // max(1, nbytes)))
@@ -101,7 +102,7 @@ def _walked(decoder: Decoder) -> list[nn.Module]:
 
 
 def _calls(decoder: Decoder, layers: Sequence[nn.Module], rows: int, tokens: int) -> list[Call]:
-    """What the model calls each of these layers with for such a batch."""
+    """Return what the model calls each of these layers with for such a batch."""
     caught: list[Call] = []
 
     def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -123,7 +124,7 @@ def _calls(decoder: Decoder, layers: Sequence[nn.Module], rows: int, tokens: int
 
 
 def _hidden(call: Call) -> torch.Tensor:
-    """The hidden states, [rows, tokens, d]."""
+    """Return the hidden states of a call, [rows, tokens, d]."""
     args, kwargs = call
     hidden = args[0] if args else kwargs["hidden_states"]
     assert isinstance(hidden, torch.Tensor)
@@ -131,26 +132,28 @@ def _hidden(call: Call) -> torch.Tensor:
 
 
 class _Walk:
-    """Through some layers, one after another, by this thread and lanes beside it, as in a run of replicated layers."""
+    """A pass through some layers by this thread and workers beside it, as in a run of replicated layers."""
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device, most: int) -> None:
         self._layers = layers
         self._names = parameter_names(layers[0])
         self.device = device
-        self._lanes = [ReplicaWorker("calibration", device) for _ in range(most - 1)]
+        self._workers = [ReplicaWorker("calibration", device) for _ in range(most - 1)]
 
     def close(self) -> None:
-        while self._lanes:
-            self._lanes.pop().close()
+        while self._workers:
+            self._workers.pop().close()
 
     def go(self, calls: Sequence[Call], at_once: int) -> None:
-        """So many places, each with its share of the threads of an operation. Each begins elsewhere: places have
-        weights of their own, and do not find in a cache what another has just read."""
+        """Compute at so many places, each with its share of the threads of an operation.
+
+        Each begins elsewhere: places have weights of their own, and do not find in a cache what another has just read.
+        """
         threads, count = torch.get_num_threads(), len(self._layers)
         share, hidden = max(1, threads // at_once), _hidden(calls[0])
         rows = [BatchSlice(0, len(hidden), len(hidden), self.device) for _ in range(at_once - 1)]
-        lanes = self._lanes[: at_once - 1]
-        parts = [ReplicaShard(lane, its, hidden, None, share) for lane, its in zip(lanes, rows, strict=True)]
+        workers = self._workers[: at_once - 1]
+        parts = [ReplicaShard(worker, its, hidden, None, share) for worker, its in zip(workers, rows, strict=True)]
         use_threads(self.device, share)
         for step, (layer, call) in enumerate(zip(self._layers, calls, strict=True)):
             for place, part in enumerate(parts, 1):
@@ -165,7 +168,7 @@ class _Walk:
 def _layer_points(
     layers: Sequence[nn.Module], device: torch.device, calls: dict[int, list[Call]], most: int, tokens: int
 ) -> list[Points]:
-    """(tokens of all rows, seconds of a layer) alone, for two places side by side, for three, up to `most`.
+    """Measure (tokens of all rows, seconds of a layer) alone, for two places side by side, for three, up to `most`.
 
     Several share a batch: what they would not have together is not measured, but for two numbers of rows at least. All
     are timed in turn, round after round, so that a disturbance does not tell on one of them alone.
@@ -195,7 +198,7 @@ def _layer_points(
 
 
 def _link_points(hidden: dict[int, torch.Tensor], origin: torch.device, target: torch.device) -> Points:
-    """(bytes, seconds) from a thread at one place to one at the other and into a tensor there."""
+    """Measure (bytes, seconds) from a thread at one place to one at the other and into a tensor there."""
     points = []
     with ThreadPoolExecutor(1) as thread:
         for rows in hidden.values():
@@ -209,14 +212,14 @@ def _link_points(hidden: dict[int, torch.Tensor], origin: torch.device, target: 
 
 
 def _handing(layer: nn.Module, call: Call) -> float:
-    """Seconds to hand one layer's inputs to one replica, as a run of replicated layers does."""
+    """Measure the seconds to hand one layer's inputs to one replica, as a run of replicated layers does."""
     inputs, hidden = LayerInputs(parameter_names(layer), *call), _hidden(call)
     device, batch = hidden.device, hidden.shape[0]
-    lane = ReplicaWorker("calibration", device)
+    worker = ReplicaWorker("calibration", device)
 
     def run() -> None:
         own, theirs = BatchSlice(0, 1, batch, device), BatchSlice(1, batch, batch, device)
-        part = ReplicaShard(lane, theirs, hidden, None, torch.get_num_threads())
+        part = ReplicaShard(worker, theirs, hidden, None, torch.get_num_threads())
         for _ in range(HANDED):
             call = inputs.take(own, None)
             part.step(_Nothing(), inputs.take(theirs, None))
@@ -226,7 +229,7 @@ def _handing(layer: nn.Module, call: Call) -> float:
     try:
         return _seconds(run, device) / HANDED
     finally:
-        lane.close()
+        worker.close()
 
 
 class _Nothing(nn.Module):
@@ -237,25 +240,20 @@ class _Nothing(nn.Module):
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The median of a few calls after the first, kernels included."""
+    """Return the median seconds of a few calls after the first, kernels included."""
     return _in_turn({None: work}, device)[None]
 
 
 def _in_turn(works: Mapping[T, Callable[[], object]], device: torch.device) -> dict[T, float]:
-    """The median of each after the first round; the longer they take, the fewer rounds."""
+    """Return the median seconds of each after the first round; the longer they take, the fewer rounds."""
     took: dict[T, list[float]] = {name: [] for name in works}
     begin, rounds = time.perf_counter(), 0
     while rounds < 3 or (rounds <= REPEATS and time.perf_counter() - begin < LONG_S * len(works)):
         for name, work in works.items():
-            _finish(device)
+            synchronize(device)
             start = time.perf_counter()
             work()
-            _finish(device)
+            synchronize(device)
             took[name].append(time.perf_counter() - start)
         rounds += 1
     return {name: statistics.median(times[1:]) for name, times in took.items()}
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""QuantileSketch of any number of values in little memory."""
+"""Quantiles of any number of values in little memory."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from elastic.model_files import reading
 from elastic.planning.estimate.configuration import FULL, Configuration
 from elastic.planning.estimate.devices import DeviceKind, several, sheet
 from elastic.planning.estimate.performance import InstanceCost, Load
+from elastic.planning.estimate.roofline import BatchCost
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from elastic.sim.core.evicting import SCHEDULERS
 from elastic.sim.core.fleet import RankModel
 from elastic.sim.core.instance import EngineOptions, PlacePages
-from elastic.sim.core.step_seconds import StepCost
 from elastic.sim.placement.rank_pages import rank_pages
 from elastic.sim.roofline import DividedSteps, SheetSteps
 from elastic.sim.tables import Table
@@ -43,10 +43,10 @@ class SheetMemory:
 class _RankCost:
     """What a rank's steps cost, and the pages that it has."""
 
-    cost: StepCost
+    cost: BatchCost
     pages: PlacePages
     basis: str = "fitted"
-    cut: StepCost | None = None
+    cut: BatchCost | None = None
     memory: SheetMemory | None = None
 
 
@@ -128,7 +128,7 @@ def read_rates(table: Table, kind: DeviceKind) -> tuple[DeviceKind, str]:
     return reached, f"data sheet of {kind.name}, {compute:g} of its operations and {memory:g} of its memory's rate"
 
 
-def _divided(estimator: Estimator, configuration: Configuration, alone: InstanceCost) -> StepCost | None:
+def _divided(estimator: Estimator, configuration: Configuration, alone: InstanceCost) -> BatchCost | None:
     """Return what ranks that share layers divide; None for a model whose layers cannot be cut."""
     halves = replace(configuration, tp=SHARES * configuration.tp)
     stages = (range(len(estimator.layout.decoder.layers)),)

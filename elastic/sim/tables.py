@@ -57,9 +57,9 @@ class Table:
             raise self.wrong(key, value, f"one of {', '.join(among)}" if among else "text")
         return value
 
-    def flag(self, key: str, default: bool = False) -> bool:
-        """Take true or false."""
-        value = self._take(key, default)
+    def flag(self, key: str) -> bool:
+        """Take true or false; false where there is neither."""
+        value = self._take(key, False)
         if not isinstance(value, bool):
             raise self.wrong(key, value, "true or false")
         return value

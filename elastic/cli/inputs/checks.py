@@ -11,6 +11,8 @@ from elastic.config import Place
 from elastic.errors import ConfigError
 from elastic.memory.places import require_memory
 
+TOKEN = "ELASTIC_TOKEN"
+"""Has the token for actions, where no file was named."""
 _SEEDS = range(-(2**63), 2**64)
 """The seeds that torch takes."""
 

@@ -162,8 +162,7 @@ class SocketConnection:
     def close(self) -> None:
         """End it for both; see `Connection`."""
         self._closed = True
-        with suppress(OSError):  # the other end has gone
-            self._socket.shutdown(socket.SHUT_RDWR)
+        hang_up(self._socket)
         with self._receiving, self._sending:  # whoever was in there has left: none uses a number that is another file's
             self.pipe.close()
             self._socket.close()
@@ -213,6 +212,12 @@ def queue_pair() -> tuple[QueueConnection, QueueConnection]:
     """Return the two ends of a connection within this process."""
     first, second, over = Inbox(), Inbox(), threading.Event()
     return QueueConnection(first, second, over), QueueConnection(second, first, over)
+
+
+def hang_up(stream: socket.socket) -> None:
+    """End a connection for both, whoever waits in it, unless it has ended already."""
+    with suppress(OSError):
+        stream.shutdown(socket.SHUT_RDWR)
 
 
 def socket_pair() -> tuple[SocketConnection, socket.socket]:

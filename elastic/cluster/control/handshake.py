@@ -11,12 +11,11 @@ import secrets
 import socket
 import stat
 import threading
-from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing import connection as standard
 from pathlib import Path
 
-from elastic.cluster.control.connection import SocketConnection
+from elastic.cluster.control.connection import SocketConnection, hang_up
 from elastic.cluster.control.messages import PROTOCOL
 from elastic.errors import ConfigError, ElasticError, StateError
 
@@ -69,7 +68,7 @@ def connect(address: tuple[str, int], key: bytes, *, timeout_s: float = HANDSHAK
         raise ConfigError(f"{where}: {error.strerror}; give HOST:PORT of the fleet") from error
     except OSError as error:
         raise StateError(f"nobody answers at {where}: {error.strerror or error}") from error
-    late = threading.Timer(timeout_s, _cut, (stream,))
+    late = threading.Timer(timeout_s, hang_up, (stream,))
     late.daemon = True
     try:
         late.start()
@@ -83,12 +82,6 @@ def connect(address: tuple[str, int], key: bytes, *, timeout_s: float = HANDSHAK
     finally:
         late.cancel()
     return connection
-
-
-def _cut(stream: socket.socket) -> None:
-    """End a connection, whoever waits in it."""
-    with suppress(OSError):  # the other end has gone, or it was closed here
-        stream.shutdown(socket.SHUT_RDWR)
 
 
 # -- keys

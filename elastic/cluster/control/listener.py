@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
-from elastic.cluster.control.connection import SocketConnection
+from elastic.cluster.control.connection import SocketConnection, hang_up
 from elastic.cluster.control.handshake import HANDSHAKE_S, compare_protocols, prove
 from elastic.errors import ConfigError, ElasticError
 
@@ -111,8 +111,7 @@ class Listener:
             late = [stream for stream, deadline in self._pending.items() if deadline <= until]
             for stream in late:  # under the lock: its number is still its own
                 del self._pending[stream]
-                with suppress(OSError):  # the other end has gone
-                    stream.shutdown(socket.SHUT_RDWR)
+                hang_up(stream)
 
     def _shake_hands(self, stream: socket.socket, peer: str) -> None:
         connection: SocketConnection | None = None

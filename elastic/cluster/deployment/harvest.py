@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Protocol
 
+from elastic.cluster.deployment.deployed import Deployed
 from elastic.cluster.deployment.devices import DeviceBook
 from elastic.cluster.fleet.profiling.guest import LinkProfilingProcess, link_guest_bytes
 from elastic.errors import CapacityError, ElasticError, StateError
 from elastic.estimation.profile import CostProfile
-from elastic.estimation.profiles.guest import SHARE, ProfilingProcess, guest_bytes
+from elastic.estimation.profiles.guest import SHARE, GuestProcess, ProfilingProcess, guest_bytes
 from elastic.estimation.profiles.store import ProfileStore
 
 logger = logging.getLogger(__name__)
@@ -25,34 +25,10 @@ CONTEXT = 512
 LINKS = "links"
 """Instead of a form: what two ranks do to each other."""
 _WHO = "a guest that measures"
+Starter = Callable[[str, Sequence[str], str], GuestProcess]
 
 
-class Measuring(Protocol):
-    """A guest."""
-
-    @property
-    def ended(self) -> bool: ...
-    def result(self) -> CostProfile: ...
-    def cancel(self) -> None: ...
-
-
-class Measured(Protocol):
-    """A model whose seconds are wanted."""
-
-    name: str
-    path: str
-
-    @property
-    def forms(self) -> tuple[str, ...]: ...
-    @property
-    def links(self) -> Sequence[tuple[str, str]]:
-        """Devices of which the ranks exchange what they compute."""
-
-
-Starter = Callable[[str, Sequence[str], str], Measuring]
-
-
-def _start(model: str, forms: Sequence[str], device: str) -> Measuring:
+def _start(model: str, forms: Sequence[str], device: str) -> GuestProcess:
     if LINKS in forms:
         return LinkProfilingProcess(SHARE)
     return ProfilingProcess(model, forms, device, context=CONTEXT, share=SHARE)
@@ -80,8 +56,8 @@ class Harvester:
         needs: Callable[[str | Path, Sequence[str], int], int] = _needed_bytes,
     ) -> None:
         self._book, self._store, self._stored, self._start, self._needs = book, store, stored, start, needs
-        self._guest: Measuring | None = None
-        self._model: Measured | None = None
+        self._guest: GuestProcess | None = None
+        self._model: Deployed | None = None
         self._form = ""
         self._devices: tuple[str, ...] = ()
         self._links: CostProfile | None = None  # of whichever model they were measured for
@@ -95,7 +71,7 @@ class Harvester:
         """Device -> the model that is measured there."""
         return {} if self._model is None else dict.fromkeys(self._devices, self._model.name)
 
-    def tick(self, now_s: float, models: Sequence[Measured]) -> None:
+    def tick(self, now_s: float, models: Sequence[Deployed]) -> None:
         """Look at the guest, or begin with one."""
         if self._guest is not None and self._model is not None:
             self._watch(now_s, self._guest, self._model, models)
@@ -131,7 +107,7 @@ class Harvester:
                 total_bytes=self._book.memory(device),
             )
 
-    def known(self, model: Measured) -> CostProfile | None:
+    def known(self, model: Deployed) -> CostProfile | None:
         """Return the profile of a model, if all its forms are in it."""
         return self._store.load(model.path, self._kind, model.forms)
 
@@ -139,7 +115,7 @@ class Harvester:
     def _kind(self) -> str:
         return next(iter(self._book.devices.values())).kind.type
 
-    def _missing(self, model: Measured) -> list[str]:
+    def _missing(self, model: Deployed) -> list[str]:
         profile = self._store.load(model.path, self._kind)
         measured = set(profile.around) if profile is not None else set()
         wanted = [*model.forms]
@@ -149,7 +125,7 @@ class Harvester:
             measured.add(LINKS)
         return [form for form in wanted if form not in measured and (model.path, form) not in self._failed]
 
-    def _begin(self, model: Measured, form: str) -> None:
+    def _begin(self, model: Deployed, form: str) -> None:
         if form == LINKS and (links := self._links) is not None:
             self._keep(model, form, lambda: links)
             return
@@ -169,7 +145,7 @@ class Harvester:
             self._model, self._form, self._devices = model, form, devices
             return
 
-    def _choices(self, model: Measured, form: str) -> Iterator[tuple[str, ...]]:
+    def _choices(self, model: Deployed, form: str) -> Iterator[tuple[str, ...]]:
         """Yield where a guest could measure, what is best first."""
         if form == LINKS:
             yield from model.links
@@ -177,7 +153,7 @@ class Harvester:
         else:
             yield from ((device,) for device in self._book.devices)
 
-    def _watch(self, now_s: float, guest: Measuring, model: Measured, models: Sequence[Measured]) -> None:
+    def _watch(self, now_s: float, guest: GuestProcess, model: Deployed, models: Sequence[Deployed]) -> None:
         gone = all(model is not each for each in models)
         if gone or any(self._load_beside(device) >= SPARE_LOAD for device in self._devices):
             guest.cancel()
@@ -194,7 +170,7 @@ class Harvester:
         busy = self._book.busy
         return busy.recent().get(device, 0.0) + max(0.0, busy.others().get(device, 0.0) - SHARE)
 
-    def _keep(self, model: Measured, form: str, result: Callable[[], CostProfile]) -> None:
+    def _keep(self, model: Deployed, form: str, result: Callable[[], CostProfile]) -> None:
         """Keep what was measured, and tell of it where all forms of the model are known."""
         try:
             profile = result()
@@ -212,6 +188,6 @@ class Harvester:
         self._form, self._devices = "", ()
         self._book.release(_WHO)
 
-    def _give_up(self, model: Measured, form: str, error: ElasticError) -> None:
+    def _give_up(self, model: Deployed, form: str, error: ElasticError) -> None:
         self._failed.add((model.path, form))
         logger.warning("%s in %s is not measured: %s", model.path, form, error)

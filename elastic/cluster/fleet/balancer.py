@@ -43,7 +43,7 @@ class Balancer:
         now = clock.now()
         self._rests = {request: until for request, until in self._rests.items() if until > now}
         with self._dispatcher.lock:
-            serving = [i for i in self._dispatcher.instances.values() if i.state == "serving" and not i.group]
+            serving = [instance for instance in self._dispatcher.serving() if not instance.group]
             if len(serving) < 2:
                 return None
             head = self._dispatcher.queue[0] if self._dispatcher.queue else None

@@ -86,7 +86,7 @@ class Dispatcher:
             if request.id in self.records or not self._names.isdisjoint(names):
                 raise ConfigError(f"request id {request.id!r} is in use; choose another")
             try:
-                require_possible(self.instances.values(), request, self.retry_after_s)
+                require_possible(self.serving(), request, self.retry_after_s)
                 chosen = None if self.queue or self.on_waiting is not None else self._choose(record)
                 if chosen is not None:
                     self._give(record, *chosen)
@@ -280,6 +280,10 @@ class Dispatcher:
             self._give(record, *chosen)
         return chosen is not None
 
+    def serving(self) -> list[Instance]:
+        """List the instances that take requests."""
+        return [instance for instance in self.instances.values() if instance.state == "serving"]
+
     def next_for(self, members: Collection[str]) -> RequestRecord | None:
         """Return who is next of the requests that wait and may go to these instances; None: nobody."""
         if self.on_waiting is None:
@@ -288,7 +292,7 @@ class Dispatcher:
 
     def give_up(self, record: RequestRecord, now: float, delivery: Delivery) -> None:
         """End a request that waits, if for `UNREACHABLE_S` no instance there is could ever have held it."""
-        serving = [instance for instance in self.instances.values() if instance.state == "serving"]
+        serving = self.serving()
         if not serving or any(instance.ever_holds(record.request) for instance in serving):
             record.unreachable_s = None
         elif record.unreachable_s is None:
@@ -323,10 +327,10 @@ class Dispatcher:
                 self.queue.remove(record)
             self._end(record, OUTCOMES[finish])
 
-    def fail_waiting(self, why: str, finish: FinishReason, delivery: Delivery) -> None:
-        """End all requests that wait at the fleet."""
+    def fail_waiting(self, why: str, delivery: Delivery) -> None:
+        """End all requests that wait at the fleet: they failed."""
         for record in [*self.queue, *self.held.records]:
-            self.end_answers(record, range(record.request.n), finish, delivery, why if finish == "failed" else None)
+            self.end_answers(record, range(record.request.n), "failed", delivery, why)
 
     def forget(self, instance: Instance) -> None:
         """Have an instance get nothing any more, and nothing that it tells count."""

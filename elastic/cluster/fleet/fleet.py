@@ -28,7 +28,6 @@ from elastic.cluster.fleet.planning.policies import FleetPolicy, chosen
 from elastic.cluster.fleet.planning.router import Routing
 from elastic.cluster.fleet.policy_threads import PolicyThreads
 from elastic.cluster.fleet.rank_starter import END_S, RankStarter
-from elastic.cluster.fleet.rank_verbs import RankVerbs
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.cluster.fleet.refusals import longest_request
@@ -45,7 +44,7 @@ from elastic.planning.sharding.share import shares
 _fleets: weakref.WeakSet[Fleet] = weakref.WeakSet()
 
 
-class Fleet(PricedVerbs, RankVerbs):
+class Fleet(PricedVerbs):
     """Several ranks that serve one model; an `Engine`. Nothing starts before `start`, or `with`.
 
     `model` is a directory that ranks load. `ranks` is how many there are, each with `places` (see `elastic.wrap`), or
@@ -202,7 +201,7 @@ class Fleet(PricedVerbs, RankVerbs):
     def longest_request(self, most: int, *, ever: bool = False) -> int:
         """Return the most tokens of a request for the KV cache of the instance that can have most; see `Engine`."""
         with self._dispatcher.lock:
-            return longest_request(self._dispatcher.instances.values(), most, ever=ever)
+            return longest_request(self._dispatcher.serving(), most, ever=ever)
 
     def cancel(self, request: str, index: int | None = None) -> None:
         """End a request, or one of its answers; its listener gets `cancelled` for each. Unknown: nothing happens."""
@@ -282,7 +281,7 @@ class Fleet(PricedVerbs, RankVerbs):
                     f"{status}; try again when requests have ended, give it more time by timeout_s=, or remove it with "
                     "drain=False: what it alone has is computed again elsewhere then"
                 )
-            others = [i for i in self._dispatcher.instances.values() if i is not instance and i.state == "serving"]
+            others = [other for other in self._dispatcher.serving() if other is not instance]
             if instance.records and not others and not drain:
                 raise StateError(f"rank {name!r} is the last one, and has requests; remove it with drain, or add one")
             end_unit(self._dispatcher, instance)
@@ -335,8 +334,7 @@ class Fleet(PricedVerbs, RankVerbs):
     def health(self) -> bool:
         """Return whether requests are computed: it serves, and a rank is there."""
         with self._dispatcher.lock:
-            there = any(instance.state == "serving" for instance in self._dispatcher.instances.values())
-        return self.serving and there
+            return self.serving and bool(self._dispatcher.serving())
 
     def check(self) -> None:
         """Recount its books and those of all ranks. Raises `IntegrityError`, `RankLost`."""

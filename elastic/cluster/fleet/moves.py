@@ -156,7 +156,7 @@ class Mover:
         while until_s is None or self._dispatcher.clock() < until_s:
             with self._lock:
                 requests = list(instance.records)
-                others = [other for other in dispatcher.instances.values() if other.state == "serving"]
+                others = dispatcher.serving()
             if not requests and not instance.moves:
                 return
             target = max(others, key=lambda other: other.freeness, default=None)

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from elastic.cluster.fleet.balancer import Balancer
 from elastic.cluster.fleet.dispatcher import Dispatcher
-from elastic.cluster.fleet.lengths.controller import LengthController, LengthVerbs
+from elastic.cluster.fleet.groups.resharding import ReshardingGroups
+from elastic.cluster.fleet.lengths.controller import LengthController
 from elastic.cluster.fleet.moves import Mover
-from elastic.cluster.fleet.overload.controller import OverloadController, OverloadVerbs
+from elastic.cluster.fleet.overload.controller import OverloadController
+from elastic.cluster.fleet.overload.prices import PricedVerbs
 from elastic.cluster.fleet.planning.policies import FleetPolicies
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.cluster.fleet.ticks import TickThread
 
 TICK_S = 0.25
 """Between two moves, and between two looks at the caps of groups."""
-
-
-class Follows(Protocol):
-    """What is asked of the groups of a fleet."""
-
-    def follow_needs(self) -> int: ...
-
-
-class FleetVerbs(OverloadVerbs, LengthVerbs, Protocol):
-    """What policies ask of a fleet."""
 
 
 class PolicyThreads:
@@ -41,8 +32,8 @@ class PolicyThreads:
         dispatcher: Dispatcher,
         log: EventLog,
         mover: Mover,
-        verbs: FleetVerbs,
-        groups: Follows,
+        verbs: PricedVerbs,
+        groups: ReshardingGroups,
         add: Callable[[int], Sequence[str]] | None,
     ) -> None:
         failed = "the caps of a group could not follow"  # a rank was lost, and its group is being repaired

@@ -11,12 +11,11 @@ from elastic.engines.base import Request
 from elastic.errors import CapacityError, Overloaded
 
 
-def require_possible(instances: Iterable[Instance], request: Request, retry_after_s: float) -> None:
-    """Raise `CapacityError` for a request that no instance could hold, however empty it and others are.
+def require_possible(serving: Sequence[Instance], request: Request, retry_after_s: float) -> None:
+    """Raise `CapacityError` for a request that no instance which serves could hold, however empty it and others are.
 
     `Overloaded`, if one could have held it, and limits of KV have been lowered since.
     """
-    serving = [instance for instance in instances if instance.state == "serving"]
     if not serving or any(instance.reaches(request) for instance in serving):
         return
     if any(instance.ever_holds(request) for instance in serving):
@@ -28,9 +27,8 @@ def require_possible(instances: Iterable[Instance], request: Request, retry_afte
     raise no_room(serving, request)
 
 
-def longest_request(instances: Iterable[Instance], most: int, *, ever: bool) -> int:
+def longest_request(serving: Sequence[Instance], most: int, *, ever: bool) -> int:
     """Return the most tokens, up to `most`, of a request that is not refused; `ever`: not for good."""
-    serving = [instance for instance in instances if instance.state == "serving"]
 
     def is_refused(tokens: int) -> bool:
         holds = (instance.most_blocks if ever else instance.reachable_limit for instance in serving)
@@ -43,12 +41,11 @@ def no_room(instances: Sequence[Instance], request: Request) -> CapacityError:
     """Return the error for a request that fits in none of these instances."""
     best = max(instances, key=lambda instance: instance.most_blocks)
     kv, tokens = best.kv_format, len(request.prompt) + request.max_tokens
-    block_bytes = kv.block_bytes * sum(len(layers) for layers, _ in kv.groups) // len(kv.groups)
     return CapacityError(
         f"a request of {tokens} tokens fits in no instance; ask for less, or give the ranks more memory",
-        requested_bytes=request_blocks(kv, request) * block_bytes,
-        free_bytes=max(0, best.free_blocks) * block_bytes,
-        total_bytes=best.most_blocks * block_bytes,
+        requested_bytes=request_blocks(kv, request) * kv.group_block_bytes,
+        free_bytes=max(0, best.free_blocks) * kv.group_block_bytes,
+        total_bytes=best.most_blocks * kv.group_block_bytes,
     )
 
 

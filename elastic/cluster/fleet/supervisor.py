@@ -125,7 +125,7 @@ class Supervisor:
             return
         delivery = Delivery(self._dispatcher.lock)
         with self._dispatcher.lock:
-            self._dispatcher.fail_waiting(f"no rank is left, and none comes: {why}", "failed", delivery)
+            self._dispatcher.fail_waiting(f"no rank is left, and none comes: {why}", delivery)
         delivery.tell()
 
     def _run(self) -> None:

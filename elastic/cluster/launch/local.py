@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from elastic.cluster.control.connection import encode, socket_pair
+from elastic.cluster.control.connection import encode, hang_up, socket_pair
 from elastic.cluster.control.handshake import compare_protocols
 from elastic.cluster.control.processes import Exit
 from elastic.cluster.launch.base import START_S, await_hello
@@ -116,8 +116,7 @@ class ForkServerClient:
 
     def close(self) -> None:
         """End it, and its ranks. Can be called twice."""
-        with suppress(OSError):  # it has ended by itself
-            self._socket.shutdown(socket.SHUT_RDWR)
+        hang_up(self._socket)
         try:
             self._server.wait(5)
         except subprocess.TimeoutExpired:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 import time
-from contextlib import suppress
 
+from elastic.cluster.control.connection import hang_up
 from elastic.cluster.peers import frames
 from elastic.cluster.peers.mailbox import Mailbox, What
 from elastic.engines.pipeline.transport import Key
@@ -100,7 +100,6 @@ class HiddenStatesReceiver:
         if stream is None:
             return
         if self._reading:
-            with suppress(OSError):  # it has ended
-                stream.shutdown(socket.SHUT_RDWR)
+            hang_up(stream)
         else:
             stream.close()

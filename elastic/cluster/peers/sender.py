@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
+from elastic.cluster.control.connection import hang_up
 from elastic.cluster.peers.frames import GOODBYE
 from elastic.errors import ElasticError, RankLost
 
@@ -74,8 +75,7 @@ class HiddenStatesSender:
             if ended or self._stream is None:
                 return
             if self._backlog and not self._changed.wait_for(lambda: self._stream is None, grace_s):
-                with suppress(OSError):  # it has gone
-                    self._stream.shutdown(socket.SHUT_RDWR)  # its thread closes it
+                hang_up(self._stream)  # its thread closes it
             elif self._stream is not None:
                 self._say_goodbye()
 

@@ -23,8 +23,7 @@ from elastic.config import Place, require
 from elastic.engines.base import GrammarCompiler
 from elastic.engines.continuous.chunk_profile import fit_cost
 from elastic.engines.continuous.engine import ContinuousEngine
-from elastic.engines.stopping import end_tokens
-from elastic.engines.structured import LlguidanceCompiler
+from elastic.engines.structured import compiler_of
 from elastic.errors import ConfigError, ElasticError
 from elastic.memory.places import require_memory
 from elastic.model_files import load_weights, read_tokenizer
@@ -89,7 +88,7 @@ def _load_share(spec: RankSpec, places: list[Place], stack: ExitStack) -> tuple[
     if not isinstance(spec.model, str | Path):
         raise ConfigError("tp=, pp=: ranks read their shares of a model's directory; give its path, not the model")
     with _loading:
-        model, files = load_skeleton(str(spec.model), _device(places), option="model")
+        model, files = load_skeleton(str(spec.model), _device(places))
     facts, options = stored_facts(model, files), {"checkpoint": files, **spec.wrap}
     layers = len(find_decoder(model).layers)
     wrap(model, places=places or None, load_shards=spec.share.shards_of(layers, options.get("shards", 1)), **options)
@@ -147,10 +146,7 @@ def _load(spec: RankSpec, places: list[Place]) -> Any:
 def _grammars(name: str, spec: RankSpec, model: Any) -> GrammarCompiler | None:
     """Return the compiler of grammars over the tokenizer in the model's directory, if answers of the model can end."""
     require(name == "llguidance", "grammars", name, "'llguidance', or none")
-    tokenizer = read_tokenizer(str(spec.model), option="model")
-    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ends = tuple(dict.fromkeys([*end_tokens(model), *own]))
-    return LlguidanceCompiler(tokenizer, ends) if ends else None
+    return compiler_of(model, read_tokenizer(str(spec.model), option="model"))
 
 
 _ENGINE_OPTIONS = {k: v for k, v in inspect.signature(ContinuousEngine).parameters.items() if k != "model"}

@@ -20,7 +20,7 @@ from elastic.weights.shards.stored import StoredParameter, find_stored
 from elastic.weights.shards.stored_names import blocks_of
 
 
-def load_skeleton(path: str, device: torch.device, *, option: str) -> tuple[Any, Checkpoint]:
+def load_skeleton(path: str, device: torch.device) -> tuple[Any, Checkpoint]:
     """Make the model of a directory on a device, with everything but the parameters of its decoder layers, and return
     it with its files; those parameters are on the meta device.
 
@@ -30,17 +30,17 @@ def load_skeleton(path: str, device: torch.device, *, option: str) -> tuple[Any,
 
     if device.type == "cuda":
         require_cuda(device)
-    config = read_config(path, option=option)
+    config = read_config(path, option="model")
     if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"{option} {path} is quantized: a rank that has a part of it cannot read it; load all of it")
+        raise ConfigError(f"model {path} is quantized: a rank that has a part of it cannot read it; load all of it")
     dtype = torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16
     files = Checkpoint(path)
-    with quiet(), reading(f"{option} {path}", "see that its config.json is whole"), _without_data():
+    with quiet(), reading(f"model {path}", "see that its config.json is whole"), _without_data():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
     files.blocks.update(blocks_of(model, files))
-    _read_fixed(model, find_decoder(model), files, device, f"{option} {path}")
-    _read_generation(model, path, option)
+    _read_fixed(model, find_decoder(model), files, device, f"model {path}")
+    _read_generation(model, path)
     return model.eval().requires_grad_(False), files
 
 
@@ -98,10 +98,10 @@ def _required(files: Checkpoint, names: list[str], like: torch.Tensor, what: str
     )
 
 
-def _read_generation(model: Any, path: str, option: str) -> None:
+def _read_generation(model: Any, path: str) -> None:
     """Have a model generate as its directory says."""
     from transformers import GenerationConfig
 
     if (Path(path) / "generation_config.json").is_file():
-        with reading(f"{option} {path}", "see that its generation_config.json is whole"):
+        with reading(f"model {path}", "see that its generation_config.json is whole"):
             model.generation_config = GenerationConfig.from_pretrained(path)

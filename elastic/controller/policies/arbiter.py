@@ -15,21 +15,16 @@ from elastic.planning.cost_model import CostModel, cost
 from elastic.planning.placement import Placement, ResourceDemand
 from elastic.types import Action, Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Swap
 
-
-@dataclass(frozen=True)
-class CostWeights:
-    """The value of things, in seconds of serving."""
-
-    disturbance: float = 0.05
-    """Share of serving that is lost while bytes are copied beside it."""
-    horizon_s: float = 30.0
-    """Time for which a slower or faster step is counted."""
-    quality_s: float = 5.0
-    """Price of one layer whose bytes were all quantized away; half of them: half of it."""
-    streaming: float = 1.0
-    """Share by which released layers make a step longer, for each share of the layers that they are."""
-    kv_target: float = 0.75
-    """Use of the KV capacity that a remedy has to lead to, to suffice."""
+DISTURBANCE = 0.05
+"""Share of serving that is lost while bytes are copied beside it."""
+HORIZON_S = 30.0
+"""Time for which a slower or faster step is counted."""
+QUALITY_S = 5.0
+"""Price of one layer whose bytes were all quantized away, in seconds of serving; half of them: half of it."""
+STREAMING = 1.0
+"""Share by which released layers make a step longer, for each share of the layers that they are."""
+KV_TARGET = 0.75
+"""Use of the KV capacity that a remedy has to lead to, to suffice."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,6 @@ class Arbiter:
         model: Callable[[int], CostModel],
     ) -> None:
         self.policies = tuple(policies)
-        self.weights = CostWeights()
         self.tick_s = min(float(getattr(policy, "tick_s", 0.1)) for policy in policies)
         self._sizes, self._needs, self._model = tuple(sizes), tuple(needs), model
 
@@ -133,7 +127,7 @@ class Arbiter:
         relief = [bid for bid in candidates if bid.relieves or isinstance(bid.plan.actions[0], Replicate)]
         if len(relief) == 1:
             return relief[0], ""
-        missing_bytes = max(0.0, snapshot.kv.used_bytes / self.weights.kv_target - snapshot.kv.capacity_bytes)
+        missing_bytes = max(0.0, snapshot.kv.used_bytes / KV_TARGET - snapshot.kv.capacity_bytes)
         enough = [candidate for candidate in relief if candidate.relieved_bytes >= missing_bytes]
 
         def price(candidate: PricedPlan) -> tuple[float, int]:
@@ -164,20 +158,20 @@ class Arbiter:
 
     def _seconds(self, action: Action, snapshot: Snapshot, costs: ActionCosts) -> float:
         """Return the seconds of serving that an action costs: copying, pausing, quality, and the steps after it."""
-        price, weights, moved_bytes, lost = costs.of(type(action)), self.weights, 0, 0.0
+        price, moved_bytes, lost = costs.of(type(action)), 0, 0.0
         if isinstance(action, Swap):
             sizes = [self._sizes[layer] for layer in action.layers]
             moved_bytes = sum(size.nbytes(action.variant) for size in sizes)
             lost = math.fsum(1 - size.nbytes(action.variant) / size.full_bytes for size in sizes)
         elif isinstance(action, Migrate | Replicate | Restore):
             moved_bytes = sum(self._needs[layer].nbytes for layer in action.layers)
-        seconds = weights.disturbance * price.byte_s * moved_bytes + price.pause_s + weights.quality_s * lost
-        return seconds + weights.horizon_s * self._slower(action, snapshot)
+        seconds = DISTURBANCE * price.byte_s * moved_bytes + price.pause_s + QUALITY_S * lost
+        return seconds + HORIZON_S * self._slower(action, snapshot)
 
     def _slower(self, action: Action, snapshot: Snapshot) -> float:
         """Return the share by which steps are longer afterwards; below zero: shorter."""
         if isinstance(action, Release):
-            return self.weights.streaming * len(action.layers) / len(snapshot.layers)
+            return STREAMING * len(action.layers) / len(snapshot.layers)
         if not snapshot.residencies:
             return 0.0
         before = after = Placement(snapshot.residencies)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic.controller.policies.action_costs import ActionCost
-from elastic.controller.policies.arbiter import CostWeights
+from elastic.controller.policies.arbiter import DISTURBANCE, HORIZON_S
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,10 @@ class GroupPrice:
     """The share by which steps are longer afterwards."""
 
 
-def priced(
-    relieved_bytes: int, wire_bytes: int, flips: int, slower: float, cost: ActionCost, weights: CostWeights
-) -> GroupPrice:
+def priced(relieved_bytes: int, wire_bytes: int, flips: int, slower: float, cost: ActionCost) -> GroupPrice:
     """Price a change: copying beside the steps, a pause for each flip, and longer or shorter steps for a while.
 
-    `cost` is what a byte and a pause of this kind took so far. `CostWeights` says what they are worth, as for all other
-    actions.
+    `cost` is what a byte and a pause of this kind took so far; they are worth what they are for all other actions.
     """
-    copying_s = weights.disturbance * cost.byte_s * wire_bytes + flips * cost.pause_s
-    return GroupPrice(copying_s + weights.horizon_s * slower, relieved_bytes, wire_bytes, flips, slower)
+    copying_s = DISTURBANCE * cost.byte_s * wire_bytes + flips * cost.pause_s
+    return GroupPrice(copying_s + HORIZON_S * slower, relieved_bytes, wire_bytes, flips, slower)

@@ -196,9 +196,6 @@ class OverloadPolicy:
         """Plan a drop for one group, with as few partners as suffice: calm ones first, the smallest and emptiest."""
         groups, need = snapshot.groups, self._need(snapshot.groups[number])
         others = [other for other in free if other != number]
-        spare = sum(groups[other].spare_bytes(self.settings.kv_high) for other in others if other not in pressed)
-        if snapshot.moves and spare >= need:
-            return None, "an instance is overloaded, but its requests can move to others that have room"
         partners = sorted(others, key=lambda i: (i in pressed, len(groups[i].members), -groups[i].free_bytes, i))
         most: list[int] = []
         for count in range(len(partners) + 1):
@@ -233,9 +230,6 @@ class OverloadPolicy:
                 wanted,
                 whole=not self.settings.partial,
                 most=self.settings.most_stages,
-                cost=snapshot.layer_costs or None,
-                first=snapshot.first_cost,
-                last=snapshot.last_cost,
             )
             for wanted in dict.fromkeys((max(need + spare, all_twice), need + spare, need))
         )

@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from elastic.engines.base import Request
 from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.engines.core.step import ScheduledChunk, SequenceState, Step
 from elastic.engines.executor.graphs.step_graphs import CAPTURE_AFTER
 from elastic.errors import ConfigError, StateError
+from elastic.memory.copy_engine import synchronize
 from elastic.planning.pipeline.chunk_cost import BatchTiming, ChunkProfile, ModelCost
 from elastic.weights.decoder import find_decoder
 
@@ -79,7 +78,7 @@ def profile_replays(
     return [stopwatch.replayed_share(mix, rounds, most_s / len(mixes)) for mix in mixes]
 
 
-def fit_cost(engine: ContinuousEngine, most_tokens: int, most_s: float = 2.0, rounds: int = 5) -> ModelCost:
+def fit_cost(engine: ContinuousEngine, most_tokens: int, most_s: float = 2.0) -> ModelCost:
     """Fit the cost of an engine's model to batches of up to so many tokens, in about `most_s` seconds.
 
     A slow model is measured in smaller batches. The engine has not been started; raises as `profile_chunks` does.
@@ -94,7 +93,7 @@ def fit_cost(engine: ContinuousEngine, most_tokens: int, most_s: float = 2.0, ro
         while 2 * tokens <= limit and stopwatch.run_s(((0, tokens),)) < most_s / 50:
             tokens *= 2
     left_s = max(0.0, most_s - (time.perf_counter() - began_s))
-    return profile_chunks(engine, _telling_mixes(longest, tokens), rounds, most_s=left_s).fit()
+    return profile_chunks(engine, _telling_mixes(longest, tokens), rounds=5, most_s=left_s).fit()
 
 
 _MOST_SEQUENCES = 8
@@ -209,20 +208,16 @@ class _Stopwatch:
 
     def _execute(self, step: Step) -> float:
         """Return the seconds of a step, kernels included."""
-        self._finish()
+        synchronize(self._device)
         start = time.perf_counter()
         self._runner.execute(step).result()
-        self._finish()
+        synchronize(self._device)
         return time.perf_counter() - start
 
     def _begin(self, *_: Any) -> None:
-        self._finish()
+        synchronize(self._device)
         self._began = time.perf_counter()
 
     def _end(self, *_: Any) -> None:
-        self._finish()
+        synchronize(self._device)
         self._ended = time.perf_counter()
-
-    def _finish(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)

@@ -143,15 +143,13 @@ class LayerExchange(HostedStages):
 
         self._between_steps(resume)
 
-    def prepare_layers(
-        self, home: str, shards: Sequence[int], mapped: ExchangeStart, timeout_s: float = ANSWER_S
-    ) -> None:
+    def prepare_layers(self, home: str, shards: Sequence[int], mapped: ExchangeStart) -> None:
         """Make room for the keys and values of shards that come here; `mapped` is what the exchange began with.
 
         Raises `CapacityError` where there is none, and nothing has changed.
         """
         if home != self.rank:
-            self._stage(home).prepare(shards, mapped, timeout_s)
+            self._stage(home).prepare(shards, mapped, ANSWER_S)
             return
 
         def prepare() -> None:

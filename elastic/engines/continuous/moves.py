@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from elastic.clock import settle
 from elastic.engines.base import Request
 from elastic.engines.continuous.active_requests import ActiveRequests
 from elastic.engines.continuous.received import ReceivedKV, ReceivedRequests
@@ -188,14 +189,7 @@ class MovingRequests:
         if self._thread is None:
             raise StateError("the engine is not serving; start it first")
         done: Future[T] = Future()
-
-        def do() -> None:
-            try:
-                done.set_result(work())
-            except Exception as error:  # it is the caller's, not the loop's
-                done.set_exception(error)
-
-        self._loop.post(do)
+        self._loop.post(partial(settle, done, work))
         return done.result()
 
     def _take_received(
@@ -232,10 +226,7 @@ class MovingRequests:
         with self._memory.lock:
             self._memory.log = list(self._memory.mapped_sectors)
         journal = KVJournal(self.on_step, self._mapped_since, self._blocks.release, path.epoch)
-        for sequence in scheduler.sequences.values():
-            if sequence.computed:
-                journal.note(sequence.kv())
-                sequence.noted = tuple(map(len, sequence.table.blocks))
+        journal.note_computed(scheduler.sequences.values())
         scheduler.journal = journal
         self._loop.on_step, self._loop.on_room = None, self.on_room
 

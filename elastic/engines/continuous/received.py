@@ -189,7 +189,7 @@ class ReceivedRequests:
     def _blocks_of(self, reservation: _Reservation, state: SequenceState, kv: SequenceKV) -> ReceivedKV | None:
         """Return a sequence with blocks for so many tokens; None if it has to be computed anew anyhow."""
         request, computed = state.request, kv.computed
-        if request.prompt_logprobs is not None and not state.index and not state.generated:
+        if state.scores_prompt:
             return None  # those of its tokens so far are known where they were computed, and nowhere else
         if not computed:
             return None

@@ -54,6 +54,13 @@ class KVJournal:
             sequence.noted = None
         self.note(SequenceKV(sequence.id, sequence.computed, blocks, not sequence.in_prompt))
 
+    def note_computed(self, sequences: Iterable[Sequence]) -> None:
+        """Note, between two steps, all that is computed of sequences."""
+        for sequence in sequences:
+            if sequence.computed:
+                self.note(sequence.kv())
+                sequence.noted = tuple(map(len, sequence.table.blocks))
+
     def end(self, sequence: str, table: BlockTable) -> None:
         """Note that a sequence has ended; its blocks come free when that is told."""
         self._sequences.pop(sequence, None)

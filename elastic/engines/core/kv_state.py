@@ -54,6 +54,11 @@ class KVFormat:
         slots = self.block_tokens + (scale_slots(self.block_tokens, self.dim) if self.dtype == INT8 else 0)
         return 2 * slots * self.heads * self.dim * ITEM_BYTES[self.dtype]
 
+    @property
+    def group_block_bytes(self) -> int:
+        """Count the bytes that a block of an instance's load stands for: in all layers of a group."""
+        return self.block_bytes * sum(len(layers) for layers, _ in self.groups) // len(self.groups)
+
 
 def scale_slots(tokens: int, dim: int) -> int:
     """Count the places, of as many bytes as one token has, that the scales of so many tokens take in an 8-bit block."""

@@ -285,8 +285,7 @@ class Scheduler:
         if self.blocks.shares:
             self.blocks.share_computed(sequence.table, sequence.tokens, sequence.computed)
         if self.journal is not None:
-            self.journal.note(sequence.kv())
-            sequence.noted = tuple(map(len, sequence.table.blocks))
+            self.journal.note_computed([sequence])
 
     def _add_live(
         self, cohort: Cohort, chunks: list[ScheduledChunk], sequences: list[Sequence], added: list[Sequence]

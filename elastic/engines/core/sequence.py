@@ -45,7 +45,7 @@ class Sequence:
         """`Scheduler.short_of_kv_s` when it came."""
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         """Of its tokens that were computed so far, if the request asks for them."""
-        if state.request.prompt_logprobs is not None and state.index == 0 and not state.generated:
+        if state.scores_prompt:
             self.prompt_logprobs = []
 
     def restart(self, table: BlockTable) -> None:

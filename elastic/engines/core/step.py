@@ -23,6 +23,11 @@ class SequenceState:
     generated: tuple[int, ...] = ()
     """Tokens so far."""
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are to come with it."""
+        return self.request.prompt_logprobs is not None and not self.index and not self.generated
+
 
 class ScheduledChunk(
     NamedTuple

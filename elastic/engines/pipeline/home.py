@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import starmap
 
+from elastic.clock import settle
 from elastic.controller.sensors.sliding_window import moving_average
 from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.core.step import Step, StepResult
@@ -104,10 +105,7 @@ class HomeExecutor:
         work = partial(self._compute, plan, step.number, begun)
         if self.cohorts > 1:
             return self._threads.submit(work)
-        try:
-            done.set_result(work())
-        except Exception as error:
-            done.set_exception(error)
+        settle(done, work)
         return done
 
     def remove(self, sequences: tuple[str, ...]) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from elastic.config import require
 from elastic.engines.base import Grammar
+from elastic.engines.stopping import end_tokens
 from elastic.errors import BackendUnavailable, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,12 @@ class LlguidanceCompiler:
                 self._matchers.popitem(last=False)
             copy = compiled.deep_copy()
         return LlguidanceMatcher(copy, -(-self._vocabulary.vocab_size // 32))
+
+
+def compiler_of(model: Any, tokenizer: Any) -> LlguidanceCompiler | None:
+    """Make the compiler for answers of a model, if they can end; only the configurations of `model` are read."""
+    ends = [*end_tokens(model), *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
+    return LlguidanceCompiler(tokenizer, tuple(dict.fromkeys(ends))) if ends else None
 
 
 def read_vocabulary(tokenizer: Any, end_tokens: list[int]) -> Any:

@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import logging
 import math
-import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from elastic.directories import CACHE, cache_directory
+from elastic.directories import CACHE, cache_directory, replacing
 from elastic.errors import ConfigError
 from elastic.estimation.profile import CostProfile
 from elastic.planning.estimate.layer_cost import LayerCost
@@ -196,10 +195,6 @@ def _read(path: Path, key: ProfileKey, device: str) -> CostProfile | None:
 def _write(path: Path, key: ProfileKey, profile: CostProfile) -> None:
     """Replace a file in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     content = {"format": FILE_FORMAT, "key": asdict(key), "profile": to_json(profile)}
-    try:
+    with replacing(path) as partial:
         partial.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

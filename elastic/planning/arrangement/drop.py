@@ -64,15 +64,12 @@ def drop_plan(
     *,
     whole: bool = False,
     most: int | None = None,
-    cost: Sequence[float] | None = None,
-    first: float = 0.0,
-    last: float = 0.0,
 ) -> DropPlan | None:
     """Plan drops that free `needed` bytes. None: no plan does, then other remedies are left, and more instances.
 
-    `layer_bytes` and `cost` are of the decoder layers (cost: what a stage pays for each; without it, its bytes),
-    `first` and `last` as in `stages`. No group becomes larger than `most` instances (None: than the model
-    has layers). Ties are broken by the order of `groups`. Raises `ConfigError` for a group that has not every layer.
+    `layer_bytes` are of the decoder layers: what a stage pays for each, too. No group becomes larger than `most`
+    instances (None: than the model has layers). Ties are broken by the order of `groups`. Raises `ConfigError` for a
+    group that has not every layer.
     """
     copies = [_copies(group, len(layer_bytes), number) for number, group in enumerate(groups)]
     held_bytes = [sum(n * layer_bytes[layer] for layer, n in held.items()) for held in copies]
@@ -85,7 +82,7 @@ def drop_plan(
     if parts is None:
         return None
     plans: list[GroupPlan] = []
-    planner = _Planner(layer_bytes, cost or layer_bytes, first, last)
+    planner = _Planner(layer_bytes)
     freed_bytes = 0
     for part in parts:
         members = tuple(held for number in part for held in groups[number].members)
@@ -181,8 +178,8 @@ def _packed(sizes: Sequence[int], merges: int, most: int) -> Parts | None:
 class _Planner:
     """Says what the members of a merged group keep; groups alike are worked out once."""
 
-    def __init__(self, layer_bytes: Sequence[int], cost: Sequence[float], first: float, last: float) -> None:
-        self._layer_bytes, self._cost, self._first, self._last = layer_bytes, cost, first, last
+    def __init__(self, layer_bytes: Sequence[int]) -> None:
+        self._layer_bytes = layer_bytes
         self._cuts: dict[tuple[object, ...], StageCut | None] = {}
         self._kept: dict[tuple[object, ...], list[frozenset[int]]] = {}
 
@@ -193,7 +190,7 @@ class _Planner:
         """
         alike = tuple((held.layers, held.room_bytes, held.kv_bytes, held.slowness) for held in members)
         if alike not in self._cuts:
-            self._cuts[alike] = stages(members, self._cost, self._layer_bytes, first=self._first, last=self._last)
+            self._cuts[alike] = stages(members, self._layer_bytes, self._layer_bytes)
         cut = self._cuts[alike]
         if cut is None:
             return None

@@ -48,7 +48,7 @@ def assign(demand: RankDemand, states: Sequence[DeviceState], requests: int = 1)
     freest = sorted(roomy if len(roomy) == count else states, key=lambda state: -state.free_bytes)[:count]
     groups = [freest[first : first + tp] for first in range(0, count, tp)]
     rooms = [min(state.free_bytes for state in group) for group in groups]
-    cut = cut_layers(demand.layers, rooms, lambda layers: demand.need(layers, requests))
+    cut = cut_into_stages(demand.layers, rooms, lambda layers: demand.need(layers, requests))
     if cut is None:
         return _shortage(demand, freest, requests)
     return tuple(
@@ -57,7 +57,7 @@ def assign(demand: RankDemand, states: Sequence[DeviceState], requests: int = 1)
     )
 
 
-def cut_layers(layers: int, rooms: Sequence[int], need: Callable[[range], int]) -> tuple[range, ...] | None:
+def cut_into_stages(layers: int, rooms: Sequence[int], need: Callable[[range], int]) -> tuple[range, ...] | None:
     """Cut layers into one stage for each room, in this order, none empty; None where they do not fit.
 
     Evenly where that fits; else each stage has what is nearest to an even share of the rest and leaves one that fits

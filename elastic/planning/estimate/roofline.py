@@ -14,7 +14,7 @@ from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
 
 
 class BatchCost(Protocol):
-    """Seconds of batches, as `ChunkCost` has them."""
+    """Seconds of batches, such as of `ChunkCost` and `Roofline`."""
 
     def batch(self, chunks: Sequence[Chunk]) -> float:
         """Return the seconds of a batch; 0.0 for none."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic.directories import replacing
 from elastic.errors import ConfigError
 from elastic.memory.checksum import digest
 
@@ -99,13 +98,10 @@ class Profile:
         scores = {"lts": self.lts, "lrs": self.lrs, "rounds": [dataclasses.asdict(r) for r in self.rounds]}
         setting = dataclasses.asdict(self.setting)
         content = {"format": FILE_FORMAT, "complete": self.complete, "order": self.order, "setting": setting, **scores}
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            partial.write_text(json.dumps(content, indent=1) + "\n")
-            os.replace(partial, path)
+            with replacing(path) as partial:
+                partial.write_text(json.dumps(content, indent=1) + "\n")
         except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
             raise ConfigError(f"the profile cannot be written to {path}: {error.strerror}") from error
 
     @classmethod

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 
 import torch
 
+from elastic.directories import replacing
 from elastic.errors import ConfigError
 from elastic.memory.checkpoint_file import CheckpointFile
 from elastic.memory.checksum import digest
@@ -56,13 +55,8 @@ def save(path: Path, variant: Variant, layers: Sequence[LayerParameters], packed
     text = json.dumps(description)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-            temporary = Path(file.name)
-        try:
-            save_file(blocks, temporary, {"about": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(path) as partial:
+            save_file(blocks, partial, {"about": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
     except OSError as error:
         raise ConfigError(f"variant_cache: {path} cannot be written: {error}") from error
 

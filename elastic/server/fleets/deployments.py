@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 class ServedDeployments(Protocol):
     """What a server asks of `elastic.Deployments`."""
 
-    def names(self) -> tuple[str, ...]:
-        """Return the names of what is deployed."""
-
     def __getitem__(self, name: str) -> Engine:
         """Return the fleet of a deployment."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from elastic.engines.base import Engine
 from elastic.types import Action
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class FleetEngine(Protocol):
-    """What a server asks of `elastic.Fleet` beyond an `Engine`."""
+    """What a server asks of `elastic.Fleet` beyond an `Engine`; `how` is further options of the verb there."""
 
     def status(self) -> FleetStatus:
         """Return ranks and instances as they are now, without asking them."""
@@ -48,18 +48,7 @@ class FleetEngine(Protocol):
         """End a rank."""
 
     def drop(
-        self,
-        need: int | str | None = None,
-        *,
-        layers: Mapping[str, Sequence[int]] | None = None,
-        whole: bool = False,
-        most: int | None = None,
-        timeout_s: float = 60.0,
-        dry_run: bool = False,
-        why: str = "",
-        exchange: Literal["live", "stall"] = "live",
-        coordinated: bool = True,
-        layers_per_step: int | None = None,
+        self, need: int | str | None = None, *, layers: Mapping[str, Sequence[int]] | None = None, **how: Any
     ) -> Any:
         """Have instances compute each other's layers, and ranks drop those that they do not need then."""
 
@@ -69,46 +58,13 @@ class FleetEngine(Protocol):
     def capacity(self, degrees: Sequence[int]) -> Any:
         """Return the blocks that an instance could have: of each rank, by how many like it share layers."""
 
-    def restore(
-        self,
-        rank: str | None = None,
-        *,
-        timeout_s: float = 60.0,
-        dry_run: bool = False,
-        why: str = "",
-        exchange: Literal["live", "stall"] = "live",
-        coordinated: bool = True,
-        layers_per_step: int | None = None,
-        sharing: bool = False,
-    ) -> Any:
+    def restore(self, rank: str | None = None, **how: Any) -> Any:
         """Have dropped layers return: those of a rank's group, or all."""
 
-    def reshard(
-        self,
-        instances: str | Sequence[str],
-        *,
-        tp: int,
-        timeout_s: float = 60.0,
-        dry_run: bool = False,
-        why: str = "",
-        exchange: Literal["live", "stall"] = "live",
-        coordinated: bool = True,
-        layers_per_step: int | None = None,
-    ) -> Any:
+    def reshard(self, instances: str | Sequence[str], *, tp: int, **how: Any) -> Any:
         """Have so many ranks each share every layer of their instances."""
 
-    def migrate(
-        self,
-        home: str,
-        layers: Sequence[int],
-        rank: str,
-        *,
-        timeout_s: float = 60.0,
-        dry_run: bool = False,
-        exchange: Literal["live", "stall"] = "live",
-        coordinated: bool = True,
-        layers_per_step: int | None = None,
-    ) -> Any:
+    def migrate(self, home: str, layers: Sequence[int], rank: str, **how: Any) -> Any:
         """Have another rank compute layers of an instance."""
 
     def replicate(self, home: str, layers: Sequence[int], rank: str, *, dry_run: bool = False) -> Any:

@@ -41,8 +41,9 @@ class Target(Protocol):
 class RuntimeTarget:
     """The model of this process."""
 
+    name = ""
+
     runtime: Runtime
-    name: str = ""
 
     def status(self) -> Status:
         return self.runtime.status()

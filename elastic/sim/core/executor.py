@@ -9,10 +9,11 @@ from elastic.controller.sensors.sliding_window import moving_average
 from elastic.engines.base import SampledToken
 from elastic.engines.core.step import SequenceState, Step, StepResult
 from elastic.engines.pipeline.turn import WEIGHT
+from elastic.planning.estimate.roofline import BatchCost
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.clock import VirtualClock
 from elastic.sim.core.host import Computer, SharedHost
-from elastic.sim.core.step_seconds import StepCost, StepNoise
+from elastic.sim.core.step_seconds import StepNoise
 from elastic.sim.core.stretch import Stretch
 
 TOKEN, STOP = 1, 2
@@ -58,7 +59,7 @@ class LocalExecutor:
     def __init__(
         self,
         clock: VirtualClock,
-        cost: StepCost,
+        cost: BatchCost,
         noise: StepNoise,
         answers: Mapping[str, int],
         host: Computer | None = None,

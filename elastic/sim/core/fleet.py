@@ -14,11 +14,12 @@ from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.cluster.rank.spec import RankSpec
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.base import Listener, Request
+from elastic.planning.estimate.roofline import BatchCost
 from elastic.sim.core.clock import VirtualClock, stream
 from elastic.sim.core.executor import LocalExecutor
 from elastic.sim.core.host import Computer, SharedHost
 from elastic.sim.core.instance import EngineOptions, PlacePages, SimulatedInstance
-from elastic.sim.core.step_seconds import MeasuredPace, MeasuredStep, Noise, PacedSeconds, StepCost, StepNoise
+from elastic.sim.core.step_seconds import MeasuredPace, MeasuredStep, Noise, PacedSeconds, StepNoise
 
 BEAT_S = 0.25
 """As ranks do."""
@@ -30,7 +31,7 @@ class RankModel:
 
     engine: EngineOptions
     pages: PlacePages
-    cost: StepCost
+    cost: BatchCost
     noise: float | tuple[MeasuredStep, ...] = 0.0
     """Of the seconds of a step: sigma of the logarithm, or measured steps."""
     message_s: float = 0.0
@@ -40,7 +41,7 @@ class RankModel:
     contention: float = 0.0
     """How much longer a rank computes for each other one that computes meanwhile: those of a fleet are on one host.
     With it no stretch is one event."""
-    cut: StepCost | None = None
+    cut: BatchCost | None = None
     """Of a step's seconds, those that ranks which share layers divide among them; None: all that are in layers."""
     paces: Mapping[str, MeasuredPace] = field(default_factory=dict)
     """By their names, ranks whose pace is that of real ones; the others have noise."""
@@ -132,13 +133,6 @@ class SimulatedFleet:
         for instance in self.instances.values():
             instance.blocks.check()
             instance.memory.check()
-
-    @property
-    def kv_use(self) -> float:
-        """The share of all blocks that live requests have or were promised, as instances last told."""
-        loads = [instance.load for instance in self.dispatcher.instances.values()]
-        total = sum(load.total_blocks for load in loads)
-        return 1 - sum(load.free_blocks for load in loads) / total if total else 0.0
 
     def _heard(self, instance: Instance, message: object) -> None:
         self.dispatcher.heard(instance, message)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from elastic.clock import settle
 from elastic.cluster.control.messages import Beat, Cancel, Hello, ModelFacts, News, Refused, Submit
 from elastic.engines.base import Output, SampledToken
 from elastic.engines.core.block_manager import BlockManager
@@ -122,10 +123,7 @@ class SimulatedInstance:
     def ask(self, question: Any) -> Future[Any]:
         """Answer a question."""
         answer: Future[Any] = Future()
-        try:
-            answer.set_result(self.on_question(question))
-        except Exception as error:  # as a rank's process does: it goes to who asked
-            answer.set_exception(error)
+        settle(answer, partial(self.on_question, question))
         return answer
 
     def kill(self, why: str = "killed by the fleet") -> None:

@@ -8,19 +8,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from elastic.planning.pipeline.chunk_cost import Chunk
-
 ALIKE = 100
 """Of measured steps, so many of the nearest seconds are taken to be alike."""
 TOGETHER = 30
 """Steps of a rank that are disturbed as those were which followed each other."""
-
-
-class StepCost(Protocol):
-    """Seconds of batches, such as of `ChunkCost`, `Roofline`, or `InstanceCost` by `of_instance`."""
-
-    def batch(self, chunks: Sequence[Chunk]) -> float:
-        """Return the seconds of a batch."""
 
 
 class MeasuredStep(NamedTuple):

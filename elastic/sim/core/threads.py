@@ -317,7 +317,7 @@ class SimulatedThreads:
         """Do some things on a thread each; return when all are done."""
         futures: list[Future[T]] = [SimulatedFuture(self) for _ in calls]
         threads = [
-            SimulatedThread(self, partial(_settle, future, call), f"{name}-{i}")
+            SimulatedThread(self, partial(clock.settle, future, call), f"{name}-{i}")
             for i, (call, future) in enumerate(zip(calls, futures, strict=True))
         ]
         for thread in threads:
@@ -343,10 +343,3 @@ class SimulatedThreads:
         for thread in list(self.started):
             thread.end()
         self.started.clear()
-
-
-def _settle(future: Future[T], call: Callable[[], T]) -> None:
-    try:
-        future.set_result(call())
-    except Exception as error:  # whoever asks for the result raises it
-        future.set_exception(error)

@@ -6,12 +6,11 @@ import itertools
 import math
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from elastic import clock
-from elastic.cluster.control.messages import Apply, Look, RuntimeView
 from elastic.cluster.fleet.groups.ranks import result
 from elastic.cluster.fleet.groups.resharding import ReshardingGroups
 from elastic.cluster.fleet.instance import Instance
@@ -34,7 +33,6 @@ from elastic.sim.mechanisms.instance import RankInstance
 from elastic.sim.mechanisms.model import LayeredModel
 from elastic.sim.mechanisms.rank import SimulatedRank, World
 from elastic.sim.mechanisms.wires import Wires
-from elastic.types import Action
 
 START_S = 30.0
 """How long a rank takes to come, unless it is said."""
@@ -50,18 +48,6 @@ class ScheduledVerbs(PricedVerbs):
     def move(self, request: str, instance: str) -> Moved:
         """See `Mover.move`."""
         return self._mover.move(request, instance)
-
-    def look(self, rank: str) -> RuntimeView:
-        """See `Fleet.look`."""
-        view: RuntimeView = self._ask(rank, Look())
-        return view
-
-    def apply(
-        self, rank: str, actions: Action | Sequence[Action], *, dry_run: bool = False, why: str = "by the fleet"
-    ) -> Any:
-        """See `Fleet.apply`."""
-        several = tuple(actions) if isinstance(actions, Sequence) else (actions,)
-        return self._ask(rank, Apply(several, why, dry_run))
 
     def _ask(self, rank: str, question: Any) -> Any:
         instance = self._dispatcher.instances[rank]

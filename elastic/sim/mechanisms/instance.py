@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from elastic.clock import settle
 from elastic.cluster.control.messages import Cancel, News, Refused, Submit
 from elastic.engines.base import Output
 from elastic.engines.core.kv_state import KVReport
@@ -17,6 +18,8 @@ from elastic.sim.core.instance import SimulatedInstance
 from elastic.sim.core.pages import SimulatedMemory
 from elastic.sim.core.threads import SimulatedThreads
 from elastic.sim.mechanisms.model import LayeredModel
+
+T = TypeVar("T")
 
 
 class LoggedMemory(SimulatedMemory):
@@ -110,6 +113,12 @@ class RankInstance(SimulatedInstance):
         """Have a report go out with what is told next."""
         self._report = report
 
+    def do_between(self, action: Callable[[], T]) -> Future[T]:
+        """Do something between two steps; return what comes of it."""
+        done: Future[T] = Future()
+        self.between_steps(partial(settle, done, action))
+        return done
+
     # -- inside
 
     def _open_memory(self, **answers: Any) -> LoggedMemory:
@@ -173,11 +182,11 @@ class RankInstance(SimulatedInstance):
         self._later(answer, None if error else reply.result(), error)
 
     def _later(self, answer: Future[Any], value: Any = None, error: BaseException | None = None) -> None:
-        def settle() -> None:
+        def tell() -> None:
             if self._asked.pop(answer, 0) is None and not self.hangs:
                 answer.set_exception(error) if error is not None else answer.set_result(value)
 
-        self.clock.after(self.model.links.answer_s / 2, settle)
+        self.clock.after(self.model.links.answer_s / 2, tell)
 
     def _fail(self, answer: Future[Any], error: ElasticError) -> None:
         if self._asked.pop(answer, 0) is None:

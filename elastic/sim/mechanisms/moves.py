@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -62,10 +62,7 @@ class RequestMoves:
         memory.log = memory.mapped
         mapped = partial(self._mapped_since, self._parts_of(path.shards_of(path.home)))
         journal = KVJournal(self._instance.note, mapped, self._instance.blocks.release, path.epoch)
-        for sequence in scheduler.sequences.values():
-            if sequence.computed:
-                journal.note(sequence.kv())
-                sequence.noted = tuple(map(len, sequence.table.blocks))
+        journal.note_computed(scheduler.sequences.values())
         scheduler.journal = journal
 
     def tell_no_kv(self) -> None:
@@ -92,13 +89,13 @@ class RequestMoves:
             case GiveUp(request):
                 return self._give_up(request)
             case HandOver(request):
-                return self._between(partial(self._hand_over, request))
+                return self._instance.do_between(partial(self._hand_over, request))
             case Locate(request):
-                return self._between(partial(self._locate, request))
+                return self._instance.do_between(partial(self._locate, request))
             case FreeBlocks(request):
-                return self._between(partial(self._release, request))
+                return self._instance.do_between(partial(self._release, request))
             case TakeBack(request):
-                return self._between(partial(self._take_back, request))
+                return self._instance.do_between(partial(self._take_back, request))
 
     def receive(self, states: Sequence[SequenceState], kv: Sequence[SequenceKV]) -> Future[int]:
         """Have blocks for a request that may come, and copy what is not here yet; return bytes."""
@@ -206,18 +203,6 @@ class RequestMoves:
         if request not in self._held:
             raise StateError(f"request {request!r} was not handed over, or was released; it cannot be taken back")
         self._instance.scheduler.resume(self._held.pop(request))
-
-    def _between(self, action: Callable[[], Any]) -> Future[Any]:
-        done: Future[Any] = Future()
-
-        def act() -> None:
-            try:
-                done.set_result(action())
-            except ElasticError as error:
-                done.set_exception(error)
-
-        self._instance.between_steps(act)
-        return done
 
     def _parts_of(self, shards: Iterable[int]) -> tuple[int, ...]:
         """Return the parts of the KV cache that shards have."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -90,9 +90,9 @@ class SimulatedRank:
                 (pool,) = self.instance.blocks.pools
                 return replace(self.books.room(pool.held), step_s=self.instance.local.step_s)
             case ask.SetCap(sectors):
-                return self._between(partial(self._set_cap, sectors))
+                return self.instance.do_between(partial(self._set_cap, sectors))
             case ask.CapReached():
-                return self._between(self.instance.memory.reached_cap)
+                return self.instance.do_between(self.instance.memory.reached_cap)
             case Check():
                 return self.check()
         return self._of_layers(question)
@@ -142,7 +142,7 @@ class SimulatedRank:
             if self._flipping is None:
                 self.moves.tell_kv(self.path)
 
-        return self._between(switch)
+        return self.instance.do_between(switch)
 
     def begin_alone(self) -> None:
         """Go on by itself, when all of its layers are at home again."""
@@ -179,14 +179,14 @@ class SimulatedRank:
                 pages: dict[int, dict[int, tuple[int, ...]]] = {part: {} for part in parts}
                 return LayersKV(None, model.page_bytes, model.kv, pages, RankMemory(self.name, PLACE))
             case ask.BeginExchange():
-                return self._between(self._begin_exchange)
+                return instance.do_between(self._begin_exchange)
             case ask.PrepareLayers(home, shards):
                 return books.prepare(home, shards)
             case ask.CopyLayers(home, _, source, blocks, coordinated):
                 return self._copy(home, source, blocks, coordinated=coordinated)
             case ask.PauseSteps():
                 instance.paused = True
-                return self._between(lambda: None)
+                return instance.do_between(lambda: None)
             case ask.ResumeSteps():
                 instance.paused = False
                 return instance.wake()
@@ -202,12 +202,6 @@ class SimulatedRank:
             case ask.Recover(lost, memories, weights):
                 return come_home(self, lost, memories, {shard for shards, _ in weights for shard in shards})
         raise StateError(f"a simulated rank does not know {type(question).__name__}")
-
-    def _between(self, action: Callable[[], Any]) -> Future[Any]:
-        """Do something between two steps; return what it returns."""
-        done: Future[Any] = Future()
-        self.instance.between_steps(lambda: done.set_result(action()))
-        return done
 
     def _set_cap(self, sectors: int | None) -> Any:
         self.instance.memory.set_cap(sectors)

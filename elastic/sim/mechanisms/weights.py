@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from elastic.clock import settle
 from elastic.cluster.control.messages import Apply, Look, RuntimeView
 from elastic.cluster.control.stage_questions import WeightDigests, WeightsOf
 from elastic.errors import CapacityError, ConfigError, StateError
@@ -119,18 +120,14 @@ class Weights:
         nbytes = each * len(layers) * model.page_bytes
         done: Future[Any] = Future()
 
-        def flip() -> None:
-            try:
-                freed = books.pack(layers, packed=packed) * model.page_bytes
-            except CapacityError as error:
-                done.set_exception(error)
-                return
+        def switch() -> tuple[Change]:
+            freed = books.pack(layers, packed=packed) * model.page_bytes
             count = len(books.packed)
             self._instance.local.cost = PackedSteps(model, count) if count else model.rank.cost
-            done.set_result((Change("applied", tuple(layers), moved_bytes=nbytes, released_bytes=freed),))
+            return (Change("applied", tuple(layers), moved_bytes=nbytes, released_bytes=freed),)
 
         seconds = nbytes / model.links.checkpoint_bytes_s
-        self._instance.clock.after(seconds, lambda: self._instance.between_steps(flip))
+        self._instance.clock.after(seconds, lambda: self._instance.between_steps(partial(settle, done, switch)))
         return done
 
     def _planned(self, action: Action) -> PlanStep:

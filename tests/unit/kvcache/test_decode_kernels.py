@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,16 @@ def test_a_saved_table_gives_the_same_kernels_again(tmp_path: Path, timed: Any) 
     assert again.choose(SHAPE._replace(processor="another"), 100, CPU, 2) == "query_by_key"
     again.save(path, ["another"])  # what other processors measured stays in the file
     assert {row["processor"] for row in json.loads(path.read_text())} == {"some processor", "another"}
+
+
+def test_a_table_that_cannot_be_saved_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(ConfigError, match=r"cannot be written: no space"):
+        DecodeKernelTable().save(tmp_path / FILE, ["some processor"])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_a_retry_that_changes_nothing_holds_back_as_much_all_the_time() -> None:
     deferred.replace(waiting, waiting, Restore((0, 1, 2)))
     deferred.replace(waiting, waiting[1:], Restore((0, 1, 2)))
     assert held == [9, 9, 6]
-    (left,) = deferred.moves()
+    (left,) = deferred.arrivals()
     assert left.layers == (1, 2)
     deferred.forget(waiting)
-    assert (held[-1], deferred.moves()) == (0, ())
+    assert (held[-1], deferred.arrivals()) == (0, ())

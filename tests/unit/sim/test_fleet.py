@@ -10,12 +10,13 @@ import pytest
 
 from elastic.cluster.fleet.instance import Instance
 from elastic.engines.base import Output, Request
+from elastic.planning.estimate.roofline import BatchCost
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from elastic.sim.core.clock import VirtualClock
 from elastic.sim.core.executor import STOP
 from elastic.sim.core.fleet import RankModel, SimulatedFleet
 from elastic.sim.core.instance import EngineOptions, PlacePages
-from elastic.sim.core.step_seconds import MeasuredPace, StepCost
+from elastic.sim.core.step_seconds import MeasuredPace
 from support.sim.fixed_seconds import FixedSeconds
 
 COST = ChunkCost(prefix=2e-7, own=1e-7, token=1e-4, chunk=5.5e-3, shared=5e-3)
@@ -35,7 +36,7 @@ class Told:
         return sum(len(output.tokens) for output in self.outputs)
 
 
-def fleet(cost: StepCost, instances: int = 1, *, blocks: int = 100, **options: Any) -> SimulatedFleet:
+def fleet(cost: BatchCost, instances: int = 1, *, blocks: int = 100, **options: Any) -> SimulatedFleet:
     model = RankModel(EngineOptions(4, 8, 16), PlacePages(blocks + 10, 10, 1), cost, **options)
     return SimulatedFleet(VirtualClock(), model, instances)
 

@@ -29,7 +29,6 @@ from elastic.cluster.fleet.groups.results import (
     GroupStatus,
     Restored,
     all_dropped,
-    all_restored,
 )
 from elastic.cluster.fleet.groups.transition import Books
 from elastic.cluster.fleet.instance import Instance
@@ -129,18 +128,6 @@ class Groups:
                 )
                 return Dropped(**vars(would), freed_bytes=leaving)
             return self._drop_group(None, tuple(layers), target_of, timeout_s, why, form)
-
-    def restore(
-        self, rank: str | None, timeout_s: float, why: str, *, dry_run: bool = False, form: ExchangeForm = LIVE
-    ) -> Restored:
-        """Undo what was dropped and migrated, in the group of a rank or in all; they part then."""
-        with self._verbs:
-            groups = self._groups_of(rank)
-            if rank is not None and not groups:
-                return Restored("planned" if dry_run else "applied", members=(rank,))
-            if dry_run:
-                return self._plan_restore(groups, targets.apart, form)
-            return all_restored([self._restore(group, timeout_s, why, form) for group in groups])
 
     def follow_needs(self) -> int:
         """Have each group's memory go where requests need it; return in how many it did. None, while a verb runs."""
@@ -268,10 +255,8 @@ class Groups:
     ) -> Dropped:
         with self._acting(names), self._group_for(names) as group:
             exchange = Exchange(self._ranks, group, target_of(group.shape), timeout_s, form)
-            done = self._exchange(exchange, "drop failed")
+            done = self._run(exchange, "dropped", "drop failed", why)
             freed_bytes = exchange.counts.freed_bytes
-            kind: EventKind = "dropped" if done.status == "applied" else "drop failed"
-            self._changed(kind, group, done, why)
             return Dropped(**vars(done), groups=() if plan is None else (plan,), freed_bytes=freed_bytes)
 
     def _restore(self, group: Group, timeout_s: float, why: str, form: ExchangeForm) -> Restored:
@@ -287,6 +272,12 @@ class Groups:
             kind: EventKind = "restored" if done.status == "applied" else "restore failed"
             self._changed(kind, group, done, why)
             return Restored(**vars(done), members=group.members)
+
+    def _run(self, exchange: Exchange, kind: EventKind, failed: EventKind, why: str) -> Exchanged:
+        """Have layers change their rank, and tell how that ended."""
+        done = self._exchange(exchange, failed)
+        self._changed(kind if done.status == "applied" else failed, exchange.group, done, why)
+        return done
 
     def _exchange(self, exchange: Exchange, failed: EventKind) -> Exchanged:
         """Have layers change their rank; a rank that is lost in between is told of in an event."""

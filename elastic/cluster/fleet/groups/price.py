@@ -14,7 +14,6 @@ from elastic.cluster.fleet.groups.results import Exchanged
 from elastic.cluster.fleet.groups.transition import flips_between
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.controller.policies.action_costs import WEIGHT, ActionCost, ActionCosts
-from elastic.controller.policies.arbiter import CostWeights
 from elastic.controller.policies.group_costs import GroupPrice, priced
 from elastic.controller.sensors.sliding_window import moving_average
 from elastic.engines.pipeline.path import LayerPath
@@ -97,7 +96,7 @@ def predict(
     coming = sum(weight_bytes(rooms, target, now) for now, target in changes)
     coming += sum(restored_bytes(rooms[rank]) for _, target in changes if not target.apart for rank in target.members)
     flips = sum(_pauses(flips_between(now, target), now.shards, layers_per_step) for now, target in changes)
-    return priced(leaving - coming, coming + kv_bytes(changes, rooms), flips, slower, cost, CostWeights())
+    return priced(leaving - coming, coming + kv_bytes(changes, rooms), flips, slower, cost)
 
 
 def restored_first(rooms: Mapping[str, Room]) -> dict[str, tuple[int, ...]]:

@@ -46,7 +46,7 @@ class Ranks:
     def serving(self) -> list[Instance]:
         """List the instances that take requests."""
         with self.dispatcher.lock:
-            return [instance for instance in self.dispatcher.instances.values() if instance.state == "serving"]
+            return self.dispatcher.serving()
 
     def present(self) -> dict[str, Instance]:
         """Return the instances that take requests, or will when they are put together."""

@@ -11,7 +11,6 @@ from contextlib import suppress
 from functools import partial
 
 from elastic.cluster.control.stage_questions import Room
-from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.groups import targets
 from elastic.cluster.fleet.groups.caps.reach import largest_instances, note_reach
 from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, close_stages, compare_weights, measure
@@ -78,23 +77,33 @@ class ReshardingGroups(Groups):
         """Have ranks that begin with their shares of the model compute it together. Raises what they raise."""
         with self._verbs, self._acting(shares), self._group_for(tuple(shares)) as group:
             target = targets.shared_out(group.shape, shares)
-            done = self._exchange(Exchange(self._ranks, group, target, FORM_S), "forming failed")
-            kind: EventKind = "formed" if done.status == "applied" else "forming failed"
-            self._changed(kind, group, done, "all of its ranks are there")
+            exchange = Exchange(self._ranks, group, target, FORM_S)
+            done = self._run(exchange, "formed", "forming failed", "all of its ranks are there")
             if done.status != "applied":
                 raise StateError(f"{', '.join(shares)} do not compute together ({done.status}): {done.why}")
 
-    def restore_sharing(
-        self, rank: str | None, timeout_s: float, why: str, *, dry_run: bool = False, form: ExchangeForm = LIVE
+    def restore(
+        self,
+        rank: str | None,
+        timeout_s: float,
+        why: str,
+        *,
+        sharing: bool = False,
+        dry_run: bool = False,
+        form: ExchangeForm = LIVE,
     ) -> Restored:
-        """Undo what was dropped; ranks that share layers have all of them again among themselves, the others part."""
+        """Undo what was dropped and migrated, in the group of a rank or in all; they part then.
+
+        `sharing`: ranks that share layers have all of them again among themselves, and the others part.
+        """
         with self._verbs:
             groups = self._groups_of(rank)
             if rank is not None and not groups:
                 return Restored("planned" if dry_run else "applied", members=(rank,))
             if dry_run:
-                return self._plan_restore(groups, targets.undropped, form)
-            return all_restored([self._restore_sharing(group, timeout_s, why, form) for group in groups])
+                return self._plan_restore(groups, targets.undropped if sharing else targets.apart, form)
+            restore = self._restore_sharing if sharing else self._restore
+            return all_restored([restore(group, timeout_s, why, form) for group in groups])
 
     def migrate(
         self,
@@ -115,9 +124,7 @@ class ReshardingGroups(Groups):
                 return Migrated(**vars(would), home=home, rank=rank, layers=chosen)
             with self._acting((home, rank)), self._group_for((home, rank)) as group:
                 exchange = Exchange(self._ranks, group, target_of(group.shape), timeout_s, form)
-                done = self._exchange(exchange, "migration failed")
-                kind: EventKind = "migrated" if done.status == "applied" else "migration failed"
-                self._changed(kind, group, done, f"layers of {home} to {rank}")
+                done = self._run(exchange, "migrated", "migration failed", f"layers of {home} to {rank}")
                 return Migrated(**vars(done), home=home, rank=rank, layers=chosen)
 
     def replicate(
@@ -132,10 +139,8 @@ class ReshardingGroups(Groups):
                 return Replicated(**vars(would), home=home, rank=rank, layers=chosen)
             with self._acting((home, rank)), self._group_for((home, rank)) as group:
                 exchange = Exchange(self._ranks, group, target_of(group.shape), timeout_s)
-                done = self._exchange(exchange, "replication failed")
+                done = self._run(exchange, "replicated", "replication failed", f"layers of {home} at {rank}")
                 there = tuple(layer for layer in _replicas(group.shape, home) if layer in chosen)
-                kind: EventKind = "replicated" if done.status == "applied" else "replication failed"
-                self._changed(kind, group, done, f"layers of {home} at {rank}")
                 return Replicated(**vars(done), home=home, rank=rank, layers=there)
 
     def evict(self, home: str, layers: Collection[int] | None, timeout_s: float) -> Replicated:
@@ -148,10 +153,8 @@ class ReshardingGroups(Groups):
                 self._ranks.instance(home)  # it is there
                 return Replicated("applied", home=home)
             with self._group_for(group.members):
-                target = targets.evicted(group.shape, home, chosen)
-                done = self._exchange(Exchange(self._ranks, group, target, timeout_s), "eviction failed")
-                kind: EventKind = "evicted" if done.status == "applied" else "eviction failed"
-                self._changed(kind, group, done, f"replicas of {home}")
+                exchange = Exchange(self._ranks, group, targets.evicted(group.shape, home, chosen), timeout_s)
+                done = self._run(exchange, "evicted", "eviction failed", f"replicas of {home}")
             self._divide(group)
             gone = tuple(layer for layer in chosen if layer not in _replicas(group.shape, home))
             return Replicated(**vars(done), home=home, layers=gone)
@@ -189,9 +192,8 @@ class ReshardingGroups(Groups):
         with self._acting(group.members):
             if group not in self._groups:  # it was repaired: all of them are by themselves
                 return Restored("applied", members=group.members)
-            target = targets.undropped(group.shape)
-            done = self._exchange(Exchange(self._ranks, group, target, timeout_s, form), "restore failed")
-            self._changed("restored" if done.status == "applied" else "restore failed", group, done, why)
+            exchange = Exchange(self._ranks, group, targets.undropped(group.shape), timeout_s, form)
+            done = self._run(exchange, "restored", "restore failed", why)
             self._divide(group)
             return Restored(**vars(done), members=group.members)
 
@@ -200,9 +202,8 @@ class ReshardingGroups(Groups):
         with self._acting(members):
             with self._group_for(members) as group:
                 exchange = Exchange(self._ranks, group, targets.sharded(group.shape, units), timeout_s, form)
-                done = self._exchange(exchange, "reshard failed")
-                kind: EventKind = "resharded" if done.status == "applied" else "reshard failed"
-                self._changed(kind, group, done, f"{', '.join(members)} to tp={len(units[0])}, {why}")
+                why = f"{', '.join(members)} to tp={len(units[0])}, {why}"
+                done = self._run(exchange, "resharded", "reshard failed", why)
             self._divide(group)
         return Resharded(**vars(done), members=members, tp=len(units[0]), freed_bytes=exchange.counts.freed_bytes)
 

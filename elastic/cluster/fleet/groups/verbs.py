@@ -98,9 +98,8 @@ class GroupVerbs:
         (KunServe, section 4.4)
         """
         _require_no_listener()
-        restore = self._groups.restore_sharing if sharing else self._groups.restore
         form = ExchangeForm(exchange, coordinated, layers_per_step)
-        return restore(rank, timeout_s, why, dry_run=dry_run, form=form)
+        return self._groups.restore(rank, timeout_s, why, sharing=sharing, dry_run=dry_run, form=form)
 
     def merge(self, *ranks: str) -> GroupStatus:
         """Have instances be one group, with nothing dropped: their ranks know each other then."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 from elastic import clock
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.results import GroupStatus, Resharded
+from elastic.cluster.fleet.groups.verbs import GroupVerbs
 from elastic.cluster.fleet.instance import Instance, request_blocks
 from elastic.cluster.fleet.lengths.readings import Capacity, LengthReadings
-from elastic.cluster.fleet.overload.readings import block_bytes
-from elastic.cluster.fleet.overload.shares import ShareVerbs
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.ticks import Attempts
 from elastic.config import Lengths
@@ -31,13 +29,6 @@ LEAST_S = 0.005
 """Between two ticks at least: requests that come together are looked at together."""
 
 
-class LengthVerbs(ShareVerbs, Protocol):
-    """What is asked of a fleet."""
-
-    def get_ready(self) -> None: ...
-    def capacity(self, degrees: Sequence[int]) -> Capacity: ...
-
-
 class LengthController:
     """Asks the policy whenever a request waits, and at each tick, from `start` to `stop`.
 
@@ -45,7 +36,7 @@ class LengthController:
     waits for that.
     """
 
-    def __init__(self, dispatcher: Dispatcher, verbs: LengthVerbs, settings: Lengths) -> None:
+    def __init__(self, dispatcher: Dispatcher, verbs: GroupVerbs, settings: Lengths) -> None:
         self.reason = ""
         """What the policy said last."""
         self._dispatcher, self._verbs, self._settings = dispatcher, verbs, settings
@@ -145,7 +136,7 @@ class LengthController:
             first = self._dispatcher.instances.get(up.instances[0])
         if record is None or first is None or planned.price is None:
             return ""
-        size, blocks = block_bytes(first.kv_format), self._capacity.get(first.name, {})
+        size, blocks = first.kv_format.group_block_bytes, self._capacity.get(first.name, {})
         largest, now = size * blocks.get(up.degree, 0), size * blocks.get(1, 0)
         needed = size * request_blocks(first.kv_format, record.request)
         offer = Offer("reshard", planned.price.seconds, largest - now, largest_bytes=largest)
@@ -190,7 +181,7 @@ class LengthController:
 
     def _limits(self) -> _Limits:
         with self._dispatcher.lock:  # lists are faster: each tick asks
-            serving = [i for i in self._dispatcher.instances.values() if i.state == "serving"]
+            serving = self._dispatcher.serving()
             return tuple(serving), tuple([i.group_blocks if i.group else i.load.total_blocks for i in serving])
 
     @property
@@ -203,7 +194,7 @@ class LengthController:
     def _note_reach(self) -> None:
         """Have instances know what they could hold with others of their host, so that requests wait for it."""
         with self._dispatcher.lock:
-            serving = [i for i in self._dispatcher.instances.values() if i.state == "serving"]
+            serving = self._dispatcher.serving()
             hosts = [i.client.hello.host for i in serving]
             if (serving, hosts, self._capacity) == self._noted:
                 return

@@ -39,7 +39,7 @@ class LengthReadings:
         """
         dispatcher = self._dispatcher
         with dispatcher.lock:
-            serving = {i.name: i for i in dispatcher.instances.values() if i.state == "serving"}
+            serving = {instance.name: instance for instance in dispatcher.serving()}
             if not serving:
                 return None
             usual, kv = dispatcher.answer_lengths.usual(), next(iter(serving.values())).kv_format

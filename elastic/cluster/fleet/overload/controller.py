@@ -6,18 +6,16 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from elastic import clock
-from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.price import learned_cost
-from elastic.cluster.fleet.groups.results import Dropped, Restored
-from elastic.cluster.fleet.overload.offers import START_S, add_offer, drop_offer, move_offer, needed_bytes
+from elastic.cluster.fleet.overload.offers import MOVED, START_S, add_offer, drop_offer, move_offer, needed_bytes
+from elastic.cluster.fleet.overload.prices import PricedVerbs
 from elastic.cluster.fleet.overload.readings import FleetReadings
-from elastic.cluster.fleet.overload.shares import SharePlan, Shares, ShareVerbs
-from elastic.cluster.fleet.overload.swaps import SwapPlan, Swaps, SwapVerbs
-from elastic.cluster.fleet.planning.budgets import Budgets
+from elastic.cluster.fleet.overload.shares import SharePlan, Shares
+from elastic.cluster.fleet.overload.swaps import SwapPlan, Swaps
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.cluster.fleet.ticks import TickThread
 from elastic.config import Overload
@@ -33,42 +31,8 @@ logger = logging.getLogger(__name__)
 ACT_S = 30.0
 """How long one drop or restore may take; where it may not, all serve on with the layers where they are."""
 
-MOVED: tuple[EventKind, ...] = ("moved",)
 MOVES_S = 3.0
 """How long moves may take to end an overload; after that they are offered no more until nothing waits."""
-
-
-class OverloadVerbs(SwapVerbs, ShareVerbs, Protocol):
-    """What is asked of a fleet."""
-
-    @property
-    def changing(self) -> bool: ...
-    def layer_bytes(self) -> tuple[int, ...]: ...
-    def budgets(self) -> Budgets: ...
-    def get_ready(self) -> None: ...
-    def keep_staging(self) -> None: ...
-    def drop(
-        self,
-        *,
-        plan: DropPlan | None = None,
-        timeout_s: float = ...,
-        dry_run: bool = ...,
-        why: str = ...,
-        exchange: Literal["live", "stall"] = ...,
-        coordinated: bool = ...,
-        layers_per_step: int | None = ...,
-    ) -> Dropped: ...
-    def restore(
-        self,
-        rank: str | None = None,
-        *,
-        sharing: bool = ...,
-        timeout_s: float = ...,
-        why: str = ...,
-        exchange: Literal["live", "stall"] = ...,
-        coordinated: bool = ...,
-        layers_per_step: int | None = ...,
-    ) -> Restored: ...
 
 
 class OverloadController:
@@ -83,7 +47,7 @@ class OverloadController:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        verbs: OverloadVerbs,
+        verbs: PricedVerbs,
         log: EventLog,
         settings: Overload,
         *,
@@ -95,7 +59,7 @@ class OverloadController:
         """What the policy said last, and the figures that it saw."""
         self._verbs, self._log, self._settings = verbs, log, settings
         self._policy, self._state = OverloadPolicy(settings), OverloadState()
-        self._readings, self._moves = FleetReadings(dispatcher, moves=False), moves
+        self._readings, self._moves = FleetReadings(dispatcher), moves
         self._swaps = Swaps(verbs, settings)
         self._swap: SwapPlan | None = None  # what the offer to swap was
         self._shares = Shares(verbs, most_shared, self._form)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.groups.results import Dropped
 from elastic.controller.fleet_snapshot import FleetSnapshot
 from elastic.controller.policies.action_costs import ActionCost
-from elastic.controller.policies.arbiter import CostWeights
+from elastic.controller.policies.arbiter import DISTURBANCE
 from elastic.controller.remedies import Offer
 
+MOVED: tuple[EventKind, ...] = ("moved",)
+"""The events that tell what moves cost."""
 START_S = 10.0
 """How long an instance takes to come, before one did: so long requests wait."""
 
@@ -37,7 +40,7 @@ def move_offer(snapshot: FleetSnapshot, kv_high: float, cost: ActionCost) -> Off
     lacking = sum(max(0, group.waiting_bytes - group.free_bytes) for group in alone)
     spare = sum(group.spare_bytes(kv_high) for group in alone) if lacking else 0
     copied = min(lacking, spare)
-    return Offer("move", CostWeights().disturbance * cost.byte_s * copied + cost.pause_s, spare)
+    return Offer("move", DISTURBANCE * cost.byte_s * copied + cost.pause_s, spare)
 
 
 def add_offer(snapshot: FleetSnapshot, start_s: float, count: int = 1) -> Offer:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
 
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.price import learned_cost
-from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Resharded, Restored
 from elastic.cluster.fleet.groups.verbs import GroupVerbs
-from elastic.cluster.fleet.overload.controller import MOVED
-from elastic.cluster.fleet.overload.offers import START_S, add_offer, drop_offer, move_offer
+from elastic.cluster.fleet.overload.offers import MOVED, START_S, add_offer, drop_offer, move_offer
 from elastic.cluster.fleet.overload.readings import FleetReadings
-from elastic.cluster.fleet.overload.swaps import Swaps, SwapVerbs
+from elastic.cluster.fleet.overload.swaps import Swaps
+from elastic.cluster.fleet.rank_verbs import RankVerbs
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.config import Overload, parse_bytes
 from elastic.controller.fleet_snapshot import FleetSnapshot
@@ -22,23 +20,13 @@ from elastic.controller.remedies import Offer
 from elastic.errors import CapacityError, ConfigError, StateError
 
 
-class Priced(SwapVerbs, Protocol):
-    """What is asked of a fleet."""
+class PricedVerbs(GroupVerbs, RankVerbs):
+    """The verbs of a fleet, and the prices of what its policy of drops chooses among."""
 
     _dispatcher: Dispatcher
     _log: EventLog
 
-    def groups(self) -> tuple[GroupStatus, ...]: ...
-    def layer_bytes(self) -> tuple[int, ...]: ...
-    def drop(self, need: int | str | None = ..., *, dry_run: bool = ...) -> Dropped: ...
-    def restore(self, *, dry_run: bool = ...) -> Restored: ...
-    def reshard(self, instances: str | Sequence[str], *, tp: int, dry_run: bool = ...) -> Resharded: ...
-
-
-class PricedVerbs(GroupVerbs):
-    """The verbs of a fleet, and the prices of what its policy of drops chooses among."""
-
-    def plan(self: Priced, need: int | str) -> tuple[Offer, ...]:
+    def plan(self, need: int | str) -> tuple[Offer, ...]:
         """Price what could give `need` bytes of KV (or such as "24MiB") to requests of the instance with least free.
 
         That requests move, layers are dropped, shared by two ranks or four, or swapped where ranks have variants, or
@@ -48,7 +36,7 @@ class PricedVerbs(GroupVerbs):
         and `reshard` with `dry_run`. Raises `StateError` while no rank serves.
         """
         needed, settings = parse_bytes(need, option="need"), Overload()
-        now = FleetReadings(self._dispatcher, moves=False).read(self.groups(), self.layer_bytes())
+        now = FleetReadings(self._dispatcher).read(self.groups(), self.layer_bytes())
         if now is None:
             raise StateError("no rank serves now; try again when one does")
         short = _short_of(now, needed)
@@ -74,7 +62,7 @@ def _short_of(snapshot: FleetSnapshot, needed: int) -> FleetSnapshot:
     return replace(snapshot, groups=tuple(short if group is least else group for group in snapshot.groups))
 
 
-def _reshards(fleet: Priced, snapshot: FleetSnapshot, needed: int) -> Iterator[Offer]:
+def _reshards(fleet: GroupVerbs, snapshot: FleetSnapshot, needed: int) -> Iterator[Offer]:
     """Yield the offer that the fullest instance shares its layers with the emptiest ones: of two if that suffices."""
     alone = [group for group in snapshot.groups if len(group.members) == 1]
     ranks = [group.names[0] for group in sorted(alone, key=lambda group: (-group.waiting_bytes, -group.free_bytes))]

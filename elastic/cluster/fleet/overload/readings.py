@@ -23,8 +23,8 @@ class FleetReadings:
     One by itself at which nothing waits is read again when something of it is another than before.
     """
 
-    def __init__(self, dispatcher: Dispatcher, *, moves: bool) -> None:
-        self._dispatcher, self._moves = dispatcher, moves
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
         self._base: dict[tuple[str, ...], int] = {}  # ranks that share layers -> their blocks with all of them
         self._earlier: WeakKeyDictionary[Instance, tuple[tuple[int, int], GroupReading]] = WeakKeyDictionary()
 
@@ -38,7 +38,7 @@ class FleetReadings:
         """
         dispatcher, now, layers = self._dispatcher, clock.now(), frozenset(range(len(layer_bytes)))
         with dispatcher.lock:
-            serving = {i.name: i for i in dispatcher.instances.values() if i.state == "serving"}
+            serving = {instance.name: instance for instance in dispatcher.serving()}
             usual = dispatcher.answer_lengths.usual()
             self._base = {names: blocks for names, blocks in self._base.items() if serving.keys() >= {*names}}
             readings = [
@@ -62,7 +62,6 @@ class FleetReadings:
                 layer_bytes,
                 queued_bytes=sum(needed_bytes(kv, record, usual) for record in queue),
                 queue_s=max((now - record.arrived_s for record in queue), default=0.0),
-                moves=self._moves,
             )
 
     # -- inside, under the dispatcher's lock
@@ -92,7 +91,7 @@ class FleetReadings:
     ) -> MemberReading:
         """Return the reading of one rank, or of those that share layers; `whole`: they compute all that is theirs."""
         instances = [serving[name] for name in names]
-        size, blocks = block_bytes(instances[0].kv_format), sum(each.load.total_blocks for each in instances)
+        size, blocks = instances[0].kv_format.group_block_bytes, sum(each.load.total_blocks for each in instances)
         if whole:
             self._base[names] = blocks
         base = self._base.get(names, blocks)
@@ -103,7 +102,7 @@ def _reading(
     instances: Sequence[Instance], members: tuple[MemberReading, ...], usual: int | None, now: float
 ) -> GroupReading:
     waiting = [(instance.kv_format, record) for instance in instances for record in _waiting(instance)]
-    sizes = [block_bytes(instance.kv_format) for instance in instances]
+    sizes = [instance.kv_format.group_block_bytes for instance in instances]
     return GroupReading(
         members,
         capacity_bytes=sum(i.load.total_blocks * size for i, size in zip(instances, sizes, strict=True)),
@@ -148,8 +147,3 @@ def needed_bytes(kv: KVFormat, record: RequestRecord, usual: int | None) -> int:
         nbytes = request_bytes(prompt, left * most, left * expected, token_bytes)
         needed += nbytes if window is None else min(nbytes, left * window * token_bytes)
     return needed
-
-
-def block_bytes(kv: KVFormat) -> int:
-    """Return the bytes that a block of an instance's load stands for: in all layers of a group."""
-    return kv.block_bytes * sum(len(layers) for layers, _ in kv.groups) // len(kv.groups)

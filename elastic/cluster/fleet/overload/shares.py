@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
-from elastic.cluster.fleet.groups.results import GroupStatus, Resharded
+from elastic.cluster.fleet.groups.results import Resharded
+from elastic.cluster.fleet.groups.verbs import GroupVerbs
 from elastic.controller.policies.overload import OverloadPlan
 from elastic.controller.remedies import Offer
 from elastic.errors import CapacityError, ConfigError
 
 SETTLE_S = 1.0
 """How long ranks may take to say what they have since they share layers."""
-
-
-class ShareVerbs(Protocol):
-    """What is asked of a fleet."""
-
-    def groups(self) -> tuple[GroupStatus, ...]: ...
-    def reshard(
-        self,
-        instances: str | Sequence[str],
-        *,
-        tp: int,
-        timeout_s: float = ...,
-        dry_run: bool = ...,
-        why: str = ...,
-        exchange: Literal["live", "stall"] = ...,
-        coordinated: bool = ...,
-        layers_per_step: int | None = ...,
-    ) -> Resharded: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +28,7 @@ class SharePlan:
 class Shares:
     """Prices that, and has it done. Ranks part again by the policy of lengths, when no request needs their degree."""
 
-    def __init__(self, verbs: ShareVerbs, most_ranks: int, form: Mapping[str, Any]) -> None:
+    def __init__(self, verbs: GroupVerbs, most_ranks: int, form: Mapping[str, Any]) -> None:
         """At most so many ranks share layers; 1: none do. `form`: how they change their rank; see `Fleet.reshard`."""
         self._verbs, self._most_ranks, self._form = verbs, most_ranks, form
         self._done_s = -math.inf

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from elastic.cluster.control.messages import RuntimeView
+from elastic.cluster.fleet.rank_verbs import RankVerbs
 from elastic.config import Overload
 from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading
 from elastic.controller.policies.action_costs import ActionCosts
-from elastic.controller.policies.arbiter import CostWeights
+from elastic.controller.policies.arbiter import DISTURBANCE, QUALITY_S
 from elastic.controller.remedies import Offer
 from elastic.errors import ElasticError
-from elastic.types import DROPPED, HOST, Action, PlanStep, Restore, Swap
+from elastic.types import DROPPED, HOST, PlanStep, Restore, Swap
 
 SETTLE_S = 0.5
 """How long ranks may take to say what room they have after a swap."""
-
-
-class SwapVerbs(Protocol):
-    """What is asked of a fleet."""
-
-    def look(self, rank: str) -> RuntimeView: ...
-    def apply(self, rank: str, actions: Action | Sequence[Action], *, dry_run: bool = ..., why: str = ...) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -54,8 +47,8 @@ class Swaps:
     Those of which ranks were wrapped with no variants have none. Of several variants it is the last.
     """
 
-    def __init__(self, verbs: SwapVerbs, settings: Overload) -> None:
-        self._verbs, self._settings, self._weights = verbs, settings, CostWeights()
+    def __init__(self, verbs: RankVerbs, settings: Overload) -> None:
+        self._verbs, self._settings = verbs, settings
         self._done: dict[str, _Swapped] = {}
 
     @property
@@ -71,7 +64,7 @@ class Swaps:
         """Plan as few layers as suffice, of instances that are short first; None: there are none.
 
         What waits at the fleet may go to any of them. The price is that of a swap in one model: copying, a pause for
-        each rank, and the quality of what is quantized away (`CostWeights`).
+        each rank, and the quality of what is quantized away.
         """
         queued = max(0, snapshot.queued_bytes - sum(group.free_bytes for group in snapshot.groups))
         swaps, freed, seconds, relieved = dict[str, Swap](), dict[str, int](), 0.0, 0
@@ -144,7 +137,7 @@ class Swaps:
         if not layers:
             return None
         cost = ActionCosts().learned(view.events).of(Swap)
-        seconds = self._weights.disturbance * cost.byte_s * moved + cost.pause_s + self._weights.quality_s * lost
+        seconds = DISTURBANCE * cost.byte_s * moved + cost.pause_s + QUALITY_S * lost
         return Swap(tuple(sorted(layers)), view.variants[-1]), freed, seconds
 
     def _steps(self, rank: str, view: RuntimeView) -> list[tuple[int, PlanStep]]:

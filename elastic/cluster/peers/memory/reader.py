@@ -13,11 +13,11 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Protocol
 
 import torch
 
+from elastic.cluster.control.connection import hang_up
 from elastic.errors import RankLost, StateError
 from elastic.memory.backends.rank_memory import CPU, Pieces
 from elastic.types import RankMemory
@@ -97,8 +97,7 @@ class RankMemoryReader:
     def lost(self, reason: str) -> None:
         """Have whoever reads, now or later, get `RankLost`; from any thread."""
         self._gone = self._gone or reason
-        with suppress(OSError):  # it has ended
-            self._stream.shutdown(socket.SHUT_RDWR)
+        hang_up(self._stream)
 
     def close(self) -> None:
         """Read no more by it; see `MemoryReader`."""

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from elastic.cluster.control.connection import hang_up
 from elastic.cluster.peers.memory.reader import (
     ANSWER,
     BUFFER_BYTES,
@@ -191,8 +192,7 @@ class MemoryServer:
             self._closed = True
             threads = list(self._streams.values())
             for stream in self._streams:
-                with suppress(OSError):  # it has ended
-                    stream.shutdown(socket.SHUT_RDWR)
+                hang_up(stream)
         for thread in threads:
             thread.join()
 

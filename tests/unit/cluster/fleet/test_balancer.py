@@ -37,7 +37,9 @@ def balancer_of(rooms: list[tuple[int, list[tuple[int, int]]]], queue: list[int]
             hello=SimpleNamespace(max_requests=8),
         )
     waiting = [new_record(Request((1,) * tokens, 1), print, 0.0) for tokens in queue]
-    dispatcher: Any = SimpleNamespace(lock=nullcontext(), instances=instances, queue=waiting)
+    dispatcher: Any = SimpleNamespace(
+        lock=nullcontext(), instances=instances, serving=lambda: list(instances.values()), queue=waiting
+    )
     return Balancer(dispatcher, None)  # type: ignore[arg-type]
 
 

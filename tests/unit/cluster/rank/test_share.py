@@ -40,7 +40,7 @@ def saved(tmp_path: Path) -> Any:
 )
 def test_what_is_read_layer_by_layer_is_the_model(architecture: str, saved: Any) -> None:
     path = saved(architecture)
-    whole, (model, files) = load_weights(path, CPU, option="model"), load_skeleton(path, CPU, option="model")
+    whole, (model, files) = load_weights(path, CPU, option="model"), load_skeleton(path, CPU)
     assert stored_facts(model, files) == model_facts(whole)
     assert model.generation_config.to_dict() == whole.generation_config.to_dict()
     inputs = architectures.prompt()
@@ -61,7 +61,7 @@ def test_what_is_read_layer_by_layer_is_the_model(architecture: str, saved: Any)
 
 def test_parts_come_from_the_files_and_the_ledger_has_just_them(saved: Any) -> None:
     path = saved("llama-gqa")
-    model, files = load_skeleton(path, CPU, option="model")
+    model, files = load_skeleton(path, CPU)
     elastic.wrap(model, places=small(8 << 20, "cpu#part"), checkpoint=files, shards=2, load_shards=[0, 2])
     runtime = model.elastic
     assert runtime.shards_here == (frozenset({0}), frozenset({0}), frozenset())
@@ -82,7 +82,7 @@ def test_parts_come_from_the_files_and_the_ledger_has_just_them(saved: Any) -> N
 
 def test_what_cannot_be_read_so_is_said(saved: Any, tmp_path: Path) -> None:
     path = saved("llama-gqa")
-    model, files = load_skeleton(path, CPU, option="model")
+    model, files = load_skeleton(path, CPU)
     for options, words in (
         ({}, "the files of the model, where load_shards says what is read"),
         ({"checkpoint": files, "variants": ["int8"]}, "empty where load_shards leaves weights out"),
@@ -97,11 +97,11 @@ def test_what_cannot_be_read_so_is_said(saved: Any, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(file.read_text().replace('"intermediate_size": 48', '"intermediate_size": 49'))
     with pytest.raises(ConfigError, match=r"no model.layers.0.mlp.gate_proj.weight of shape \[49, 32\]"):
-        load_skeleton(path, CPU, option="model")
+        load_skeleton(path, CPU)
 
 
 def test_a_place_without_room_for_the_share_is_refused_with_nothing_left(saved: Any) -> None:
-    model, files = load_skeleton(saved("llama-gqa"), CPU, option="model")
+    model, files = load_skeleton(saved("llama-gqa"), CPU)
     with pytest.raises(CapacityError, match="too few free pages for layer:1"):
         elastic.wrap(model, places=small(88 << 10, "cpu#tight"), checkpoint=files, load_shards=[0, 1])
 

@@ -120,15 +120,6 @@ def test_where_nothing_is_held_twice_nothing_is_dropped() -> None:
     assert plan.scale_out == 1
 
 
-def test_where_requests_move_they_do_before_layers_are_dropped() -> None:
-    roomy = [hot("a"), alone("b")]
-    plan = settle(OverloadPolicy(SETTINGS), seen(*roomy, moves=True), 9)
-    assert not plan.drops
-    assert "can move to others" in plan.reason
-    full = [hot("a"), alone("b", 940)]
-    assert settle(OverloadPolicy(SETTINGS), seen(*full, moves=True), 9).drops
-
-
 def test_a_queue_at_the_fleet_is_the_shortage_of_all() -> None:
     groups = [alone(f"i{number}", 960 + number) for number in range(4)]
     free = 4 * 40 - 6

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic.errors import ConfigError
-from elastic.planning.deployment.assign import assign, cut_layers
+from elastic.planning.deployment.assign import assign, cut_into_stages
 from elastic.planning.deployment.devices import DeviceState, Stage, after
 from elastic.planning.deployment.placing import Deployment, Refusal, place
 from elastic.planning.deployment.policies import POLICIES, preferred
@@ -124,13 +124,13 @@ def test_layers_are_cut_whenever_any_cut_fits(weights: list[int], rooms: list[in
     bounds = ([0, *cut, len(weights)] for cut in inner)
     every = [[range(a, b) for a, b in itertools.pairwise(each)] for each in bounds]
     possible = [c for c in every if all(need(s) <= room for s, room in zip(c, rooms, strict=True))]
-    found = cut_layers(len(weights), rooms, need)
+    found = cut_into_stages(len(weights), rooms, need)
     assert (list(found) in possible) if found is not None else possible == []
 
 
 @given(layers=st.integers(1, 40), count=st.integers(1, 8))
 def test_stages_are_even_where_there_is_room(layers: int, count: int) -> None:
-    found = cut_layers(layers, [layers] * count, len)
+    found = cut_into_stages(layers, [layers] * count, len)
     assert found == (even_stages(layers, count) if layers >= count else None)
 
 

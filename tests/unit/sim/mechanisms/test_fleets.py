@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
+from elastic.cluster.control import stage_questions as ask
 from elastic.config import Overload
 from elastic.controller.policies.overload import OverloadPolicy
+from elastic.errors import StateError
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from elastic.sim.mechanisms.model import Links
 from support.sim.layered_fleet import BLOCK, LAYERS, SECTORS, WEIGHTS, Play, burst, model, play
@@ -54,6 +57,19 @@ def test_a_drop_under_load_makes_room_and_a_restore_takes_it_back(fleets: Fleets
     dropped = made.fleet.log.events()[0]
     assert dropped.moved_bytes > 0
     assert 0 < dropped.stalled_ms < 1e3 * dropped.seconds
+
+
+def test_what_a_rank_cannot_do_between_two_steps_is_told_to_whoever_asked(fleets: Fleets) -> None:
+    made, asked = fleets(None, 1), list[Future[Any]]()
+    made.come(burst(4))
+    rank = made.fleet.instances["r0"]
+    made.fleet.clock.at(0.6, lambda: asked.extend(rank.ask(ask.BeginExchange((0,))) for _ in range(2)))
+    made.run()
+    made.check_ends()
+    first, second = asked
+    assert first.result(0) is None
+    with pytest.raises(StateError, match="an exchange has begun"):
+        second.result(0)
 
 
 def test_the_policy_of_drops_helps_where_requests_wait_for_memory(fleets: Fleets) -> None:

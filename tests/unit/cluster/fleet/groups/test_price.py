@@ -16,7 +16,7 @@ from elastic.cluster.fleet.groups.group import Shape
 from elastic.cluster.fleet.groups.price import HOP_S, learned_cost, slowdown
 from elastic.cluster.fleet.records.requests import new_record
 from elastic.controller.policies.action_costs import PRIORS, WEIGHT
-from elastic.controller.policies.arbiter import CostWeights
+from elastic.controller.policies.arbiter import DISTURBANCE, HORIZON_S
 from elastic.engines.base import Request
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ElasticError
@@ -46,7 +46,7 @@ def test_a_drop_costs_the_kv_of_its_layers_and_a_pause_for_each(fleet: Fleet) ->
     assert price is not None
     assert (price.relieved_bytes, price.flips, price.slower) == (planned.freed_bytes, 3, 0.0)
     assert planned.moved_bytes == price.wire_bytes == 3 * ALONE * SECTOR * 4096
-    copying_s = CostWeights().disturbance * PRIOR.byte_s * price.wire_bytes
+    copying_s = DISTURBANCE * PRIOR.byte_s * price.wire_bytes
     assert price.seconds == pytest.approx(copying_s + 3 * PRIOR.pause_s)
     assert fleet.groups() == ()
     done = fleet.drop(3 * PAGES * 4096)
@@ -57,7 +57,7 @@ def test_a_drop_of_several_layers_at_a_pause_costs_fewer_pauses(fleet: Fleet) ->
     planned = {most: fleet.drop(6 * PAGES * 4096, dry_run=True, layers_per_step=most).price for most in (1, 2, 3, None)}
     pauses = {most: price.flips for most, price in planned.items() if price is not None}
     assert pauses == {1: 6, 2: 4, 3: 2, None: 2}
-    copying_s = CostWeights().disturbance * PRIOR.byte_s * 6 * ALONE * SECTOR * 4096
+    copying_s = DISTURBANCE * PRIOR.byte_s * 6 * ALONE * SECTOR * 4096
     seconds = {most: price.seconds - copying_s for most, price in planned.items() if price is not None}
     assert seconds == pytest.approx({most: count * PRIOR.pause_s for most, count in pauses.items()})
 
@@ -234,4 +234,4 @@ def test_the_price_of_a_drop_has_the_longer_steps(fleet: Fleet, measured: bool) 
     assert without is not None
     assert longer is not None
     assert longer.slower > without.slower == 0.0
-    assert longer.seconds == pytest.approx(without.seconds + CostWeights().horizon_s * longer.slower)
+    assert longer.seconds == pytest.approx(without.seconds + HORIZON_S * longer.slower)

@@ -11,7 +11,7 @@ from elastic import CapacityError
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups import targets
 from elastic.cluster.fleet.lengths.readings import LengthReadings
-from elastic.cluster.fleet.overload.readings import FleetReadings, block_bytes
+from elastic.cluster.fleet.overload.readings import FleetReadings
 from elastic.planning.arrangement.drop import DropPlan, GroupPlan, drop_plan
 from support.cluster.fake_group import LAYERS, WEIGHT, GroupRank
 from support.cluster.fake_rank import FakeLauncher
@@ -101,13 +101,13 @@ def test_a_pair_drops_what_one_by_itself_has_too(fleet: Fleet, ranks: list[Group
 
 
 def test_policies_see_a_pair_as_one_instance(fleet: Fleet, ranks: list[GroupRank]) -> None:
-    seen = FleetReadings(fleet._dispatcher, moves=False)
+    seen = FleetReadings(fleet._dispatcher)
     for rank in ranks:
         rank.blocks = 30
         rank.beat()
     snapshot = seen.read(fleet.groups(), fleet.layer_bytes())
     assert snapshot is not None
-    size = block_bytes(ranks[0].hello.kv)
+    size = ranks[0].hello.kv.group_block_bytes
     assert [(group.names, group.base_bytes) for group in snapshot.groups] == [
         (("r0",), 60 * size),
         (("r2",), 60 * size),

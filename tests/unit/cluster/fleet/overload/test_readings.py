@@ -13,7 +13,7 @@ import pytest
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.results import GroupStatus
 from elastic.cluster.fleet.overload import readings as overload_readings
-from elastic.cluster.fleet.overload.readings import FleetReadings, block_bytes, needed_bytes
+from elastic.cluster.fleet.overload.readings import FleetReadings, needed_bytes
 from elastic.cluster.fleet.records.requests import new_record
 from elastic.controller.fleet_snapshot import GroupReading
 from elastic.engines.base import Output, Request
@@ -23,7 +23,7 @@ from elastic.engines.pipeline.path import LayerPath
 from support.cluster.fake_rank import BLOCK, KV, FakeLauncher, FakeRank
 from support.serving.generations import Collector
 
-EACH = block_bytes(KV)
+EACH = KV.group_block_bytes
 WEIGHTS = (10, 20)
 PAIR = GroupStatus(
     ("r0", "r1"),
@@ -48,8 +48,8 @@ def fleet(launcher: FakeLauncher) -> Iterator[Fleet]:
     made.stop(drain=False)
 
 
-def readings(fleet: Fleet, **options: Any) -> FleetReadings:
-    return FleetReadings(fleet._dispatcher, **{"moves": False, **options})
+def readings(fleet: Fleet) -> FleetReadings:
+    return FleetReadings(fleet._dispatcher)
 
 
 def test_an_instance_by_itself_has_what_it_said_last(fleet: Fleet, launcher: FakeLauncher) -> None:
@@ -63,10 +63,7 @@ def test_an_instance_by_itself_has_what_it_said_last(fleet: Fleet, launcher: Fak
     assert (busy.committed_bytes, busy.members[0].home_bytes) == (4 * EACH, 4 * EACH)  # 16 tokens
     assert (busy.running, idle.running, idle.committed_bytes) == (1, 0, 0)
     assert busy.members[0].held.layers == frozenset((0, 1))
-    assert (snapshot.layer_bytes, snapshot.queued_bytes, snapshot.queue_s, snapshot.moves) == (WEIGHTS, 0, 0.0, False)
-    again = readings(fleet, moves=True).read((), WEIGHTS)
-    assert again is not None
-    assert again.moves
+    assert (snapshot.layer_bytes, snapshot.queued_bytes, snapshot.queue_s) == (WEIGHTS, 0, 0.0)
 
 
 def test_what_waits_at_the_fleet_counts_with_the_answer_that_is_usual(fleet: Fleet, launcher: FakeLauncher) -> None:

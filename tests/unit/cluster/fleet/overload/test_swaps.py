@@ -12,7 +12,7 @@ from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.overload.swaps import Swaps
 from elastic.config import Overload
 from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading, MemberReading
-from elastic.controller.policies.arbiter import CostWeights
+from elastic.controller.policies.arbiter import HORIZON_S, QUALITY_S
 from elastic.engines.base import Request
 from elastic.planning.arrangement.stages import Held
 from support import architectures
@@ -61,7 +61,7 @@ def test_as_few_layers_as_suffice_make_room_and_return_bit_for_bit(fleet: Fleet,
     assert plan is not None
     assert {rank: swap.layers for rank, swap in plan.swaps.items()} == {"r0": (1, 2)}, "the last ones first"
     assert (plan.offer.kind, plan.offer.lossless, plan.offer.relieved_bytes) == ("swap", False, half + 1)
-    assert plan.offer.seconds == pytest.approx(2 * CostWeights().quality_s / 2, abs=0.01)
+    assert plan.offer.seconds == pytest.approx(2 * QUALITY_S / 2, abs=0.01)
     assert swaps.do(plan, 0.0, "an overload") == ("r0",)
     assert (swaps.settling(0.1), swaps.settling(9.0), swaps.ranks) == (True, False, {"r0"})
     wait_until(lambda: blocks(fleet) > was, "the memory did not come")
@@ -103,7 +103,7 @@ def test_each_remedy_has_a_price_before_there_is_an_overload(fleet: Fleet) -> No
     assert list(offers) == ["move", "drop", "swap", "add"]
     assert {kind for kind, offer in offers.items() if not offer.lossless} == {"swap"}
     assert offers["swap"].relieved_bytes == layer // 2
-    assert offers["swap"].seconds == pytest.approx(CostWeights().quality_s / 2, abs=0.01)
+    assert offers["swap"].seconds == pytest.approx(QUALITY_S / 2, abs=0.01)
     planned = fleet.drop(layer // 2, dry_run=True)
     assert planned.price is not None
     assert (offers["drop"].seconds, offers["drop"].relieved_bytes) == (planned.price.seconds, planned.freed_bytes)
@@ -126,4 +126,4 @@ def test_a_drop_is_dearer_while_requests_run_whose_steps_would_be_longer(fleet: 
     heard.wait([request.id])
     assert price is not None
     assert price.slower > 0
-    assert price.seconds > CostWeights().horizon_s * price.slower
+    assert price.seconds > HORIZON_S * price.slower
