@@ -19,7 +19,9 @@ def parse_devices(devices: str | Sequence[str | Device], kind: str | None = None
 
     `kind` is the data sheet of places on CUDA. Raises `ConfigError` for what is none, or named twice.
     """
-    items = [part.strip() for part in devices.split(",")] if isinstance(devices, str) else list(devices)
+    items = [part.strip() for part in devices.split(",")] if isinstance(devices, str) else devices
+    if not isinstance(items, Sequence) or not all(isinstance(item, str | Device) for item in items):
+        raise ConfigError(f"devices={devices!r} are none; write such as '8*h100' or 'cuda:0=80GiB'")
     parsed = [device for item in items for device in ([item] if isinstance(item, Device) else _parse(item, kind))]
     names = [device.name for device in parsed]
     if not parsed or len(set(names)) < len(names):
