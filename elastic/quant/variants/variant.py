@@ -85,7 +85,8 @@ def _check_name(name: str) -> None:
     good = isinstance(name, str) and _NAME.fullmatch(name) is not None
     require(good, "name of a variant", name, "letters, digits, '_', ':', '.' and '-', and begin with one of the first")
     dtype = getattr(torch, name, None)
-    is_full = name == "full" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+    floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    is_full = name == "full" or (floats and str(dtype) == f"torch.{name}")  # and no alias, such as `half`
     taken = is_full or name in (HOST, ABSENT, DROPPED)
     require(not taken, "name of a variant", name, "another one: this says of a layer that it is in no variant")
 
