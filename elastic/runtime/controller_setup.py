@@ -23,7 +23,7 @@ from elastic.controller.sensors.host_memory import read_host
 from elastic.controller.sensors.monitor import InstanceReadings, Monitor
 from elastic.controller.sensors.nvml import NVMLSensor
 from elastic.controller.snapshot import MemoryStats, PlaceReading, Snapshot
-from elastic.errors import ConfigError, require_period
+from elastic.errors import ConfigError, require, require_period
 from elastic.kvcache.storage.pool import KVPool
 from elastic.planning.measured_cost import Calibration, MeasuredCostModel
 from elastic.planning.placement import ResourceDemand
@@ -160,6 +160,7 @@ def _parse_order(order: str | Path | Profile, layers: Sequence[nn.Module]) -> tu
     from elastic.quant.sensitivity import order as orders
     from elastic.quant.sensitivity.profile_file import Profile
 
+    require(isinstance(order, str | Path | Profile), "order", order, "a name, an elastic.Profile, or its file")
     if isinstance(order, str | Path) and Path(order).suffix == ".json":
         order = Profile.load(order)
     if isinstance(order, Profile):

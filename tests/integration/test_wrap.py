@@ -214,6 +214,8 @@ class Ticks:
         ({"places": []}, ConfigError, r"has none on \['cpu'\]"),
         ({"places": ["cpu=much"]}, ConfigError, "budget of place cpu='much'"),
         ({"kv_layout": "diagonal"}, ConfigError, r"kv_layout='diagonal'.*head_major"),
+        ({"order": None}, ConfigError, "order=None cannot be"),
+        ({"order": [2, 1, 0]}, ConfigError, r"order=\[2, 1, 0\] cannot be"),
         ({"places": 64}, ConfigError, "places=64 cannot be"),
         ({"places": {"cpu": "64MiB"}}, ConfigError, "places=.* cannot be"),
         ({"slo": 2.0}, ConfigError, r"slo=2.0 cannot be.*elastic\.SLO"),

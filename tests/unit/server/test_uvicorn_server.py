@@ -304,6 +304,7 @@ WRONG = [
     (["/nowhere", "--prepack", "--shards", "2"], "prepack=True does not go with shards=2"),
     (["/nowhere", "--slo-ttft", "0"], "ttft_s=0.0 cannot be"),
     (["/nowhere", "--host", "203.0.113.7"], "--host 203.0.113.7 --port 8000"),
+    (["/nowhere", "--order", "last_first"], "--order is of layers that are swapped; give --variants too"),
     (["/nowhere", "--place", "gpu"], "'gpu' is not a place"),
     ([str(MODEL_DIR), "--place", "cpu=64MiB", "--port", "0", "--max-model-len", "1025"], "more than the 1024 tokens"),
     ([str(MODEL_DIR), "--place", "cpu=64MiB", "--port", "0", "--policy", ""], "policy='' is not known"),
