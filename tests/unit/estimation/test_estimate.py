@@ -246,6 +246,7 @@ def test_devices_are_places_or_data_sheets() -> None:
         ({"losses": {"int9": 0.1}}, "'int9' is not known"),
         ({"weights": "int9"}, "'int9' is not known"),
         ({"devices": None}, "devices=None are none"),
+        ({"devices": "cpu#a=1GiB", "kind": "h100"}, "kind='h100' is the data sheet of places on CUDA"),
         ({"devices": [3]}, r"devices=\[3\] are none"),
     ],
 )

@@ -323,6 +323,12 @@ def test_what_the_caller_of_serve_must_change(
         assert error.count("\n") == 1
 
 
+def test_sampling_of_no_directory_is_not_looked_for_at_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.GenerationConfig.from_pretrained", lambda *_: pytest.fail("asked"))
+    with pytest.raises(ConfigError, match="--generation-config foo: there is no such directory"):
+        serve.sampling_defaults(None, "foo")
+
+
 def test_options_become_those_of_wrap() -> None:
     def chosen(*arguments: str) -> dict[str, Any]:
         return serve.wrap_options(parser().parse_args(["serve", "x", *arguments]))
