@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import json
 import re
-import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +15,17 @@ from typing import Any, Literal
 
 import torch
 
-from elastic.errors import ConfigError
+from elastic.errors import (
+    ConfigError,
+    is_integer,
+    require_flag,
+    require_period,
+    require_seconds,
+    require_share,
+    require_whole,
+)
+from elastic.errors import is_number as is_number  # others import these two from here
+from elastic.errors import require as require
 
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
@@ -36,8 +45,8 @@ def parse_bytes(size: int | str, *, option: str = "size") -> int:
     """
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     nbytes = -1
-    if isinstance(size, int) and not isinstance(size, bool):
-        nbytes = size
+    if is_integer(size):
+        nbytes = int(size)
     elif match is not None and match[2] in _UNITS:
         nbytes = int(Decimal(match[1]) * _UNITS[match[2]])
     if not 0 <= nbytes < _LARGEST:
@@ -80,7 +89,7 @@ class Place:
 
     def __post_init__(self) -> None:
         for name, value, least in (("budget", self.budget_bytes, 0), ("page_bytes", self.page_bytes, 1)):
-            good = value is None or (_is_integer(value) and value >= least)
+            good = value is None or (is_integer(value) and value >= least)
             require(good, f"{name} of place {self.name}", value, f"whole bytes, at least {least}, or None")
 
 
@@ -144,14 +153,11 @@ class Policy:
     """Bytes that one action copies at most, if it moves more than one layer."""
 
     def __post_init__(self) -> None:
-        for name in ("tick_s", "idle_s"):
-            self._check(name, "a number of seconds above 0", lambda v: is_number(v) and v > 0)
-        for name in ("queue_high_s", "queue_low_s", "cooldown_s", "dwell_s"):
-            self._check(name, "a number of seconds, at least 0", lambda v: is_number(v) and v >= 0)
-        for name in ("layers_per_action", "max_layers", "pressure_ticks", "recovery_ticks", "action_bytes"):
-            self._check(name, "a whole number, at least 1", lambda v: _is_integer(v) and v >= 1)
-        for name in ("kv_high", "kv_low", "queue_kv", "margin"):
-            self._check(name, "a share from 0 to 1", lambda v: is_number(v) and 0 <= v <= 1)
+        _check_fields(self, require_period, "tick_s", "idle_s")
+        _check_fields(self, require_seconds, "queue_high_s", "queue_low_s", "cooldown_s", "dwell_s")
+        counts = ("layers_per_action", "max_layers", "pressure_ticks", "recovery_ticks", "action_bytes")
+        _check_fields(self, require_whole, *counts)
+        _check_fields(self, require_share, "kv_high", "kv_low", "queue_kv", "margin")
         self._check("ema_alpha", "above 0 and at most 1", lambda v: is_number(v) and 0 < v <= 1)
         self._check("levels", "a tuple of names of variants, each once", _is_names)
         high = self.kv_high - self.margin
@@ -184,7 +190,10 @@ class Policy:
             fields["action_bytes"] = parse_bytes(fields["action_bytes"], option="action_bytes")
         if isinstance(fields.get("levels"), list):
             fields["levels"] = tuple(fields["levels"])
-        return replace(cls.named(mode), **fields)
+        try:
+            return replace(cls.named(mode), **fields)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
 
     def _check(self, name: str, allowed: str, holds: Callable[[Any], bool]) -> None:
         require(holds(getattr(self, name)), name, getattr(self, name), allowed)
@@ -226,12 +235,11 @@ class Scale:
     """Seconds that the others of the group have to take replicas away when they are asked to."""
 
     def __post_init__(self) -> None:
-        for name in ("t_up", "t_down", "kv_high", "margin", "least_gain"):
-            require(_is_share(getattr(self, name)), name, getattr(self, name), "a share from 0 to 1")
-        for name in ("delta", "pressure_ticks", "vacancy_ticks", "action_bytes"):
-            value = getattr(self, name)
-            require(_is_integer(value) and value >= 1, name, value, "a whole number, at least 1")
-        _require_seconds(self, "cooldown_s", "dwell_s", "patience_s")
+        require_period(self.tick_s, "tick_s")
+        _check_fields(self, require_share, "t_up", "t_down", "kv_high", "margin", "least_gain")
+        _check_fields(self, require_whole, "delta", "pressure_ticks", "vacancy_ticks", "action_bytes")
+        _check_fields(self, require_seconds, "cooldown_s", "dwell_s", "patience_s")
+        require_flag(self.offload, "offload")
         require(isinstance(self.group, str), "group", self.group, "a name, or '' for none")
         require(self.margin < self.kv_high, "margin", self.margin, f"below kv_high = {self.kv_high}")
 
@@ -283,16 +291,16 @@ class Overload:
     """How keys, values and weights go from rank to rank; see `Fleet.drop`. (KunServe, section 4.2)"""
 
     def __post_init__(self) -> None:
-        for name in ("kv_high", "queue_kv", "restore_below", "margin"):
-            require(_is_share(getattr(self, name)), name, getattr(self, name), "a share from 0 to 1")
-        steps = [("layers_per_step", 1)] if self.layers_per_step is not None else []
-        for name, least in (("pressure_ticks", 1), ("recovery_ticks", 1), ("most_stages", 2), ("scale_out", 0), *steps):
-            whole = _is_integer(value := getattr(self, name)) and value >= least
-            require(whole, name, value, f"a whole number, at least {least}")
-        _require_seconds(self, "queue_high_s", "cooldown_s", "dwell_s", "idle_s")
+        require_period(self.tick_s, "tick_s")
+        _check_fields(self, require_share, "kv_high", "queue_kv", "restore_below", "margin")
+        _check_fields(self, require_whole, "pressure_ticks", "recovery_ticks")
+        require_whole(self.most_stages, "most_stages", least=2)
+        require_whole(self.scale_out, "scale_out", least=0)
+        if self.layers_per_step is not None:
+            require_whole(self.layers_per_step, "layers_per_step")
+        _check_fields(self, require_seconds, "queue_high_s", "cooldown_s", "dwell_s", "idle_s")
         require(self.exchange in ("live", "stall"), "exchange", self.exchange, "'live' or 'stall'")
-        for name in ("partial", "best_effort", "lookahead", "coordinated"):
-            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        _check_fields(self, require_flag, "partial", "best_effort", "lookahead", "coordinated")
         below, high = self.restore_below, self.kv_high - self.margin
         require(below <= high, "restore_below", below, f"at most kv_high - margin = {high:.3g}")
 
@@ -328,13 +336,14 @@ class Lengths:
 
     def __post_init__(self) -> None:
         for name in ("step", "most_ranks"):
-            power = _is_integer(value := getattr(self, name)) and value >= 2 and not value & (value - 1)
+            power = is_integer(value := getattr(self, name)) and value >= 2 and not value & (value - 1)
             require(power, name, value, "a power of two, at least 2")
-        most = 1 if self.layers_per_step is None else self.layers_per_step
-        require(_is_integer(most) and most >= 1, "layers_per_step", most, "a whole number, at least 1")
+        if self.layers_per_step is not None:
+            require_whole(self.layers_per_step, "layers_per_step")
         require(self.step <= self.most_ranks, "step", self.step, f"at most most_ranks = {self.most_ranks}")
-        require(_is_share(self.free_to_shrink), "free_to_shrink", self.free_to_shrink, "a share from 0 to 1")
-        _require_seconds(self, "patience_s", "wait_s", "dwell_s", "queue_high_s", "cooldown_s")
+        require_period(self.tick_s, "tick_s")
+        require_share(self.free_to_shrink, "free_to_shrink")
+        _check_fields(self, require_seconds, "patience_s", "wait_s", "dwell_s", "queue_high_s", "cooldown_s")
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -353,32 +362,9 @@ MODES: dict[str, dict[str, Any]] = {
 (section 3); the rest was settled on simulated traces, see docs/controller.md."""
 
 
-def is_number(value: object) -> bool:
-    """Return whether a value is a number that is finite as a float."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def require(holds: bool, name: str, value: object, allowed: str) -> None:
-    """Raises `ConfigError` naming an option, its value and what is allowed, unless that holds."""
-    if not holds:
-        raise ConfigError(f"{name}={value!r} cannot be; it must be {allowed}")
-
-
-def _require_seconds(policy: Scale | Overload | Lengths, *names: str) -> None:
-    """Raise `ConfigError` unless a policy's tick is a number of seconds above 0, and these are at least 0."""
+def _check_fields(settings: object, check: Callable[[Any, str], None], *names: str) -> None:
     for name in names:
-        value = getattr(policy, name)
-        require(is_number(value) and value >= 0, name, value, "a number of seconds, at least 0")
-    tick_s = policy.tick_s
-    require(is_number(tick_s) and tick_s > 0, "tick_s", tick_s, "a number of seconds above 0")
-
-
-def _is_share(value: object) -> bool:
-    return is_number(value) and 0 <= float(str(value)) <= 1
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        check(getattr(settings, name), name)
 
 
 def _is_names(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""The errors of Elastic.
+"""The errors of Elastic, and checks of options that raise them.
 
 ElasticError
 ├── ConfigError          an option is wrong: the caller must change it
@@ -13,6 +13,7 @@ ElasticError
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 
@@ -79,3 +80,44 @@ class Overloaded(ElasticError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(f"{message} (retry after {retry_after_s:.1f} s)")
         self.retry_after_s = retry_after_s
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a number that is finite as a float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def is_integer(value: object) -> bool:
+    """Return whether a value is a whole number, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def require(holds: bool, name: str, value: object, allowed: str) -> None:
+    """Raises `ConfigError` naming an option, its value and what is allowed, unless that holds."""
+    if not holds:
+        raise ConfigError(f"{name}={value!r} cannot be; it must be {allowed}")
+
+
+def require_whole(value: Any, name: str, *, least: int = 1) -> None:
+    """Raises `ConfigError` naming an option, unless its value is a whole number, and at least that."""
+    require(is_integer(value) and value >= least, name, value, f"a whole number, at least {least}")
+
+
+def require_seconds(value: Any, name: str) -> None:
+    """Raises `ConfigError` naming an option, unless its value is a number of seconds, at least 0."""
+    require(is_number(value) and value >= 0, name, value, "a number of seconds, at least 0")
+
+
+def require_period(value: Any, name: str) -> None:
+    """Raises `ConfigError` naming an option, unless its value is a number of seconds above 0."""
+    require(is_number(value) and value > 0, name, value, "a number of seconds above 0")
+
+
+def require_share(value: Any, name: str) -> None:
+    """Raises `ConfigError` naming an option, unless its value is a number from 0 to 1."""
+    require(is_number(value) and 0 <= value <= 1, name, value, "a share from 0 to 1")
+
+
+def require_flag(value: object, name: str) -> None:
+    """Raises `ConfigError` naming an option, unless its value is True or False."""
+    require(isinstance(value, bool), name, value, "True or False")

@@ -49,7 +49,7 @@ def read_config(path: str, *, option: str) -> Any:
     from transformers import AutoConfig
 
     if not path or not os.path.isfile(Path(path) / "config.json"):  # False, too, for what can be no path
-        raise ConfigError(f"{option} {path}: no model there (a directory with config.json and weights is needed)")
+        raise ConfigError(f"{option} {path}: no model there (a directory with config.json is needed)")
     for name in _OBJECTS:
         _require_object(Path(path) / name, option)
     with reading(f"{option} {path}", "see that config.json is whole and that this transformers knows the model"):

@@ -75,11 +75,12 @@ def wrap(
     remedy. All see `slo`; with `controller=False` it waits for `start()`. (docs/controller.md)
 
     `kv_layout`: "head_major", "batch_major" or "token_major"; None: the device's best. `checkpoint`: its safetensors
-    file or directory; released weights are mapped from there. `variants`: what layers can be swapped to, such as
-    "int8", "2:4" or a `Variant`, packed now and kept in host memory, for later processes in the directory
-    `variant_cache`. `copy_rate` ("2GB") bounds the bytes a second copied while it computes. `shards`, a power of two:
-    the parts of each layer for ranks that share it; of layers without data only `load_shards` are read (part p of layer
-    l: `l * shards + p`). `prepack`: at one CPU place matrices lie in oneDNN's order where faster, and round otherwise.
+    file or directory; released weights are mapped from there, if its dtype is the files'. `variants`: what layers can
+    be swapped to, such as "int8", "2:4" or a `Variant`, packed now and kept in host memory, for later processes in the
+    directory `variant_cache`. `copy_rate` ("2GB") bounds the bytes a second copied while it computes. `shards`, a power
+    of two: the parts of each layer for ranks that share it; of layers without data only `load_shards` are read (part p
+    of layer l: `l * shards + p`). `prepack`: at one CPU place matrices lie in oneDNN's order where faster, and round
+    otherwise.
 
     No thread may be in the model meanwhile. Raises `ConfigError`, `StateError` (a wrapped model), `CapacityError` (a
     small budget); the model is as it was.

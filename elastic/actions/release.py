@@ -45,7 +45,8 @@ class ReleaseHandler(ActionHandler):
         """Return what the action would do now. Raises `CapacityError` or `StateError` if it cannot be done."""
         units = self._check(action)
         pages = sum(unit.held_pages for unit in units) - self._more_buffer_pages(units)
-        return PlanStep(action, "applied", sum(unit.nbytes for unit in units), pages, 0, 0.0)
+        copied = sum(s.parameter.nbytes for u in units for name, s in u.slots.items() if name not in u.host_copies)
+        return PlanStep(action, "applied", copied, pages, 0, 0.0)
 
     def prepare(self, action: Release) -> PreparedRelease:
         """Have the weights in the host store."""

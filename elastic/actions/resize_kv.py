@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from elastic.actions.base import ActionHandler
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, is_integer, require
 from elastic.kvcache.layers.full import OffloadedTokens
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.pool import KVPool
@@ -32,7 +32,7 @@ class ResizeHandler(ActionHandler):
 
     def dry_run(self, action: ResizeKV) -> PlanStep:
         """Return what the action would do now. Raises `ConfigError` or `CapacityError` if it cannot be done at all."""
-        pool = self._pool(action)
+        pool = self._checked(action)
         status, released, over = pool.dry_run_resize(action.limit_bytes, action.revision)
         size, moved = pool.pool.page_bytes, 0
         if over and pool.host_offload:
@@ -43,7 +43,7 @@ class ResizeHandler(ActionHandler):
 
     def prepare(self, action: ResizeKV) -> PreparedResize:
         """Check; copy caches that rest to the host, as many as the limit needs, beside whatever runs."""
-        pool = self._pool(action)
+        pool = self._checked(action)
         _, _, over = pool.dry_run_resize(action.limit_bytes, action.revision)
         before = pool.limits
         at_maximum = before.limit == before.maximum
@@ -69,6 +69,14 @@ class ResizeHandler(ActionHandler):
         """Return the result."""
         assert prepared.result is not None
         return prepared.result
+
+    def _checked(self, action: ResizeKV) -> KVPool:
+        """Return the pool of an action whose numbers can be."""
+        limit, revision = action.limit_bytes, action.revision
+        good = limit is None or (is_integer(limit) and limit >= 0)
+        require(good, "limit_bytes", limit, "whole bytes, at least 0, or None for the maximum")
+        require(revision is None or is_integer(revision), "revision", revision, "a whole number, or None")
+        return self._pool(action)
 
     def _pool(self, action: ResizeKV) -> KVPool:
         if action.place not in self._pools:

@@ -19,7 +19,7 @@ from elastic.bench.report.compare import Result, read_results, rows, warnings
 from elastic.bench.report.plots import draw, require_matplotlib
 from elastic.bench.report.summary import summarize
 from elastic.bench.traces.prompts import Prompt, random_prompts, text_prompts
-from elastic.cli.inputs.bench_options import make_trace
+from elastic.cli.inputs.bench_options import check_pairs, make_trace
 from elastic.cli.inputs.checks import parse_place, read_text, require_file_to_write, write_text
 from elastic.cli.inputs.interrupts import terminable
 from elastic.config import SLO
@@ -61,6 +61,7 @@ def run(options: Namespace) -> int:
 
 def measure(options: Namespace) -> ReplayRun:
     """Replay a trace; write and show its figures."""
+    check_pairs(options)
     for name in ("out", "records"):
         require_file_to_write(getattr(options, name), f"--{name}")
     bounds = (options.slo_ttft, options.slo_tpot, options.slo_e2el)
@@ -144,7 +145,7 @@ def make_engine(options: Namespace, slo: SLO | None) -> Iterator[Engine]:
     place = parse_place(options.place)
     model, _ = load_model(options.model, place.device, option="--model")
     variants = tuple(name for name in options.variants.split(",") if name)
-    chosen = {"policy": options.policy, "slo": slo, "variants": variants, "prepack": options.prepack}
+    chosen = {"policy": options.policy or "manual", "slo": slo, "variants": variants, "prepack": options.prepack}
     elastic.wrap(model.to(place.device), places=[place], **chosen)
     try:
         engine = ContinuousEngine(model, max_queue=options.max_queue)

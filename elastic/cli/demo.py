@@ -73,10 +73,12 @@ class Needs:
 
     weights: int
     kv: int
+    prompt: int
+    """Of the KV cache, for the prompt alone."""
 
     def too_small_bytes(self, place: Place, reserve: float = 0) -> int:
         """Return a budget for all weights, a reserve as a share of them, and a part of the KV cache."""
-        return int((1 + reserve) * self.weights + KV_IN_SECOND_ACT * self.kv)
+        return int((1 + reserve) * self.weights + max(KV_IN_SECOND_ACT * self.kv, self.prompt))
 
 
 def _act(
@@ -93,6 +95,7 @@ def _act(
     try:
         runtime = elastic.runtime(loaded.model)
         weights = sum(size for owner, size in runtime.status().places[0].owners.items() if owner != "kv")
+        prompt = _prompt_bytes(loaded, runtime)
         tokens, kv = _show(director, loaded, runtime, options, console)
         runtime.check()
         events = runtime.events()
@@ -104,7 +107,14 @@ def _act(
         f"{len(events)} actions, {mib(moved)} changed hands; the first {alike} of {expected.numel()} tokens are the "
         "plain model's"
     )
-    return torch.equal(tokens, expected), Needs(weights, kv)
+    return torch.equal(tokens, expected), Needs(weights, kv, prompt)
+
+
+def _prompt_bytes(loaded: Loaded, runtime: elastic.Runtime) -> int:
+    """Return the bytes of the KV cache that the prompt takes."""
+    cache: Any = returned_cache(loaded.model(loaded.inputs["input_ids"]))
+    assert cache is not None
+    return runtime.kv.used_bytes
 
 
 def _write(loaded: Loaded, options: Namespace, **more: Any) -> torch.Tensor:

@@ -14,6 +14,7 @@ from rich.table import Table
 import elastic
 from elastic.cli.inputs.checks import read_text, require_file_to_write
 from elastic.config import Place
+from elastic.errors import ConfigError
 from elastic.model_files import load_model
 from elastic.quant.sensitivity.profile_file import Profile
 from elastic.quant.variants.pack_model import file_name
@@ -24,6 +25,8 @@ def profile(options: Namespace) -> int:
     device = Place.parse(options.device).device
     texts = [read_text(path, "--calibration") for path in options.calibration]
     held_out = None if options.held_out is None else read_text(options.held_out, "--held-out")
+    if options.held_out is not None and options.plot is None:
+        raise ConfigError("--held-out is text for the losses of the plot; give --plot FILE")
     if options.plot is not None:
         from elastic.bench.report.plots import require_matplotlib
 

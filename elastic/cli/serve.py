@@ -276,6 +276,8 @@ def sampling_defaults(model: Any, source: str) -> dict[str, float]:
         return {}
     config = getattr(model, "generation_config", None)
     if source != "auto":
+        if not os.path.isdir(source):  # a name would be looked for at the hub
+            raise ConfigError(f"--generation-config {source}: there is no such directory; give one, or auto or vllm")
         try:
             config = GenerationConfig.from_pretrained(source)
         except (OSError, ValueError) as error:
@@ -309,6 +311,8 @@ def _check(options: Namespace, token: str | None) -> None:
         raise ConfigError(f"--enable-actions needs a token: give --token-file FILE, or set {TOKEN}")
     if not 0 <= options.port < 65536:
         raise ConfigError(f"--port {options.port} is not a port; use 0 to 65535")
+    if options.order is not None and not options.variants:
+        raise ConfigError("--order is of layers that are swapped; give --variants too, or leave it out")
     check_fleet(options)
     check_deployments(options)
     if options.ranks is None and options.devices is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -12,10 +12,14 @@ import torch
 
 from elastic.config import require
 from elastic.controller.sensors.request_metrics import RequestMetrics
+from elastic.errors import ConfigError, is_integer
 from elastic.runtime.runtime import Runtime
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
 _ids = itertools.count()
+
+
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,11 @@ class Sampling:
     """For the same tokens again from the same logits; None: other ones each time."""
 
     def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            require(isinstance(getattr(self, name), int | float), name, getattr(self, name), "a number")
+        for name in ("top_k", "seed"):
+            value = getattr(self, name)
+            require(value is None or is_integer(value), name, value, "a whole number, or None")
         require(0 <= self.temperature < math.inf, "temperature", self.temperature, "at least 0 and finite")
         require(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "at least 1, or None")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0, at most 1")
@@ -90,6 +99,15 @@ class Request:
     parent: str | None = None
     """Names what it is a part of, such as a call with several prompts: parts of one are no queue to each other."""
     id: str = field(default_factory=lambda: f"request-{next(_ids)}")
+
+    def __post_init__(self) -> None:
+        kinds = set(map(type, self.prompt)) if isinstance(self.prompt, Sequence) else {type(self.prompt)}
+        if torch.Tensor in kinds or not all(hasattr(kind, "__index__") for kind in kinds):
+            wrong = ", ".join(sorted(kind.__name__ for kind in kinds))
+            raise ConfigError(f"prompt: it has to be a tuple of token ids, whole numbers, not of {wrong}")
+        for name in ("max_tokens", "min_tokens", "n"):
+            require(is_integer(getattr(self, name)), name, getattr(self, name), "a whole number")
+        require(isinstance(self.sampling, Sampling), "sampling", self.sampling, "an elastic.Sampling")
 
 
 @dataclass(frozen=True)

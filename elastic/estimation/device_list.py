@@ -19,8 +19,12 @@ def parse_devices(devices: str | Sequence[str | Device], kind: str | None = None
 
     `kind` is the data sheet of places on CUDA. Raises `ConfigError` for what is none, or named twice.
     """
-    items = [part.strip() for part in devices.split(",")] if isinstance(devices, str) else list(devices)
+    items = [part.strip() for part in devices.split(",")] if isinstance(devices, str) else devices
+    if not isinstance(items, Sequence) or not all(isinstance(item, str | Device) for item in items):
+        raise ConfigError(f"devices={devices!r} are none; write such as '8*h100' or 'cuda:0=80GiB'")
     parsed = [device for item in items for device in ([item] if isinstance(item, Device) else _parse(item, kind))]
+    if kind is not None and not any(device.is_place and device.kind.type == "cuda" for device in parsed):
+        raise ConfigError(f"kind={kind!r} is the data sheet of places on CUDA; {devices!r} has none: leave it out")
     names = [device.name for device in parsed]
     if not parsed or len(set(names)) < len(names):
         raise ConfigError(f"devices={names} names none, or one twice; write such as '8*h100' or 'cuda:0=80GiB'")

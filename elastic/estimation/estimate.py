@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from elastic.errors import ConfigError
+from elastic.engines.core.kv_state import INT8
+from elastic.errors import ConfigError, is_number, require
 from elastic.estimation.costs import Costs, MeasuredCosts, SheetCosts
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.kv_room import KVBlockCapacity, KVShape
@@ -19,7 +20,7 @@ from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.weight_pages import WeightPages, kernel_target, variant_config
 from elastic.estimation.work import activation_bytes, copied_share, copies_blocks, read_bytes
-from elastic.planning.estimate.configuration import FULL, Configuration, configurations
+from elastic.planning.estimate.configuration import FULL, Configuration, configurations, named_forms
 from elastic.planning.estimate.devices import Device, DeviceKind
 from elastic.planning.estimate.intent import Intent, Objective
 from elastic.planning.estimate.layer_cost import LayerCost
@@ -80,6 +81,8 @@ def estimate(
     together: `ranks` is empty then, `tokens_s` and `rate` are not a number. Raises `ConfigError` for what cannot be
     estimated, and for a rate, or a form of keys and values, by the paper's method.
     """
+    weights, kv = named_forms(weights), named_forms(kv)
+    require(load is None or isinstance(load, Load), "load", load, "an elastic.Load, or None")
     _check_method(method, load or USUAL_LOAD, kv)
     available = parse_devices(devices, kind)
     layout = layout_of(model, torch.float32 if dtype is None and available[0].kind.type == "cpu" else dtype)
@@ -116,6 +119,7 @@ class Estimator:
 
     def __post_init__(self) -> None:
         """Sort the devices, those with the most memory first. Raises `ConfigError` for unlike kinds."""
+        check_losses(self.losses)
         kinds = {device.kind.name for device in self.devices}
         if len(kinds) != 1:
             raise ConfigError(f"devices of kinds {', '.join(sorted(kinds))}: an estimate is for devices of one kind")
@@ -362,3 +366,11 @@ def _costs(pages: WeightPages, kind: DeviceKind, profile: CostProfile | None) ->
             f"profile: it was measured on {profile.device}, the devices are {kind.name}; measure it there"
         )
     return MeasuredCosts(pages, kind, profile)
+
+
+def check_losses(losses: Mapping[str, float]) -> None:
+    """Raise `ConfigError` for losses that are no numbers of 0 or more, or not of a form of weights, or of the cache."""
+    for form, loss in losses.items():
+        if form != f"KV {INT8}":
+            variant_config(form)
+        require(is_number(loss) and loss >= 0, f"losses: {form}", loss, "0 or more nats a token")

@@ -23,6 +23,7 @@ from elastic.estimation.kv_room import KVBlockCapacity
 from elastic.estimation.model_layout import LayerKind, ModelLayout, layout_of
 from elastic.estimation.weight_pages import WeightPages, kernel_target
 from elastic.estimation.work import copies_blocks, layer_work, window_of
+from elastic.memory.backends.cuda import require_cuda
 from elastic.memory.copy_engine import synchronize
 from elastic.planning.estimate.configuration import FULL, parts_of
 from elastic.planning.estimate.devices import CPU_PAGE_BYTES, CUDA_PAGE_BYTES
@@ -93,6 +94,8 @@ def measure_fingerprints(
     behind each batch, and may wait or raise. Raises `ConfigError` for a model that the engine cannot serve.
     """
     target = torch.device(device)
+    if target.type == "cuda":
+        require_cuda(target)
     dtype = torch.float32 if target.type == "cpu" else None
     layout = layout_of(model, dtype)
     layers: dict[tuple[str, str], LayerCost] = {}

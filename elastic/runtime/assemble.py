@@ -26,6 +26,7 @@ from elastic.runtime.build import (
     open_places,
     pack_head,
     pack_variants,
+    warn_of_other_files,
 )
 from elastic.runtime.controller_setup import connect_controller
 from elastic.runtime.cutting import cut_layers
@@ -60,6 +61,7 @@ def assemble(
     homes = layer_pools(decoder, slots, pools, options.placement)
     cuts = cut_layers(decoder, slots, homes, options.shards)
     layers = make_layers(decoder, slots, homes, options.files, cuts)
+    warn_of_other_files(layers, options.files)
     pack_variants(model, layers, pools, options.variants, options.variant_cache, options.is_packable)
     choose_prepacked(layers, options.choose_prepacked)
     pack_head(model, options.choose_prepacked, on_model)

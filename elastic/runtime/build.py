@@ -20,6 +20,7 @@ from elastic.actions.pages.broker import StagingReserve
 from elastic.config import Place
 from elastic.errors import ConfigError
 from elastic.kvcache.storage.pool import KVPool
+from elastic.memory.checkpoint_file import Checkpoint
 from elastic.memory.copy_engine import make_copy_engine
 from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.places import close_place, open_place
@@ -73,6 +74,20 @@ def layer_pools(
         return spread([sum(slot.parameter.nbytes for slot in layer.values()) for layer in slots], pools)
     first = {pool.backend.device: pool for pool in reversed(pools)} | {torch.device("meta"): pools[0]}
     return [first[device_of(layer)] for layer in decoder.layers]
+
+
+def warn_of_other_files(layers: Sequence[WeightUnit], files: Checkpoint | None) -> None:
+    """Log a warning where files have none of the layers' parameters as they are: nothing is mapped from them then."""
+    if files is None:
+        return
+    pairs = [(slot.parameter, files.find(f"{u.name}.{name}")) for u in layers for name, slot in u.slots.items()]
+    if not any(stored is not None and stored.shape == p.shape and stored.dtype == p.dtype for p, stored in pairs):
+        logger.warning(
+            "checkpoint: of %d parameters of decoder layers %d are in it by name, and none in its shape and dtype: "
+            "weights are copied to host memory instead; load the model from these files, in their dtype",
+            len(pairs),
+            sum(stored is not None for _, stored in pairs),
+        )
 
 
 def pack_variants(

@@ -23,7 +23,7 @@ from elastic.controller.sensors.host_memory import read_host
 from elastic.controller.sensors.monitor import InstanceReadings, Monitor
 from elastic.controller.sensors.nvml import NVMLSensor
 from elastic.controller.snapshot import MemoryStats, PlaceReading, Snapshot
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, require, require_period
 from elastic.kvcache.storage.pool import KVPool
 from elastic.planning.measured_cost import Calibration, MeasuredCostModel
 from elastic.planning.placement import ResourceDemand
@@ -147,6 +147,7 @@ def _parse_policy(policy: Asked) -> Policy | Scale | ControllerPolicy | None:
         if Path(name).suffix in (".toml", ".json"):
             return Policy.from_file(name)
     elif callable(getattr(policy, "decide", None)):
+        require_period(getattr(policy, "tick_s", TICK_S), "tick_s")
         return policy
     modes = ", ".join(map(repr, ("manual", *MODES, "scale")))
     raise ConfigError(
@@ -159,6 +160,7 @@ def _parse_order(order: str | Path | Profile, layers: Sequence[nn.Module]) -> tu
     from elastic.quant.sensitivity import order as orders
     from elastic.quant.sensitivity.profile_file import Profile
 
+    require(isinstance(order, str | Path | Profile), "order", order, "a name, an elastic.Profile, or its file")
     if isinstance(order, str | Path) and Path(order).suffix == ".json":
         order = Profile.load(order)
     if isinstance(order, Profile):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from elastic.config import SLO, Place, parse_bytes, require
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, is_integer, require_flag
 from elastic.hooks.forward_gate import traffic
 from elastic.kvcache.storage.layout import KVLayout
 from elastic.memory.checkpoint_file import Checkpoint
@@ -59,6 +59,15 @@ class WrapOptions:
     choose_prepacked: ChooseLayout | None = None
     """How a full parameter of a module lies in its pages; None: plain. For layers that stay at one place."""
 
+    def __post_init__(self) -> None:
+        for name, value, kinds, allowed in (
+            ("slo", self.slo, SLO, "an elastic.SLO"),
+            ("checkpoint", self.files, Checkpoint, "a path"),
+            ("variant_cache", self.variant_cache, (str, Path), "a path"),
+        ):
+            require(value is None or isinstance(value, kinds), name, value, f"{allowed}, or None")
+        require_flag(self.start_controller, "controller")
+
 
 def check_model(model: nn.Module, *, loads: bool = False) -> Decoder:
     """Return the decoder of a model that can be wrapped. Raises `ConfigError` for any other.
@@ -87,7 +96,7 @@ def choose_places(decoder: Decoder, places: Sequence[str | Place] | None) -> lis
     needed = [device for device in dict.fromkeys(map(device_of, decoder.layers)) if device.type != "meta"]
     if places is None:
         return [Place(str(device), device) for device in needed]
-    chosen = [Place.parse(place) for place in ([places] if isinstance(places, str | Place) else places)]
+    chosen = [Place.parse(place) for place in one_or_several(places, (str, Place), "places", "'cpu=4GiB'")]
     names = [place.name for place in chosen]
     if len(set(names)) < len(names):
         raise ConfigError(f"places={names} names a place twice")
@@ -96,6 +105,15 @@ def choose_places(decoder: Decoder, places: Sequence[str | Place] | None) -> lis
         raise ConfigError(f"places={names} has none on {without}, where decoder layers lie")
     require_memory(chosen)
     return chosen
+
+
+def one_or_several(value: Any, kinds: type | tuple[type, ...], option: str, example: str) -> list[Any]:
+    """Return what an option has, one of these kinds or several, as a list. Raises `ConfigError` for what is neither."""
+    if isinstance(value, kinds):
+        return [value]
+    listed = isinstance(value, Iterable) and not isinstance(value, Mapping | bytes)
+    require(listed, option, value, f"one, such as {example}, or a list of them")
+    return list(value)
 
 
 def check_placement(placement: str) -> str:
@@ -107,8 +125,7 @@ def check_placement(placement: str) -> str:
 
 def check_shards(shards: int) -> int:
     """Return a number of parts that layers can be cut into. Raises `ConfigError` for any other."""
-    whole = isinstance(shards, int) and not isinstance(shards, bool)
-    require(whole and is_degree(shards), "shards", shards, "a power of two")
+    require(is_integer(shards) and is_degree(shards), "shards", shards, "a power of two")
     return shards
 
 
@@ -129,7 +146,7 @@ def check_prepack(
     prepack: bool, places: Sequence[Place], shards: int, load_shards: Collection[int] | None
 ) -> ChooseLayout | None:
     """Return how matrices are to lie in pages; None: plain. Raises `ConfigError` where they cannot be packed."""
-    require(isinstance(prepack, bool), "prepack", prepack, "True or False")
+    require_flag(prepack, "prepack")
     if not prepack:
         return None
     names = [place.name for place in places]
@@ -157,7 +174,7 @@ def parse_variants(variants: Sequence[str | Variant]) -> list[Variant]:
     """Return the variants to pack. Raises `ConfigError` for one that is not known, or named twice."""
     from elastic.quant.variants.variant import Variant
 
-    wanted = [Variant.parse(v) for v in ([variants] if isinstance(variants, str | Variant) else variants)]
+    wanted = [Variant.parse(each) for each in one_or_several(variants, (str, Variant), "variants", "'int4'")]
     names = [variant.name for variant in wanted]
     if len(set(names)) < len(names):
         raise ConfigError(f"variants={names} names a variant twice")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +22,7 @@ from elastic.controller.loop import Controller, ControllerHealth
 from elastic.controller.sensors.monitor import Monitor
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.controller.snapshot import Snapshot
-from elastic.errors import ConfigError, StateError
+from elastic.errors import ConfigError, StateError, is_number
 from elastic.hooks.forward_state import ShardTiming
 from elastic.hooks.request_tracking import CacheRequestTracker
 from elastic.kvcache.api import KV
@@ -161,15 +161,14 @@ class Runtime(LayerVerbs):
 
         Raises `ConfigError` or `CapacityError` if one cannot be done at all.
         """
-        self._require_running()
-        actions = tuple(map(self._weights.with_layers, (actions,) if isinstance(actions, Action) else actions))
+        actions = self._normalized(actions)
         steps = [self._executor.handler(action).dry_run(action) for action in actions]
         steps = [replace(step, pause_ms=self._log.last_pause_ms(type(step.action))) for step in steps]
         if not dry_run:
             self.apply(actions)
         return tuple(steps)
 
-    def apply(self, actions: Sequence[Action], *, why: str = "by hand", wait: bool = True) -> Any:
+    def apply(self, actions: Action | Sequence[Action], *, why: str = "by hand", wait: bool = True) -> Any:
         """Do actions, all or none. Returns their results in order, or with `wait=False` a future of them.
 
         They are prepared together and committed together, so one call moves a layer once: else `ConfigError`. Waiting
@@ -199,15 +198,15 @@ class Runtime(LayerVerbs):
         committed as a whole. (A KV limit below what live caches hold is in force from the commit on; its result is
         `deferred` until they end.) Then nothing is held.
         """
-        actions = self._possible((actions,) if isinstance(actions, Action) else tuple(actions))
+        actions = self._possible(actions)
         if self._one_of_several:
             raise ConfigError("this model is one of several ranks, which agree among themselves; use apply")
         if not actions:
             raise ConfigError("actions=() has nothing to prepare")
-        if not 0 < timeout_s <= LONGEST_S:
+        if not is_number(timeout_s) or not 0 < timeout_s <= LONGEST_S:
             raise ConfigError(f"timeout_s={timeout_s!r} must be above 0 and at most {LONGEST_S:g}")
-        if id is not None and not (0 < len(id) <= LONGEST_ID and id.isprintable()):
-            raise ConfigError(f"id={id[:LONGEST_ID]!r} must have 1 to {LONGEST_ID} printable characters")
+        if id is not None and not (isinstance(id, str) and 0 < len(id) <= LONGEST_ID and id.isprintable()):
+            raise ConfigError(f"id={str(id)[:LONGEST_ID]!r} must have 1 to {LONGEST_ID} printable characters")
         self._require_outside()
         return _awaited(self._executor.prepare(id or uuid4().hex, actions, timeout_s))
 
@@ -354,11 +353,18 @@ class Runtime(LayerVerbs):
         if self.gate.inside:
             raise StateError("an action cannot be awaited inside a forward pass; call it with wait=False")
 
-    def _possible(self, actions: Sequence[Action]) -> tuple[Action, ...]:
-        """Return actions with the layers of their shards. Raises for what cannot be done in one call, or now."""
-        self._require_running()
+    def _possible(self, actions: Action | Sequence[Action]) -> tuple[Action, ...]:
+        """Return normalized actions. Raises for what cannot be done in one call, or now."""
+        normalized = self._normalized(actions)
         require_no_capture("weights and caches cannot be moved or resized")
-        actions = tuple(map(self._weights.with_layers, actions))
+        return normalized
+
+    def _normalized(self, actions: Action | Sequence[Action]) -> tuple[Action, ...]:
+        """Return one action or several with layers by index. Raises for what cannot be done in one call."""
+        self._require_running()
+        if isinstance(actions, Action) or not isinstance(actions, Iterable):
+            actions = (actions,)
+        actions = tuple(map(self._weights.normalized, actions))
         for kind in (ON_LAYERS, MigrateKV):
             layers = [layer for action in actions if isinstance(action, kind) for layer in action.layers]
             if twice := sorted({layer for layer in layers if layers.count(layer) > 1}):

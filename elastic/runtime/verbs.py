@@ -37,7 +37,7 @@ class LayerVerbs(ABC):
     _weights: ModelWeights
 
     @abstractmethod
-    def apply(self, actions: Sequence[Action], *, why: str = "by hand", wait: bool = True) -> Any:
+    def apply(self, actions: Action | Sequence[Action], *, why: str = "by hand", wait: bool = True) -> Any:
         """Do actions, all or none."""
 
     @abstractmethod

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from operator import is_
 from typing import Any
 
 import torch
 
-from elastic.errors import ConfigError, StateError
+from elastic.errors import ConfigError, StateError, require
 from elastic.memory.backends.rank_memory import Peers
 from elastic.memory.rate_limit import YieldingPace
 from elastic.planning.sharding.cut_plan import CutPlan
-from elastic.types import DROPPED, Action, Drop, Fetch, RankMemory, Residency, Restore, WeightsSource
+from elastic.types import DROPPED, Action, Drop, Fetch, RankMemory, Residency, ResizeKV, Restore, Swap, WeightsSource
 from elastic.weights.layer import Absence, WeightUnit, combined
 from elastic.weights.parameter_slot import ParameterSlot, is_under
 from elastic.weights.shards.part_views import Views
@@ -146,15 +147,19 @@ class ModelWeights:
             by_layer.setdefault(shard // of, set()).add(shard % of)
         return {layer: frozenset(parts) for layer, parts in by_layer.items()}
 
-    def with_layers(self, action: Action) -> Action:
-        """Return an action on shards with their layers, which need not be said. Raises `ConfigError` for others."""
-        if not isinstance(action, Drop | Fetch | Restore) or not action.shards:
-            return action
-        layers = tuple(self.parts_by_layer(action.shards))
-        said = self.layer_indices(action.layers)
-        if said and set(said) != set(layers):
-            raise ConfigError(f"layers={said} are not those of shards={action.shards}; give one of the two")
-        return replace(action, layers=layers)
+    def normalized(self, action: Action) -> Action:
+        """Return an action with its layers by index: those of shards need not be said. Raises `ConfigError`."""
+        if isinstance(action, ResizeKV) or not isinstance(action, Action):
+            return action  # who does actions says which there are
+        if isinstance(action, Swap):
+            require(isinstance(action.variant, str), "variant", action.variant, "the name of one")
+        said = tuple(map(self._index, _each(action.layers)))
+        if isinstance(action, Drop | Fetch | Restore) and action.shards:
+            layers = tuple(self.parts_by_layer(action.shards))
+            if said and set(said) != set(layers):
+                raise ConfigError(f"layers={said} are not those of shards={action.shards}; give one of the two")
+            said = layers
+        return action if said == action.layers else replace(action, layers=said)
 
     def source(self, parts: Mapping[int, frozenset[int] | None]) -> WeightsSource:
         """Say where other processes find the full weights of layers, of which these parts must be here; None: all.
@@ -227,9 +232,7 @@ class ModelWeights:
 
         Raises `ConfigError` naming the one that is no such layer.
         """
-        if isinstance(layers, int | str):
-            layers = (layers,)
-        return tuple(dict.fromkeys(self._index(layer) for layer in layers))
+        return tuple(dict.fromkeys(map(self._index, _each(layers))))
 
     def find_parts(self, modules: int | str | Iterable[int | str]) -> dict[tuple[str, ...], tuple[int, ...]]:
         """Group layers by the parts of them that are meant: `()` for whole layers, else names inside the layer.
@@ -237,10 +240,8 @@ class ModelWeights:
         `modules` are indices or names of decoder layers, or names of modules or parameters inside one. Raises
         `ConfigError` naming the one that is neither.
         """
-        if isinstance(modules, int | str):
-            modules = (modules,)
         parts: dict[int, set[str]] = {}
-        for module in modules:
+        for module in _each(modules):
             layer, part = self._locate(module)
             parts.setdefault(layer, set()).add(part)
         layers: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -274,15 +275,26 @@ class ModelWeights:
 
     def _index(self, layer: int | str) -> int:
         count = len(self.layers)
-        if isinstance(layer, int) and not isinstance(layer, bool) and -count <= layer < count:
-            return layer % count
+        with suppress(TypeError):  # it is no integer, of Python's or of a library's
+            if not isinstance(layer, bool) and -count <= (index := operator.index(layer)) < count:  # type: ignore[arg-type]
+                return index % count
         for unit in self.layers:
-            if unit.name == layer:
+            if isinstance(layer, str) and unit.name == layer:
                 return unit.index
         raise ConfigError(
             f"layer {layer!r} is no decoder layer of this model; use 0 to {count - 1} or a name such as "
             f"{self.layers[0].name!r}"
         )
+
+
+def _each(layers: int | str | Iterable[int | str]) -> tuple[int | str, ...]:
+    """Return what was named, one or several."""
+    if isinstance(layers, str):
+        return (layers,)
+    try:
+        return tuple(layers)  # type: ignore[arg-type]
+    except TypeError:
+        return (layers,)  # type: ignore[return-value]
 
 
 class _Content:
@@ -300,7 +312,8 @@ class _Content:
         """Return whether all modules have these parameters, with their bytes."""
         held = map(dict.get, self._owners, self._names)
         return (
-            all(map(is_, held, self._parameters)) and list(map(torch.Tensor.data_ptr, self._plain)) == self._addresses
+            all(map(operator.is_, held, self._parameters))
+            and list(map(torch.Tensor.data_ptr, self._plain)) == self._addresses
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,15 @@ def test_pages_of_a_release_are_kv_capacity_at_once_and_return(wrapped: Any) -> 
     layer_bytes = rt.status().places[0].owners["layer:1"]
     capacity = rt.kv.capacity_bytes
     step = rt.plan(elastic.Release((1,)))[0]
+    assert step.moved_bytes == sum(p.nbytes for p in layers(model)[1].parameters())
     assert rt.release(1).released_bytes == layer_bytes == step.released_pages * PAGE
     assert rt.kv.capacity_bytes == rt.kv.maximum_bytes == capacity + layer_bytes
     step = rt.plan(elastic.Release((0, 2)))[0]
     assert rt.release([0, 2]).released_bytes == layer_bytes == step.released_pages * PAGE  # one: a second buffer
     assert rt.restore().released_bytes == -2 * layer_bytes
     assert rt.kv.capacity_bytes == rt.kv.maximum_bytes == capacity
+    step = rt.plan(elastic.Release((1,)))[0]
+    assert step.moved_bytes == rt.release(1).moved_bytes == 0, "the host has them"
 
 
 def test_a_limit_that_was_set_stays_through_a_release(wrapped: Any) -> None:
@@ -512,6 +516,21 @@ def test_threads_stream_one_model(wrapped: Any) -> None:
         thread.join()
     for tokens, right in zip(found, expected, strict=True):
         assert torch.equal(tokens, right)
+
+
+def test_files_that_are_not_the_models_are_not_passed_over_in_silence(
+    wrapped: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build("llama-gqa")
+    model.save_pretrained(tmp_path)
+    wrapped(t.AutoModelForCausalLM.from_pretrained(tmp_path).eval(), checkpoint=tmp_path)
+    assert not caplog.records
+    wrapped(build("llama-gqa", dtype=torch.bfloat16), "cpu#b", checkpoint=tmp_path)
+    wrapped(build("gpt2"), "cpu#c", checkpoint=tmp_path)
+    words = [record.getMessage() for record in caplog.records]
+    assert [re.sub(r"\d+", "N", text).startswith("checkpoint: of N parameters") for text in words] == [True, True]
+    assert "27 are in it by name" in words[0]
+    assert " 0 are in it by name" in words[1]
 
 
 def test_a_checkpoint_serves_as_the_host_copy(wrapped: Any, tmp_path: Path) -> None:

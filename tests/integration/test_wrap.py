@@ -194,6 +194,16 @@ def refused(model: Any, error: type[Exception], match: str, **options: Any) -> N
         assert_same(before, fingerprint(model))
 
 
+class Ticks:
+    """A policy with a time between its ticks."""
+
+    def __init__(self, tick_s: Any) -> None:
+        self.tick_s = tick_s
+
+    def decide(self, snapshot: Any, state: Any) -> Any:
+        """Return nothing: it is never asked."""
+
+
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
@@ -204,6 +214,27 @@ def refused(model: Any, error: type[Exception], match: str, **options: Any) -> N
         ({"places": []}, ConfigError, r"has none on \['cpu'\]"),
         ({"places": ["cpu=much"]}, ConfigError, "budget of place cpu='much'"),
         ({"kv_layout": "diagonal"}, ConfigError, r"kv_layout='diagonal'.*head_major"),
+        ({"order": None}, ConfigError, "order=None cannot be"),
+        ({"order": [2, 1, 0]}, ConfigError, r"order=\[2, 1, 0\] cannot be"),
+        ({"places": 64}, ConfigError, "places=64 cannot be"),
+        ({"places": {"cpu": "64MiB"}}, ConfigError, "places=.* cannot be"),
+        ({"slo": 2.0}, ConfigError, r"slo=2.0 cannot be.*elastic\.SLO"),
+        ({"controller": "no"}, ConfigError, "controller='no' cannot be"),
+        ({"checkpoint": 3}, ConfigError, "checkpoint=3 cannot be"),
+        ({"variant_cache": 3}, ConfigError, "variant_cache=3 cannot be"),
+        ({"variants": None}, ConfigError, "variants=None cannot be.*'int4'"),
+        *(({"policy": Ticks(tick_s)}, ConfigError, "tick_s=.*above 0") for tick_s in (0, -1, float("nan"), "1")),
+        *(
+            ({"variants": [elastic.Variant(name, elastic.Integers(4))]}, ConfigError, "name of a variant=")
+            for name in ("float32", "full", "absent", "dropped", "", 3, "a/b", "../../x", "a+b")
+        ),
+        ({"variants": [elastic.Variant("../x", checkpoint="somewhere")]}, ConfigError, "name of a variant="),
+        ({"variants": [elastic.Variant("int4", calibration=[1, 2])]}, ConfigError, "calibration.*not list"),
+        (
+            {"variants": [elastic.Variant("int4", calibration=torch.tensor([[5, 10**6]]))]},
+            ConfigError,
+            "calibration: there are token ids from 5 to 1000000; the model has 0 to",
+        ),
     ],
 )
 def test_options_that_cannot_work(options: dict[str, Any], error: type[Exception], match: str) -> None:

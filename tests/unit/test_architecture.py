@@ -32,6 +32,7 @@ FLOORS = (  # from the ground; rooms of one floor do not know each other; "" is 
     ("server", "bench", "vllm"),
     ("sim",),
     ("cli",),
+    ("__main__",),
 )
 INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the room itself
     "memory": (("backends", "pinned"), ("pages",), ("",)),

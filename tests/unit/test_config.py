@@ -79,7 +79,7 @@ def test_a_policy_comes_from_toml_and_json(tmp_path: Path) -> None:
     [
         ("a.toml", "kv_hihg = 0.9", "'kv_hihg' is no field of a policy; the nearest is 'kv_high'"),
         ("a.json", '{"modes": "balanced"}', "'modes' is no field of a policy; the nearest is 'mode'"),
-        ("a.toml", 'mode = "fast"', "policy='fast'.*accuracy, balanced, performance"),
+        ("a.toml", 'mode = "fast"', r"a\.toml: policy='fast'.*accuracy, balanced, performance"),
         ("a.json", '{"mode": ["balanced"]}', "policy="),
         ("a.toml", "kv_high = [", "is no TOML"),
         ("a.json", "{", "is no JSON"),

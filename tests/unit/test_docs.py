@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import elastic
+from elastic.sim.scenario import read_scenario
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)")
@@ -39,3 +42,19 @@ def test_links_lead_to_files(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
     lost = [link for link in LINK.findall(text) if not (page.parent / link).exists()]
     assert not lost
+
+
+def test_the_reference_has_every_public_name() -> None:
+    reference = (ROOT / "docs" / "api.md").read_text()
+    modules = re.findall(r"automodule:: (\S+)", reference)
+    others = [name for name in elastic.__all__ if getattr(elastic, name).__module__ not in modules]
+    assert [name for name in others if f":: elastic.{name}\n" not in reference] == []
+
+
+def test_scenarios_in_the_documentation_can_be_read(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / "simulator.md").read_text(), re.MULTILINE | re.DOTALL)
+    scenarios = [block for block in blocks if re.search(r"^(duration_s|extends) =", block, re.MULTILINE)]
+    assert len(scenarios) == 3
+    for block in scenarios:
+        (tmp_path / "scenario.toml").write_text(block)
+        read_scenario(tmp_path / "scenario.toml")

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from elastic.bench.traces.generator import ArrivalProcess, LengthDistribution
     from elastic.bench.traces.trace import Trace
 
+DURATION_S = 60.0
+LENGTHS = "256:32"
 POLICIES = "manual (the default: nothing is swapped), accuracy, balanced, performance"
 
 
@@ -27,6 +29,22 @@ def add_bench(command: ArgumentParser) -> None:
     compare = modes.add_parser("compare", help="result files side by side, with ratios to the first")
     compare.add_argument("files", nargs="+", metavar="FILE", help="what `elastic bench run --out` wrote")
     compare.add_argument("--plot", default=None, metavar="FILE", help="draw them, as PNG (needs --save-detailed)")
+
+
+def check_pairs(options: Namespace) -> None:
+    """Raise `ConfigError` for options that mean nothing beside the others that were given."""
+    served_here = ("place", "policy", "variants", "prepack", "max_queue")
+    pairs = (
+        (options.url is not None, served_here, "is of a model that is served here; give --model in place of --url"),
+        (options.model is not None, ("served_model_name",), "is of a server; give --url in place of --model"),
+        (options.prompts is None, ("tokenizer",), "cuts prompts from a text; give --prompts FILE"),
+        (options.trace is not None, ("duration", "lengths"), "is of generated requests; cut a --trace by --window A:B"),
+        (options.out is None, ("save_detailed",), "is of the file of the result; give --out FILE"),
+    )
+    for unused, names, words in pairs:
+        given = next((name for name in names if unused and getattr(options, name)), None)
+        if given is not None:
+            raise ConfigError(f"--{given.replace('_', '-')} {words}")
 
 
 def make_trace(options: Namespace, most_tokens: int | None) -> Trace:
@@ -55,7 +73,7 @@ def _add_target(run: ArgumentParser) -> None:
     target.add_argument("--url", default=None, metavar="URL", help="a server with /v1/completions")
     run.add_argument("--served-model-name", default=None, metavar="NAME", help="with --url (its first model)")
     run.add_argument("--place", default=None, metavar="PLACE", help="with --model: memory to use, such as cuda:0=20GiB")
-    run.add_argument("--policy", default="manual", metavar="POLICY", help=f"with --model: {POLICIES}, or a file")
+    run.add_argument("--policy", default=None, metavar="POLICY", help=f"with --model: {POLICIES}, or a file")
     run.add_argument("--variants", default="", metavar="NAMES", help="with --model: what to swap to, such as int8,2:4")
     run.add_argument("--prepack", action="store_true", help="with --model: matrices in a CPU's fastest order")
     run.add_argument("--max-queue", type=int, default=None, metavar="N", help="with --model: refuse more that wait")
@@ -70,10 +88,12 @@ def _add_trace(run: ArgumentParser) -> None:
         "--on-off", default=None, metavar="ON:OFF:ON_S:OFF_S", help="two rates, and how long each lasts"
     )
     source.add_argument("--ramp", default=None, metavar="FIRST:LAST", help="from one rate to another over --duration")
-    run.add_argument("--duration", type=float, default=60.0, metavar="S", help="of generated arrivals (60)")
+    run.add_argument(
+        "--duration", type=float, default=None, metavar="S", help=f"of generated arrivals ({DURATION_S:g})"
+    )
     run.add_argument(
         "--lengths",
-        default="256:32",
+        default=None,
         metavar="LENGTHS",
         help="of generated requests: PROMPT:OUTPUT tokens; MEDIAN:SIGMA:MEDIAN:SIGMA, lognormal prompts and outputs; "
         "or a trace file to draw them from (256:32)",
@@ -129,10 +149,11 @@ def _generate(options: Namespace) -> Trace:
 
     if options.window is not None:
         raise ConfigError("--window is of a --trace; generated arrivals have --duration")
-    return generate(_arrivals(options), _lengths(options), options.duration, seed=options.seed)
+    duration_s = DURATION_S if options.duration is None else options.duration
+    return generate(_arrivals(options, duration_s), _lengths(options.lengths or LENGTHS), duration_s, seed=options.seed)
 
 
-def _arrivals(options: Namespace) -> ArrivalProcess:
+def _arrivals(options: Namespace, duration_s: float) -> ArrivalProcess:
     from elastic.bench.traces.generator import Gamma, OnOff, Poisson, Ramp
 
     if options.poisson is not None:
@@ -142,18 +163,18 @@ def _arrivals(options: Namespace) -> ArrivalProcess:
     if options.on_off is not None:
         return OnOff(*numbers(options.on_off, "--on-off", "ON:OFF:ON_S:OFF_S"))
     first, last = numbers(options.ramp, "--ramp", "FIRST:LAST")
-    return Ramp(first, last, options.duration)
+    return Ramp(first, last, duration_s)
 
 
-def _lengths(options: Namespace) -> LengthDistribution:
+def _lengths(lengths: str) -> LengthDistribution:
     from elastic.bench.traces.generator import Fixed, LikeTrace, Lognormal
     from elastic.bench.traces.readers import read_trace
 
-    if os.path.isfile(options.lengths):
-        return LikeTrace(read_trace(options.lengths))
-    if options.lengths.count(":") == 3:
-        return Lognormal(*numbers(options.lengths, "--lengths", "MEDIAN:SIGMA:MEDIAN:SIGMA"))
-    prompt, output = numbers(options.lengths, "--lengths", "PROMPT:OUTPUT")
+    if os.path.isfile(lengths):
+        return LikeTrace(read_trace(lengths))
+    if lengths.count(":") == 3:
+        return Lognormal(*numbers(lengths, "--lengths", "MEDIAN:SIGMA:MEDIAN:SIGMA"))
+    prompt, output = numbers(lengths, "--lengths", "PROMPT:OUTPUT")
     if not (prompt.is_integer() and output.is_integer()):
-        raise ConfigError(f"--lengths {options.lengths}: tokens are whole numbers")
+        raise ConfigError(f"--lengths {lengths}: tokens are whole numbers")
     return Fixed(int(prompt), int(output))

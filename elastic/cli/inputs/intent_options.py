@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import replace
 from typing import Any, cast
 
@@ -33,6 +33,7 @@ def add_estimate(command: ArgumentParser) -> None:
         help="show what stages, shared layers and each form do by themselves, and how far apart all configurations are",
     )
     command.add_argument("--top", type=int, default=10, metavar="N", help="configurations to show (10)")
+    command.add_argument("--json", action="store_true", help="print one JSON document, of all configurations")
 
 
 def add_place(command: ArgumentParser) -> None:
@@ -154,4 +155,7 @@ def names_of(text: str, option: str) -> tuple[str, ...]:
 
 
 def _gib_seconds(text: str) -> float:
-    return float(text.removesuffix("GiBs"))
+    try:
+        return float(text.removesuffix("GiBs"))
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no number of GiB seconds, such as 40GiBs") from None

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +30,7 @@ from elastic.planning.estimate.ranking import Estimate
 
 _REASONS = 12
 """Lines of reasons that are shown."""
+_WIDEST = 1 << 12
 _PAPER = "by the paper's equations: one request at a time, no keys and values, an even part of the bytes for each rank"
 
 
@@ -52,23 +57,39 @@ def estimate(options: Namespace) -> int:
         losses=losses_of(options),
         method=options.method,
     )
+    if options.json:
+        json.dump({"basis": estimates[0].basis, "configurations": [_document(each) for each in estimates]}, sys.stdout)
+        print()
+    else:
+        _print(options, estimates, links=profile is not None and profile.link is not None)
+    return 0 if any(each.fits for each in estimates) else 2
+
+
+def _print(options: Namespace, estimates: Sequence[Estimate], *, links: bool) -> None:
     fitting = [each for each in estimates if each.fits]
     console = Console()
     if fitting and options.characterize:
-        console.print(_characterization(fitting))
+        print_whole(_characterization(fitting))
     elif fitting:
         wanted = intent_of(options).objective.replace("_", " ")
-        console.print(_configurations(fitting[: options.top], wanted))
+        print_whole(_configurations(fitting[: options.top], wanted))
         if fitting[0].ranks:
-            console.print(_ranks(fitting[0]))
-    links = profile is not None and profile.link is not None
+            print_whole(_ranks(fitting[0]))
     counted = f"{len(fitting)} of {len(estimates)} configurations fit"
     console.print(f"{counted}; seconds: {basis_words(estimates[0].basis, links=links)}", soft_wrap=True)
     if options.method == "paper":
         console.print(_PAPER, soft_wrap=True)
     for reason, names in _reasons(estimates)[:_REASONS]:
         console.print(f"  {names}: {reason}", soft_wrap=True, highlight=False, markup=False)
-    return 0 if fitting else 2
+
+
+def print_whole(table: Table) -> None:
+    """Print a table with all of its values, wider than the terminal where these need it."""
+    console = Console()
+    for column in table.columns:
+        column.no_wrap = True
+    console.width = max(console.width, console.measure(table, options=console.options.update(width=_WIDEST)).maximum)
+    console.print(table)
 
 
 def _profile(options: Namespace, forms: Sequence[str], load: Load) -> CostProfile:
@@ -78,7 +99,7 @@ def _profile(options: Namespace, forms: Sequence[str], load: Load) -> CostProfil
     """
     first, *others = parse_devices(options.devices, options.kind)
     device = first.name.partition("#")[0]
-    if first.kind.name == device and first.kind.type != "cpu":
+    if not first.is_place:
         raise ConfigError(
             f"--profile measures on this machine: name its devices, such as cuda:0, not {first.kind.name}"
         )
@@ -90,9 +111,9 @@ def _profile(options: Namespace, forms: Sequence[str], load: Load) -> CostProfil
 
 def _configurations(estimates: Sequence[Estimate], intent: str) -> Table:
     """Tabulate the best configurations."""
-    table = Table(title=f"the least {intent} first")
+    table = Table(title=f"the least {intent} first", collapse_padding=True)
     table.add_column("configuration", no_wrap=True)
-    for name in ("at a time", "TTFT, s", "TPOT, ms", "latency, s", "tokens/s", "GiB", "GiB s", "GPU s"):
+    for name in ("at a\ntime", "TTFT,\ns", "TPOT,\nms", "latency,\ns", "tokens\n/s", "GiB", "GiB s", "GPU s"):
         table.add_column(name, justify="right")
     for each in estimates:
         table.add_row(
@@ -124,9 +145,27 @@ def _characterization(estimates: Sequence[Estimate]) -> Table:
     return table
 
 
+def _document(each: Estimate) -> dict[str, Any]:
+    """Return an estimate for programs: bytes, seconds; None where it has none."""
+    seconds = {"ttft_s": each.ttft_s, "tpot_s": each.tpot_s, "latency_s": each.latency_s, "tokens_s": each.tokens_s}
+    costs = {"rate": each.rate, "cost_gib_s": each.cost, "gpu_hours": each.gpu_hours}
+    return {
+        "configuration": asdict(each.configuration),
+        "fits": each.fits,
+        "why_not": each.why_not,
+        "stages": [[layers.start, layers.stop] for layers in each.stages],
+        "ranks": [asdict(rank) for rank in each.ranks],
+        "requests": each.requests,
+        "memory_bytes": each.memory_bytes,
+        "quality_loss": each.quality_loss,
+        **{name: value if math.isfinite(value) else None for name, value in {**seconds, **costs}.items()},
+    }
+
+
 def _ranks(best: Estimate) -> Table:
     """Tabulate what each rank of a configuration holds, in MiB."""
-    table = Table("device", "layers", "fixed", "weights", "staging", "batches", "keys, values", "place", title="MiB")
+    names = ("device", "layers", "fixed", "weights", "staging", "batches", "keys,\nvalues", "place")
+    table = Table(*names, title="MiB", collapse_padding=True)
     for number, rank in enumerate(best.ranks):
         layers = best.stages[number // best.configuration.tp]
         parts = (

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic.cli.inputs.intent_options import intent_of, load_of, losses_of, names_of, numbers_of
-from elastic.cli.predictions.estimate import basis_words
+from elastic.cli.predictions.estimate import basis_words, print_whole
 from elastic.estimation.estimate import WEIGHTS
 from elastic.estimation.placement import ModelSpace, PlacedModels, place_models
 from elastic.planning.deployment.placing import Deployment, Refusal
@@ -63,8 +63,8 @@ def _named(paths: Sequence[str]) -> dict[str, str]:
 
 def _print(placed: PlacedModels) -> None:
     console = Console()
-    console.print(_models(placed))
-    console.print(_devices(placed))
+    print_whole(_models(placed))
+    print_whole(_devices(placed))
     console.print(f"seconds: {basis_words(placed.basis)}; of each model alone on its devices", soft_wrap=True)
     for name, outcome in placed.models:
         reasons = outcome.passed_over if isinstance(outcome, Deployment) else outcome.reasons

@@ -19,14 +19,15 @@ from elastic.cluster.deployment.hysteresis import Replanning
 from elastic.cluster.deployment.status import DeploymentStatus, DeviceStatus, Replanned
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.config import parse_bytes
-from elastic.errors import ConfigError, ElasticError, NotFound, StateError
+from elastic.errors import ConfigError, ElasticError, NotFound, StateError, require
 from elastic.estimation.device_list import parse_devices
+from elastic.estimation.estimate import check_losses
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.profiles.store import ProfileStore
 from elastic.planning.deployment.placing import Deployment, Refusal
 from elastic.planning.deployment.policies import THETA, PolicyName, preferred
 from elastic.planning.deployment.replicas import ReplicaRange
-from elastic.planning.estimate.configuration import FULL
+from elastic.planning.estimate.configuration import FULL, named_forms
 from elastic.planning.estimate.devices import Device
 from elastic.planning.estimate.intent import Intent, Objective
 from elastic.planning.estimate.performance import USUAL_LOAD, Load
@@ -69,9 +70,16 @@ class Deployments:
         kinds = {device.kind.name for device in available}
         if len(kinds) > 1:
             raise ConfigError(f"devices of kinds {', '.join(sorted(kinds))}: deployments are for devices of one kind")
+        sheets = [device.name for device in available if not device.is_place]
+        if sheets:
+            raise ConfigError(
+                f"devices: {sheets[0]} is of a data sheet, on which nothing can be deployed; name places of this "
+                "machine such as cuda:0=80GiB, with kind= for their data sheet (elastic place plans for data sheets)"
+            )
         preferred((), policy, theta)
+        check_losses(losses or {})
         self._book, self._order, self._losses = DeviceBook(available), (policy, theta), losses
-        self._weights, self._kv = tuple(weights or dict.fromkeys((FULL, *(losses or ())))), tuple(kv)
+        self._weights, self._kv = named_forms(weights or dict.fromkeys((FULL, *(losses or ())))), named_forms(kv)
         self._fleet_options = {"launch": launch, **(fleet or {})}
         self._replanning, self._store = replanning or Replanning(), store or ProfileStore()
         self._harvester = Harvester(self._book, self._store, self._measured) if harvest else None
@@ -139,6 +147,7 @@ class Deployments:
         """
         name = name or Path(path).resolve().name
         wanted, count = Intent.of(intent), ReplicaRange.of(replicas)
+        require(load is None or isinstance(load, Load), "load", load, "an elastic.Load, or None")
         with self._lock:
             if self._thread is None or self._ended.is_set():
                 raise StateError(
@@ -148,7 +157,7 @@ class Deployments:
                 raise ConfigError(f"{name!r} is deployed; give another name, or change it with intend({name!r}, ...)")
             devices = [*self._book.devices.values()]
             options = {**self._fleet_options, **(fleet or {})}
-            forms = weights or self._weights, kv or self._kv
+            forms = named_forms(weights or self._weights), named_forms(kv or self._kv)
             chooser = Chooser(path, devices, *forms, *self._order, self._losses, options.get("engine"))
             expected = load or chooser.bounded(USUAL_LOAD)
             try:

@@ -33,7 +33,14 @@ from elastic.engines.executor.layer_groups import LayerGroup, block_groups, laye
 from elastic.engines.executor.model_runner import ModelRunner
 from elastic.engines.sampling import answer_seed, require_valid
 from elastic.engines.stopping import end_tokens, with_ends
-from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError
+from elastic.errors import (
+    CapacityError,
+    ConfigError,
+    ElasticError,
+    Overloaded,
+    StateError,
+    is_integer,
+)
 from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
 from elastic.openmp import release_threads
@@ -78,9 +85,9 @@ class ContinuousEngine(PipelinedEngine):
         cuda_graphs: bool = False,
     ) -> None:
         for name, count in (("max_requests", max_requests), ("max_batch_tokens", max_batch_tokens)):
-            require(count >= 1, name, count, "at least 1")
+            require(is_integer(count) and count >= 1, name, count, "at least 1")
         for name, some in (("block_tokens", block_tokens), ("cohorts", cohorts), ("max_queue", max_queue)):
-            require(some is None or some >= 1, name, some, "at least 1, or None")
+            require(some is None or (is_integer(some) and some >= 1), name, some, "at least 1, or None")
         require(block_layout in LAYOUTS, "block_layout", block_layout, f"one of {', '.join(sorted(LAYOUTS))}")
         require(kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", kv_cache_dtype, " or ".join(KV_CACHE_DTYPES))
         self.runtime: Runtime = runtime(model)
@@ -155,6 +162,7 @@ class ContinuousEngine(PipelinedEngine):
 
     def submit(self, request: Request, listener: Listener) -> None:
         """Queue a request; see `Engine`."""
+        require(callable(listener), "listener", listener, "a function of an elastic.Output")
         self._check(request)
         request = with_ends(request, self.end_tokens)
         names = [request.id] if request.n == 1 else [f"{request.id}[{index}]" for index in range(request.n)]

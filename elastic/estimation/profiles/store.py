@@ -23,6 +23,7 @@ import torch
 from elastic.directories import CACHE, cache_directory, replacing
 from elastic.errors import ConfigError
 from elastic.estimation.profile import CostProfile
+from elastic.memory.backends.cuda import require_cuda
 from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.estimate.performance import Handovers
 from elastic.planning.measured_cost import LinearLatency
@@ -120,6 +121,7 @@ def model_digest(model: str | Path) -> str:
 def device_name(device: str) -> str:
     """Return the name of a device of this machine, by its type."""
     if device == "cuda":
+        require_cuda(torch.device(device))
         return torch.cuda.get_device_name()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -316,7 +316,8 @@ class KVPool:
         maximum = self.limits.maximum
         limit = maximum if limit_bytes is None else limit_bytes // self.pool.page_bytes
         if limit > maximum:
-            raise self._over_limit("the KV limit is above the maximum", limit, maximum - self.usage.used, maximum)
+            what = f"the KV limit is above the maximum on {self.pool.name}; set a lower one, or raise the budget"
+            raise self.pool.shortage(what, limit, maximum - self.usage.used, maximum)
         return limit
 
     def _over_limit(self, what: str, pages: int, free: int, total: int) -> CapacityError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from elastic.errors import ConfigError
@@ -49,6 +49,11 @@ class Configuration:
     def __str__(self) -> str:
         """Return such as `TP2 PP1 int4`; keys and values are named where they have a form of their own."""
         return f"TP{self.tp} PP{self.pp} {self.form}"
+
+
+def named_forms(names: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the names of forms, of which one can stand alone."""
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def form_of(weights: str, kv: str) -> str:

@@ -78,6 +78,11 @@ class Device:
     memory_bytes: int
     """What the model may have of it, with keys and values and activations."""
 
+    @property
+    def is_place(self) -> bool:
+        """Whether it is a place of a machine; else no more of it is known than its data sheet."""
+        return self.kind.type == "cpu" or self.name.partition("#")[0] != self.kind.name
+
 
 def sheet(name: str, *, option: str) -> DeviceKind:
     """Return a kind of device by its name. Raises `ConfigError` for an unknown one."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, is_number
 
 Objective = Literal["latency", "cost", "memory", "gpu_hours"]
 """Cost is memory times latency, as in the paper, where it is the default too; memory and GPU hours are its others."""
@@ -35,11 +34,11 @@ class Intent:
             raise ConfigError(f"minimize={self.minimize!r} is not known; use one of {', '.join(OBJECTIVES)}")
         for name in ("latency_s", "cost"):
             bound = getattr(self, name)
-            if bound is not None and not 0 < bound < math.inf:
+            if bound is not None and not (is_number(bound) and bound > 0):
                 raise ConfigError(f"{name}={bound!r} cannot be met, or bounds nothing; give a number above 0, or None")
-        if not 0 <= self.tolerance < math.inf:
+        if not is_number(self.tolerance) or self.tolerance < 0:
             raise ConfigError(f"tolerance={self.tolerance!r} cannot be; give a share of 0 or more, such as 0.05")
-        if self.quality_loss is not None and not 0 <= self.quality_loss < math.inf:
+        if self.quality_loss is not None and not (is_number(self.quality_loss) and self.quality_loss >= 0):
             raise ConfigError(f"quality_loss={self.quality_loss!r} cannot be; give 0 or more nats a token, or None")
 
     @property

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, is_integer, is_number
 from elastic.planning.estimate.roofline import BatchCost
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import Chunk
@@ -45,7 +45,8 @@ class Load:
     """Requests a second; 0: one request at a time."""
 
     def __post_init__(self) -> None:
-        if self.prompt < 1 or self.new < 1 or not 0 <= self.rate < math.inf:
+        whole = all(is_integer(tokens) and tokens >= 1 for tokens in (self.prompt, self.new))
+        if not whole or not is_number(self.rate) or self.rate < 0:
             raise ConfigError(f"{self} cannot be; give prompts and outputs of 1 token or more, and a rate of 0 or more")
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, is_integer, require_flag
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,12 @@ class Integers:
     The error of a product is then about 1 %; outliers among the activations make it larger."""
 
     def __post_init__(self) -> None:
-        if self.bits not in (8, 4, 3):
+        for name in ("symmetric", "dynamic"):
+            require_flag(getattr(self, name), name)
+        if not is_integer(self.bits) or self.bits not in (8, 4, 3):
             raise ConfigError(f"bits={self.bits!r} is not supported; use 8, 4 or 3")
-        if self.group_size != -1 and (self.group_size < 16 or self.group_size % 16):
+        whole = is_integer(self.group_size)
+        if not whole or (self.group_size != -1 and (self.group_size < 16 or self.group_size % 16)):
             raise ConfigError(f"group_size={self.group_size!r} is not supported; use -1 or a multiple of 16")
 
     def inputs_per_group(self, inputs: int) -> int:

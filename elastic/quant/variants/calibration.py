@@ -31,6 +31,10 @@ def inputs_of(
     """
     if tokens.ndim != 2 or not tokens.numel() or tokens.is_floating_point():
         raise ConfigError(f"calibration: token ids [sequences, tokens] are needed, not {tokens.dtype} {tokens.shape}")
+    ids = range(getattr(model.get_input_embeddings(), "num_embeddings", 1 << 31))  # type: ignore[operator]
+    least, most = map(int, tokens.aminmax())
+    if least not in ids or most not in ids:
+        raise ConfigError(f"calibration: there are token ids from {least} to {most}; the model has 0 to {ids.stop - 1}")
     rows = -(-most_rows // len(tokens))
     samples: dict[nn.Module, list[torch.Tensor]] = {module: [] for module in modules.values()}
 

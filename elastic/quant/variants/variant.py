@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.errors import ConfigError, StateError
+from elastic.errors import ConfigError, StateError, require
 from elastic.memory.host_store import HostTensor
 from elastic.quant.formats.base import KernelTarget, MatrixShape, PackedTensors, format_of
 from elastic.quant.formats.integer import Integers
@@ -18,6 +19,8 @@ from elastic.quant.formats.pruned import NAMES, Pruned, pruned_by_name
 from elastic.quant.kernels import integer_format  # noqa: F401  (registers its format)
 from elastic.quant.pruning import sparse_format, structured_format  # noqa: F401  (the same)
 from elastic.quant.variants.packed_weight import PackedMatrix, PackedSource, PlainSource, stack_parts
+from elastic.types import DROPPED, HOST
+from elastic.weights.model import ABSENT
 from elastic.weights.proxy.tensor import WeightProxy, WeightSource
 
 DEFAULTS: Mapping[str, Any] = {
@@ -26,6 +29,8 @@ DEFAULTS: Mapping[str, Any] = {
     "int3": Integers(3, group_size=128),
 }
 """Plain name -> the config that it stands for; names of pruned variants follow a pattern (`pruned_by_name`)."""
+
+_NAME = re.compile(r"\w[\w:.-]*", re.ASCII)
 
 NAMED = f"{', '.join(DEFAULTS)}, {NAMES}"
 """Plain names, for messages."""
@@ -52,15 +57,16 @@ class Variant:
     def parse(cls, variant: str | Variant) -> Variant:
         """Complete a variant, or make one from its name. Raises `ConfigError` for an unknown name or config."""
         chosen = variant if isinstance(variant, cls) else cls(str(variant))
-        if chosen.checkpoint is not None:
-            return chosen
-        if chosen.config is None:
+        if chosen.config is None and chosen.checkpoint is None:
             config = config_of(chosen.name)
             if config is None:
                 raise ConfigError(
                     f"variants: {variant!r} is not known; use one of {NAMED}, or elastic.Variant(name, config)"
                 )
             chosen = replace(chosen, config=config)
+        _check_name(chosen.name)
+        if chosen.checkpoint is not None:
+            return chosen
         format_of(chosen.config)
         _check_calibration(chosen)
         return chosen
@@ -74,8 +80,24 @@ def config_of(name: str) -> Any | None:
     return DEFAULTS[name] if name in DEFAULTS else pruned_by_name(name)
 
 
+def _check_name(name: str) -> None:
+    """Raise `ConfigError` for a name that no file can have, or that says of a layer that it is in no variant."""
+    good = isinstance(name, str) and _NAME.fullmatch(name) is not None
+    require(good, "name of a variant", name, "letters, digits, '_', ':', '.' and '-', and begin with one of the first")
+    dtype = getattr(torch, name, None)
+    floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    is_full = name == "full" or (floats and str(dtype) == f"torch.{name}")  # and no alias, such as `half`
+    taken = is_full or name in (HOST, ABSENT, DROPPED)
+    require(not taken, "name of a variant", name, "another one: this says of a layer that it is in no variant")
+
+
 def _check_calibration(variant: Variant) -> None:
-    """Raise `ConfigError` where a criterion lacks calibration text, or would not use it."""
+    """Raise `ConfigError` for what is no text, and where a criterion lacks it, or would not use it."""
+    text = variant.calibration
+    if text is not None and not isinstance(text, torch.Tensor):
+        raise ConfigError(
+            f"calibration: a tensor of token ids [sequences, tokens] is needed, not {type(text).__name__}"
+        )
     if not isinstance(variant.config, Pruned):
         return
     if variant.config.calibrated and variant.calibration is None:

@@ -21,14 +21,14 @@ class LlamaParser:
         if self._calls is None and not self._plain:
             text, self._held = self._held + text, ""
             start = text.lstrip()
-            if not start or (_TAG.startswith(start)):
+            first = start.removeprefix(_TAG).lstrip()
+            if not first or _TAG.startswith(start):
                 self._held = text
                 return Parsed()
-            start = start.removeprefix(_TAG).lstrip()
-            if start and not start.startswith("{"):
-                self._plain = True
+            if first.startswith("{"):
+                self._calls, text = CallList("", ";", ""), first
             else:
-                self._calls, text = CallList("", ";", ""), start
+                self._plain = True
         if self._calls is None:
             return Parsed(text)
         calls, content = self._calls.push(text)

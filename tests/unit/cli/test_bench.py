@@ -110,6 +110,14 @@ def test_a_model_is_served_and_measured_in_this_process(tmp_path: Path) -> None:
         (["--poisson", "5", "--lengths", "long"], "--lengths long: PROMPT:OUTPUT is needed"),
         (["--poisson", "5", "--rate-scale", "2"], "thinning only takes requests away"),
         (["--poisson", "5", "--token-scale", "0"], "token scale 0.0 must be above 0"),
+        (["--trace", "x", "--duration", "5"], "--duration is of generated requests; cut a --trace by --window A:B"),
+        (["--trace", "x", "--lengths", "5:2"], "--lengths is of generated requests"),
+        (["--poisson", "5", "--save-detailed"], "--save-detailed is of the file of the result; give --out FILE"),
+        (["--poisson", "5", "--tokenizer", "x"], "--tokenizer cuts prompts from a text; give --prompts FILE"),
+        (["--poisson", "5", "--max-queue", "3"], "--max-queue is of a model that is served here"),
+        (["--poisson", "5", "--policy", "balanced"], "--policy is of a model that is served here"),
+        (["--poisson", "5", "--variants", "int4"], "--variants is of a model that is served here"),
+        (["--poisson", "5", "--prepack"], "--prepack is of a model that is served here"),
         (["--poisson", "5", "--prompts", "x"], "--prompts with --url needs --tokenizer"),
         (["--poisson", "5", "--out", "/no/where/x.json"], "--out /no/where/x.json: there is no such directory"),
         (["--poisson", "5", "--timeout", "0"], "timeout_s 0.0 must be above 0"),
@@ -141,6 +149,8 @@ def test_what_the_caller_must_change(arguments: list[str], line: str, capsys: py
 def test_a_model_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "run", "--model", "/nowhere", "--poisson", "5"]) == 2
     assert "--model /nowhere: no model there" in capsys.readouterr().err
+    assert main(["bench", "run", "--model", "/nowhere", "--poisson", "5", "--served-model-name", "x"]) == 2
+    assert "--served-model-name is of a server; give --url in place of --model" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_is_written_all_the_same(

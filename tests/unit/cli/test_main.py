@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import signal
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +22,21 @@ def test_the_demo_writes_the_plain_models_text_while_pages_come_and_go(capsys: p
     assert "32 of 32 answers are the plain model's, token for token" in out
     for word in ("dropped: ", "restored: ", "KV used", "free, not created", "deferred", "applied", "pause ms"):
         assert word in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_the_demo_writes_few_tokens_too(
+    tokens: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("elastic.cli.demo.serve_a_burst", lambda *_: True)
+    assert main(["demo", "--max-new-tokens", str(tokens)]) == 0
+    assert "tokens equal to the plain model's in acts 1 and 2: yes" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_package_is_a_command() -> None:
+    module = runpy.run_module("elastic", run_name="elastic.__main__")
+    assert module["main"] is main
 
 
 def test_generate_streams_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,6 +63,7 @@ def test_a_pruned_variant_has_a_file_without_a_colon(model: Path, text: Path) ->
     [
         (["--calibration", "/nowhere"], "--calibration /nowhere cannot be read: No such file"),
         (["--held-out", "/nowhere"], "--held-out /nowhere cannot be read"),
+        (["--held-out", __file__], "--held-out is text for the losses of the plot; give --plot FILE"),
         (["--variant", "int5"], "variant='int5' is not known"),
         (["--beta", "-1"], "beta=-1.0 must be"),
         (["--tokens", "0"], "tokens=0 must be"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from elastic.estimation.activations import bound_bytes, peak_bytes
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import estimate
 from elastic.estimation.model_layout import layout_of
-from elastic.estimation.profile import CostProfile
+from elastic.estimation.profile import CostProfile, measure_fingerprints
+from elastic.estimation.profiles.store import device_name
 from elastic.planning.estimate.configuration import FULL, Configuration
 from elastic.planning.estimate.intent import OBJECTIVES
 from elastic.planning.estimate.layer_cost import LayerCost
@@ -233,6 +234,54 @@ def test_devices_are_places_or_data_sheets() -> None:
         parse_devices("cuda:0=1GiB", "h10")
     with pytest.raises(ConfigError, match="devices of one kind"):
         estimate(MODEL_DIR, sheets)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"load": {}}, "load={} cannot be"),
+        ({"losses": {"int4": math.nan}}, "losses: int4=nan"),
+        ({"losses": {"int4": -0.1}}, "losses: int4=-0.1"),
+        ({"losses": {"KV int8": "1"}}, "losses: KV int8='1'"),
+        ({"losses": {"int9": 0.1}}, "'int9' is not known"),
+        ({"weights": "int9"}, "'int9' is not known"),
+        ({"devices": None}, "devices=None are none"),
+        ({"devices": "cpu#a=1GiB", "kind": "h100"}, "kind='h100' is the data sheet of places on CUDA"),
+        ({"devices": [3]}, r"devices=\[3\] are none"),
+    ],
+)
+def test_arguments_that_say_nothing_are_refused_in_words(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        estimate(LLAMA_2_70B, **{"devices": "8*h100", **options})
+
+
+def test_one_form_of_weights_can_stand_alone() -> None:
+    forms = {each.configuration.weights for each in estimate(LLAMA_2_70B, "8*h100", weights="int8", kv="full")}
+    assert forms == {"int8"}
+
+
+def test_a_gpu_that_this_machine_lacks_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for measure in (lambda: measure_fingerprints(LLAMA_2_70B, device="cuda:0"), lambda: device_name("cuda")):
+        with pytest.raises(elastic.BackendUnavailable, match="sees no CUDA device"):
+            measure()
+
+
+def test_the_command_cuts_no_value_and_has_a_document_for_programs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    asked = ["estimate", str(MODEL_DIR), "--devices", "2*h100", "--kv", "full,int8"]
+    for more in ([], ["--characterize"]):
+        assert main([*asked, *more]) == 0
+        assert "…" not in capsys.readouterr().out
+    assert main([*asked, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    ranked = estimate(str(MODEL_DIR), "2*h100", kv=("full", "int8"))
+    assert [each["configuration"] for each in document["configurations"]] == [asdict(e.configuration) for e in ranked]
+    first, last = document["configurations"][0], document["configurations"][-1]
+    assert (first["fits"], first["latency_s"]) == (True, ranked[0].latency_s)
+    assert (last["fits"], last["latency_s"], last["why_not"]) == (False, None, ranked[-1].why_not)
 
 
 def test_the_command_prints_what_fits_and_why_the_others_do_not(

@@ -304,6 +304,7 @@ WRONG = [
     (["/nowhere", "--prepack", "--shards", "2"], "prepack=True does not go with shards=2"),
     (["/nowhere", "--slo-ttft", "0"], "ttft_s=0.0 cannot be"),
     (["/nowhere", "--host", "203.0.113.7"], "--host 203.0.113.7 --port 8000"),
+    (["/nowhere", "--order", "last_first"], "--order is of layers that are swapped; give --variants too"),
     (["/nowhere", "--place", "gpu"], "'gpu' is not a place"),
     ([str(MODEL_DIR), "--place", "cpu=64MiB", "--port", "0", "--max-model-len", "1025"], "more than the 1024 tokens"),
     ([str(MODEL_DIR), "--place", "cpu=64MiB", "--port", "0", "--policy", ""], "policy='' is not known"),
@@ -320,6 +321,12 @@ def test_what_the_caller_of_serve_must_change(
         error = capsys.readouterr().err
         assert line in error
         assert error.count("\n") == 1
+
+
+def test_sampling_of_no_directory_is_not_looked_for_at_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.GenerationConfig.from_pretrained", lambda *_: pytest.fail("asked"))
+    with pytest.raises(ConfigError, match="--generation-config foo: there is no such directory"):
+        serve.sampling_defaults(None, "foo")
 
 
 def test_options_become_those_of_wrap() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -365,12 +366,20 @@ def test_deployments_that_were_not_started_or_have_ended_deploy_nothing(paths: A
     fleet = Deployments(DEVICES, **OPTIONS)
     with pytest.raises(StateError, match="start the deployments first"):
         fleet.deploy(paths["qwen3"])
-    with fleet, pytest.raises(StateError, match="started before"):
-        fleet.start()
+    with fleet:
+        with pytest.raises(StateError, match="started before"):
+            fleet.start()
+        with pytest.raises(ConfigError, match=r"load=.* cannot be"):
+            fleet.deploy(paths["qwen3"], load={"rate": 1})  # type: ignore[arg-type]
     with pytest.raises(StateError, match="or make new ones"):
         fleet.deploy(paths["qwen3"])
     with pytest.raises(ConfigError, match="devices of kinds"):
         Deployments("cpu#a=1GiB,h100")
+    with pytest.raises(ConfigError, match="h100#0 is of a data sheet, on which nothing can be deployed"):
+        Deployments("2*h100")
+    for losses in ({"int9": 1.0}, {"int4": math.nan}, {"int4": -1.0}, {"KV int4": 0.1}):
+        with pytest.raises(ConfigError, match=r"int9|losses: int4=|KV int4"):
+            Deployments(DEVICES, losses=losses)
     with pytest.raises(ConfigError, match="policy='nearest'"):
         Deployments(DEVICES, policy="nearest")  # type: ignore[arg-type]
     assert elastic.Deployments is Deployments

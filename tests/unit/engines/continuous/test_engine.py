@@ -289,10 +289,15 @@ def test_requests_that_make_no_sense_are_refused_in_words(prompt: Any, tokens: i
         engines(architectures.build("llama-gqa")).submit(Request(prompt, tokens), Collector())
 
 
+def test_outputs_need_somebody_to_listen(engines: Any) -> None:
+    with pytest.raises(ConfigError, match="listener=None cannot be"):
+        engines(architectures.build("llama-gqa")).submit(Request((1,), 2), None)
+
+
 @pytest.mark.parametrize("option", ["max_queue", "max_requests", "max_batch_tokens", "block_tokens"])
-@pytest.mark.parametrize("count", [0, -1])
-def test_an_engine_that_could_take_no_request_is_not_made(option: str, count: int) -> None:
-    with pytest.raises(ConfigError, match=f"{option}={count} cannot be; it must be at least 1"):
+@pytest.mark.parametrize("count", [0, -1, "16", 1.5, True])
+def test_an_engine_that_could_take_no_request_is_not_made(option: str, count: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{option}={count!r} cannot be; it must be at least 1"):
         ContinuousEngine(None, **{option: count})  # type: ignore[arg-type]
 
 

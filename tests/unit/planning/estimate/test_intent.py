@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -106,3 +107,23 @@ def test_a_misfit_stays_one_whatever_the_intent() -> None:
     full = Candidate(Configuration(), (range(1),), (RankBytes("d", 1, 2, 0, 0, 0, 0),), 0, 0, WIDE.cost, "made up")
     found: tuple[Estimate, ...] = rank([full], LOAD, Intent(latency_s=1e9))
     assert "d lacks" in found[0].why_not
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Load("1024", 256),  # type: ignore[arg-type]
+        lambda: Load(1.5, 256),  # type: ignore[arg-type]
+        lambda: Load(1, True),
+        lambda: Load(1, 1, math.nan),
+        lambda: Load(1, 1, "2"),  # type: ignore[arg-type]
+        lambda: Intent(latency_s="1.5"),  # type: ignore[arg-type]
+        lambda: Intent(cost=math.nan),
+        lambda: Intent(quality_loss="0"),  # type: ignore[arg-type]
+        lambda: Intent(tolerance=None),  # type: ignore[arg-type]
+        lambda: Intent(["cost"]),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_number_is_refused_in_words(make: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError):
+        make()

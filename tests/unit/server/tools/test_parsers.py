@@ -213,6 +213,11 @@ FRAGMENTS = {
 }
 
 
+def test_a_tag_and_space_before_content_are_content_however_they_come() -> None:
+    make, text = TOOL_FORMATS["llama3_json"].make, "<|python_tag|> <|python_tag|>"
+    assert raw(make(), text, [15]) == raw(make(), text, [])
+
+
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 @given(data=st.data())
 @settings(max_examples=150)

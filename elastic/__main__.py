@@ -1,0 +1,10 @@
+"""`python -m elastic`: the command."""
+
+from __future__ import annotations
+
+import sys
+
+from elastic.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())
