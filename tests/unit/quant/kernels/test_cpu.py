@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -122,6 +123,19 @@ def test_activations_may_have_any_strides(tokens: int) -> None:
     x = torch.randn(128, tokens).t()
     for name, path in paths.items():
         assert torch.equal(path(x, parts), path(x.contiguous(), parts)), name
+
+
+@pytest.mark.parametrize("config", [Integers(8, -1, symmetric=True), Integers(8, 64), Integers(4, 64), Integers(3, 64)])
+def test_inputs_divided_by_their_scale_may_be_beyond_float16(config: Integers) -> None:
+    weight = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
+    codes = replace(round_to_nearest(weight * 1e-4, config), input_scale=torch.full((128,), 1e-4))
+    parts, paths = packed(config, codes)
+    x = torch.full((2, 128), 100.0, dtype=torch.float16)
+    exact = x.double() @ codes.value().double().t()
+    for name, path in paths.items():
+        y = path(x, parts)
+        assert y.dtype == torch.float16
+        assert (y.double() - exact).norm() <= 0.05 * exact.norm(), name
 
 
 def test_bytes_for_other_instructions_are_not_given_to_the_kernel() -> None:
