@@ -69,9 +69,22 @@ def save(path: Path, variant: Variant, layers: Sequence[LayerParameters], packed
 
 def load(path: Path, variant: Variant, layers: Sequence[LayerParameters]) -> list[PackedLayer]:
     """Read a file of `save`. Raises `ConfigError` for a damaged file, and for one of another model or variant."""
-    file = CheckpointFile(path)
-    description = _read_description(file)
-    source, names = describe_source(variant), [layer.name for layer in layers]
+    source = describe_source(variant)
+    try:
+        return _read_layers(CheckpointFile(path), source, layers)
+    except ConfigError as error:
+        raise error if str(path) in str(error) else _damaged(path, str(error)) from error
+    except OSError as error:
+        raise ConfigError(f"variant_cache: {path} cannot be read: {error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise _damaged(path, f"it is not what was written ({error!r})") from error
+
+
+def _read_layers(
+    file: CheckpointFile, source: Mapping[str, Any], layers: Sequence[LayerParameters]
+) -> list[PackedLayer]:
+    """Read all layers. Raises whatever reading something else may raise."""
+    path, description, names = file.path, _read_description(file), [layer.name for layer in layers]
     if description["variant"] != source:
         raise _foreign(path, f"it has {description['variant']}, and asked for is {source}")
     if set(description["layers"]) != set(names):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import elastic
 from elastic import ConfigError, StateError
+from elastic.memory.checkpoint_file import CheckpointFile
 from elastic.memory.host_store import host
 from elastic.quant.checkpoints.reader import QuantizedCheckpoint
 from elastic.quant.formats.integer import Integers
@@ -196,6 +198,37 @@ def test_files_of_another_model_or_variant_are_refused(tmp_path: Path) -> None:
         elastic.wrap(build("llama-gqa"), places=ROOMY, variants=[finer], variant_cache=tmp_path)
     (tmp_path / "elastic-int4.safetensors").write_bytes((GOLDEN / "gptq-4bit/model.safetensors").read_bytes())
     with pytest.raises(ConfigError, match="Elastic did not write it"):
+        cached(tmp_path, build("llama-gqa"))
+
+
+def rewritten(path: Path, about: str) -> None:
+    """Give a file another description, with its checksum."""
+    save_file(load_file(path), path, {"about": about, "sha256": hashlib.sha256(about.encode()).hexdigest()})
+
+
+def test_what_is_in_the_place_of_a_file_is_refused_with_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "elastic-int4.safetensors"
+    elastic.unwrap(cached(tmp_path, build("llama-gqa")))
+    about = json.loads(CheckpointFile(path).metadata["about"])
+    layer = next(iter(about["layers"]))
+    other = [
+        [],
+        {**about, "layers": 5},
+        {**about, "target": {"device": "cpu"}},
+        {key: value for key, value in about.items() if key != "variant"},
+        {**about, "paths": [{"format": "Integers"}]},
+        {**about, "layers": {**about["layers"], layer: {"digest": 0, "parameters": {"mlp": {"kind": "rounded"}}}}},
+    ]
+    for description in other:
+        rewritten(path, json.dumps(description))
+        with pytest.raises(ConfigError, match=f"{path} is damaged"):
+            cached(tmp_path, build("llama-gqa"))
+    rewritten(path, "{")
+    with pytest.raises(ConfigError, match=f"{path} is damaged"):
+        cached(tmp_path, build("llama-gqa"))
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match=f"{path} cannot be read"):
         cached(tmp_path, build("llama-gqa"))
 
 
