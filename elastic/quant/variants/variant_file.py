@@ -29,9 +29,10 @@ from elastic.quant.variants.host_block import in_one_block, over_block, parts_in
 from elastic.quant.variants.packed_weight import PackedMatrix
 from elastic.quant.variants.variant import MatrixParameter, PackedLayer, Packing, ReplacedParameter, Variant
 
-VERSION = "elastic-variant-2"
-READ = ("elastic-variant-1", VERSION)
-"""Versions that can be read: the first knew no pruned matrices, and was the same otherwise."""
+VERSION = "elastic-variant-3"
+READ = ("elastic-variant-1", "elastic-variant-2", VERSION)
+"""Versions that can be read: the first knew no pruned matrices. Offsets of int8 were bfloat16 before, and their kernels
+others: they are measured anew."""
 
 
 def save(path: Path, variant: Variant, layers: Sequence[LayerParameters], packed: Sequence[PackedLayer]) -> None:
@@ -90,7 +91,7 @@ def _read_layers(
     if set(description["layers"]) != set(names):
         raise _foreign(path, "it has other layers than the model")
     packed_for, device = KernelTarget(**description["target"]), layers[0].device
-    if packed_for == KernelTarget.of(device):
+    if packed_for == KernelTarget.of(device) and description["version"] == VERSION:
         paths.merge(KernelTable.from_json(description["paths"]))
     return [_load_layer(file, layer, description["layers"][layer.name], packed_for, device) for layer in layers]
 

@@ -24,7 +24,6 @@ struct Matrix {
   float middle, factor;
 };
 
-// Whether there is a kernel for this processor.
 int is_supported() {
 #ifdef __AVX2__
   return 1;
@@ -269,10 +268,6 @@ void multiply_block(const Matrix& matrix, const uint8_t* upper, const uint8_t* l
     std::copy_n(out + row * padded, width, y + row * y_step);
 }
 
-void widen(const int8_t* __restrict from, int64_t count, int16_t* __restrict to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
-}
-
 // Adds what a group gives to sums [ROWS, OUTPUTS] of vectors: weights are [OUTPUTS, inputs], codes [ROWS, inputs], of
 // which `count`, a multiple of two vectors, are looked at.
 template <int ROWS>
@@ -314,9 +309,10 @@ constexpr AddRows ADD_ROWS[] = {nullptr, add_rows<1>, add_rows<2>,
 // Rounds up to whole vectors of codes.
 constexpr int64_t padded(int64_t inputs) { return (inputs + 2 * LANES - 1) / (2 * LANES) * (2 * LANES); }
 
-// Computes `OUTPUTS` outputs of rows `first` to `stop` from their weights, [OUTPUTS, stride], which end in zeros.
-void multiply_rows(const int16_t* weights, const float* scales, int64_t inputs, int64_t stride, const Activations& x,
-                   int64_t first, int64_t stop, float* y, int64_t y_step) {
+// Computes `OUTPUTS` outputs of rows `first` to `stop` from their weights, [OUTPUTS, stride], which end in zeros; weight =
+// scale * code + offset. The first sum of a row of x is that of all its groups.
+void multiply_rows(const int16_t* weights, const float* scales, const float* offsets, int64_t inputs, int64_t stride,
+                   const Activations& x, int64_t first, int64_t stop, float* y, int64_t y_step) {
   const int64_t groups = (inputs + MOST_GROUP - 1) / MOST_GROUP;
   for (int64_t row = first; row < stop; row += MOST_ROWS) {
     const int64_t count = std::min<int64_t>(MOST_ROWS, stop - row);
@@ -328,7 +324,8 @@ void multiply_rows(const int16_t* weights, const float* scales, int64_t inputs, 
                       sums);
     }
     for (int64_t i = 0; i < count * OUTPUTS; ++i)
-      y[(row + i / OUTPUTS) * y_step + i % OUTPUTS] = sum(load(sums + i * LANES)) * scales[i % OUTPUTS];
+      y[(row + i / OUTPUTS) * y_step + i % OUTPUTS] = sum(load(sums + i * LANES)) * scales[i % OUTPUTS] +
+                                                      x.sums[(row + i / OUTPUTS) * groups] * offsets[i % OUTPUTS];
   }
 }
 
@@ -337,9 +334,9 @@ void multiply_rows(const int16_t* weights, const float* scales, int64_t inputs, 
 extern "C" {
 
 // Multiplies x, float32 [rows, inputs], with a matrix in rows, int8 [outputs, inputs], of four outputs or a multiple;
-// scales, bfloat16 [outputs]; y, float32 [rows, outputs].
-void multiply_int8(const int8_t* weights, const uint16_t* scales, int64_t outputs, int64_t inputs, const float* x,
-                   int64_t rows, float* y, int threads) {
+// scales, bfloat16 [outputs]; offsets, float32 [outputs], or null; y, float32 [rows, outputs].
+void multiply_int8(const int8_t* weights, const uint16_t* scales, const float* offsets, int64_t outputs, int64_t inputs,
+                   const float* x, int64_t rows, float* y, int threads) {
   const int64_t stride = padded(inputs) + 2 * LANES;  // rows that lie a power of two apart share lines of a cache
   const int64_t groups = (inputs + MOST_GROUP - 1) / MOST_GROUP, parts = (rows + FEW_ROWS - 1) / FEW_ROWS;
   Activations rounded{std::unique_ptr<int16_t[]>(new int16_t[rows * stride]()),
@@ -353,17 +350,21 @@ void multiply_int8(const int8_t* weights, const uint16_t* scales, int64_t output
       round_group(x + row * inputs + from, std::min<int64_t>(MOST_GROUP, inputs - from),
                   rounded.codes.get() + row * stride + from, rounded.steps.get() + i, rounded.sums.get() + i);
     }
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t g = 1; g < groups; ++g) rounded.sums[row * groups] += rounded.sums[row * groups + g];
     const std::unique_ptr<int16_t[]> wide(new int16_t[OUTPUTS * stride]());
 #pragma omp for schedule(static) collapse(2)
     for (int64_t part = 0; part < parts; ++part)
       for (int64_t out = 0; out < outputs; out += OUTPUTS) {
-        float each[OUTPUTS];
+        float each[OUTPUTS], more[OUTPUTS] = {};
         for (int64_t o = 0; o < OUTPUTS; ++o) {
           each[o] = widened(scales[out + o]);
-          widen(weights + (out + o) * inputs, inputs, wide.get() + o * stride);
+          if (offsets != nullptr) more[o] = offsets[out + o];
+          std::copy_n(weights + (out + o) * inputs, inputs, wide.get() + o * stride);
         }
-        multiply_rows(wide.get(), each, inputs, stride, rounded, part * FEW_ROWS, std::min(rows, (part + 1) * FEW_ROWS),
-                      y + out, outputs);
+        multiply_rows(wide.get(), each, more, inputs, stride, rounded, part * FEW_ROWS,
+                      std::min(rows, (part + 1) * FEW_ROWS), y + out, outputs);
       }
   }
 }
