@@ -18,7 +18,7 @@ extern "C" {
 
 // How a matrix of nibbles lies: see int4_layout.py. Block after block of `width` columns; all inputs of a block side by side, a
 // byte for two columns, one of each half of the block; of a narrower last block, for two neighbours.
-// weight = scale * (code - middle) + factor * offset.
+// weight = scale * (code - middle + factor * offset / scale), the last a whole number.
 struct Matrix {
   int64_t outputs, inputs, group, width;
   float middle, factor;
@@ -226,12 +226,13 @@ float widened(uint16_t bits) {
   return out;
 }
 
-// Reads scales and offsets, bfloat16 [columns, 2], as floats; those of no column are 0.
+// Reads scales and offsets, bfloat16 [columns, 2], which are whole numbers of scales; those of no column are 0.
 void read_scales(const uint16_t* pairs, int64_t columns, const Matrix& matrix, float* scales, float* offsets) {
   std::fill_n(scales, MOST_WIDTH, 0.0f), std::fill_n(offsets, MOST_WIDTH, 0.0f);
   for (int64_t column = 0; column < columns; ++column) {
-    scales[column] = widened(pairs[2 * column]);
-    offsets[column] = widened(pairs[2 * column + 1]) * matrix.factor - scales[column] * matrix.middle;
+    const float scale = widened(pairs[2 * column]), offset = widened(pairs[2 * column + 1]) * matrix.factor;
+    scales[column] = scale;
+    offsets[column] = scale * (std::nearbyint(scale == 0 ? 0.0f : offset / scale) - matrix.middle);
   }
 }
 
@@ -299,8 +300,7 @@ void add_rows(const int16_t* weights, const int16_t* codes, int64_t inputs, int6
     }
 }
 
-typedef decltype(&add_rows<1>) AddRows;
-constexpr AddRows ADD_ROWS[] = {nullptr, add_rows<1>, add_rows<2>,
+constexpr decltype(&add_rows<1>) ADD_ROWS[] = {nullptr, add_rows<1>, add_rows<2>,
 #ifdef __AVX512BW__
                                 add_rows<3>, add_rows<4>
 #endif

@@ -123,7 +123,8 @@ int4_matmul = torch.ops.elastic.int4_matmul.default
 
 x: float32 [tokens, inputs], contiguous; planes: uint8 [1 or 2, outputs * inputs / 2], the nibbles of codes, or the
 upper and the lower ones; scales: bfloat16 [groups, outputs, 2], columns next to one another; out: float32 [tokens,
-outputs], rows in one piece. weight = scale * (code - middle) + factor * offset. The caller has checked shapes.
+outputs], rows in one piece. weight = scale * (code - middle + factor * offset / scale), the quotient rounded to a whole
+number. The caller has checked shapes.
 """
 int8_matmul = torch.ops.elastic.int8_matmul.default
 """Write x @ matrix.T to `out`, all contiguous.
