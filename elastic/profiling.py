@@ -62,6 +62,7 @@ def profile(
     decoder = _check_model(model)
     name, config = _variant(variant)
     ids = token_ids(calibration, tokenizer, tokens)
+    _check_ids(model, ids)
     _check_options(alpha1, alpha2, beta, batch)
     setting = _setting(decoder, ids, name, config, alpha1=alpha1, alpha2=alpha2, beta=beta, lazy=lazy)
     begun = _begun(path, setting)
@@ -115,7 +116,23 @@ def _check_model(model: nn.Module) -> Decoder:
     absent = [name for name, p in model.named_parameters() if p.device.type == "meta"]
     if absent:
         raise ConfigError(f"{len(absent)} parameters have no data (such as {absent[0]}); load the whole model")
+    for name, layer in zip(decoder.layer_names, decoder.layers, strict=True):
+        for key, parameter in layer.named_parameters():
+            if parameter.is_floating_point() and not parameter.float().isfinite().all():
+                raise ConfigError(f"{name}.{key} holds values that are not finite; load weights without such values")
     return decoder
+
+
+def _check_ids(model: nn.Module, ids: torch.Tensor) -> None:
+    """Raise `ConfigError` for token ids, [sequences, tokens], that the model has no embedding of."""
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    vocabulary = len(embedding.weight)
+    lowest, highest = int(ids.min()), int(ids.max())
+    if lowest < 0 or highest >= vocabulary:
+        raise ConfigError(
+            f"calibration has token ids from {lowest} to {highest}, the model those from 0 to {vocabulary - 1}; use "
+            "its own tokenizer"
+        )
 
 
 def _variant(variant: str | Integers | Pruned) -> tuple[str, Integers | Pruned]:

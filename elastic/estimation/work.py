@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 from elastic.engines.executor.kernels.paged_attention import attends_in_place
 from elastic.engines.executor.layer_groups import layer_groups
@@ -44,8 +47,7 @@ def layer_work(pages: WeightPages, kind: LayerKind, weights: str, kv: KVShape, t
         read[group] += bytes_of[name]
         if parameter.ndim > 1:
             met[group] += bytes_of[name] / parameter.element_size() if smaller else parameter.numel()
-    experts = max((slot.parameter.shape[0] for slot in kind.slots.values() if slot.parameter.ndim == 3), default=1)
-    chosen = min(1.0, _chosen(config, kind) / experts)
+    chosen = chosen_share(config, kind.layers[0], [slot.parameter for slot in kind.slots.values()])
     shared = [
         Work(read["cut"], 2 * met["cut"]),
         Work(read["experts"], 2 * chosen * met["experts"], least_met=chosen),
@@ -57,6 +59,15 @@ def layer_work(pages: WeightPages, kind: LayerKind, weights: str, kv: KVShape, t
     ]
     parts = [Work(read["whole"], 2 * met["whole"]), *(work.shared(tp, kv.parts(tp)) for work in shared)]
     return tuple(work for work in parts if work.weight_bytes or work.kv_bytes)
+
+
+def chosen_share(config: Any, layer: int, parameters: Iterable[torch.Tensor]) -> float:
+    """Return the share of the experts of a layer, by its number, that a token is sent to; 1.0 where it has none.
+
+    parameters: of the layer; of experts are those of shape [experts, ..., ...].
+    """
+    experts = max((parameter.shape[0] for parameter in parameters if parameter.ndim == 3), default=0)
+    return min(1.0, _chosen(config, layer) / experts) if experts else 1.0
 
 
 def window_of(config: Any, kind: LayerKind) -> int | None:
@@ -91,7 +102,8 @@ def activation_bytes(layout: ModelLayout, step_tokens: int, running: int, contex
     attention = step_tokens * (4 * heads + 6 * kv.heads) * kv.dim * itemsize + seen + scores
     slots = [slot for kind in layout.kinds for slot in kind.slots.values()]
     inner = max(max(slot.parameter.shape[-2:]) for slot in slots if slot.parameter.ndim > 1)
-    chosen = max(_chosen(config, kind) for kind in layout.kinds)
+    routed = (kind for kind in layout.kinds if any(slot.parameter.ndim == 3 for slot in kind.slots.values()))
+    chosen = max((_chosen(config, kind.layers[0]) for kind in routed), default=1)
     network = step_tokens * chosen * (4 * inner + 2 * hidden) * itemsize
     logits = running * config.vocab_size * (itemsize + 4 * _LOGIT_COPIES)
     return int(step_tokens * 8 * hidden * max(4, itemsize) + max(attention, network, logits))
@@ -137,9 +149,7 @@ def _stored_bytes(kind: LayerKind, weights: str, target: KernelTarget) -> dict[s
     return nbytes
 
 
-def _chosen(config: Any, kind: LayerKind) -> int:
-    """Return how many experts a token is sent to; 1 for a layer without."""
-    if not any(slot.parameter.ndim == 3 for slot in kind.slots.values()):
-        return 1
-    own = layer_configs(config)[kind.layers[0]]
+def _chosen(config: Any, layer: int) -> int:
+    """Return how many experts a token is sent to in a layer that has some."""
+    own = layer_configs(config)[layer]
     return next((count for name in _CHOSEN if isinstance(count := getattr(own, name, None), int)), 1)

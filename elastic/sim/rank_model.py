@@ -26,6 +26,8 @@ from elastic.sim.tables import Table
 COEFFICIENTS = ("prefix", "own", "token", "chunk", "shared", "read")
 SHARES = 2
 """Of a layer, with which it is told what ranks divide and what each of them computes."""
+MOST_NOISE = 10.0
+"""Sigma of the logarithm, as of lengths."""
 MOST_TOKENS = 2048
 """Of a request, for which the memory of batches is estimated, where nothing is said."""
 
@@ -60,7 +62,7 @@ def read_rank_model(table: Table, folder: Path) -> tuple[RankModel, str, SheetMe
     stretch_s = simulation.number("stretch_s", 0.5)
     simulation.done()
     steps = table.table("steps")
-    noise, contention = steps.number("noise", 0.0), steps.number("contention", 0.0)
+    noise, contention = steps.number("noise", 0.0, most=MOST_NOISE), steps.number("contention", 0.0)
     if "model" in table:
         rank = _by_sheet(table.table("model"), options, folder)
     else:

@@ -119,10 +119,14 @@ class Report(RequestFigures):
         self._since = self.tokens, self.ttft_s.count, self.ttft_s.total
 
     @property
+    def span_s(self) -> float:
+        """From the first arrival to the last token; 0.0 where there is none."""
+        return max(0.0, self.last_s - (self.first_s or 0.0))
+
+    @property
     def tokens_per_s(self) -> float:
-        """Generated tokens a second, from the first arrival to the last token."""
-        span_s = self.last_s - (self.first_s or 0.0)
-        return self.tokens / span_s if span_s > 0 else 0.0
+        """Generated tokens a second, over the span."""
+        return self.tokens / self.span_s if self.span_s else 0.0
 
     def document(self) -> dict[str, Any]:
         """Return all figures, as JSON has them: the same for the same scenario and seed."""
@@ -131,7 +135,7 @@ class Report(RequestFigures):
             "requests": self.counts(),
             "tokens": self.tokens,
             "prompt_tokens": self.prompt_tokens,
-            "span_s": self.last_s - (self.first_s or 0.0),
+            "span_s": self.span_s,
             "tokens_per_s": self.tokens_per_s,
             "ttft_s": self.ttft_s.described(),
             "tpot_s": self.tpot_s.described(),

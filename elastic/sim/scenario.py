@@ -25,7 +25,7 @@ from elastic.sim.core.instance import EngineOptions
 from elastic.sim.placement.deployments import PlacementScenario
 from elastic.sim.policies import Mechanisms, read_mechanisms
 from elastic.sim.published import PublishedFigure, read_published
-from elastic.sim.rank_model import SheetMemory, read_config, read_engine, read_rank_model, read_rates
+from elastic.sim.rank_model import MOST_NOISE, SheetMemory, read_config, read_engine, read_rank_model, read_rates
 from elastic.sim.sources import read_source
 from elastic.sim.tables import Table
 from elastic.sim.workload import RequestSource
@@ -176,7 +176,7 @@ def read_placement(table: Table, folder: Path) -> PlacementScenario:
     engine, steps, simulation = read_engine(table.table("engine")), table.table("steps"), table.table("simulation")
     if engine.eviction != "none":
         raise ConfigError(f"engine.eviction = {engine.eviction!r} is not for models that are placed; drop one")
-    noise, stretch_s = steps.number("noise", 0.0), simulation.number("stretch_s", 0.5)
+    noise, stretch_s = steps.number("noise", 0.0, most=MOST_NOISE), simulation.number("stretch_s", 0.5)
     steps.done()
     simulation.done()
     named = table.table("configs")

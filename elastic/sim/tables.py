@@ -29,11 +29,13 @@ class Table:
     def __iter__(self) -> Iterator[str]:
         return iter(list(self._values))
 
-    def number(self, key: str, default: float | object | None = _MISSING, *, least: float = 0.0) -> float:
-        """Take a number. Raises `ConfigError` where it is missing without a default, below `least`, or too large."""
+    def number(
+        self, key: str, default: float | object | None = _MISSING, *, least: float = 0.0, most: float = _MOST
+    ) -> float:
+        """Take a number. Raises `ConfigError` where it is missing without a default, below `least`, or above `most`."""
         value = self._take(key, default)
-        if not is_number(value) or not least <= value <= _MOST:
-            raise self.wrong(key, value, f"a number, at least {least:g}" + _at_most(value))
+        if not is_number(value) or not least <= value <= most:
+            raise self.wrong(key, value, f"a number, at least {least:g}" + _at_most(value, most))
         return float(value)
 
     def whole(self, key: str, default: int | object = _MISSING, *, least: int = 1, most: int = _MOST) -> int:
@@ -125,6 +127,6 @@ class Table:
         return f"{self.name}.{key}" if self.name else key
 
 
-def _at_most(value: object, most: int = _MOST) -> str:
+def _at_most(value: object, most: float = _MOST) -> str:
     """Return words about a limit, for a value beyond it."""
     return f", at most {most:,}" if isinstance(value, int | float) and value > most else ""

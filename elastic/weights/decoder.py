@@ -48,8 +48,7 @@ def find_decoder(model: nn.Module) -> Decoder:
         raise _unsupported(model, f"a ModuleList of {count} layers (config.num_hidden_layers) with parameters")
     layers = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
     above = (module for module, name in names.items() if names[layers].startswith(name))
-    taking = (module for module in above if cache_argument(module))
-    roots = tuple(m for m in taking if "use_cache" in inspect.signature(type(m).forward).parameters)  # no layer has it
+    roots = tuple(module for module in above if cache_argument(module) and _decides_on_cache(module))
     if not any(getattr(root, "can_generate", bool)() for root in roots):
         raise _unsupported(model, "a model that can generate, with a forward method that takes a KV cache")
     return Decoder(roots, tuple(layers), tuple(f"{names[layers]}.{i}" for i in range(len(layers))), text)
@@ -66,6 +65,16 @@ def cache_argument(module: nn.Module) -> str:
     """Return the name by which the forward method of a module takes a KV cache; empty: it takes none."""
     names = inspect.signature(type(module).forward).parameters
     return next((name for name in CACHE_NAMES if name in names), "")
+
+
+def _decides_on_cache(module: nn.Module) -> bool:
+    """Return whether a module takes `use_cache`, as models do and layers do not; or hands it on with what it is given.
+
+    Layers take anything too, but only models can say whether they generate.
+    """
+    parameters = inspect.signature(type(module).forward).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return "use_cache" in parameters or (takes_all and hasattr(module, "can_generate"))
 
 
 def returned_cache(output: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import nn
 import elastic
 from elastic import CapacityError, ConfigError, StateError
 from elastic.memory import places
-from support.architectures import CONFIGS, build, prompt
+from support.architectures import CONFIGS, GQA, build, prompt
 from support.child_process import wait_for_the_janitor
 from support.wrapped_model import pickled
 
@@ -239,6 +239,19 @@ class Ticks:
 )
 def test_options_that_cannot_work(options: dict[str, Any], error: type[Exception], match: str) -> None:
     refused(build("llama-gqa"), error, match, **options)
+
+
+def test_a_model_that_hands_use_cache_on_is_elastic(wrapped: Any) -> None:
+    """Its own forward method does not name it."""
+    config = t.GraniteMoeConfig(**GQA, num_local_experts=4, num_experts_per_tok=2)
+    model = t.GraniteMoeForCausalLM(config).eval().requires_grad_(False)
+    expected = model.generate(**prompt(), max_new_tokens=4)
+    rt = wrapped(model).elastic
+    assert torch.equal(model.generate(**prompt(), max_new_tokens=4), expected)
+    output = model(**prompt())
+    assert rt.status().kv[0].used_bytes > 0
+    assert output.cache is not None
+    assert model(**prompt(), use_cache=False).cache is None
 
 
 def test_modules_that_are_no_causal_language_model() -> None:

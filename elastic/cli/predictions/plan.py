@@ -21,14 +21,16 @@ from elastic.cli.views.panels import mib
 from elastic.config import Place
 from elastic.errors import ConfigError
 from elastic.estimation.model_layout import meta_model
+from elastic.estimation.work import chosen_share
 from elastic.kvcache.attention_heads import cached_elements
 from elastic.memory.places import free_bytes
 from elastic.model_files import load_model
-from elastic.planning.assumed_speeds import assume
+from elastic.planning.assumed_speeds import ExpertShare, assume
 from elastic.planning.cost_model import CostModel, cost, speedup
 from elastic.planning.local_search import PlannedModel, plan_together
 from elastic.planning.measured_cost import MeasuredCostModel, WeightedCost
 from elastic.planning.placement import PlaceCapacity, Placement, ResourceDemand
+from elastic.quant.variants.eligible import LayerParameters, matrices
 from elastic.runtime.layer_benchmark import measure
 from elastic.weights.decoder import Decoder, find_decoder
 
@@ -46,6 +48,8 @@ class Sizes:
     """The hidden state of one token."""
     parameters: int
     """The number of parameters of the largest layer."""
+    experts: ExpertShare
+    """Those of the largest layer."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +112,15 @@ def _request(
     if options.measure:
         loaded, _ = load_model(path, places[0].device, option="MODEL")
         decoder = find_decoder(loaded.to(places[0].device))
-        calibration = measure(decoder, places, (1, options.batch, 8 * options.batch))
+        measured = measure(decoder, places, (1, options.batch, 8 * options.batch))
+        calibrations = [measured, measured]
     else:
-        calibration = assume(places, max(sizes.layers), sizes.parameters)
-    step = MeasuredCostModel(calibration, options.batch, 1, sizes.hidden)
-    prompt = MeasuredCostModel(calibration, options.batch, options.tokens, sizes.hidden)
+        calibrations = [
+            assume(places, max(sizes.layers), sizes.parameters, sizes.experts, (tokens, options.batch * tokens))
+            for tokens in (1, options.tokens)
+        ]
+    step = MeasuredCostModel(calibrations[0], options.batch, 1, sizes.hidden)
+    prompt = MeasuredCostModel(calibrations[1], options.batch, options.tokens, sizes.hidden)
     whole = WeightedCost((1.0, prompt), (float(options.new_tokens), step))
     forwards: dict[str, CostModel] = {f"prompt of {options.tokens}": prompt, "one token more": step, "all": whole}
     by_name |= {capacity.name: capacity for capacity in remaining}
@@ -127,9 +135,13 @@ def sizes_of(decoder: Decoder, model: Any) -> Sizes:
     total = sum(p.nbytes for p in model.parameters())  # tied ones once
     config, itemsize = decoder.config, next(iter(decoder.layers[0].parameters())).element_size()
     parameters = max(sum(p.numel() for p in layer.parameters()) for layer in decoder.layers)
+    largest = layers.index(max(layers))
+    routed = [p for _, p, _ in matrices(LayerParameters.of(decoder.layers[largest])) if p.ndim == 3]
+    share = sum(p.nbytes for p in routed) / layers[largest]
+    experts = ExpertShare(share, chosen_share(config, largest, routed))
     hidden = config.hidden_size * itemsize
     kv_token = tuple(elements * itemsize for elements in cached_elements(config))
-    return Sizes(layers, total - sum(layers), kv_token, hidden, parameters)
+    return Sizes(layers, total - sum(layers), kv_token, hidden, parameters, experts)
 
 
 def spread(

@@ -136,8 +136,13 @@ class InstanceCost:
         return self.round_s(load, running) / left if left > 0 else math.inf
 
     def most_rate(self, load: Load, running: int) -> float:
-        """Return how many requests a second it serves with so many running at a time."""
-        return 1 / (load.new * self.round_s(load, running) / running + self.prompt_busy_s(load))
+        """Return how many requests a second it serves with so many running at a time at most.
+
+        Fewer that the stages divide evenly may be served faster.
+        """
+        even = running - running % len(self.stages)
+        seconds = min(self.round_s(load, count) / count for count in range(max(1, even), running + 1))
+        return 1 / (load.new * seconds + self.prompt_busy_s(load))
 
     def busy(self, load: Load, running: int) -> tuple[float, ...]:
         """Return for each stage the share of time that it computes at the load's rate, so many running at a time."""

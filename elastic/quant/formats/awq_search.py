@@ -20,6 +20,8 @@ _MOST_TOKENS = 512
 _MOST_ROWS = 512
 """The outputs on which alpha is searched; the best codes are compared on all."""
 _CHUNK_BYTES = 1 << 19
+_LEAST = 0.1
+"""Of the mean magnitude of inputs, what smaller ones are taken to have: other text may show more of them."""
 
 
 def search_scales(weight: torch.Tensor, inputs: torch.Tensor, config: Integers) -> QuantizedMatrix:
@@ -53,7 +55,7 @@ def _best_scale(weight: torch.Tensor, sample: torch.Tensor, config: Integers) ->
     """Search the input scale, float32 [inputs]; None: no scale is better than one of ones."""
     best, least = None, _error(weight, round_to_nearest(weight, config), sample)
     magnitude = sample.abs().mean(0)
-    relative = (magnitude / magnitude.mean()).clamp(min=1e-4)  # an input that is always zero has a scale too
+    relative = (magnitude / magnitude.mean()).clamp(min=_LEAST)  # an input that is always zero has a scale too
     for step in range(1, _STEPS + 1):
         scale = relative ** (step / _STEPS)
         scale /= (scale.max() * scale.min()).sqrt()

@@ -15,7 +15,8 @@ class ScaleEncoding:
 
     The kernel knows `step * code`, `scale / step`, and an offset in place of the zero point:
     weight = scale * (code - middle) + factor * offset. The nearer the middle is to the zero points, the smaller is the
-    offset, and the less it loses in bfloat16.
+    offset, and the less it loses in bfloat16: all weights of a group are off by the same, up to 2 ** -9 of it. It is a
+    whole number of scales, so that kernels other than torch's take it without the loss (`exact_offsets`).
     """
 
     middle: int
@@ -23,8 +24,9 @@ class ScaleEncoding:
     step: int = 1
 
     def encode(self, codes: QuantizedMatrix) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the kernel's scales and offsets, each float32 [outputs, groups]."""
-        return codes.scales / self.step, (self.middle - codes.zeros) * codes.scales / self.factor
+        """Return the kernel's scales, rounded to bfloat16, and their offsets, each float32 [outputs, groups]."""
+        scales = (codes.scales / self.step).to(torch.bfloat16).float()
+        return scales, (self.middle - codes.zeros) * (scales * self.step) / self.factor
 
     def encode_pairs(self, codes: QuantizedMatrix, group: int) -> torch.Tensor:
         """Return scale and offset side by side, bfloat16 [inputs / group, outputs, 2], contiguous.
@@ -34,6 +36,14 @@ class ScaleEncoding:
         pairs = torch.stack(self.encode(codes), 2).transpose(0, 1).to(torch.bfloat16)
         repeats = codes.codes.shape[1] // codes.groups // group
         return pairs.repeat_interleave(repeats, 0).contiguous()
+
+    def exact_offsets(self, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Return factor * offset as it was before it was rounded to bfloat16, float32.
+
+        scales, offsets: float32, of any one shape. Exact for zero points within 256 / step of the middle.
+        """
+        whole = (self.factor * offsets / scales).round_()
+        return torch.where(scales == 0, 0.0, whole * scales)
 
     def decode(self, scales: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scales and zero points of `QuantizedMatrix`, float32 [outputs, groups].

@@ -89,9 +89,13 @@ class CheckedKernel:
 
 
 def _select_columns(x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
-    """Divide x by the input scale, and put its inputs in the order of the packed columns."""
+    """Divide x by the input scale, and put its inputs in the order of the packed columns.
+
+    Quotients of float16 may be beyond its range: they are float32.
+    """
     if "input_scale" in parts:
-        x = (x.float() / parts["input_scale"]).to(x.dtype)
+        quotients = x.float() / parts["input_scale"]
+        x = quotients if x.dtype == torch.float16 else quotients.to(x.dtype)
     order = parts.get("order")
     if order is None:
         return x

@@ -14,7 +14,10 @@ are 1 / 127 of the largest input of the token and (a bound of) the largest weigh
 
     |error| <= s / 2 * sum(|w|) + t / 2 * sum(|i s|)
 
-and offsets and outputs are rounded to bfloat16 besides, as in the other paths.
+and outputs are rounded to bfloat16 besides, as in the other paths.
+
+torch's int4 kernel has offsets in bfloat16; what they lose is added behind it. Its int8 kernel rounds products with
+codes to bfloat16 before zero points could be taken off, so it is for symmetric codes alone.
 
 No gradient flows through any of them.
 """
@@ -39,7 +42,16 @@ from elastic.quant.kernels.compiled.integer_matmul import (
     multiplies_rows,
 )
 from elastic.quant.kernels.cpu_dequant import bytes_and_steps, floats, nibbles
-from elastic.quant.kernels.cpu_layout import encoding_of, kernel_group, pack, part_shapes, required, unpack, whole_rows
+from elastic.quant.kernels.cpu_layout import (
+    encoding_of,
+    kernel_group,
+    pack,
+    part_shapes,
+    required,
+    unpack,
+    whole_rows,
+    zero_shifts,
+)
 from elastic.quant.kernels.int4_layout import kernel_agrees
 from elastic.quant.kernels.workspace import pad_rows, scratch
 
@@ -52,7 +64,7 @@ def paths(config: Integers, parts: PackedTensors, matrix: MatrixShape, target: K
     """Return the kernels of this machine for x: [tokens, inputs]; "packed" where torch's kernel takes these groups."""
     made: RowKernels | Int4Kernels
     if whole_rows(config, matrix):
-        made, torchs_own, compiled = RowKernels(matrix), True, multiplies_rows(matrix.outputs)
+        made, torchs_own, compiled = RowKernels(matrix), "offsets" not in parts, multiplies_rows(matrix.outputs)
     else:
         group = kernel_group(config, matrix)
         made, torchs_own = Int4Kernels(config, matrix, target), _int4_kernel_takes(group, target)
@@ -86,37 +98,44 @@ class RowKernels:
     def bind_compiled(self, parts: PackedTensors) -> BoundKernel:
         """Fix the parts of the kernel in C++, for x: [tokens, inputs] -> float32 [tokens, outputs]."""
 
+        shifts = zero_shifts(parts)
+        offsets = None if shifts is None else (shifts * parts["scales"])[0]
+
         def product(x: torch.Tensor) -> torch.Tensor:
-            values, y = x.float(), torch.empty(x.shape[0], self.matrix.outputs)
-            int8_matmul(values, parts["packed"], parts["scales"][0], y)
-            return _add_offsets(y, values, parts)
+            y = torch.empty(x.shape[0], self.matrix.outputs)
+            int8_matmul(x.float(), parts["packed"], parts["scales"][0], offsets, y)
+            return y
 
         return product
 
     def bind_packed(self, parts: PackedTensors) -> BoundKernel:
-        """Fix the parts of torch's int8 kernel, for x: [tokens, inputs] -> [tokens, outputs]."""
+        """Fix the parts of torch's int8 kernel, without offsets, for x: [tokens, inputs] -> [tokens, outputs]."""
         kernel, packed, scales = torch.ops.aten._weight_int8pack_mm.default, parts["packed"], parts["scales"][0]
-        return lambda x: _add_offsets(kernel(x.to(torch.bfloat16), packed, scales), x, parts)
+        return lambda x: kernel(x.to(torch.bfloat16), packed, scales)
 
     def expanded(self, x: torch.Tensor, parts: PackedTensors, dtype: torch.dtype) -> torch.Tensor:
-        """Multiply x: [tokens, inputs] with codes expanded to a dtype, exact in either; the scales follow.
+        """Multiply x: [tokens, inputs] with codes less zero points in a dtype, exact in either; the scales follow.
 
         Returns [tokens, outputs] in bfloat16 or float32.
         """
-        values, codes = pad_rows(x.to(dtype)), parts["packed"]
+        values, codes, shifts = pad_rows(x.to(dtype)), parts["packed"], zero_shifts(parts)
         y = torch.empty(values.shape[0], self.matrix.outputs, dtype=dtype)
         step = max(2**18 // self.matrix.inputs, 1)
         for start in range(0, self.matrix.outputs, step):
             piece = codes[start : start + step]
             weights = scratch("floats", tuple(piece.shape), dtype).copy_(piece)
+            if shifts is not None:
+                weights += shifts[:, start : start + step].t().to(dtype)
             y[:, start : start + step] = values @ weights.t()
-        return _add_offsets(y[: x.shape[0]] * parts["scales"], x, parts)
+        return y[: x.shape[0]] * parts["scales"]
 
     def dynamic(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
         """Multiply x: [tokens, inputs], rounded to int8; returns float32 [tokens, outputs]."""
         codes, steps = _to_int8(x)
-        y = int_product(codes, parts["packed"].t()).float()
-        return _add_offsets(y.mul_(steps).mul_(parts["scales"]), x, parts)
+        y, shifts = int_product(codes, parts["packed"].t()).float(), zero_shifts(parts)
+        if shifts is not None:
+            y += codes.sum(1, keepdim=True) * shifts
+        return y.mul_(steps).mul_(parts["scales"])
 
 
 @dataclass(frozen=True)
@@ -143,31 +162,48 @@ class Int4Kernels:
 
     def bind_packed(self, parts: PackedTensors) -> BoundKernel:
         """Fix the parts of torch's int4 kernel, for x: [tokens, inputs] -> [tokens, outputs]; int8 are two products."""
-        if self.config.bits == 3:
-            return lambda x: self._packed_by_slabs(x, parts)
         kernel, group = torch.ops.aten._weight_int4pack_mm_for_cpu.default, kernel_group(self.config, self.matrix)
-        scales = parts["scales"].contiguous()
+        (upper_scales, *lower_scales), lost = self._scales_of_halves(parts["scales"])
+        if self.config.bits == 3:
+            return lambda x: _with_offsets(self._packed_by_slabs(x.to(torch.bfloat16), parts), x, lost)
         ((_, planes),) = nibbles(self.config, parts, self.matrix)
         upper, *lower = [plane.view(self.matrix.outputs, self.matrix.inputs // 2) for plane in planes]
-        if not lower:
-            return lambda x: kernel(x.to(torch.bfloat16), upper, group, scales)
 
-        def two_products(x: torch.Tensor) -> torch.Tensor:
-            """Multiply x: [tokens, inputs] with the upper and the lower halves of int8 codes."""
+        def product(x: torch.Tensor) -> torch.Tensor:
+            """Multiply x: [tokens, inputs] with int4, or with the upper and the lower halves of int8 codes."""
             values = x.to(torch.bfloat16)
-            return torch.add(kernel(values, lower[0], group, scales), kernel(values, upper, group, scales), alpha=16)
+            y = kernel(values, upper, group, upper_scales)
+            if lower:
+                y = torch.add(kernel(values, lower[0], group, lower_scales[0]).float(), y, alpha=16)
+            return _with_offsets(y, values, lost)
 
-        return two_products
+        return product
 
     def _packed_by_slabs(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
-        """Multiply with int3, whose nibbles are expanded in every product, a slab at a time."""
-        values, group = x.to(torch.bfloat16), kernel_group(self.config, self.matrix)
-        products = []
+        """Multiply x: bfloat16 [tokens, inputs] with int3, whose nibbles are expanded in every product, by slabs."""
+        group, products = kernel_group(self.config, self.matrix), []
         for columns, (plane,) in nibbles(self.config, parts, self.matrix):
             scales = parts["scales"][:, columns].contiguous()
             packed = plane.view(scales.shape[1], self.matrix.inputs // 2)
-            products.append(torch.ops.aten._weight_int4pack_mm_for_cpu(values, packed, group, scales))
+            products.append(torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group, scales))
         return products[0] if len(products) == 1 else torch.cat(products, 1)
+
+    def _scales_of_halves(self, scales: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Return scales and offsets for each plane of nibbles, and what offsets lost when they were rounded.
+
+        scales: bfloat16 [groups, outputs, 2]; so are those returned. Lost is bfloat16 [groups, outputs]; None: nothing.
+        Of int8 each half has an offset of its own: with a common one both products are large where zero points are far
+        from the middle, and cancel each other after they were rounded.
+        """
+        encoding, (scale, offset) = encoding_of(self.config, self.matrix), scales.float().unbind(2)
+        lost = encoding.exact_offsets(scale, offset)
+        if self.config.bits != 8:
+            lost -= offset
+            return [scales.contiguous()], lost.to(torch.bfloat16) if lost.any() else None
+        lower = torch.stack((scale, scale / 2), 2).to(torch.bfloat16)
+        upper = torch.stack((scale, (lost - scale / 2) / 16), 2).to(torch.bfloat16)
+        lost -= lower[:, :, 1].float() + 16 * upper[:, :, 1].float()
+        return [upper, lower], lost.to(torch.bfloat16)
 
     def expanded(self, x: torch.Tensor, parts: PackedTensors, dtype: torch.dtype) -> torch.Tensor:
         """Multiply x: [tokens, inputs] with weights expanded to a dtype; returns [tokens, outputs] in that dtype."""
@@ -209,6 +245,9 @@ def _sums_of_two_fit() -> bool:
     return bool((torch._int_mm(largest, largest) == 64 * 127**2).all())
 
 
-def _add_offsets(y: torch.Tensor, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
-    """Add the offsets, if there are any: zero points other than 128 add the same to every weight of an output."""
-    return y + x.float().sum(1, keepdim=True) * parts["offsets"] if "offsets" in parts else y
+def _with_offsets(y: torch.Tensor, x: torch.Tensor, lost: torch.Tensor | None) -> torch.Tensor:
+    """Add what offsets have lost, [groups, outputs], to y: [tokens, outputs], the product of x: [tokens, inputs]."""
+    if lost is None:
+        return y
+    sums = x.to(torch.bfloat16).float().view(x.shape[0], lost.shape[0], -1).sum(2)
+    return torch.addmm(y.float(), sums, lost.float())

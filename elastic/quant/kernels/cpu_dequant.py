@@ -83,7 +83,9 @@ def _pieces(
         for run in runs(slab.stop - slab.start, target.instructions):
             pairs = parts["scales"][:, slab.start + run.start : slab.start + run.stop].float()
             scale, offset = pairs.unbind(2)
-            both = torch.stack((scale, offset * encoding.factor - scale * (encoding.middle * encoding.step)))
+            both = torch.stack(
+                (scale, encoding.exact_offsets(scale, offset) - scale * (encoding.middle * encoding.step))
+            )
             split = run.split_nibbles(both, 2).permute(2, 0, 1, 3, 4).unsqueeze(4).contiguous()
             for piece in run.cut(PIECE // matrix.inputs):
                 blocks = slice((piece.start - run.start) // run.width, (piece.stop - run.start) // run.width)

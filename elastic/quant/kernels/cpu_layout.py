@@ -1,7 +1,8 @@
 """The layout of a matrix in integers on a CPU: its parts, with shapes and dtypes.
 
     int8 of one group   packed  int8 [outputs, inputs], code - 128
-                        scales  bfloat16 [1, outputs]; offsets, the same, unless all zero points are 128
+                        scales  bfloat16 [1, outputs]
+                        offsets float32 [1, outputs], unless all zero points are 128 (bfloat16 in earlier files)
     int8 in groups      packed  uint8 [2, outputs * inputs / 2], the upper and the lower halves of the codes as nibbles
     int4                packed  uint8 [outputs * inputs / 2], nibbles
     int3                packed  uint8 [outputs * inputs * 3 / 8], squeezed nibbles
@@ -53,11 +54,9 @@ def pack(config: Integers, codes: QuantizedMatrix, target: KernelTarget) -> dict
     matrix = MatrixShape(*codes.codes.shape)
     encoding = encoding_of(config, matrix)
     if whole_rows(config, matrix):
-        rows = dict(zip(("scales", "offsets"), encoding.encode(codes), strict=True))
-        if not rows["offsets"].any():
-            del rows["offsets"]
-        parts = {name: row.t().to(torch.bfloat16).contiguous() for name, row in rows.items()}
-        return {"packed": (codes.codes ^ 128).view(torch.int8).contiguous(), **parts, **extras(codes)}
+        scales, offsets = (row.t().contiguous() for row in encoding.encode(codes))
+        parts = {"packed": (codes.codes ^ 128).view(torch.int8).contiguous(), "scales": scales.to(torch.bfloat16)}
+        return {**parts, **({"offsets": offsets} if offsets.any() else {}), **extras(codes)}
     stored = codes.codes * encoding.step
     if config.bits == 8:
         packed = torch.stack([pack_nibbles(half, target.instructions) for half in (stored >> 4, stored & 15)])
@@ -98,8 +97,16 @@ def part_shapes(config: Integers, matrix: MatrixShape, target: KernelTarget) -> 
     """Return the shapes and dtypes of all parts; with offsets wherever zero points need not be the middle."""
     shapes = required(config, matrix)
     if whole_rows(config, matrix) and not config.symmetric:
-        return {**shapes, "offsets": shapes["scales"]}
+        return {**shapes, "offsets": ((1, matrix.outputs), torch.float32)}
     return shapes
+
+
+def zero_shifts(parts: PackedTensors) -> torch.Tensor | None:
+    """Return 128 - zero point of each output of int8 of one group, float32 [1, outputs]; None: all are 0."""
+    if "offsets" not in parts:
+        return None
+    scales = parts["scales"].float()
+    return torch.where(scales == 0, 0.0, (parts["offsets"] / scales).round_())
 
 
 def _stored_codes(config: Integers, packed: torch.Tensor, matrix: MatrixShape, target: KernelTarget) -> torch.Tensor:

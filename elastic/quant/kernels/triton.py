@@ -29,10 +29,14 @@ def _codes_at(row, k, inside, inputs, BITS: tl.constexpr):  # type: ignore[no-un
 
 
 def _weights_of(codes, pair, inside, BITS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Return the weights of codes, float32, by the scales and offsets that lie in pairs at pointers."""
+    """Return the weights of codes, float32, by the scales and offsets that lie in pairs at pointers.
+
+    Offsets are whole numbers of scales, rounded to bfloat16: the weight is exact with that number.
+    """
     scale = tl.load(pair, mask=inside, other=0.0).to(tl.float32)
     offset = tl.load(pair + 1, mask=inside, other=0.0).to(tl.float32)
-    return (codes - (1 << (BITS - 1))).to(tl.float32) * scale + offset
+    shift = tl.floor(offset / tl.where(scale == 0.0, 1.0, scale) + 0.5)
+    return ((codes - (1 << (BITS - 1))).to(tl.float32) + shift) * scale
 
 
 codes_at, weights_of = triton.jit(_codes_at), triton.jit(_weights_of)

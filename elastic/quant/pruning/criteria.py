@@ -44,10 +44,12 @@ def wanda_score(weight: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
 def keep_largest(scores: torch.Tensor, config: Sparse, *, per_output: bool) -> torch.Tensor:
     """Return where the highest scores are, bool [outputs, inputs]; of equal ones the first.
 
-    scores: [outputs, inputs], not negative. Unstructured sparsity: the highest of each output, or of the whole matrix.
+    scores: [outputs, inputs], not negative; what is no number counts as the highest, so that products show it.
+    Unstructured sparsity: the highest of each output, or of the whole matrix.
     What `topk` chooses of equal ones depends on the device, and ranks on several are to have the same weights.
     """
     outputs, inputs = scores.shape
+    scores = scores.nan_to_num(nan=torch.inf, posinf=torch.inf)
     if isinstance(config, SemiStructured):
         groups = scores.reshape(-1, config.of)
         kept = config.kept

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -68,12 +69,24 @@ def matrices(layer: LayerParameters) -> Iterator[tuple[str, torch.Tensor, bool]]
     from transformers.pytorch_utils import Conv1D
 
     packable = {name: pair for name, pair in layer.parameters.items() if layer.is_packable(*pair)}
-    experts = {parameter.shape[0] for _, parameter in packable.values() if parameter.ndim == 3}
+    stacks = [(module, parameter) for module, parameter in packable.values() if parameter.ndim == 3]
+    experts = {parameter.shape[0] for _, parameter in stacks}
     for name, (module, parameter) in packable.items():
         if parameter.ndim == 3:
-            yield name, parameter, bool(getattr(module, "is_transposed", False))
+            yield name, parameter, _inputs_first(module, [p for owner, p in stacks if owner is module])
         elif parameter.shape[0] not in experts:
             yield name, parameter, isinstance(module, Conv1D)
+
+
+def _inputs_first(module: nn.Module, stacks: Sequence[torch.Tensor]) -> bool:
+    """Return whether the experts' matrices of a module, 3-D, are [experts, inputs, outputs].
+
+    Most modules say so. Else, gate and up in one (Llama 4) have twice as many outputs as the one behind has inputs.
+    """
+    said = getattr(module, "is_transposed", None)
+    if said is not None:
+        return bool(said)
+    return any(a.shape[1] == b.shape[2] and a.shape[2] == 2 * b.shape[1] for a, b in permutations(stacks, 2))
 
 
 def matrix_of(parameter: torch.Tensor, transposed: bool) -> MatrixShape:

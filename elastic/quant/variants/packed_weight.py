@@ -227,10 +227,14 @@ def _usable(x: Any, weight: Any, transposed: bool, *, experts: bool = False) -> 
 
 
 def _product(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    """Multiply x: [..., inputs] and add a bias, [outputs]; returns [..., outputs] in the dtype of a plain product."""
     out: torch.Tensor = weight.source.packed.product(x)
-    if bias is None:
-        return out
-    return out + (bias.source.value() if isinstance(bias, WeightProxy) else bias)
+    if bias is not None:
+        out = out + (bias.source.value() if isinstance(bias, WeightProxy) else bias)
+    device = out.device.type
+    if torch.is_autocast_enabled(device) and out.dtype != torch.float64:
+        return out.to(torch.get_autocast_dtype(device))
+    return out
 
 
 def _packed(weight: Any) -> PackedMatrix | None:

@@ -28,9 +28,10 @@ from elastic.quant.variants.host_block import in_one_block, over_block, parts_in
 from elastic.quant.variants.packed_weight import PackedMatrix
 from elastic.quant.variants.variant import MatrixParameter, PackedLayer, Packing, ReplacedParameter, Variant
 
-VERSION = "elastic-variant-2"
-READ = ("elastic-variant-1", VERSION)
-"""Versions that can be read: the first knew no pruned matrices, and was the same otherwise."""
+VERSION = "elastic-variant-3"
+READ = ("elastic-variant-1", "elastic-variant-2", VERSION)
+"""Versions that can be read: the first knew no pruned matrices. Offsets of int8 were bfloat16 before, and their kernels
+others: they are measured anew."""
 
 
 def save(path: Path, variant: Variant, layers: Sequence[LayerParameters], packed: Sequence[PackedLayer]) -> None:
@@ -63,15 +64,28 @@ def save(path: Path, variant: Variant, layers: Sequence[LayerParameters], packed
 
 def load(path: Path, variant: Variant, layers: Sequence[LayerParameters]) -> list[PackedLayer]:
     """Read a file of `save`. Raises `ConfigError` for a damaged file, and for one of another model or variant."""
-    file = CheckpointFile(path)
-    description = _read_description(file)
-    source, names = describe_source(variant), [layer.name for layer in layers]
+    source = describe_source(variant)
+    try:
+        return _read_layers(CheckpointFile(path), source, layers)
+    except ConfigError as error:
+        raise error if str(path) in str(error) else _damaged(path, str(error)) from error
+    except OSError as error:
+        raise ConfigError(f"variant_cache: {path} cannot be read: {error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise _damaged(path, f"it is not what was written ({error!r})") from error
+
+
+def _read_layers(
+    file: CheckpointFile, source: Mapping[str, Any], layers: Sequence[LayerParameters]
+) -> list[PackedLayer]:
+    """Read all layers. Raises whatever reading something else may raise."""
+    path, description, names = file.path, _read_description(file), [layer.name for layer in layers]
     if description["variant"] != source:
         raise _foreign(path, f"it has {description['variant']}, and asked for is {source}")
     if set(description["layers"]) != set(names):
         raise _foreign(path, "it has other layers than the model")
     packed_for, device = KernelTarget(**description["target"]), layers[0].device
-    if packed_for == KernelTarget.of(device):
+    if packed_for == KernelTarget.of(device) and description["version"] == VERSION:
         paths.merge(KernelTable.from_json(description["paths"]))
     return [_load_layer(file, layer, description["layers"][layer.name], packed_for, device) for layer in layers]
 

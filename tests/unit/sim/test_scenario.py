@@ -56,6 +56,15 @@ def test_the_same_seed_gives_the_same_document_another_one_does_not() -> None:
     assert first["requests"]["completed"] == first["requests"]["arrived"] > 30
 
 
+def test_where_no_token_came_the_span_is_nothing() -> None:
+    text = TWO_RANKS.replace('lengths = "lognormal"', 'lengths = "fixed"\nprompt_tokens = 5000\nanswer_tokens = 4')
+    drawn = ("prompt_median", "prompt_sigma", "answer_median", "answer_sigma")
+    lines = [line for line in text.splitlines() if not line.startswith(drawn)]
+    nothing = document("\n".join(lines))
+    assert nothing["requests"]["arrived"] > 0
+    assert (nothing["tokens"], nothing["span_s"], nothing["tokens_per_s"]) == (0, 0.0, 0.0)
+
+
 def test_stretches_of_steps_change_hardly_a_figure() -> None:
     plain, stretched = (document(simulation={"stretch_s": s}, steps=_without_noise()) for s in (0, 5))
     assert stretched["requests"] == plain["requests"]
@@ -120,6 +129,7 @@ def sheet(**config: Any) -> dict[str, Any]:
             "samples = 1000000000 must be a whole number, at least 1, at most 1,000,000",
         ),
         (lambda d: d["steps"].update(token=10**400), "steps.token = 1000000"),
+        (lambda d: d["steps"].update(noise=100), "steps.noise = 100 must be a number, at least 0, at most 10"),
         (lambda d: d.update(devices=[10**400, 1]), "devices = [1000000"),
         (lambda d: d.update(mechanisms={"links": {"bytes_s": "fast"}}), "links.bytes_s='fast' cannot be"),
         (lambda d: d.update(mechanisms={"links": {"hop_s": math.nan}}), "links.hop_s=nan cannot be"),

@@ -18,13 +18,12 @@ extern "C" {
 
 // How a matrix of nibbles lies: see int4_layout.py. Block after block of `width` columns; all inputs of a block side by side, a
 // byte for two columns, one of each half of the block; of a narrower last block, for two neighbours.
-// weight = scale * (code - middle) + factor * offset.
+// weight = scale * (code - middle + factor * offset / scale), the last a whole number.
 struct Matrix {
   int64_t outputs, inputs, group, width;
   float middle, factor;
 };
 
-// Whether there is a kernel for this processor.
 int is_supported() {
 #ifdef __AVX2__
   return 1;
@@ -227,12 +226,13 @@ float widened(uint16_t bits) {
   return out;
 }
 
-// Reads scales and offsets, bfloat16 [columns, 2], as floats; those of no column are 0.
+// Reads scales and offsets, bfloat16 [columns, 2], which are whole numbers of scales; those of no column are 0.
 void read_scales(const uint16_t* pairs, int64_t columns, const Matrix& matrix, float* scales, float* offsets) {
   std::fill_n(scales, MOST_WIDTH, 0.0f), std::fill_n(offsets, MOST_WIDTH, 0.0f);
   for (int64_t column = 0; column < columns; ++column) {
-    scales[column] = widened(pairs[2 * column]);
-    offsets[column] = widened(pairs[2 * column + 1]) * matrix.factor - scales[column] * matrix.middle;
+    const float scale = widened(pairs[2 * column]), offset = widened(pairs[2 * column + 1]) * matrix.factor;
+    scales[column] = scale;
+    offsets[column] = scale * (std::nearbyint(scale == 0 ? 0.0f : offset / scale) - matrix.middle);
   }
 }
 
@@ -269,10 +269,6 @@ void multiply_block(const Matrix& matrix, const uint8_t* upper, const uint8_t* l
     std::copy_n(out + row * padded, width, y + row * y_step);
 }
 
-void widen(const int8_t* __restrict from, int64_t count, int16_t* __restrict to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
-}
-
 // Adds what a group gives to sums [ROWS, OUTPUTS] of vectors: weights are [OUTPUTS, inputs], codes [ROWS, inputs], of
 // which `count`, a multiple of two vectors, are looked at.
 template <int ROWS>
@@ -304,8 +300,7 @@ void add_rows(const int16_t* weights, const int16_t* codes, int64_t inputs, int6
     }
 }
 
-typedef decltype(&add_rows<1>) AddRows;
-constexpr AddRows ADD_ROWS[] = {nullptr, add_rows<1>, add_rows<2>,
+constexpr decltype(&add_rows<1>) ADD_ROWS[] = {nullptr, add_rows<1>, add_rows<2>,
 #ifdef __AVX512BW__
                                 add_rows<3>, add_rows<4>
 #endif
@@ -314,9 +309,10 @@ constexpr AddRows ADD_ROWS[] = {nullptr, add_rows<1>, add_rows<2>,
 // Rounds up to whole vectors of codes.
 constexpr int64_t padded(int64_t inputs) { return (inputs + 2 * LANES - 1) / (2 * LANES) * (2 * LANES); }
 
-// Computes `OUTPUTS` outputs of rows `first` to `stop` from their weights, [OUTPUTS, stride], which end in zeros.
-void multiply_rows(const int16_t* weights, const float* scales, int64_t inputs, int64_t stride, const Activations& x,
-                   int64_t first, int64_t stop, float* y, int64_t y_step) {
+// Computes `OUTPUTS` outputs of rows `first` to `stop` from their weights, [OUTPUTS, stride], which end in zeros; weight =
+// scale * code + offset. The first sum of a row of x is that of all its groups.
+void multiply_rows(const int16_t* weights, const float* scales, const float* offsets, int64_t inputs, int64_t stride,
+                   const Activations& x, int64_t first, int64_t stop, float* y, int64_t y_step) {
   const int64_t groups = (inputs + MOST_GROUP - 1) / MOST_GROUP;
   for (int64_t row = first; row < stop; row += MOST_ROWS) {
     const int64_t count = std::min<int64_t>(MOST_ROWS, stop - row);
@@ -328,7 +324,8 @@ void multiply_rows(const int16_t* weights, const float* scales, int64_t inputs, 
                       sums);
     }
     for (int64_t i = 0; i < count * OUTPUTS; ++i)
-      y[(row + i / OUTPUTS) * y_step + i % OUTPUTS] = sum(load(sums + i * LANES)) * scales[i % OUTPUTS];
+      y[(row + i / OUTPUTS) * y_step + i % OUTPUTS] = sum(load(sums + i * LANES)) * scales[i % OUTPUTS] +
+                                                      x.sums[(row + i / OUTPUTS) * groups] * offsets[i % OUTPUTS];
   }
 }
 
@@ -337,9 +334,9 @@ void multiply_rows(const int16_t* weights, const float* scales, int64_t inputs, 
 extern "C" {
 
 // Multiplies x, float32 [rows, inputs], with a matrix in rows, int8 [outputs, inputs], of four outputs or a multiple;
-// scales, bfloat16 [outputs]; y, float32 [rows, outputs].
-void multiply_int8(const int8_t* weights, const uint16_t* scales, int64_t outputs, int64_t inputs, const float* x,
-                   int64_t rows, float* y, int threads) {
+// scales, bfloat16 [outputs]; offsets, float32 [outputs], or null; y, float32 [rows, outputs].
+void multiply_int8(const int8_t* weights, const uint16_t* scales, const float* offsets, int64_t outputs, int64_t inputs,
+                   const float* x, int64_t rows, float* y, int threads) {
   const int64_t stride = padded(inputs) + 2 * LANES;  // rows that lie a power of two apart share lines of a cache
   const int64_t groups = (inputs + MOST_GROUP - 1) / MOST_GROUP, parts = (rows + FEW_ROWS - 1) / FEW_ROWS;
   Activations rounded{std::unique_ptr<int16_t[]>(new int16_t[rows * stride]()),
@@ -353,17 +350,21 @@ void multiply_int8(const int8_t* weights, const uint16_t* scales, int64_t output
       round_group(x + row * inputs + from, std::min<int64_t>(MOST_GROUP, inputs - from),
                   rounded.codes.get() + row * stride + from, rounded.steps.get() + i, rounded.sums.get() + i);
     }
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t g = 1; g < groups; ++g) rounded.sums[row * groups] += rounded.sums[row * groups + g];
     const std::unique_ptr<int16_t[]> wide(new int16_t[OUTPUTS * stride]());
 #pragma omp for schedule(static) collapse(2)
     for (int64_t part = 0; part < parts; ++part)
       for (int64_t out = 0; out < outputs; out += OUTPUTS) {
-        float each[OUTPUTS];
+        float each[OUTPUTS], more[OUTPUTS] = {};
         for (int64_t o = 0; o < OUTPUTS; ++o) {
           each[o] = widened(scales[out + o]);
-          widen(weights + (out + o) * inputs, inputs, wide.get() + o * stride);
+          if (offsets != nullptr) more[o] = offsets[out + o];
+          std::copy_n(weights + (out + o) * inputs, inputs, wide.get() + o * stride);
         }
-        multiply_rows(wide.get(), each, inputs, stride, rounded, part * FEW_ROWS, std::min(rows, (part + 1) * FEW_ROWS),
-                      y + out, outputs);
+        multiply_rows(wide.get(), each, more, inputs, stride, rounded, part * FEW_ROWS,
+                      std::min(rows, (part + 1) * FEW_ROWS), y + out, outputs);
       }
   }
 }

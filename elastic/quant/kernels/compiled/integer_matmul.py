@@ -56,7 +56,7 @@ def _library() -> ctypes.CDLL | None:
         return None
     matrix = (ctypes.POINTER(_NibbleMatrix), _PTR, _PTR, _PTR, _INT)  # layout, planes, scales and their step
     library.multiply_int4.argtypes = [*matrix, _PTR, _INT, _PTR, _INT, ctypes.c_int]  # x, rows, outputs and their step
-    library.multiply_int8.argtypes = [_PTR, _PTR, _INT, _INT, _PTR, _INT, _PTR, ctypes.c_int]
+    library.multiply_int8.argtypes = [_PTR, _PTR, _PTR, _INT, _INT, _PTR, _INT, _PTR, ctypes.c_int]
     library.multiply_int4.restype = library.multiply_int8.restype = None
     return library
 
@@ -90,13 +90,16 @@ def _int4_matmul(
     )
 
 
-def _int8_matmul(x: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+def _int8_matmul(
+    x: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, out: torch.Tensor
+) -> None:
     library = _library()
     assert library is not None
     outputs, inputs = rows.shape
     library.multiply_int8(
         rows.data_ptr(),
         scales.data_ptr(),
+        None if offsets is None else offsets.data_ptr(),
         outputs,
         inputs,
         x.data_ptr(),
@@ -111,7 +114,7 @@ _operators.define(  # type: ignore[no-untyped-call]
     "int4_matmul(Tensor x, Tensor planes, Tensor scales, int width, float middle, float factor, Tensor(a!) out) -> ()"
 )
 _operators.define(  # type: ignore[no-untyped-call]
-    "int8_matmul(Tensor x, Tensor rows, Tensor scales, Tensor(a!) out) -> ()"
+    "int8_matmul(Tensor x, Tensor rows, Tensor scales, Tensor? offsets, Tensor(a!) out) -> ()"
 )
 _operators.impl("int4_matmul", _int4_matmul, "CPU")  # type: ignore[no-untyped-call]
 _operators.impl("int8_matmul", _int8_matmul, "CPU")  # type: ignore[no-untyped-call]
@@ -120,11 +123,12 @@ int4_matmul = torch.ops.elastic.int4_matmul.default
 
 x: float32 [tokens, inputs], contiguous; planes: uint8 [1 or 2, outputs * inputs / 2], the nibbles of codes, or the
 upper and the lower ones; scales: bfloat16 [groups, outputs, 2], columns next to one another; out: float32 [tokens,
-outputs], rows in one piece. weight = scale * (code - middle) + factor * offset. The caller has checked shapes.
+outputs], rows in one piece. weight = scale * (code - middle + factor * offset / scale), the quotient rounded to a whole
+number. The caller has checked shapes.
 """
 int8_matmul = torch.ops.elastic.int8_matmul.default
 """Write x @ matrix.T to `out`, all contiguous.
 
-x: float32 [tokens, inputs]; rows: int8 [outputs, inputs]; scales: bfloat16 [outputs]; out: float32 [tokens, outputs].
-The caller has checked shapes.
+x: float32 [tokens, inputs]; rows: int8 [outputs, inputs]; scales: bfloat16 [outputs]; offsets: float32 [outputs], or
+None; out: float32 [tokens, outputs]. weight = scale * code + offset. The caller has checked shapes.
 """

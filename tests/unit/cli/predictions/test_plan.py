@@ -15,6 +15,8 @@ from elastic.cli.main import main
 from elastic.cli.predictions.plan import sizes_of
 from elastic.cli.views.layer_grid import layers_at, of_status, spans
 from elastic.cli.views.panels import screen
+from elastic.config import Place
+from elastic.planning.assumed_speeds import ASSUMED, assume
 from elastic.server.generation.collector import variants
 from elastic.types import Event, Evict, HostStatus, KVStatus, Migrate, MigrateKV, PlaceStatus, Residency, Status
 from elastic.weights.decoder import find_decoder
@@ -139,6 +141,25 @@ def test_plan_counts_the_cache_of_each_layer() -> None:
     for name, elements in (("falcon", (64, 64, 64)), ("gemma4", (32, 32, 64)), ("deepseek-v3", (16, 16, 16))):
         model = build(name)
         assert sizes_of(find_decoder(model), model).kv_token == tuple(4 * count for count in elements)
+
+
+def test_plan_counts_the_experts_that_tokens_meet() -> None:
+    """Of four, a token is sent to two: a step computes with half of the experts, and reads those that any one chose."""
+    model = build("qwen3-moe")
+    sizes, places = sizes_of(find_decoder(model), model), [Place.parse("cpu=1GiB")]
+    routed = sum(p.nbytes for p in model.model.layers[0].parameters() if p.ndim == 3)
+    assert sizes.experts.chosen == 0.5
+    assert sizes.experts.of_weights == pytest.approx(routed / sizes.layers[0])
+    assert sizes_of(find_decoder(build("llama-gqa")), build("llama-gqa")).experts.met(1) == 1
+
+    memory, flops = ASSUMED["cpu"].memory, ASSUMED["cpu"].flops
+    arguments = places, sizes.layers[0], sizes.parameters, sizes.experts
+    for fewest, most in ((1, 1), (1, 8), (128, 1024)):
+        layer = assume(*arguments, (fewest, most)).layers["cpu"]
+        for tokens in (fewest, most):
+            nbytes = sizes.layers[0] - routed * 0.5**tokens
+            operations = 2 * tokens * (sizes.parameters - routed / 4 * 0.5)
+            assert layer(tokens) == pytest.approx(nbytes / memory + operations / flops)
 
 
 def test_plan_measures_if_asked(capsys: Any) -> None:

@@ -99,6 +99,14 @@ def test_the_most_served_is_what_a_simulated_clock_serves() -> None:
     assert done / clock == pytest.approx(cost.most_rate(load, batch), rel=0.02)
 
 
+def test_room_for_more_requests_serves_no_fewer() -> None:
+    """Of a number that the stages do not divide evenly, the busiest stage has one round more."""
+    for stages in (1, 2, 3, 4):
+        cost = InstanceCost((((FULL, 4),),) * stages, hop=LinearLatency(1e-4, 1e-9), token_bytes=1024)
+        rates = [cost.most_rate(Load(100, 900), running) for running in range(1, 33)]
+        assert rates == sorted(rates)
+
+
 def test_stages_add_hops_to_a_token_and_halve_the_busiest() -> None:
     hop = LinearLatency(1e-4, 1e-9)
     plain = whole((FULL, 8))

@@ -87,6 +87,14 @@ def test_inputs_that_are_always_zero_survive() -> None:
     assert (codes.input_scale > 0).all()
 
 
+def test_the_weights_of_an_input_that_the_sample_lacks_stay() -> None:
+    weight, inputs = matrix(), outliers()
+    inputs[:, 5] = 0
+    codes = search_scales(weight, inputs, Integers(8, -1, symmetric=True))
+    assert codes.input_scale is not None
+    assert float((codes.value() - weight)[:, 5].norm() / weight[:, 5].norm()) < 0.05
+
+
 @pytest.mark.parametrize("inputs", [torch.zeros(3, 64), torch.zeros(0, 64)], ids=["zeros", "no tokens"])
 def test_without_a_known_input_the_nearest_codes_are_the_answer(inputs: torch.Tensor) -> None:
     codes, plain = (

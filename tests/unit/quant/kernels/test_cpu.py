@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,57 @@ def test_a_path_errs_no_more_than_twice_as_much_as_a_plain_product_in_bfloat16(
     exact = x.double() @ value.double().t()
     plain = (x.bfloat16() @ value.bfloat16().t()).double()
     assert (product(paths[name], x, parts, tokens) - exact).norm() <= 2 * (plain - exact).norm()
+
+
+def lopsided(config: Integers, outputs: int = 48, inputs: int = 1024) -> QuantizedMatrix:
+    """A weight of each output is far above the others: zero points are far from the middle of the codes."""
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(1)) * 0.05
+    weight[:, 7::128] = 1.0
+    return round_to_nearest(weight, config)
+
+
+LOPSIDED = [Integers(8, -1), Integers(8, 128), Integers(4, 128), Integers(3, 128)]
+
+
+@pytest.mark.parametrize("config", LOPSIDED, ids=str)
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+def test_zero_points_far_from_the_middle_lose_nothing(config: Integers, mean: float) -> None:
+    """An offset that is rounded is off for all weights of a group alike: the error grows with the mean input."""
+    original = lopsided(config)
+    parts, paths = packed(config, original)
+    x = (torch.randn(16, 1024, generator=torch.Generator().manual_seed(2)) + mean).bfloat16().float()
+    exact = x.double() @ original.value().double().t()
+    plain = (x.bfloat16() @ original.value().bfloat16().t()).double()
+    for name in paths.keys() - {"dynamic"}:
+        assert (paths[name](x, parts) - exact).norm() <= 2 * (plain - exact).norm(), name
+
+
+@pytest.mark.parametrize("config", LOPSIDED, ids=str)
+def test_expanded_weights_are_the_value_to_the_bit(config: Integers) -> None:
+    original = lopsided(config)
+    parts, paths = packed(config, original)
+    value = original.value()
+    assert torch.equal(unpack(config, parts, MatrixShape(*value.shape), KernelTarget.of(CPU)).value(), value)
+    assert torch.equal(paths["expanded_float32"](torch.eye(1024), parts), value.t())
+    assert torch.equal(paths["expanded"](torch.eye(1024), parts), value.t().bfloat16().float())
+
+
+def test_a_kernel_that_rounds_before_zero_points_are_taken_off_is_for_symmetric_codes_alone() -> None:
+    weight = torch.randn(48, 128, generator=torch.Generator().manual_seed(0))
+    for symmetric in (True, False):
+        config = Integers(8, -1, symmetric=symmetric)
+        assert ("packed" in packed(config, round_to_nearest(weight, config))[1]) == symmetric
+
+
+def test_offsets_of_earlier_files_are_read_as_the_whole_numbers_that_they_were() -> None:
+    config = Integers(8, -1)
+    original = lopsided(config)
+    parts, paths = packed(config, original)
+    assert parts["offsets"].dtype == torch.float32
+    earlier = {**parts, "offsets": parts["offsets"].bfloat16()}
+    x = torch.randn(5, 1024)
+    for path in paths.values():
+        torch.testing.assert_close(path(x, earlier), path(x, parts))
 
 
 @given(st.data(), configs_and_matrices(), DTYPES, st.integers(1, ROWS))
@@ -122,6 +174,19 @@ def test_activations_may_have_any_strides(tokens: int) -> None:
     x = torch.randn(128, tokens).t()
     for name, path in paths.items():
         assert torch.equal(path(x, parts), path(x.contiguous(), parts)), name
+
+
+@pytest.mark.parametrize("config", [Integers(8, -1, symmetric=True), Integers(8, 64), Integers(4, 64), Integers(3, 64)])
+def test_inputs_divided_by_their_scale_may_be_beyond_float16(config: Integers) -> None:
+    weight = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
+    codes = replace(round_to_nearest(weight * 1e-4, config), input_scale=torch.full((128,), 1e-4))
+    parts, paths = packed(config, codes)
+    x = torch.full((2, 128), 100.0, dtype=torch.float16)
+    exact = x.double() @ codes.value().double().t()
+    for name, path in paths.items():
+        y = path(x, parts)
+        assert y.dtype == torch.float16
+        assert (y.double() - exact).norm() <= 0.05 * exact.norm(), name
 
 
 def test_bytes_for_other_instructions_are_not_given_to_the_kernel() -> None:

@@ -44,6 +44,17 @@ def test_expanded_weights_are_those_of_the_reference(
         assert paths[name](x[:0], parts).shape == (0, matrix.outputs)
 
 
+@pytest.mark.parametrize("config", [Integers(8, -1), Integers(8, 64), Integers(4, 64), Integers(3, 64)], ids=str)
+@pytest.mark.parametrize("target", [CUDA, TURING], ids=["sm90", "sm75"])
+def test_zero_points_far_from_the_middle_lose_nothing(config: Integers, target: KernelTarget) -> None:
+    weight = torch.randn(48, 128, generator=torch.Generator().manual_seed(1)) * 0.05
+    weight[:, 7::64] = 1.0
+    original = round_to_nearest(weight, config)
+    parts = pack(config, original, target)
+    path = format_of(config).paths(config, parts, MatrixShape(48, 128), target)["expanded"]
+    assert torch.equal(path(torch.eye(128), parts), original.value().t())
+
+
 @pytest.mark.parametrize(
     ("instructions", "int4", "int8"),
     [
@@ -134,11 +145,14 @@ seen, rows = set(), (16, 40)
 for sm in ("sm75", "sm90"):
     for bits, group, inputs in ((8, -1, 80), (4, 16, 48), (4, 32, 96), (4, 32, 64), (4, 128, 640), (3, 128, 384)):
         config, matrix, target = Integers(bits, group), MatrixShape(48, inputs), KernelTarget("cuda", sm)
-        codes = round_to_nearest(torch.randn(48, inputs), config)
+        weight = torch.randn(48, inputs)
+        weight[:, ::32] = 8.0  # zero points far from the middle
+        codes = round_to_nearest(weight, config)
         parts = pack(config, codes, target)
         weights = expand_codes(parts["packed"], parts["scales"], bits, group_of(config, matrix), rows, torch.float32)
         expected = codes.value()[slice(*rows)]
         assert (weights - expected).norm() <= 0.01 * expected.norm(), (config, inputs, sm)  # scales are in bfloat16
+        assert torch.equal(weights, expected), (config, inputs, sm)  # and offsets whole numbers of them
         seen.add(parts["packed"].shape[3:])
 for config in (SemiStructured(2, 4), SemiStructured(4, 8), Unstructured(0.3), Unstructured(0.9)):
     for inputs in (64, 2072):

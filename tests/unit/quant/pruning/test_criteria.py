@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from elastic.assets import MODEL_DIR
 from elastic.errors import ConfigError
-from elastic.quant.formats.base import MatrixShape
+from elastic.quant.formats.base import KernelTarget, MatrixShape, format_of
 from elastic.quant.formats.pruned import SemiStructured, Unstructured
 from elastic.quant.pruning.criteria import Sparse, prune
 from elastic.quant.sensitivity.fake_quant import dequantized_layer
@@ -67,6 +68,24 @@ def test_of_equal_weights_the_first_stay(config: Sparse) -> None:
         order = sorted(range(width), key=lambda i: -float(scores[i]))  # stable
         assert kept.nonzero().flatten().tolist() == sorted(order[: int(kept.sum())])
     assert int(mask.sum()) == weight.numel() // 2
+
+
+@pytest.mark.parametrize("by", ["magnitude", "wanda", "sparsegpt"])
+@pytest.mark.parametrize("kind", [SemiStructured(2, 4), Unstructured(0.5)], ids=str)
+def test_a_weight_that_is_no_number_harms_its_own_output_alone(kind: Sparse, by: str) -> None:
+    config, matrix, target = replace(kind, by=by), MatrixShape(16, 32), KernelTarget.of(torch.device("cpu"))
+    weight, inputs = random_matrix(matrix), random_inputs(64, 32)
+    expected = prune(weight, config, inputs)[1]
+    weight[3, 5] = torch.nan
+    pruned, mask = prune(weight, config, inputs)
+    assert pruned[3, 5].isnan()
+    assert mask.sum() == expected.sum()
+    others = [row for row in range(16) if row != 3]
+    assert int((mask[others] != expected[others]).sum()) <= 1  # of all weights one more may go
+    parts = format_of(config).quantize(config, weight, inputs, target)
+    value = format_of(config).value(config, parts, matrix, target)
+    assert value[others].isfinite().all()
+    assert value[others].any(1).all()
 
 
 @pytest.mark.parametrize(

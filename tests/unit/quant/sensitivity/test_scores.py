@@ -441,6 +441,21 @@ def test_what_the_caller_must_change(deep: Any, tmp_path: Path) -> None:
         elastic.profile(broken, ids)
 
 
+def test_weights_that_are_no_numbers_are_named(deep: Any) -> None:
+    model = copy.deepcopy(deep)
+    name, parameter = next((n, p) for n, p in model.named_parameters() if ".1." in n and p.ndim == 2)
+    with torch.no_grad():
+        parameter[3, 5] = torch.nan
+    with pytest.raises(ConfigError, match=f"{name} holds values that are not finite"):
+        elastic.profile(model, torch.ones(2, 8, dtype=torch.long))
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_tokens_outside_of_the_vocabulary_are_refused(deep: Any, token: int) -> None:
+    with pytest.raises(ConfigError, match=rf"token ids from .*{token}.*the model those from 0 to"):
+        elastic.profile(deep, torch.tensor([[1, token, 3]]))
+
+
 def test_a_wrapped_model_is_refused(wrapped: Any) -> None:
     model = wrapped(build("llama-mha"))
     with pytest.raises(StateError, match="unwrap it first"):

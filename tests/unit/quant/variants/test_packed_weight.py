@@ -55,6 +55,18 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("name", [*CALLS, "addmm"])
+def test_products_under_autocast_have_its_dtype(name: str) -> None:
+    packed, value = weight(48, 64)
+    x, bias = torch.randn(5, 64), torch.randn(48)
+    call = CALLS.get(name, lambda x, w, v, b: (torch.addmm(b, x, w.T), torch.addmm(b, x, v.T)))
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            ours, plain = call(x, packed, value, bias)
+        assert ours.dtype == plain.dtype == dtype
+        torch.testing.assert_close(ours, plain, rtol=0.02, atol=0.1)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_products_are_those_of_the_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packed, value = weight(48, 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import elastic
 from elastic import ConfigError, StateError
+from elastic.memory.checkpoint_file import CheckpointFile
 from elastic.memory.host_store import host
 from elastic.quant.checkpoints.reader import QuantizedCheckpoint
 from elastic.quant.formats.integer import Integers
+from elastic.quant.formats.kernel_table import paths
 from elastic.quant.variants.eligible import LayerParameters
 from elastic.quant.variants.host_block import in_one_block
 from elastic.quant.variants.pack_model import packer
@@ -197,6 +200,56 @@ def test_files_of_another_model_or_variant_are_refused(tmp_path: Path) -> None:
     (tmp_path / "elastic-int4.safetensors").write_bytes((GOLDEN / "gptq-4bit/model.safetensors").read_bytes())
     with pytest.raises(ConfigError, match="Elastic did not write it"):
         cached(tmp_path, build("llama-gqa"))
+
+
+def rewritten(path: Path, about: str) -> None:
+    """Give a file another description, with its checksum."""
+    save_file(load_file(path), path, {"about": about, "sha256": hashlib.sha256(about.encode()).hexdigest()})
+
+
+def test_what_is_in_the_place_of_a_file_is_refused_with_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "elastic-int4.safetensors"
+    elastic.unwrap(cached(tmp_path, build("llama-gqa")))
+    about = json.loads(CheckpointFile(path).metadata["about"])
+    layer = next(iter(about["layers"]))
+    other = [
+        [],
+        {**about, "layers": 5},
+        {**about, "target": {"device": "cpu"}},
+        {key: value for key, value in about.items() if key != "variant"},
+        {**about, "paths": [{"format": "Integers"}]},
+        {**about, "layers": {**about["layers"], layer: {"digest": 0, "parameters": {"mlp": {"kind": "rounded"}}}}},
+    ]
+    for description in other:
+        rewritten(path, json.dumps(description))
+        with pytest.raises(ConfigError, match=f"{path} is damaged"):
+            cached(tmp_path, build("llama-gqa"))
+    rewritten(path, "{")
+    with pytest.raises(ConfigError, match=f"{path} is damaged"):
+        cached(tmp_path, build("llama-gqa"))
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match=f"{path} cannot be read"):
+        cached(tmp_path, build("llama-gqa"))
+
+
+def test_kernels_that_an_earlier_version_measured_are_measured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had kernels for int8 with zero points that there are no more."""
+    options: dict[str, Any] = {"variants": [elastic.Variant("wide", Integers(8, -1))], "variant_cache": tmp_path}
+    path = tmp_path / "elastic-wide.safetensors"
+    elastic.unwrap(elastic.wrap(build("llama-gqa"), places=ROOMY, **options))
+    about = json.loads(CheckpointFile(path).metadata["about"])
+    offsets = {name for e in next(iter(about["layers"].values()))["parameters"].values() for name in e["parts"]}
+    assert "offsets" in offsets
+    rows = [{**row, "paths": dict.fromkeys(row["paths"], "packed")} for row in about["paths"]]
+    rewritten(path, json.dumps({**about, "version": "elastic-variant-2", "paths": rows}))
+    monkeypatch.setattr(paths, "_entries", {})
+    model = elastic.wrap(build("llama-gqa"), places=ROOMY, **options)
+    model.elastic.swap([0, 1, 2], "wide")
+    assert model(**prompt(2)).logits.isfinite().all()
+    elastic.unwrap(model)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from elastic.engines.executor.graphs.operator_graph import OperatorGraph
 from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, format_of
 from elastic.quant.formats.integer import Integers, QuantizedMatrix
 from elastic.quant.kernels.compiled.integer_matmul import multiplies_nibbles
-from elastic.quant.kernels.cpu_layout import encoding_of, kernel_group, whole_rows
+from elastic.quant.kernels.cpu_layout import encoding_of, kernel_group
 from elastic.quant.kernels.integer_format import pack
 from support.child_process import in_fork
 from support.integer_matrices import codes, configs_and_matrices
@@ -70,17 +70,14 @@ def test_the_error_is_at_most_half_a_step_of_each_group(
 def stored_weights(
     config: Integers, original: QuantizedMatrix, parts: PackedTensors, matrix: MatrixShape
 ) -> tuple[torch.Tensor, float]:
-    """The weights as scales and offsets have them, which are bfloat16, and the largest number that makes them up."""
+    """The weights as scales in bfloat16 and zero points have them, and the largest number that makes them up."""
     encoding = encoding_of(config, matrix)
-    if whole_rows(config, matrix):
-        scales = parts["scales"].double().t()
-        offsets = parts["offsets"].double().t() if "offsets" in parts else torch.zeros_like(scales)
-    else:
-        pairs = parts["scales"].double().transpose(0, 1)
-        scales, offsets = pairs.repeat_interleave(kernel_group(config, matrix), 1).unbind(2)
-    weights = scales * encoding.step * (original.codes.double() - encoding.middle) + encoding.factor * offsets
-    largest = (scales * encoding.step * 2**config.bits).amax() + encoding.factor * offsets.abs().amax()
-    return weights, float(largest)
+    size = config.inputs_per_group(matrix.inputs)
+    pairs = [original.scales.bfloat16(), original.zeros]
+    scales, zeros = (each.double().repeat_interleave(size, 1) for each in pairs)
+    offsets = scales * (encoding.middle - zeros)
+    largest = (scales * 2**config.bits).amax() + offsets.abs().amax()
+    return scales * (original.codes.double() - zeros), float(largest)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=["AVX512", "AVX2"])
