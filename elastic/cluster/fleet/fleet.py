@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import os
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +32,7 @@ from elastic.cluster.fleet.rank_starter import END_S, RankStarter
 from elastic.cluster.fleet.rank_verbs import RankVerbs
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.cluster.fleet.refusals import require_timeout
 from elastic.cluster.fleet.supervisor import Supervisor
 from elastic.cluster.launch.base import Launcher
 from elastic.config import require
@@ -125,6 +127,7 @@ class Fleet(PricedVerbs, RankVerbs):
         add = None if self._starter.waits else self.scale_out
         self._policies = PolicyThreads(policies, self._dispatcher, self._log, self._mover, self, self._groups, add)
         self._lock = clock.make_lock()  # of the state
+        self._ending = threading.RLock()  # of who ends the ranks; a signal handler may stop what it has interrupted
         self._state, self._process = "new", os.getpid()
 
     @classmethod
@@ -205,35 +208,55 @@ class Fleet(PricedVerbs, RankVerbs):
     def stop(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
         """Take no more requests; finish those there are (`drain`, for `timeout_s` at the most), or cancel them.
 
-        All ranks have ended then. Raises `StateError` in a listener.
+        All ranks have ended then, whoever else stops it meanwhile: with `drain=False` what another call waits for is
+        cancelled. An interrupt ends the wait, and cancels what is left; what it leaves undone a later call does. Raises
+        `StateError` in a listener.
         """
         if Delivery.on_this_thread():
             raise StateError("the fleet cannot be stopped by a listener; use another thread")
+        require_timeout(timeout_s)
         with self._lock:
-            was, self._state = self._state, "stopped"
-        if was == "stopped":
-            return
+            if self._state == "stopped":
+                return
+            drain = drain and self._state in ("serving", "draining")
+            self._state = "draining" if drain else "stopping"
+        try:
+            if drain:
+                self._drain(timeout_s)
+        finally:
+            self._end()
+
+    def _drain(self, timeout_s: float | None) -> None:
+        """Wait until no request is left, then have ranks have all of their layers again; nothing if it is ended."""
         dispatcher = self._dispatcher
-        if drain and was == "serving":
-            with dispatcher.lock:
-                dispatcher.changed.wait_for(lambda: not dispatcher.records or self._supervisor.hopeless, timeout_s)
-            self._policies.stop()
-            with suppress(ElasticError):  # then ranks end as they are
-                if len(self._shares) == 1:
-                    self._groups.restore(None, END_S, "the fleet ends")
-        self._policies.stop()
-        self._groups.close()
-        self._end_ranks()
-        self._supervisor.stop()
-        self._end_ranks()  # one may have come in the place of another
-        delivery = Delivery(dispatcher.lock)
         with dispatcher.lock:
-            for record in list(dispatcher.records.values()):
-                dispatcher.end_answers(record, range(record.request.n), "cancelled", delivery)
-            dispatcher.queue.clear()
-        delivery.tell()
-        self._launcher.close()
-        _fleets.discard(self)
+            dispatcher.changed.wait_for(
+                lambda: self._state != "draining" or not dispatcher.records or self._supervisor.hopeless, timeout_s
+            )
+        self._policies.stop()
+        with suppress(ElasticError):  # then ranks end as they are
+            if len(self._shares) == 1 and self._state == "draining":
+                self._groups.restore(None, END_S, "the fleet ends")
+
+    def _end(self) -> None:
+        """End all ranks and requests. Each step can be taken twice, so that what was interrupted is done again."""
+        with self._ending:
+            with self._lock:
+                if self._state == "stopped":
+                    return
+                self._state = "stopping"
+            with self._dispatcher.lock:
+                self._dispatcher.changed.notify_all()
+            self._policies.stop()
+            self._groups.close()
+            self._starter.end_all()
+            self._supervisor.stop()
+            self._starter.end_all()  # one may have come in the place of another
+            self._members.cancel_requests()
+            self._launcher.close()
+            _fleets.discard(self)
+            with self._lock:
+                self._state = "stopped"
 
     def __enter__(self) -> Self:
         self.start()
@@ -342,14 +365,6 @@ class Fleet(PricedVerbs, RankVerbs):
             result(instance, answer)
 
     # -- inside
-
-    def _end_ranks(self) -> None:
-        """End all ranks, in order."""
-        with self._dispatcher.lock:
-            instances = list(self._dispatcher.instances.values())
-            for instance in instances:
-                instance.leaving = True
-        self._starter.end(instances)
 
     def _instance(self, name: str) -> Instance:
         with self._dispatcher.lock:

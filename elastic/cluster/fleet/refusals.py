@@ -1,10 +1,12 @@
-"""Requests that are refused at once: too large for all instances, or one more than may wait."""
+"""What is refused at once: requests too large for all instances, or more than may wait, and seconds that are none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from elastic.cluster.fleet.instance import Instance, request_blocks
+from elastic.config import is_number, require
 from elastic.engines.base import Request
 from elastic.errors import CapacityError, Overloaded
 
@@ -43,3 +45,9 @@ def require_place(waiting: int, max_queue: int | None, retry_after_s: float) -> 
     """Raise `Overloaded` if no more requests may wait."""
     if max_queue is not None and waiting >= max_queue:
         raise Overloaded(f"{waiting} requests wait, max_queue={max_queue}", retry_after_s=retry_after_s)
+
+
+def require_timeout(timeout_s: Any) -> None:
+    """Raise `ConfigError` for what is no number of seconds, and not None."""
+    seconds = timeout_s is None or (is_number(timeout_s) and timeout_s >= 0)
+    require(seconds, "timeout_s", timeout_s, "a number of seconds, at least 0, or None")
