@@ -286,8 +286,9 @@ class Fleet(PricedVerbs, RankVerbs):
         `timeout_s` too (None: for 60 s).
 
         Raises `ConfigError` for one that is not there, `StateError` if requests are left and no other rank is there,
-        and with `drain` where it could not be parted from others: it serves on.
+        and with `drain` where it could not be parted from others: it serves on, as where an interrupt ends the wait.
         """
+        require_timeout(timeout_s)
         instance, status = self._instance(name), ""
         if drain and instance.group:
             restored = self.restore(name, timeout_s=TIMEOUT_S if timeout_s is None else timeout_s)
@@ -305,15 +306,14 @@ class Fleet(PricedVerbs, RankVerbs):
             end_unit(self._dispatcher, instance)
             instance.state = "draining"
         if drain:
-            result(instance, instance.client.ask(Drain()))
-            self._mover.drain(instance, timeout_s)
+            try:
+                self._mover.drain(instance, timeout_s)
+            except BaseException:  # also what ends the calling thread
+                self._members.serve_on(instance)
+                raise
+            instance.client.ask(Drain())
         self._log.add("removed", rank=name, instance=name, requests=len(instance.records))
-        with self._dispatcher.lock:  # from now on nobody begins to read there
-            instance.leaving = True
-            is_read = bool(instance.records or instance.moves)
-        if is_read:  # what is there stays as it is
-            instance.client.kill("removed from the fleet")
-        instance.client.close(timeout_s=END_S)
+        self._members.end(instance, END_S)
 
     def kill(self, name: str) -> None:
         """Fence a rank at once, as if it had failed; return when its requests wait or go on elsewhere."""
