@@ -180,8 +180,11 @@ class Fleet(PricedVerbs, RankVerbs):
             self._starter.start_all(self._specs)
             self._supervisor.start()
             self._policies.start()
-        except BaseException:
-            self.stop(drain=False)
+        except BaseException as error:
+            try:
+                self.stop(drain=False)
+            except Exception as failed:  # what went wrong first is told
+                error.add_note(f"what had been started could not be ended: {failed!r}")
             raise
         with self._lock:
             if self._state == "starting":
