@@ -53,6 +53,8 @@ class Dispatcher:
         self.changed = make_condition(self.lock)
         """Told when a request has ended or goes on elsewhere, and when instances come and go."""
         self.instances: dict[str, Instance] = {}
+        self.gone: set[str] = set()
+        """The names of instances that were forgotten."""
         self.records: dict[str, RequestRecord] = {}
         self.queue: deque[RequestRecord] = deque()
         self.held = HeldRequests()
@@ -335,6 +337,7 @@ class Dispatcher:
     def forget(self, instance: Instance) -> None:
         """Have an instance get nothing any more, and nothing that it tells count."""
         self.instances.pop(instance.name, None)
+        self.gone.add(instance.name)
         self._prefixes.forget(instance.name)
         self.changed.notify_all()
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import os
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self, get_args
 
 from elastic import clock
-from elastic.cluster.control.messages import Check, Drain, Question
+from elastic.cluster.control.messages import Check, Drain
 from elastic.cluster.control.stage_questions import Bulk
 from elastic.cluster.control.status import FleetEvent, FleetStatus
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.ranks import result
 from elastic.cluster.fleet.groups.resharding import ReshardingGroups
 from elastic.cluster.fleet.groups.verbs import TIMEOUT_S
-from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.joining.launchers import launcher_of
 from elastic.cluster.fleet.joining.units import Units, end_unit
 from elastic.cluster.fleet.membership import Membership
@@ -30,7 +30,7 @@ from elastic.cluster.fleet.policy_threads import PolicyThreads
 from elastic.cluster.fleet.rank_starter import END_S, RankStarter
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.records.event_log import EventLog
-from elastic.cluster.fleet.refusals import longest_request
+from elastic.cluster.fleet.refusals import longest_request, require_timeout
 from elastic.cluster.fleet.supervisor import Supervisor
 from elastic.cluster.launch.base import Launcher
 from elastic.config import require
@@ -38,7 +38,7 @@ from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.base import GrammarCompiler, Listener, Request
 from elastic.engines.sampling import require_valid
 from elastic.engines.stopping import with_ends
-from elastic.errors import ConfigError, ElasticError, NotFound, StateError
+from elastic.errors import ConfigError, ElasticError, StateError
 from elastic.planning.sharding.share import shares
 
 _fleets: weakref.WeakSet[Fleet] = weakref.WeakSet()
@@ -125,6 +125,7 @@ class Fleet(PricedVerbs):
         add = None if self._starter.waits else self.scale_out
         self._policies = PolicyThreads(policies, self._dispatcher, self._log, self._mover, self, self._groups, add)
         self._lock = clock.make_lock()  # of the state
+        self._ending = threading.RLock()  # of who ends the ranks; a signal handler may stop what it has interrupted
         self._state, self._process = "new", os.getpid()
 
     @classmethod
@@ -177,8 +178,11 @@ class Fleet(PricedVerbs):
             self._starter.start_all(self._specs)
             self._supervisor.start()
             self._policies.start()
-        except BaseException:
-            self.stop(drain=False)
+        except BaseException as error:
+            try:
+                self.stop(drain=False)
+            except Exception as failed:  # what went wrong first is told
+                error.add_note(f"what had been started could not be ended: {failed!r}")
             raise
         with self._lock:
             if self._state == "starting":
@@ -210,35 +214,55 @@ class Fleet(PricedVerbs):
     def stop(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
         """Take no more requests; finish those there are (`drain`, for `timeout_s` at the most), or cancel them.
 
-        All ranks have ended then. Raises `StateError` in a listener.
+        All ranks have ended then, whoever else stops it meanwhile: with `drain=False` what another call waits for is
+        cancelled. An interrupt ends the wait, and cancels what is left; what it leaves undone a later call does. Raises
+        `StateError` in a listener.
         """
         if Delivery.on_this_thread():
             raise StateError("the fleet cannot be stopped by a listener; use another thread")
+        require_timeout(timeout_s)
         with self._lock:
-            was, self._state = self._state, "stopped"
-        if was == "stopped":
-            return
+            if self._state == "stopped":
+                return
+            drain = drain and self._state in ("serving", "draining")
+            self._state = "draining" if drain else "stopping"
+        try:
+            if drain:
+                self._drain(timeout_s)
+        finally:
+            self._end()
+
+    def _drain(self, timeout_s: float | None) -> None:
+        """Wait until no request is left, then have ranks have all of their layers again; nothing if it is ended."""
         dispatcher = self._dispatcher
-        if drain and was == "serving":
-            with dispatcher.lock:
-                dispatcher.changed.wait_for(lambda: not dispatcher.records or self._supervisor.hopeless, timeout_s)
-            self._policies.stop()
-            with suppress(ElasticError):  # then ranks end as they are
-                if len(self._shares) == 1:
-                    self._groups.restore(None, END_S, "the fleet ends")
-        self._policies.stop()
-        self._groups.close()
-        self._end_ranks()
-        self._supervisor.stop()
-        self._end_ranks()  # one may have come in the place of another
-        delivery = Delivery(dispatcher.lock)
         with dispatcher.lock:
-            for record in list(dispatcher.records.values()):
-                dispatcher.end_answers(record, range(record.request.n), "cancelled", delivery)
-            dispatcher.queue.clear()
-        delivery.tell()
-        self._launcher.close()
-        _fleets.discard(self)
+            dispatcher.changed.wait_for(
+                lambda: self._state != "draining" or not dispatcher.records or self._supervisor.hopeless, timeout_s
+            )
+        self._policies.stop()
+        with suppress(ElasticError):  # then ranks end as they are
+            if len(self._shares) == 1 and self._state == "draining":
+                self._groups.restore(None, END_S, "the fleet ends")
+
+    def _end(self) -> None:
+        """End all ranks and requests. Each step can be taken twice, so that what was interrupted is done again."""
+        with self._ending:
+            with self._lock:
+                if self._state == "stopped":
+                    return
+                self._state = "stopping"
+            with self._dispatcher.lock:
+                self._dispatcher.changed.notify_all()
+            self._policies.stop()
+            self._groups.close()
+            self._starter.end_all()
+            self._supervisor.stop()
+            self._starter.end_all()  # one may have come in the place of another
+            self._members.cancel_requests()
+            self._launcher.close()
+            _fleets.discard(self)
+            with self._lock:
+                self._state = "stopped"
 
     def __enter__(self) -> Self:
         self.start()
@@ -268,8 +292,9 @@ class Fleet(PricedVerbs):
         `timeout_s` too (None: for 60 s).
 
         Raises `ConfigError` for one that is not there, `StateError` if requests are left and no other rank is there,
-        and with `drain` where it could not be parted from others: it serves on.
+        and with `drain` where it could not be parted from others: it serves on, as where an interrupt ends the wait.
         """
+        require_timeout(timeout_s)
         instance, status = self._instance(name), ""
         if drain and instance.group:
             restored = self.restore(name, timeout_s=TIMEOUT_S if timeout_s is None else timeout_s)
@@ -287,15 +312,14 @@ class Fleet(PricedVerbs):
             end_unit(self._dispatcher, instance)
             instance.state = "draining"
         if drain:
-            result(instance, instance.client.ask(Drain()))
-            self._mover.drain(instance, timeout_s)
+            try:
+                self._mover.drain(instance, timeout_s)
+            except BaseException:  # also what ends the calling thread
+                self._members.serve_on(instance)
+                raise
+            instance.client.ask(Drain())
         self._log.add("removed", rank=name, instance=name, requests=len(instance.records))
-        with self._dispatcher.lock:  # from now on nobody begins to read there
-            instance.leaving = True
-            is_read = bool(instance.records or instance.moves)
-        if is_read:  # what is there stays as it is
-            instance.client.kill("removed from the fleet")
-        instance.client.close(timeout_s=END_S)
+        self._members.end(instance, END_S)
 
     def kill(self, name: str) -> None:
         """Fence a rank at once, as if it had failed; return when its requests wait or go on elsewhere."""
@@ -346,26 +370,6 @@ class Fleet(PricedVerbs):
             result(instance, answer)
 
     # -- inside
-
-    def _end_ranks(self) -> None:
-        """End all ranks, in order."""
-        with self._dispatcher.lock:
-            instances = list(self._dispatcher.instances.values())
-            for instance in instances:
-                instance.leaving = True
-        self._starter.end(instances)
-
-    def _instance(self, name: str) -> Instance:
-        with self._dispatcher.lock:
-            instance = self._dispatcher.instances.get(name)
-            names = ", ".join(self._dispatcher.instances) or "none"
-        if instance is None:
-            raise NotFound(f"there is no rank {name!r}; there are: {names}")
-        return instance
-
-    def _ask(self, rank: str, question: Question) -> Any:
-        instance = self._instance(rank)
-        return result(instance, instance.client.ask(question))
 
     def _require_serving(self) -> None:
         if self._state != "serving":

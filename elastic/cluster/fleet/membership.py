@@ -89,6 +89,40 @@ class Membership:
         hellos = [instance.hello for instance in self._dispatcher.instances.values()]
         return {key: place for hello in hellos if hello.host == host for key, place in _claims(hello).items()}
 
+    def serve_on(self, instance: Instance) -> None:
+        """Have a rank that was being drained take requests again."""
+        with self._lock:
+            if instance.state == "draining" and not instance.leaving:
+                instance.state = "serving"
+                self._dispatcher.dispatch()
+                self._dispatcher.changed.notify_all()
+
+    def end(self, instance: Instance, timeout_s: float) -> None:
+        """End a rank that was removed: in order within so many seconds, or as it is if others have use for that."""
+        with self._lock:  # from now on nobody begins to read there
+            instance.leaving = True
+            is_read = bool(instance.records or instance.moves)
+        if is_read:  # what is there stays as it is
+            instance.client.kill("removed from the fleet")
+        instance.client.close(timeout_s=timeout_s)
+
+    def dismiss(self) -> list[Instance]:
+        """Note of all ranks that their end is no failure from now on; return them."""
+        with self._lock:
+            instances = list(self._dispatcher.instances.values())
+            for instance in instances:
+                instance.leaving = True
+            return instances
+
+    def cancel_requests(self) -> None:
+        """Cancel all requests, when all ranks have ended."""
+        delivery = Delivery(self._lock)
+        with self._lock:
+            for record in list(self._dispatcher.records.values()):
+                self._dispatcher.end_answers(record, range(record.request.n), "cancelled", delivery)
+            self._dispatcher.queue.clear()
+        delivery.tell()
+
     def lost(self, instance: Instance, why: str) -> None:
         """Have the requests of a rank that has ended go on elsewhere. On its client's thread, once."""
         delivery = Delivery(self._lock)

@@ -133,9 +133,13 @@ class RankStarter:
         except ElasticError as error:
             logger.warning("a rank came that cannot serve: %s", error)
 
-    def end(self, instances: Sequence[Instance]) -> None:
-        """End ranks in order, and start none any more. Without threads: none can be made when the interpreter ends."""
+    def end_all(self) -> None:
+        """End all ranks in order, and start none any more; what was interrupted can be done again.
+
+        Without threads: none can be made when the interpreter ends.
+        """
         self._ended = True
+        instances = self._members.dismiss()
         for instance in instances:
             instance.client.leave()
         for instance in instances:

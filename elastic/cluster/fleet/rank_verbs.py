@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,14 +14,17 @@ from elastic.cluster.control.messages import (
     RollbackActions,
     RuntimeView,
 )
+from elastic.cluster.fleet.dispatcher import Dispatcher
+from elastic.cluster.fleet.groups.ranks import result
+from elastic.cluster.fleet.instance import Instance
+from elastic.errors import NotFound
 from elastic.types import Action
 
 
-class RankVerbs(ABC):
+class RankVerbs:
     """What is asked of one rank, by its name. Raises what it raises, `ConfigError` for one that is not there."""
 
-    @abstractmethod
-    def _ask(self, rank: str, question: Question) -> Any: ...
+    _dispatcher: Dispatcher
 
     def look(self, rank: str) -> RuntimeView:
         """Return the status, events and request statistics of a rank's runtime."""
@@ -46,6 +48,18 @@ class RankVerbs(ABC):
     def rollback(self, rank: str, id: str) -> Any:
         """Undo prepared actions at a rank; see `Runtime.rollback`."""
         return self._ask(rank, RollbackActions(id))
+
+    def _ask(self, rank: str, question: Question) -> Any:
+        instance = self._instance(rank)
+        return result(instance, instance.client.ask(question))
+
+    def _instance(self, name: str) -> Instance:
+        with self._dispatcher.lock:
+            instance = self._dispatcher.instances.get(name)
+            names = ", ".join(self._dispatcher.instances) or "none"
+        if instance is None:
+            raise NotFound(f"there is no rank {name!r}; there are: {names}")
+        return instance
 
 
 def _several(actions: Action | Sequence[Action]) -> tuple[Action, ...]:

@@ -1,14 +1,15 @@
-"""Requests that are refused at once: too large for all instances, or one more than may wait."""
+"""What is refused at once: requests too large for all instances, or more than may wait, and seconds that are none."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from elastic.cluster.fleet.instance import Instance, blocks_of, request_blocks
 from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.engines.base import Request
-from elastic.errors import CapacityError, Overloaded
+from elastic.errors import CapacityError, Overloaded, require_seconds
 
 
 def require_possible(serving: Sequence[Instance], request: Request, retry_after_s: float) -> None:
@@ -58,3 +59,9 @@ def require_place(
     waiting = sum(request.parent is None or record.request.parent != request.parent for record in queue)
     if waiting >= max_queue:
         raise Overloaded(f"{waiting} requests wait, max_queue={max_queue}", retry_after_s=retry_after_s)
+
+
+def require_timeout(timeout_s: Any) -> None:
+    """Raise `ConfigError` for what is no number of seconds, and not None."""
+    if timeout_s is not None:
+        require_seconds(timeout_s, "timeout_s")

@@ -74,7 +74,7 @@ class Rank:
         """Say Hello, then serve until `Bye` or the end of the connection; the engine has stopped then."""
         beats = threading.Thread(target=self._beat, name=f"elastic-{self.name}-beat", daemon=True)
         self.engine.on_step, self.engine.on_room = self._tell, self._tell_room
-        self.engine.on_impossible = self._give_back
+        self.engine.on_impossible, self.engine.on_crowded_out = self._give_back, self._return
         self.engine.start()
         self._questions.start()
         self._connection.send(self._hello())
@@ -134,10 +134,14 @@ class Rank:
 
     def _give_back(self, request: str, error: CapacityError) -> None:
         """Have the fleet give a request to other ranks, which may hold it together. On the engine's thread."""
+        self._return(request, Overloaded(str(error), retry_after_s=0.0))
+
+    def _return(self, request: str, error: CapacityError | Overloaded) -> None:
+        """Have the fleet give a request to others; with a `CapacityError` not to this rank again. On its thread."""
         self._tell(None)
         with self._lock:
             self._told = {answer: tokens for answer, tokens in self._told.items() if answer[0] != request}
-        self._say(Refused(request, Overloaded(str(error), retry_after_s=0.0)))
+        self._say(Refused(request, error))
 
     def _drain(self) -> None:
         self._draining = True

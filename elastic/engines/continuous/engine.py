@@ -124,6 +124,7 @@ class ContinuousEngine(PipelinedEngine):
             scheduler.budget = step_budget or scheduler.budget
             self._loop = StepLoop(scheduler, self._home, self._requests, cohorts or 1)
             self._loop.before_steps, self._loop.when_idle = self._fill_stages, self._prepare
+            self._loop.when_stuck = self._end_crowded_out
             kv.pool.listeners.append(self._loop.wake)
             stack.callback(kv.pool.listeners.remove, self._loop.wake)
             self._stack = stack.pop_all()

@@ -35,6 +35,8 @@ class RecoveringEngine(LayerExchange):
     on_impossible: Callable[[str, CapacityError], object] | None = None
     """Set before `start`: told, on the engine's thread, of a request that has left because it never fits here any more;
     other engines may go on with it. None: it fails."""
+    on_crowded_out: Callable[[str, CapacityError], object] | None = None
+    """The same, of one that left because other models have taken pages of the place since it came."""
 
     def recover(self, lost: str, restore: Restore, memories: Mapping[str, KVSource] | None = None) -> int:
         """Compute all layers here again, since a rank of the path was lost; return the tokens that are computed anew.
@@ -60,7 +62,7 @@ class RecoveringEngine(LayerExchange):
             if before.copies > 1:
                 self._share_out(1)
             self._memory.set_cap(None)
-            self._end_impossible()
+            self._end_impossible(self.on_impossible)
             self._loop.paused = False
             self._loop.go_on()
             return again
@@ -238,8 +240,13 @@ class RecoveringEngine(LayerExchange):
             if behind:
                 self._runner.cache.clear(group, np.array(behind, np.int64))
 
-    def _end_impossible(self) -> None:
-        """Let go of what was taken because other ranks had room for it, and never fits here."""
+    def _end_crowded_out(self) -> None:
+        """Let go of what was taken before other models took pages of the place, and can never end now."""
+        if self._memory.attainable < self._memory.kv.limits.maximum:
+            self._end_impossible(self.on_crowded_out)
+
+    def _end_impossible(self, tell: Callable[[str, CapacityError], object] | None) -> None:
+        """Let go of what was taken when there was room for it, and never fits here; `tell` of it, or have it fail."""
         scheduler = self._loop.scheduler
         for name, sequence in list(scheduler.sequences.items()):
             if name not in scheduler.sequences:
@@ -249,14 +256,14 @@ class RecoveringEngine(LayerExchange):
             except Overloaded:
                 pass  # it waits
             except CapacityError as error:
-                if self.on_impossible is None:
+                if tell is None:
                     self._loop.fail(name, error)
                 else:
                     request = sequence.request.id
                     for answer in self._requests.sequences(request):
                         scheduler.export(answer)
                     self._requests.forget(request, "moved")
-                    self.on_impossible(request, error)
+                    tell(request, error)
 
     def _part(self, path: LayerPath) -> None:
         """Have nothing to do with other ranks any more, as a home."""

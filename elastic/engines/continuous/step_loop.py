@@ -39,6 +39,8 @@ class StepLoop:
         """Called ahead of steps, if somebody has to see to something then: it may `settle_all`."""
         self.when_idle: Callable[[], bool] | None = None
         """Called while no sequence is here, if somebody has something to do then, until it returns that it has not."""
+        self.when_stuck: Callable[[], object] | None = None
+        """Called while sequences are here and no step is possible: some may never be, since pages were taken."""
         self._to_tell = False
         self._executor = executor
         self._listener = listener
@@ -80,6 +82,9 @@ class StepLoop:
                     break
                 if self.advance():
                     continue
+                if self.when_stuck is not None and self.scheduler.has_work and not (self.lost or self.paused):
+                    self.when_stuck()
+                    self._tell(always=False)
                 when_idle = None if self.scheduler.has_work else self.when_idle
                 if when_idle is not None and (self._news.wait(IDLE_S) or when_idle()):
                     continue

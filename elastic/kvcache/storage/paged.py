@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 
 from elastic.errors import ConfigError, IntegrityError, Overloaded
-from elastic.kvcache.storage.pool import OWNER, KVPool
+from elastic.kvcache.storage.pool import OWNER, RETAINED, KVPool
 from elastic.kvcache.storage.sector_space import BlockGroup, Sector, SectorSpace, sector_layer_pages
 from elastic.memory.backends.streams import finish_queued_work
 
@@ -91,9 +91,15 @@ class BlockMemory(SectorSpace):
         return self._sectors_of(int(self.kv.limits.open * self.kv.reclaimer.idle_share))
 
     @property
+    def attainable(self) -> int:
+        """Pages that this cache could have if all others on the place were empty, beside the weights of all models."""
+        with self.lock:
+            return self.kv.pool.free_pages + self.kv.pool.pages_of(OWNER) + self.kv.pool.pages_of(RETAINED)
+
+    @property
     def capacity(self) -> int:
-        """Sectors that requests could have at the limit that is in force, with none there."""
-        return _least(self._sectors_of(max(0, self.kv.limits.open - self.kv.usage.of_others(self))), self.cap)
+        """Sectors that requests could have at the limit that is in force, with none there, beside other models."""
+        return _least(self._sectors_of(max(0, self.kv.reachable - self.kv.usage.of_others(self))), self.cap)
 
     def room(self, *, growing: bool) -> int:
         """Count the sectors that could be allocated now: for requests that live (`growing`), or for new ones."""
@@ -110,6 +116,10 @@ class BlockMemory(SectorSpace):
         if needed > limits.maximum or sectors > self.sectors:
             message = f"{what} never fits the KV cache on {pool.name}; shorten it, or give the place a larger budget"
             raise pool.shortage(message, needed, free=limits.maximum, total=limits.maximum)
+        if needed > self.attainable:
+            message = f"{what} does not fit the KV cache on {pool.name} beside the weights of other models there"
+            remedy = "shorten it, give the place a larger budget, or each model a place of its own"
+            raise pool.shortage(f"{message}; {remedy}", needed, free=self.attainable, total=limits.maximum)
         if needed > limits.limit:
             size = pool.page_bytes
             raise Overloaded(

@@ -72,6 +72,11 @@ class KVPool:
         """The limit for new caches, less what is reserved: so much may be mapped besides."""
         return max(0, self.limits.open - self.reserved)
 
+    @property
+    def reachable(self) -> int:
+        """The limit for new caches, or less: other models on the place may have pages below it."""
+        return min(self.limits.open, self.usage.used + self.usage.idle + self.reserved + self.pool.free_pages)
+
     # -- what caches and engines do
 
     def lease(
@@ -232,17 +237,15 @@ class KVPool:
         """Return a snapshot."""
         with self.lock:
             self.retire_ended()
-            size = self.pool.page_bytes
-            used, idle = self.usage.used, self.usage.idle
-            capacity = min(self.limits.open, used + idle + self.reserved + self.pool.free_pages)
-            used_bytes, capacity_bytes = self.engine_usage() if self.engine_usage else (used * size, capacity * size)
+            size, engine = self.pool.page_bytes, self.engine_usage
+            used_bytes, capacity_bytes = engine() if engine else (self.usage.used * size, self.reachable * size)
             return KVStatus(
                 place=self.pool.name,
                 capacity_bytes=capacity_bytes,
                 limit_bytes=self.limits.limit * size,
                 maximum_bytes=self.limits.maximum * size,
                 used_bytes=used_bytes,
-                idle_bytes=idle * size,
+                idle_bytes=self.usage.idle * size,
                 retained_bytes=self.usage.pages_in(StoreState.RETAINED) * size,
                 revision=self.limits.revision,
             )
@@ -313,9 +316,8 @@ class KVPool:
         """Return a limit in pages; None if its revision is stale. Raises `CapacityError` above the maximum."""
         if revision is not None and revision <= self.limits.revision:
             return None
-        maximum = self.limits.maximum
-        limit = maximum if limit_bytes is None else limit_bytes // self.pool.page_bytes
-        if limit > maximum:
+        limit = maximum = self.limits.maximum
+        if limit_bytes is not None and (limit := limit_bytes // self.pool.page_bytes) > maximum:
             what = f"the KV limit is above the maximum on {self.pool.name}; set a lower one, or raise the budget"
             raise self.pool.shortage(what, limit, maximum - self.usage.used, maximum)
         return limit

@@ -238,7 +238,7 @@ class Groups:
         return Restored(**vars(would), members=tuple(name for group in groups for name in group.members))
 
     def _groups_of(self, rank: str | None) -> tuple[Group, ...]:
-        """Return the group of a rank, if it is in one; None: all groups. Raises `RankLost` for a rank that has gone."""
+        """Return the group of a rank, if it is in one; None: all groups. Raises as `Ranks.instance`."""
         groups = tuple(group for group in self._groups if rank is None or rank in group.members)
         if rank is not None and not groups:
             self._ranks.instance(rank)  # it is there

@@ -25,7 +25,7 @@ from elastic.cluster.control.stage_questions import (
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.instance import Instance
 from elastic.engines.core.load import EngineLoad
-from elastic.errors import ConfigError, ElasticError, RankLost, StateError
+from elastic.errors import ConfigError, ElasticError, NotFound, RankLost, StateError
 
 logger = logging.getLogger(__name__)
 ANSWER_S = 300.0
@@ -61,9 +61,12 @@ class Ranks:
         return instance is not None and not instance.client.lost
 
     def instance(self, rank: str) -> Instance:
-        """Return an instance. Raises `RankLost`."""
+        """Return an instance. Raises `RankLost` for one that has gone, `NotFound` for a name that none ever had."""
         with self.dispatcher.lock:
             instance = self.dispatcher.instances.get(rank)
+            if instance is None and rank not in self.dispatcher.gone:
+                names = ", ".join(self.dispatcher.instances) or "none"
+                raise NotFound(f"there is no rank {rank!r}; there are: {names}")
         if instance is None:
             raise RankLost(f"rank {rank!r} is not there any more", rank=rank)
         return instance

@@ -71,6 +71,7 @@ class GroupVerbs:
             raise ConfigError("drop: give one of need=, layers= and plan=")
         if need is None and (whole or most is not None):
             raise ConfigError("drop: whole= and most= say how so many bytes come free; give need= with them")
+        require(plan is None or isinstance(plan, DropPlan), "plan", plan, "a DropPlan, as `Fleet.plan` has them")
         form = ExchangeForm(exchange, coordinated, layers_per_step)
         if layers is not None:
             wanted = {rank: frozenset(each) for rank, each in layers.items()}

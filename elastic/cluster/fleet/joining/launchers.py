@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 from elastic.cluster.launch.base import Launcher
+from elastic.config import require
 from elastic.errors import ConfigError
 
 _LAUNCHERS = {
@@ -15,11 +16,13 @@ _LAUNCHERS = {
 
 
 def launcher_of(launch: str | Launcher, ranks: int) -> Launcher:
-    """Return a launcher, by its name or as it is, for so many ranks at first. Raises `ConfigError` for an unknown name.
+    """Return a launcher, by its name or as it is, for so many ranks at first. Raises `ConfigError` for what is none.
 
     Local ones share the cores among them; Ray places them together.
     """
     if not isinstance(launch, str):
+        is_launcher = all(hasattr(launch, name) for name in ("name", "start", "close"))
+        require(is_launcher, "launch", launch, f"one of {', '.join(_LAUNCHERS)}, or a `Launcher`")
         return launch
     if launch == "join":
         raise ConfigError("launch='join' needs a key: give elastic.cluster.launch.join.JoinLauncher(key_file, ...)")

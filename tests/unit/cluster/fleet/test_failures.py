@@ -481,6 +481,32 @@ def test_the_last_rank_is_removed_when_its_requests_have_ended(world: Any) -> No
     assert {end.finish for end in w.heard.ends.values()} == {"length"}
 
 
+@pytest.mark.parametrize("seconds", ["a", -1, float("nan")])
+def test_a_rank_that_cannot_be_removed_so_serves_on(world: Any, seconds: Any) -> None:
+    w = world(2)
+    with pytest.raises(ConfigError, match="timeout_s"):
+        w.fleet.remove("r1", timeout_s=seconds)
+    assert [rank.state for rank in w.fleet.status().ranks] == ["serving", "serving"]
+
+
+def test_a_rank_whose_removal_is_interrupted_serves_on(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = world(1)
+    w.submit(2)
+    with monkeypatch.context() as patch:
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(w.fleet._dispatcher.changed, "wait_for", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            w.fleet.remove("r0")
+    assert [rank.state for rank in w.fleet.status().ranks] == ["serving"]
+    w.submit(1)
+    assert {w.fleet.instance_of(request.id) for request in w.requests} == {"r0"}
+    w.in_background(lambda: w.fleet.remove("r0"))
+    assert {end.finish for end in w.heard.ends.values()} == {"length"}
+
+
 def test_a_balanced_fleet_moves_requests_to_where_there_is_room(world: Any) -> None:
     w = world(1, policy="balance")
     w.submit(6, tokens=60)

@@ -32,7 +32,7 @@ from elastic.cluster.rank.rank import Rank
 from elastic.engines.base import Request
 from elastic.engines.core.load import EngineLoad
 from elastic.engines.core.step import SequenceState
-from elastic.errors import ConfigError, Overloaded, StateError
+from elastic.errors import CapacityError, ConfigError, Overloaded, StateError
 from support.serving.stepped_engine import FORMAT, SteppedEngine
 
 FACTS = ModelFacts((1, 2), 3, 96, 512, (0,))
@@ -245,6 +245,16 @@ def test_a_drained_rank_takes_no_request_and_ends_those_it_has(serve: Callable[.
     with pytest.raises(EOFError):
         one.fleet.receive()
     one.ended()
+
+
+@pytest.mark.parametrize(("told_by", "kind"), [("on_impossible", Overloaded), ("on_crowded_out", CapacityError)])
+def test_what_never_fits_any_more_goes_back(serve: Callable[..., Served], told_by: str, kind: type) -> None:
+    """Others may have room for it, together with this rank too, unless other models have taken the pages."""
+    one = serve()
+    one.submit("request")
+    getattr(one.engine, told_by)("request", CapacityError("no room", requested_bytes=2, free_bytes=1, total_bytes=1))
+    refused = one.next(Refused)
+    assert (refused.request, type(refused.error)) == ("request", kind)
 
 
 def test_an_end_that_nobody_wished_for_its_requests_is_not_told_as_theirs(serve: Callable[..., Served]) -> None:

@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 
 import elastic
 from elastic import CapacityError, ConfigError, Overloaded, StateError
-from elastic.engines.base import Request, Sampling
+from elastic.engines.base import Output, Request, Sampling
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.executor.attention import BlockAttention
 from support import architectures
@@ -45,6 +45,37 @@ def engines(wrapped: Any) -> Iterator[Any]:
         each.stop(drain=False)
         if hasattr(each._model, "elastic"):
             each.runtime.check()
+
+
+@pytest.mark.parametrize("max_requests", [1, 2], ids=["waits", "lives"])
+def test_a_request_ends_that_never_fits_any_more_beside_another_model(
+    max_requests: int, engines: Any, wrapped: Any
+) -> None:
+    """The second model takes its pages while the first engine's thread is in a listener."""
+    model, prompt = architectures.build("qwen3"), prompts([5], architectures.VOCAB)[0]
+    place = tight(model, 48)
+    engine, heard = engines(model, place, max_requests=max_requests), Collector()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold(output: Output) -> None:
+        inside.set()
+        assert go_on.wait(60)
+        heard(output)
+
+    first, large = Request(prompt, 2), Request(prompt, 512 - len(prompt))
+    engine.submit(first, hold)
+    engine.submit(large, heard)
+    before = engine.load().total_blocks
+    assert inside.wait(60)
+    wrapped(architectures.build("qwen3"), place)
+    go_on.set()
+    heard.wait([first.id, large.id], 60)
+    assert heard.ends[first.id].finish == "length"
+    assert "beside the weights of other models" in str(heard.ends[large.id].error)
+    assert engine.load().total_blocks < before
+    with pytest.raises(CapacityError, match="a larger budget"):
+        engine.submit(large, heard)
+    serve(engine, [Request(prompt, 8)])
 
 
 @pytest.mark.parametrize("name", sorted(architectures.CONFIGS))

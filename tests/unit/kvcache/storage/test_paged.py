@@ -78,6 +78,26 @@ def test_what_is_promised_cannot_be_claimed() -> None:
     assert kv.limits.maximum == 12
 
 
+def test_pages_of_other_models_on_the_place_are_no_capacity() -> None:
+    memory, kv, _ = memory_of(16)
+    memory.allocate(0)
+    assert memory.capacity == 8
+    weights = kv.pool.allocate("layer:0", 6)
+    assert memory.capacity == 5
+    assert kv.status().capacity_bytes == 10 * PAGE
+    memory.require_possible(5, "a request")
+    with pytest.raises(CapacityError, match=r"a request does not fit .* beside the weights of other models"):
+        memory.require_possible(6, "a request")
+    kv.pool.free(weights)
+    other = BlockMemory(KVPool(kv.pool, 16 * PAGE, idle_share=1.0, ready_share=0), [BlockGroup((0,), PAGE)])
+    for _ in range(4):
+        other.allocate(0)
+    assert memory.capacity == 6
+    memory.require_possible(8, "a request that can wait until the other cache is empty")
+    other.close()
+    assert memory.capacity == 8
+
+
 def test_a_lower_limit_is_for_new_requests_those_that_live_may_grow() -> None:
     memory, kv, _ = memory_of(16)
     memory.allocate(0)

@@ -36,7 +36,7 @@ from elastic.cluster.fleet.groups.transition import Books, plan_transition
 from elastic.cluster.fleet.records.requests import new_record
 from elastic.engines.base import Request, Sampling
 from elastic.engines.pipeline.path import LayerPath
-from elastic.errors import ElasticError, RankLost
+from elastic.errors import ElasticError, NotFound, RankLost
 from support.cluster.fake_group import ALONE, KV, LAYERS, SECTOR, WEIGHT, GroupRank, whole
 from support.cluster.fake_rank import FakeLauncher
 from support.cluster.rounds import layers_of_pauses, needed_at
@@ -499,7 +499,19 @@ def test_what_makes_no_group_is_refused_in_words(fleets: Any) -> None:
         fleet.migrate("r0", [1], "r7")
     with pytest.raises(ConfigError, match="name two ranks"):
         fleet.merge("r0")
+    with pytest.raises(ConfigError, match="plan=5 cannot be; it must be a DropPlan"):
+        fleet.drop(plan=5)
     assert fleet.groups() == ()
+
+
+def test_a_rank_that_never_was_is_another_error_than_one_that_has_gone(fleets: Any) -> None:
+    fleet, (_, b) = fleets()
+    b.die()
+    for verb in (fleet.restore, fleet.split, fleet.evict):
+        with pytest.raises(NotFound, match="no rank 'zz'; there are: r0"):
+            verb("zz")
+        with pytest.raises(RankLost, match="'r1' is not there any more"):
+            verb("r1")
 
 
 def test_requests_of_a_group_do_not_move(fleets: Any) -> None:
