@@ -82,8 +82,7 @@ def wrap(
     of layer l: `l * shards + p`). `prepack`: at one CPU place matrices lie in oneDNN's order where faster, and round
     otherwise.
 
-    No thread may be in the model meanwhile. Raises `ConfigError`, `StateError` (a wrapped model), `CapacityError` (a
-    small budget); the model is as it was.
+    No thread may be in the model. Raises `ConfigError`, `StateError`, `CapacityError`; the model is as it was then.
     """
     decoder = _check(model, loads=load_shards is not None)
     packed, opened = parse_variants(variants), choose_places(decoder, places)

@@ -63,7 +63,7 @@ class MistralParser:
             return "", text[name.end() :]
         if len(start) > _LONGEST_NAME or "{" in start:
             self._after_mark = False
-            return _MARK + text, ""
+            return _MARK, text
         self._held = text
         return "", ""
 

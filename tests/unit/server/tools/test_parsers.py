@@ -213,9 +213,16 @@ FRAGMENTS = {
 }
 
 
-def test_a_tag_and_space_before_content_are_content_however_they_come() -> None:
-    make, text = TOOL_FORMATS["llama3_json"].make, "<|python_tag|> <|python_tag|>"
-    assert raw(make(), text, [15]) == raw(make(), text, [])
+@pytest.mark.parametrize(
+    ("name", "text", "cut"),
+    [
+        ("llama3_json", "<|python_tag|> <|python_tag|>", 15),
+        ("mistral", "[TOOL_CALLS]{}[TOOL_CALLS][TOOL_CALLS]", 13),
+    ],
+)
+def test_marks_with_no_call_behind_are_content_however_they_come(name: str, text: str, cut: int) -> None:
+    make = TOOL_FORMATS[name].make
+    assert raw(make(), text, [cut]) == raw(make(), text, [])
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
