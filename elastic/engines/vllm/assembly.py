@@ -20,6 +20,7 @@ from elastic.engines.vllm.client.settings import EngineSettings
 from elastic.engines.vllm.model.decoder import find_decoder
 from elastic.engines.vllm.model.streaming import StreamingHooks
 from elastic.errors import StateError
+from elastic.hooks.weights_recorder import WeightsRecorder
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.layout import choose_layout
 from elastic.kvcache.storage.pool import KVPool
@@ -92,6 +93,8 @@ class ElasticModel:
             self.gate = parts.gate
             self.runtime = Runtime(parts, self.actions if ranks > 1 else None)
             self.actions.begin = self._begin
+            self.weights = WeightsRecorder(parts.weights, parts.gate).weights
+            """Returns how often layers got other variants, and a name for those that they have."""
             connect(self.runtime, parts, options, memory)
             pool = parts.pools[0]
             pool.listeners.append(self.changed)

@@ -19,6 +19,7 @@ from elastic.engines.vllm.kv.admission import GroupDemand, PromiseLedger
 from elastic.engines.vllm.kv.capacity import BlockCapacity
 from elastic.engines.vllm.kv.coordinator import CapacityCoordinator
 from elastic.engines.vllm.kv.orders import Handshake, Occurrence, RequestEvent, StepOrders, StepReport, StepTokens
+from elastic.engines.vllm.kv.prefixes import PrefixSharing
 from elastic.engines.vllm.kv.worker_channel import WorkerChannel
 from elastic.engines.vllm.metrics import CapacityStats
 from elastic.errors import ConfigError
@@ -50,6 +51,7 @@ class SchedulerSide:
         self._woken_ns = 0
         self._ledger = promise_ledger(vllm_config, kv_cache_config)
         self._requests: dict[str, _Told] = {}  # those that live
+        self._prefixes = PrefixSharing()
         self._events: list[RequestEvent | StepTokens] = []
         self._told_figures: dict[str, int] = {}
         self._idle = True
@@ -75,6 +77,7 @@ class SchedulerSide:
         if channel is not None:
             self._local = channel
             channel.on_change = self.settle
+        self._follow_weights()
 
     # -- requests
 
@@ -83,22 +86,32 @@ class SchedulerSide:
         with self.lock:
             self._idle = False
             self._requests[request.request_id] = _Told(request)
+            self._follow_weights()
+            self._prefixes.arrive(request)
             arrived_s = time.perf_counter() - max(0.0, time.time() - request.arrival_time)
             self._tell("arrived", request, request.num_prompt_tokens, arrived_s)
 
     def may_enter(self, request: Request) -> bool:
-        """Whether all that live, and this one, can still get every block that they may need."""
+        """Whether all that live, and this one, can still get every block that they may need.
+
+        One that has looked for its prefix by the weights of before is to look again, with the next step.
+        """
+        self._follow_weights()
+        if not self._prefixes.may_look_up(request.request_id):
+            return False
         promises = self.coordinator.promises
         return promises is None or promises.may_enter(request.request_id, _tokens(request), self.coordinator.room)
 
     def entered(self, request: Request) -> None:
         """Note that a request has its first blocks, or again some after it was preempted."""
         self._ledger.enter(request.request_id, _tokens(request))
+        self._prefixes.enter(request.request_id)
         self._tell("scheduled", request)
 
     def left(self, request: Request) -> None:
         """Note that a request ends; its blocks are freed after this."""
         self._ledger.leave(request.request_id)
+        self._prefixes.leave(request.request_id)
         told = self._requests.pop(request.request_id, None)
         if told is not None:
             self._tell_progress([told])
@@ -123,6 +136,7 @@ class SchedulerSide:
                 if state.actions is not None:
                     self._agreement.receive(rank, state.actions)
             self.coordinator.receive(report)
+            self._follow_weights()
 
     def step_ended(self) -> None:
         """Note the end of a step: without requests, what would need more steps is settled here."""
@@ -177,6 +191,15 @@ class SchedulerSide:
         self._tell_progress(self._requests.values())
         events, self._events = self._events, []
         return self.coordinator.next_orders(idle=idle, actions=self._agreement.orders(), requests=events)
+
+    def _follow_weights(self) -> None:
+        """Have nothing found in the prefix cache that was computed with other weights than the ranks have now.
+
+        What was scheduled may have been computed with other weights than were known then, so all is forgotten.
+        """
+        weights = self.coordinator.weights if self._local is None else [self._local.weights()]
+        if self._prefixes.change(weights):
+            self.coordinator.capacity.forget_contents()
 
     def _last_wake(self) -> int:
         """Return when the wake file was last touched; 0: never."""

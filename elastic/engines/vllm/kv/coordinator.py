@@ -12,6 +12,7 @@ from elastic.engines.vllm.agreement import ActionOrders
 from elastic.engines.vllm.kv.admission import PromiseLedger
 from elastic.engines.vllm.kv.capacity import BlockCapacity
 from elastic.engines.vllm.kv.orders import Handshake, RankState, RequestEvent, StepOrders, StepReport, StepTokens
+from elastic.engines.vllm.kv.prefixes import Weights
 from elastic.errors import ConfigError
 
 
@@ -64,6 +65,11 @@ class CapacityCoordinator:
             self._order()
         usable, actions = self.capacity.usable, actions or ActionOrders()
         return StepOrders(self.sequence, self.ordered, self.taken, usable, idle, actions, tuple(requests))
+
+    @property
+    def weights(self) -> list[Weights]:
+        """What each rank computes with, as it told last."""
+        return [state.weights for _, state in sorted(self.ranks.items())]
 
     @property
     def taken(self) -> int:

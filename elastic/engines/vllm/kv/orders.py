@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from elastic.engines.vllm.agreement import ActionOrders, RankReport
+from elastic.engines.vllm.kv.prefixes import Weights
 from elastic.errors import ConfigError
 
 REGISTERING = ("nixl", "mooncake", "moriio", "p2pnccl")
@@ -72,6 +73,7 @@ class RankState:
     unsettled: bool = False
     """Whether it wants to be stepped though no request is there."""
     actions: RankReport | None = None
+    weights: Weights = (0, b"")
     number: int = 0
     """Of the report, at this rank: a later one counts, in whatever order they come."""
 

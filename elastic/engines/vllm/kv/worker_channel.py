@@ -20,6 +20,7 @@ from elastic.engines.vllm.kv.orders import (
     StepTokens,
     find_orders,
 )
+from elastic.engines.vllm.kv.prefixes import Weights
 from elastic.engines.vllm.kv.sectors import KVSectors
 from elastic.errors import ElasticError
 from elastic.kvcache.storage.pool import KVPool
@@ -42,6 +43,8 @@ class WorkerModel(Protocol):
     @property
     def actions(self) -> RankAgreement: ...
     @property
+    def weights(self) -> Callable[[], Weights]: ...
+    @property
     def unsettled(self) -> bool:
         """Whether actions are under way, or layers are not where a policy will want them at rest."""
 
@@ -62,6 +65,7 @@ class WorkerChannel:
         self.on_change: Callable[[], object] = lambda: None
         """Called from any thread when there may be something to tell, though no step is under way."""
         self.used_bytes = self.capacity_bytes = 0
+        self.weights = model.weights
         self._following = threading.Lock()
         self._sequence = 0
         self._mapping = False
@@ -157,7 +161,7 @@ class WorkerChannel:
             most = min(reachable, kv.limits.maximum // sectors.sector_pages)
             mapped = sectors.mapped
         unsettled = self._model.unsettled or self._mapping or self._failed
-        return RankState(self._sequence, mapped, target, most, unsettled, actions)
+        return RankState(self._sequence, mapped, target, most, unsettled, actions, self.weights())
 
 
 def _count(counters: RequestMetrics, events: Iterable[RequestEvent | StepTokens]) -> None:
