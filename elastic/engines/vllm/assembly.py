@@ -49,7 +49,7 @@ class Channel(Protocol):
         """Note that the KV limit may have moved, or the model come to rest. Safe from any thread."""
 
     def close(self) -> None:
-        """Be forgotten."""
+        """Give the KV cache's pages back."""
 
 
 class ElasticModel:
@@ -169,9 +169,9 @@ class ElasticModel:
         """End the runtime, and give every page back: the engine has stopped. Can be called twice."""
         _models.pop(self._name, None)
         self.actions.close()
+        self.runtime.close(timeout_s=10)
         if self.channel is not None:
             self.channel.close()
-        self.runtime.close(timeout_s=10)
         self._parts.weights.let_go()
         self._on_model.pop_all()  # the model goes too: its weights need no ordinary memory
         self._memory.close()

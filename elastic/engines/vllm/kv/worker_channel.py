@@ -68,7 +68,7 @@ class WorkerChannel:
         self.weights = model.weights
         self._following = threading.Lock()
         self._sequence = 0
-        self._mapping = False
+        self._mapping = self._closed = False
         self._failed = False  # less than RETRY_S ago
         self._told: RankState | None = None
         self._reports = 0
@@ -95,9 +95,9 @@ class WorkerChannel:
                 self._follow(orders)
 
     def report(self) -> StepReport | None:
-        """Tell how this rank is; None if that was told already."""
+        """Tell how this rank is; None if that was told already, or it is closed."""
         state = self._state(self._model.actions.report())
-        if state == self._told:
+        if state == self._told or self._closed:
             return None
         self._told = state
         self._reports += 1
@@ -108,8 +108,11 @@ class WorkerChannel:
         janitor.submit(self.on_change)
 
     def close(self) -> None:
-        """Be forgotten. Can be called twice."""
+        """Give the KV cache's pages back, and be forgotten. Can be called twice."""
+        self._closed = True
+        self.on_change = lambda: None
         self.local.pop(self.process, None)
+        self.sectors.close()
 
     def abandon(self) -> None:
         """Give the rank's pages back: its engine does not start."""

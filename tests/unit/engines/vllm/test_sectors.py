@@ -94,6 +94,22 @@ def test_a_sector_is_mapped_in_every_layer_and_clean(pool: PagePool) -> None:
     del memory, second
 
 
+def test_a_rank_that_is_closed_gives_pages_back_and_addresses_with_the_last_tensor(pool: PagePool) -> None:
+    channel, model = make_channel(pool, 12)
+    with channel.sectors.allocation():
+        memory = torch.zeros(channel.sectors.nbytes, dtype=torch.int8)
+    channel.close()
+    channel.close()
+    model.kv.check()
+    assert pool.pages_of("kv") == 0
+    assert not channel.sectors.map()
+    assert (channel.report(), channel.sectors.range._closed) == (None, False)
+    assert memory[0] == 0, "vLLM may still print it"
+    del memory
+    finish_background()
+    assert channel.sectors.range._closed
+
+
 def test_memory_that_is_no_whole_pages_is_refused(pool: PagePool) -> None:
     kv = KVPool(pool, 60 * PAGE)
     with pytest.raises(ConfigError, match="raise the budget"):
