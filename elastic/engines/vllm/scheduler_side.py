@@ -45,11 +45,10 @@ class SchedulerSide:
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._promise = bool(extra.get("promise", True))
         self._counts = bool(extra.get("count_requests", True))
         self._wake_file: str | None = extra.get("wake_file")
         self._woken_ns = 0
-        self._ledger = promise_ledger(vllm_config, kv_cache_config)
+        self._ledger = promise_ledger(vllm_config, kv_cache_config, binding=bool(extra.get("promise", True)))
         self._requests: dict[str, _Told] = {}  # those that live
         self._prefixes = PrefixSharing()
         self._events: list[RequestEvent | StepTokens] = []
@@ -62,7 +61,7 @@ class SchedulerSide:
 
     def bind(self, pool: Any) -> None:
         """Begin with no block but vLLM's null block."""
-        self.coordinator = CapacityCoordinator(BlockCapacity(pool), self._ledger if self._promise else None)
+        self.coordinator = CapacityCoordinator(BlockCapacity(pool), self._ledger)
 
     def connect(self, handshakes: Sequence[Handshake]) -> None:
         """Begin with the blocks that the ranks have mapped. Raises `ConfigError` where they cannot serve."""
@@ -99,8 +98,7 @@ class SchedulerSide:
         self._follow_weights()
         if not self._prefixes.may_look_up(request.request_id):
             return False
-        promises = self.coordinator.promises
-        return promises is None or promises.may_enter(request.request_id, _tokens(request), self.coordinator.room)
+        return self._ledger.may_enter(request.request_id, _tokens(request), self.coordinator.room)
 
     def entered(self, request: Request) -> None:
         """Note that a request has its first blocks, or again some after it was preempted."""
@@ -227,7 +225,7 @@ class SchedulerSide:
             self._events.append(RequestEvent(what, request.request_id, tokens, at_s))
 
 
-def promise_ledger(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> PromiseLedger:
+def promise_ledger(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, binding: bool) -> PromiseLedger:
     """Make the ledger of a model's groups of layers; for those that drop old tokens by vLLM's own bound."""
     longest = vllm_config.model_config.max_model_len
     speculative = vllm_config.speculative_config
@@ -242,7 +240,7 @@ def promise_ledger(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> P
         if isinstance(spec, MambaSpec):
             extra = spec.num_speculative_blocks + 2  # the states before and after a step, kept for prefixes
         groups.append(GroupDemand(spec.block_size, most, extra))
-    return PromiseLedger(groups, longest=longest, lookahead=1 + 2 * drafts)
+    return PromiseLedger(groups, longest=longest, lookahead=1 + 2 * drafts, binding=binding)
 
 
 def _tokens(request: Request) -> int:
