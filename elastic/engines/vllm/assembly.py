@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -153,6 +153,29 @@ class ElasticModel:
     def end_forward(self) -> None:
         """Leave the step."""
         self.gate.leave(id(self))
+
+    @contextmanager
+    def all_full(self, what: str) -> Iterator[None]:
+        """Let somebody write the weights, plain ones; no action commits meanwhile.
+
+        Raises `StateError` if a layer is not there in full, or has matrices in oneDNN's order.
+        """
+        self.begin_forward()
+        try:
+            layers, form = self._parts.weights.layers, self.runtime.form()
+            if set(form) != {layers[0].dtype} or self.runtime.busy:
+                raise StateError(
+                    f"{what} writes all weights, and layers are {', '.join(dict.fromkeys(form))} or on their way; call "
+                    'restore() before, and wait until it is done (with a controller: under policy="manual")'
+                )
+            if any(slot.prepacked for unit in layers for slot in unit.slots.values()):
+                raise StateError(
+                    f"{what} writes plain matrices, and some lie in oneDNN's order (docs/vllm.md, Full weights on a "
+                    "CPU); start an engine with the new weights"
+                )
+            yield
+        finally:
+            self.end_forward()
 
     def addresses(self) -> tuple[int | None, ...]:
         """Return the addresses of all parameters in pages; None for one that is packed or absent."""

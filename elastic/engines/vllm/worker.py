@@ -158,6 +158,16 @@ class ElasticWorker(RankCalls):
         finally:
             model.end_forward()
 
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Load other weights into the place of these. Raises `StateError` while any layer is not there in full."""
+        with self._model().all_full("reload_weights"):
+            super().reload_weights(*args, **kwargs)  # type: ignore[misc]
+
+    def update_weights(self, update_info: Any) -> None:
+        """Take in weights from a trainer. Raises `StateError` while any layer is not there in full."""
+        with self._model().all_full("update_weights"):
+            super().update_weights(update_info)  # type: ignore[misc]
+
     def shutdown(self) -> None:
         """Stop, and give all pages back."""
         super().shutdown()  # type: ignore[misc]
