@@ -15,7 +15,7 @@ from elastic.actions.base import ActionHandler
 from elastic.actions.deferred import DeferredActions
 from elastic.config import Place
 from elastic.controller.sensors.request_metrics import RequestMetrics
-from elastic.engines.vllm.agreement import RankAgreement
+from elastic.engines.vllm.agreement import RankAgreement, at_place
 from elastic.engines.vllm.client.settings import EngineSettings
 from elastic.engines.vllm.model.decoder import find_decoder
 from elastic.engines.vllm.model.streaming import StreamingHooks
@@ -86,6 +86,8 @@ class ElasticModel:
             raise StateError("vLLM has one KV connector in a process; stop the elastic engine in this one first")
         with ExitStack() as memory, ExitStack() as on_model:
             place = _place(device, settings, self._name)
+            self.place = place.name
+            """The name of this rank's."""
             options = _wrap_options(model, settings, place, is_packable, controlled=rank == 0)
             handlers = partial(_make_handlers, options)
             parts = self._parts = assemble(model, options, _make_kv, handlers, memory, on_model)
@@ -207,7 +209,7 @@ class ElasticModel:
 
     def _begin(self, actions: Sequence[Any], why: str) -> None:
         if not self.runtime.closed:
-            self.runtime.apply(actions, why=why, wait=False)
+            self.runtime.apply(at_place(tuple(actions), self.place), why=why, wait=False)
 
 
 def model_of(vllm_config: Any) -> ElasticModel:

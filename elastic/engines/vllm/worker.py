@@ -10,6 +10,7 @@ from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from elastic.engines.vllm.agreement import at_place
 from elastic.engines.vllm.assembly import ElasticModel
 from elastic.engines.vllm.client.messages import decode, encode, encode_error
 from elastic.engines.vllm.client.settings import KEY, EngineSettings
@@ -34,7 +35,8 @@ class RankCalls:
             given, named = decode(arguments)
             if name not in LOOKS:
                 raise ConfigError(f"{name!r} is none of {LOOKS}")
-            return encode({"value": getattr(self._model().runtime, name)(*given, **named)})
+            model = self._model()
+            return encode({"value": getattr(model.runtime, name)(*at_place(given, model.place), **named)})
         except Exception as error:  # told to the caller, in whose process it is raised again
             return encode({"error": encode_error(error)})
 
@@ -46,9 +48,9 @@ class RankCalls:
             given, named = decode(arguments)
             if name not in CHANGES:
                 raise ConfigError(f"{name!r} is none of {CHANGES}")
-            runtime = self._model().runtime
-            method = runtime.kv.resize if name == "resize" else getattr(runtime, name)
-            jobs[number] = method(*given, **named, wait=False)
+            model = self._model()
+            method = model.runtime.kv.resize if name == "resize" else getattr(model.runtime, name)
+            jobs[number] = method(*at_place(given, model.place), **named, wait=False)
         except Exception as error:  # raised again when the result is asked for
             jobs[number] = error
         for old in [key for key in jobs if key <= number - 100]:

@@ -63,6 +63,11 @@ class KVSectors:
     """Sectors of vLLM's KV cache at one rank. Guarded by the lock of its KV pool."""
 
     def __init__(self, kv: KVPool, tensors: Sequence[TensorPlacement], blocks: int) -> None:
+        if not tensors:
+            raise ConfigError(
+                "the model has no KV cache (an encoder alone), and elastic vLLM trades weights for KV blocks; run it "
+                "in vLLM as it is"
+            )
         page = kv.pool.page_bytes
         self.kv = kv
         self.regions = regions_of(tensors)

@@ -116,6 +116,11 @@ def test_memory_that_is_no_whole_pages_is_refused(pool: PagePool) -> None:
         KVSectors(kv, [Placement(LAYERS * 41 * BLOCK, ["a", "b"], 41 * BLOCK, BLOCK)], 41)
 
 
+def test_a_model_without_a_kv_cache_is_refused(pool: PagePool) -> None:
+    with pytest.raises(ConfigError, match="no KV cache"):
+        KVSectors(KVPool(pool, 60 * PAGE), [], 1)
+
+
 def test_a_rank_follows_its_limit_by_orders_alone(pool: PagePool) -> None:
     channel, model = make_channel(pool, 12)
     coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(BLOCKS)), None)
