@@ -47,6 +47,13 @@ class CapacityCoordinator:
                 f"a request as long as max_model_len needs {self.ledger.largest} blocks, and beside all weights the "
                 f"budget has {max(0, guaranteed)}; lower max_model_len or raise the budget"
             )
+        for rank in ranks:
+            blocks = rank.state.mapped * self.blocks_per_sector - 1
+            if rank.error and blocks < (1 if self.ledger is None else self.ledger.largest):
+                raise ConfigError(
+                    f"rank {rank.rank} has memory for {max(0, blocks)} blocks of KV cache, fewer than a request as "
+                    f"long as max_model_len needs, though its budget allows more: {rank.error}"
+                )
         self.ranks = {handshake.rank: handshake.state for handshake in ranks}
         self.mapped = self.ordered = min(state.mapped for state in self.ranks.values())
         self._adjust()

@@ -100,6 +100,8 @@ class Handshake:
     """That weights leave to the KV cache when all of them are there."""
     process: str
     """Names the worker's side where it lives: `WorkerChannel.local` finds it in the same process only."""
+    error: str = ""
+    """Why pages could not be had for all sectors; empty: they could."""
 
 
 def find_orders(metadata: object) -> StepOrders | None:

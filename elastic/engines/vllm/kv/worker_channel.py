@@ -70,6 +70,7 @@ class WorkerChannel:
         self._sequence = 0
         self._mapping = self._closed = False
         self._failed = False  # less than RETRY_S ago
+        self._error = ""  # of the last failure; empty: the last try had none
         self._told: RankState | None = None
         self._reports = 0
         model.kv.engine_usage = lambda: (self.used_bytes, self.capacity_bytes)
@@ -79,7 +80,8 @@ class WorkerChannel:
     def handshake(self) -> Handshake:
         """Tell the scheduler's side what there is before the first step."""
         guaranteed = self._model.kv.limits.floor // self.sectors.sector_pages
-        return Handshake(self._model.rank, self._state(), self.sectors.blocks_per_sector, guaranteed, self.process)
+        per_sector = self.sectors.blocks_per_sector
+        return Handshake(self._model.rank, self._state(), per_sector, guaranteed, self.process, self._error)
 
     def before_step(self, metadata: object) -> None:
         """Carry out the orders in a step's metadata, if there are any. No forward pass of this rank is under way."""
@@ -130,7 +132,8 @@ class WorkerChannel:
     def _map_beside(self, orders: StepOrders) -> None:
         """Map what was ordered, on a thread of its own, while requests run in the sectors that are there."""
         try:
-            self._map_to(orders.sectors)
+            if not self._failed:
+                self._map_to(orders.sectors)
         finally:
             self._sequence = orders.sequence
             self._mapping = False
@@ -138,16 +141,17 @@ class WorkerChannel:
 
     def _map_to(self, sectors: int) -> None:
         """Map sectors, as far as there are pages."""
-        self._failed = False
         try:
             while self.sectors.mapped < sectors and self.sectors.map():
                 pass
+            self._error = ""
         except ElasticError as error:
-            self._failed = True
+            if not self._error:  # a warning for all that follow
+                logger.warning("%d of %d sectors of KV cache are mapped: %s", self.sectors.mapped, sectors, str(error))
+            self._failed, self._error = True, str(error)
             retry = threading.Timer(RETRY_S, self._retry)
             retry.daemon = True
             retry.start()
-            logger.warning("%d of %d sectors of KV cache are mapped: %s", self.sectors.mapped, sectors, str(error))
 
     def _retry(self) -> None:
         """Ask for pages again, also where no step would."""

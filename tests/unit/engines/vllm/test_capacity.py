@@ -109,6 +109,13 @@ def test_without_promises_a_limit_leaves_one_request_what_it_needs() -> None:
     assert coordinator.next_orders(idle=True).sectors == 1
 
 
+def test_a_rank_whose_pages_cannot_be_had_is_refused_with_the_reason() -> None:
+    coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(32)), PromiseLedger([GroupDemand(1)], longest=5))
+    with pytest.raises(ConfigError, match=r"memory for 3 blocks .* no mappings are left"):
+        coordinator.connect([Handshake(0, RankState(0, 1, 8, 8), PER_SECTOR, 8, "", "no mappings are left")])
+    coordinator.connect([Handshake(0, RankState(0, 2, 8, 8), PER_SECTOR, 8, "", "no mappings are left")])
+
+
 def test_ranks_with_other_sectors_are_refused() -> None:
     coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(32)), None)
     state = RankState(0, 1, 1, 1)

@@ -201,6 +201,36 @@ def test_pages_that_could_not_be_had_are_asked_for_again_without_a_step(
     assert [(state.mapped, state.target, state.unsettled) for state in told] == [(2, 10, False)]
 
 
+def test_pages_that_cannot_be_had_are_asked_for_once_in_a_while_and_told_of_once(
+    pool: PagePool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    later: list[Callable[[], object]] = []
+    timer = SimpleNamespace(start=lambda: None)
+    monkeypatch.setattr(threading, "Timer", lambda seconds, call: later.append(call) or timer)
+
+    def no_memory(pages: object) -> None:
+        raise CapacityError("no mappings are left", requested_bytes=1, free_bytes=0, total_bytes=0)
+
+    monkeypatch.setattr(pool.backend, "create", no_memory)
+    channel, model = make_channel(pool, 12)
+    assert (channel.sectors.mapped, "no mappings are left" in channel.handshake().error) == (0, True)
+    for sequence in (1, 2, 3):
+        channel.before_step(StepOrders(sequence=sequence, sectors=2))
+        finish_background()
+        assert channel._state().sequence == sequence
+    assert len(later) == 1
+    later.pop()()
+    channel.before_step(StepOrders(sequence=4, sectors=2))
+    finish_background()
+    assert (len(later), len(caplog.records)) == (1, 1)
+    monkeypatch.undo()
+    later.pop()()
+    channel.before_step(StepOrders(sequence=5, sectors=2))
+    finish_background()
+    assert (channel.sectors.mapped, channel.handshake().error, later) == (2, "", [])
+    model.kv.check()
+
+
 def test_a_request_alone_gets_what_it_needs_beyond_the_limit(pool: PagePool) -> None:
     channel, model = make_channel(pool, SECTOR_PAGES)
     promises = PromiseLedger([GroupDemand(1)], longest=20)
