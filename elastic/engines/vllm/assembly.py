@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -55,7 +57,7 @@ class Channel(Protocol):
 class ElasticModel:
     """The model of one rank: its weights in pages, the KV pool beside them, and the runtime that moves both.
 
-    `own_worker`: the worker calls `begin_forward` and `end_forward` around its steps; else hooks on the model do.
+    `own_worker`: calls `begin_forward` and `end_forward` around its steps; None: hooks on the model do.
     `eager`: hooks fetch released layers. `is_packable`: see `WrapOptions`. `wake_file`: see `wake`.
 
     Raises `ConfigError` or `CapacityError` for a budget that the model does not fit in, `StateError` for a second
@@ -74,7 +76,7 @@ class ElasticModel:
         is_packable: IsPackable,
         wake_file: str | None = None,
         eager: bool = True,
-        own_worker: bool = True,
+        own_worker: object = None,
     ) -> None:
         self.rank = rank
         self.channel: Channel | None = None
@@ -82,7 +84,7 @@ class ElasticModel:
         self.actions = RankAgreement()
         self._wake_file = wake_file
         self._name = f"{instance}:{rank}"
-        if _models and own_worker:
+        if _models and own_worker is not None:
             raise StateError("vLLM has one KV connector in a process; stop the elastic engine in this one first")
         with ExitStack() as memory, ExitStack() as on_model:
             place = _place(device, settings, self._name)
@@ -105,7 +107,7 @@ class ElasticModel:
             self._streaming = StreamingHooks(options.decoder.layers, parts.weights) if eager else None
             if self._streaming is not None:
                 on_model.callback(self._streaming.remove)
-            if not own_worker:  # whose steps enter and leave the gate
+            if own_worker is None:  # whose steps enter and leave the gate
                 enter = model.register_forward_pre_hook(lambda module, args: self.begin_forward())
                 on_model.callback(enter.remove)
                 leave = model.register_forward_hook(lambda module, args, output: self.end_forward(), always_call=True)
@@ -113,7 +115,8 @@ class ElasticModel:
             memory.callback(self.runtime.close)
             self.runtime.start()
             self._on_model, self._memory = on_model.pop_all(), memory.pop_all()
-        if own_worker:
+        if own_worker is not None:
+            self._worker = weakref.ref(own_worker)
             _models[self._name] = self
 
     @property
@@ -210,6 +213,16 @@ class ElasticModel:
     def _begin(self, actions: Sequence[Any], why: str) -> None:
         if not self.runtime.closed:
             self.runtime.apply(at_place(tuple(actions), self.place), why=why, wait=False)
+
+
+def close_abandoned() -> bool:
+    """Close the models of workers that are gone, which vLLM stopped none of; return whether there were any."""
+    if _models:
+        gc.collect()  # workers lie in circles
+    abandoned = [model for model in _models.values() if model._worker() is None]
+    for model in abandoned:
+        model.close()
+    return bool(abandoned)
 
 
 def model_of(vllm_config: Any) -> ElasticModel:

@@ -22,7 +22,7 @@ from elastic.engines.vllm.kv.orders import Handshake, Occurrence, RequestEvent, 
 from elastic.engines.vllm.kv.prefixes import PrefixSharing
 from elastic.engines.vllm.kv.worker_channel import WorkerChannel
 from elastic.engines.vllm.metrics import CapacityStats
-from elastic.errors import ConfigError
+from elastic.errors import ElasticError
 
 IDLE_S = 0.005
 """Between the steps of an engine without requests that waits for a rank."""
@@ -68,7 +68,7 @@ class SchedulerSide:
         channel = WorkerChannel.local.get(handshakes[0].process) if len(handshakes) == 1 else None
         try:
             self.coordinator.connect(handshakes)
-        except ConfigError:
+        except ElasticError:
             if channel is not None:  # vLLM stops no worker then, and this process may start another engine
                 ensure_kv_transfer_shutdown()
                 channel.abandon()
