@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -178,7 +179,9 @@ class SchedulerSide:
         return CapacityStats({**gauges, **{name: count - before.get(name, 0) for name, count in counts.items()}})
 
     def close(self) -> None:
-        """Be settled no more. Can be called twice."""
+        """Be settled no more, and remove the wake file. Can be called twice."""
+        if self._wake_file:
+            Path(self._wake_file).unlink(missing_ok=True)
         if self._local is not None:
             self._local.on_change = lambda: None
             self._local = None
