@@ -30,13 +30,13 @@ def vllm_args(options: Namespace) -> int:
     """Print the arguments on one line, for `vllm serve MODEL $(elastic vllm-args …)`; returns the exit code."""
     import elastic.vllm
 
-    slo = SLO(ttft_s=options.slo_ttft, tpot_s=options.slo_tpot) if options.slo_ttft or options.slo_tpot else None
+    slo = SLO(ttft_s=options.slo_ttft, tpot_s=options.slo_tpot)
     made = elastic.vllm.options(
         options.budget,
         policy=options.policy,
         variants=options.variants,
         order=options.order,
-        slo=slo,
+        slo=None if slo == SLO() else slo,
         variant_cache=options.variant_cache,
         copy_rate=options.copy_rate,
         page_bytes=options.page_bytes,

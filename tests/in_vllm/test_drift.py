@@ -47,6 +47,9 @@ USED: dict[str, dict[str, list[str]]] = {
     "vllm.v1.kv_cache_interface": {
         "KVCacheTensor": ["size", "layers", "layer_stride", "block_stride", "offset", "host_resident"],
     },
+    "vllm.v1.request": {
+        "Request.update_block_hashes": [],
+    },
     "vllm.v1.worker.utils": {
         "allocate_kv_cache": ["kv_cache_config", "device", "layout", "kernel_block_sizes"],
     },

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from elastic import ConfigError
+from elastic.engines.vllm.kv import sectors
+from elastic.errors import BackendUnavailable
+from elastic.memory import places
 from support.vllm_engine.engine import elastic_engine, run
 
 
@@ -12,4 +17,25 @@ def test_a_budget_too_small_for_the_longest_request_is_refused_and_a_larger_one_
     with pytest.raises(ConfigError, match="lower max_model_len or raise the budget"), elastic_engine("14MiB"):
         pass
     with elastic_engine("20MiB") as llm:
+        assert len(run(llm, [4])[0]) == 4
+
+
+def answer_nothing(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("where", ["addresses", "allocation", "vLLM"])
+def test_another_engine_starts_after_one_that_did_not(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = {"addresses": 17, "vLLM": 1 << 40}  # no whole pages; more bytes than there are addresses for
+    options = {"num_gpu_blocks_override": blocks[where]} if where in blocks else {}
+    with monkeypatch.context() as patch:
+        if where == "allocation":
+            patch.setattr(sectors._AnswerZeros, "__torch_function__", answer_nothing)
+        with pytest.raises(Exception, match=r"KV cache|memory") as raised, elastic_engine("24MiB", **options):
+            pass
+    if where != "vLLM":
+        assert isinstance(raised.value, ConfigError | BackendUnavailable)
+        assert not places._open
+    del raised
+    with elastic_engine("24MiB") as llm:
         assert len(run(llm, [4])[0]) == 4

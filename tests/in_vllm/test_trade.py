@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import elastic.vllm
-from support.vllm_engine.engine import coordinator, counted_preemptions, elastic_engine, expected, run, sector_bytes
+from support.vllm_engine.engine import (
+    coordinator,
+    counted_preemptions,
+    elastic_engine,
+    expected,
+    run,
+    sector_bytes,
+    wait_for,
+)
 
 
 @pytest.fixture(scope="module")
 def tight(reference: list[list[int]]) -> Iterator[Any]:
     with elastic_engine("16MiB") as llm:
         yield llm
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("how", ["release", "int4"])

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from elastic.actions.base import Layers
 from elastic.actions.transactions.transaction import Agreement
 from elastic.errors import IntegrityError, StateError
-from elastic.types import Action
+from elastic.types import Action, ResizeKV
 
 COMMIT_S = 60.0
 """Seconds after which a commit that was agreed on is given up for lost."""
@@ -97,6 +97,22 @@ class Coordinator:
         orders = ActionOrders(tuple(self._jobs), tuple(self._verdicts))
         self._jobs, self._verdicts = [], []
         return orders
+
+
+def at_place(value: Any, place: str) -> Any:
+    """Return an action, or whatever has some, at the place of this rank, whichever rank's it names.
+
+    The places of an engine's ranks differ in their device, and in the rank behind their name.
+    """
+    if isinstance(value, tuple):
+        return tuple(at_place(each, place) for each in value)
+    if isinstance(value, ResizeKV) and _engine_of(value.place) == _engine_of(place):
+        return replace(value, place=place)
+    return value
+
+
+def _engine_of(place: str) -> str:
+    return place.partition("#")[2].rpartition("-")[0]
 
 
 def _verdict(number: int, votes: dict[int, Vote]) -> Verdict:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,11 +17,12 @@ from elastic.actions.base import ActionHandler
 from elastic.actions.deferred import DeferredActions
 from elastic.config import Place
 from elastic.controller.sensors.request_metrics import RequestMetrics
-from elastic.engines.vllm.agreement import RankAgreement
+from elastic.engines.vllm.agreement import RankAgreement, at_place
 from elastic.engines.vllm.client.settings import EngineSettings
 from elastic.engines.vllm.model.decoder import find_decoder
 from elastic.engines.vllm.model.streaming import StreamingHooks
 from elastic.errors import StateError
+from elastic.hooks.weights_recorder import WeightsRecorder
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.layout import choose_layout
 from elastic.kvcache.storage.pool import KVPool
@@ -48,13 +51,13 @@ class Channel(Protocol):
         """Note that the KV limit may have moved, or the model come to rest. Safe from any thread."""
 
     def close(self) -> None:
-        """Be forgotten."""
+        """Give the KV cache's pages back."""
 
 
 class ElasticModel:
     """The model of one rank: its weights in pages, the KV pool beside them, and the runtime that moves both.
 
-    `own_worker`: the worker calls `begin_forward` and `end_forward` around its steps; else hooks on the model do.
+    `own_worker`: calls `begin_forward` and `end_forward` around its steps; None: hooks on the model do.
     `eager`: hooks fetch released layers. `is_packable`: see `WrapOptions`. `wake_file`: see `wake`.
 
     Raises `ConfigError` or `CapacityError` for a budget that the model does not fit in, `StateError` for a second
@@ -73,7 +76,7 @@ class ElasticModel:
         is_packable: IsPackable,
         wake_file: str | None = None,
         eager: bool = True,
-        own_worker: bool = True,
+        own_worker: object = None,
     ) -> None:
         self.rank = rank
         self.channel: Channel | None = None
@@ -81,10 +84,12 @@ class ElasticModel:
         self.actions = RankAgreement()
         self._wake_file = wake_file
         self._name = f"{instance}:{rank}"
-        if _models and own_worker:
+        if _models and own_worker is not None:
             raise StateError("vLLM has one KV connector in a process; stop the elastic engine in this one first")
         with ExitStack() as memory, ExitStack() as on_model:
             place = _place(device, settings, self._name)
+            self.place = place.name
+            """The name of this rank's."""
             options = _wrap_options(model, settings, place, is_packable, controlled=rank == 0)
             handlers = partial(_make_handlers, options)
             parts = self._parts = assemble(model, options, _make_kv, handlers, memory, on_model)
@@ -92,6 +97,8 @@ class ElasticModel:
             self.gate = parts.gate
             self.runtime = Runtime(parts, self.actions if ranks > 1 else None)
             self.actions.begin = self._begin
+            self.weights = WeightsRecorder(parts.weights, parts.gate).weights
+            """Returns how often layers got other variants, and a name for those that they have."""
             connect(self.runtime, parts, options, memory)
             pool = parts.pools[0]
             pool.listeners.append(self.changed)
@@ -100,7 +107,7 @@ class ElasticModel:
             self._streaming = StreamingHooks(options.decoder.layers, parts.weights) if eager else None
             if self._streaming is not None:
                 on_model.callback(self._streaming.remove)
-            if not own_worker:  # whose steps enter and leave the gate
+            if own_worker is None:  # whose steps enter and leave the gate
                 enter = model.register_forward_pre_hook(lambda module, args: self.begin_forward())
                 on_model.callback(enter.remove)
                 leave = model.register_forward_hook(lambda module, args, output: self.end_forward(), always_call=True)
@@ -108,7 +115,8 @@ class ElasticModel:
             memory.callback(self.runtime.close)
             self.runtime.start()
             self._on_model, self._memory = on_model.pop_all(), memory.pop_all()
-        if own_worker:
+        if own_worker is not None:
+            self._worker = weakref.ref(own_worker)
             _models[self._name] = self
 
     @property
@@ -151,6 +159,29 @@ class ElasticModel:
         """Leave the step."""
         self.gate.leave(id(self))
 
+    @contextmanager
+    def all_full(self, what: str) -> Iterator[None]:
+        """Let somebody write the weights, plain ones; no action commits meanwhile.
+
+        Raises `StateError` if a layer is not there in full, or has matrices in oneDNN's order.
+        """
+        self.begin_forward()
+        try:
+            layers, form = self._parts.weights.layers, self.runtime.form()
+            if set(form) != {layers[0].dtype} or self.runtime.busy:
+                raise StateError(
+                    f"{what} writes all weights, and layers are {', '.join(dict.fromkeys(form))} or on their way; call "
+                    'restore() before, and wait until it is done (with a controller: under policy="manual")'
+                )
+            if any(slot.prepacked for unit in layers for slot in unit.slots.values()):
+                raise StateError(
+                    f"{what} writes plain matrices, and some lie in oneDNN's order (docs/vllm.md, Full weights on a "
+                    "CPU); start an engine with the new weights"
+                )
+            yield
+        finally:
+            self.end_forward()
+
     def addresses(self) -> tuple[int | None, ...]:
         """Return the addresses of all parameters in pages; None for one that is packed or absent."""
         weights = self._parts.weights
@@ -166,9 +197,9 @@ class ElasticModel:
         """End the runtime, and give every page back: the engine has stopped. Can be called twice."""
         _models.pop(self._name, None)
         self.actions.close()
+        self.runtime.close(timeout_s=10)
         if self.channel is not None:
             self.channel.close()
-        self.runtime.close(timeout_s=10)
         self._parts.weights.let_go()
         self._on_model.pop_all()  # the model goes too: its weights need no ordinary memory
         self._memory.close()
@@ -181,7 +212,17 @@ class ElasticModel:
 
     def _begin(self, actions: Sequence[Any], why: str) -> None:
         if not self.runtime.closed:
-            self.runtime.apply(actions, why=why, wait=False)
+            self.runtime.apply(at_place(tuple(actions), self.place), why=why, wait=False)
+
+
+def close_abandoned() -> bool:
+    """Close the models of workers that are gone, which vLLM stopped none of; return whether there were any."""
+    if _models:
+        gc.collect()  # workers lie in circles
+    abandoned = [model for model in _models.values() if model._worker() is None]
+    for model in abandoned:
+        model.close()
+    return bool(abandoned)
 
 
 def model_of(vllm_config: Any) -> ElasticModel:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -19,9 +20,10 @@ from elastic.engines.vllm.kv.admission import GroupDemand, PromiseLedger
 from elastic.engines.vllm.kv.capacity import BlockCapacity
 from elastic.engines.vllm.kv.coordinator import CapacityCoordinator
 from elastic.engines.vllm.kv.orders import Handshake, Occurrence, RequestEvent, StepOrders, StepReport, StepTokens
+from elastic.engines.vllm.kv.prefixes import PrefixSharing
 from elastic.engines.vllm.kv.worker_channel import WorkerChannel
 from elastic.engines.vllm.metrics import CapacityStats
-from elastic.errors import ConfigError
+from elastic.errors import ElasticError
 
 IDLE_S = 0.005
 """Between the steps of an engine without requests that waits for a rank."""
@@ -44,12 +46,12 @@ class SchedulerSide:
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._promise = bool(extra.get("promise", True))
         self._counts = bool(extra.get("count_requests", True))
         self._wake_file: str | None = extra.get("wake_file")
         self._woken_ns = 0
-        self._ledger = promise_ledger(vllm_config, kv_cache_config)
+        self._ledger = promise_ledger(vllm_config, kv_cache_config, binding=bool(extra.get("promise", True)))
         self._requests: dict[str, _Told] = {}  # those that live
+        self._prefixes = PrefixSharing()
         self._events: list[RequestEvent | StepTokens] = []
         self._told_figures: dict[str, int] = {}
         self._idle = True
@@ -60,14 +62,14 @@ class SchedulerSide:
 
     def bind(self, pool: Any) -> None:
         """Begin with no block but vLLM's null block."""
-        self.coordinator = CapacityCoordinator(BlockCapacity(pool), self._ledger if self._promise else None)
+        self.coordinator = CapacityCoordinator(BlockCapacity(pool), self._ledger)
 
     def connect(self, handshakes: Sequence[Handshake]) -> None:
         """Begin with the blocks that the ranks have mapped. Raises `ConfigError` where they cannot serve."""
         channel = WorkerChannel.local.get(handshakes[0].process) if len(handshakes) == 1 else None
         try:
             self.coordinator.connect(handshakes)
-        except ConfigError:
+        except ElasticError:
             if channel is not None:  # vLLM stops no worker then, and this process may start another engine
                 ensure_kv_transfer_shutdown()
                 channel.abandon()
@@ -75,6 +77,7 @@ class SchedulerSide:
         if channel is not None:
             self._local = channel
             channel.on_change = self.settle
+        self._follow_weights()
 
     # -- requests
 
@@ -83,22 +86,31 @@ class SchedulerSide:
         with self.lock:
             self._idle = False
             self._requests[request.request_id] = _Told(request)
+            self._follow_weights()
+            self._prefixes.arrive(request)
             arrived_s = time.perf_counter() - max(0.0, time.time() - request.arrival_time)
             self._tell("arrived", request, request.num_prompt_tokens, arrived_s)
 
     def may_enter(self, request: Request) -> bool:
-        """Whether all that live, and this one, can still get every block that they may need."""
-        promises = self.coordinator.promises
-        return promises is None or promises.may_enter(request.request_id, _tokens(request), self.coordinator.room)
+        """Whether all that live, and this one, can still get every block that they may need.
+
+        One that has looked for its prefix by the weights of before is to look again, with the next step.
+        """
+        self._follow_weights()
+        if not self._prefixes.may_look_up(request.request_id):
+            return False
+        return self._ledger.may_enter(request.request_id, _tokens(request), self.coordinator.room)
 
     def entered(self, request: Request) -> None:
         """Note that a request has its first blocks, or again some after it was preempted."""
         self._ledger.enter(request.request_id, _tokens(request))
+        self._prefixes.enter(request.request_id)
         self._tell("scheduled", request)
 
     def left(self, request: Request) -> None:
         """Note that a request ends; its blocks are freed after this."""
         self._ledger.leave(request.request_id)
+        self._prefixes.leave(request.request_id)
         told = self._requests.pop(request.request_id, None)
         if told is not None:
             self._tell_progress([told])
@@ -123,6 +135,7 @@ class SchedulerSide:
                 if state.actions is not None:
                     self._agreement.receive(rank, state.actions)
             self.coordinator.receive(report)
+            self._follow_weights()
 
     def step_ended(self) -> None:
         """Note the end of a step: without requests, what would need more steps is settled here."""
@@ -166,7 +179,9 @@ class SchedulerSide:
         return CapacityStats({**gauges, **{name: count - before.get(name, 0) for name, count in counts.items()}})
 
     def close(self) -> None:
-        """Be settled no more. Can be called twice."""
+        """Be settled no more, and remove the wake file. Can be called twice."""
+        if self._wake_file:
+            Path(self._wake_file).unlink(missing_ok=True)
         if self._local is not None:
             self._local.on_change = lambda: None
             self._local = None
@@ -177,6 +192,15 @@ class SchedulerSide:
         self._tell_progress(self._requests.values())
         events, self._events = self._events, []
         return self.coordinator.next_orders(idle=idle, actions=self._agreement.orders(), requests=events)
+
+    def _follow_weights(self) -> None:
+        """Have nothing found in the prefix cache that was computed with other weights than the ranks have now.
+
+        What was scheduled may have been computed with other weights than were known then, so all is forgotten.
+        """
+        weights = self.coordinator.weights if self._local is None else [self._local.weights()]
+        if self._prefixes.change(weights):
+            self.coordinator.capacity.forget_contents()
 
     def _last_wake(self) -> int:
         """Return when the wake file was last touched; 0: never."""
@@ -204,7 +228,7 @@ class SchedulerSide:
             self._events.append(RequestEvent(what, request.request_id, tokens, at_s))
 
 
-def promise_ledger(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> PromiseLedger:
+def promise_ledger(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, binding: bool) -> PromiseLedger:
     """Make the ledger of a model's groups of layers; for those that drop old tokens by vLLM's own bound."""
     longest = vllm_config.model_config.max_model_len
     speculative = vllm_config.speculative_config
@@ -219,7 +243,7 @@ def promise_ledger(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> P
         if isinstance(spec, MambaSpec):
             extra = spec.num_speculative_blocks + 2  # the states before and after a step, kept for prefixes
         groups.append(GroupDemand(spec.block_size, most, extra))
-    return PromiseLedger(groups, longest=longest, lookahead=1 + 2 * drafts)
+    return PromiseLedger(groups, longest=longest, lookahead=1 + 2 * drafts, binding=binding)
 
 
 def _tokens(request: Request) -> int:

@@ -25,6 +25,7 @@ PROBES = {
     "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue": ("remove", "append_n", "prepend_n"),
     "vllm.v1.core.block_pool:BlockPool": ("get_new_blocks", "move_block_hashes", "_maybe_evict_cached_block"),
     "vllm.v1.core.kv_cache_utils:KVCacheBlockCopy": (),
+    "vllm.v1.request:Request": ("update_block_hashes",),
     "vllm.v1.worker.utils:allocate_kv_cache": (),
     "vllm.model_executor.layers.quantization:register_quantization_config": (),
 }

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from elastic.engines.vllm.assembly import ElasticModel
+from elastic.engines.vllm.agreement import at_place
+from elastic.engines.vllm.assembly import ElasticModel, close_abandoned
 from elastic.engines.vllm.client.messages import decode, encode, encode_error
 from elastic.engines.vllm.client.settings import KEY, EngineSettings
 from elastic.engines.vllm.connector import virtual_bytes
@@ -34,7 +40,8 @@ class RankCalls:
             given, named = decode(arguments)
             if name not in LOOKS:
                 raise ConfigError(f"{name!r} is none of {LOOKS}")
-            return encode({"value": getattr(self._model().runtime, name)(*given, **named)})
+            model = self._model()
+            return encode({"value": getattr(model.runtime, name)(*at_place(given, model.place), **named)})
         except Exception as error:  # told to the caller, in whose process it is raised again
             return encode({"error": encode_error(error)})
 
@@ -46,9 +53,9 @@ class RankCalls:
             given, named = decode(arguments)
             if name not in CHANGES:
                 raise ConfigError(f"{name!r} is none of {CHANGES}")
-            runtime = self._model().runtime
-            method = runtime.kv.resize if name == "resize" else getattr(runtime, name)
-            jobs[number] = method(*given, **named, wait=False)
+            model = self._model()
+            method = model.runtime.kv.resize if name == "resize" else getattr(model.runtime, name)
+            jobs[number] = method(*at_place(given, model.place), **named, wait=False)
         except Exception as error:  # raised again when the result is asked for
             jobs[number] = error
         for old in [key for key in jobs if key <= number - 100]:
@@ -89,6 +96,8 @@ class ElasticWorker(RankCalls):
 
     def load_model(self, **options: Any) -> None:
         """Load the model, then move its weights into pages."""
+        if close_abandoned():
+            ensure_kv_transfer_shutdown()
         super().load_model(**options)  # type: ignore[misc]
         config = self.vllm_config
         settings = (config.additional_config or {}).get(KEY)
@@ -110,6 +119,7 @@ class ElasticWorker(RankCalls):
             is_packable=is_packable,
             wake_file=transfer and transfer.kv_connector_extra_config.get("wake_file"),
             eager=config.compilation_config.mode == CompilationMode.NONE,
+            own_worker=self,
         )
 
     def determine_available_memory(self) -> int:
@@ -117,7 +127,11 @@ class ElasticWorker(RankCalls):
 
         Raises `ConfigError` for a budget that leaves activations no room.
         """
-        available, model = super().determine_available_memory(), self._model()  # type: ignore[misc]
+        with self._starting():
+            return self._virtual_bytes(super().determine_available_memory())  # type: ignore[misc]
+
+    def _virtual_bytes(self, available: int) -> int:
+        model = self._model()
         pool = model.kv.pool
         room = model.kv.limits.maximum * pool.page_bytes
         if self.device.type == "cuda" and room > available:
@@ -126,9 +140,15 @@ class ElasticWorker(RankCalls):
         budget = pool.budget_pages * pool.page_bytes - model.fixed_bytes
         return virtual_bytes(self.vllm_config, self.get_kv_cache_spec(), budget, pool.page_bytes)  # type: ignore[attr-defined]
 
+    def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
+        """Make the KV cache, in a reserved range."""
+        with self._starting():
+            super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
+
     def compile_or_warm_up_model(self) -> Any:
         """Compile, and capture CUDA graphs if the engine uses any."""
-        times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        with self._starting():
+            times = super().compile_or_warm_up_model()  # type: ignore[misc]
         if self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
             self._graphs = CapturedGraphs(self.model_runner, self._model().addresses)
             self._graphs.note_capture()
@@ -158,9 +178,32 @@ class ElasticWorker(RankCalls):
         finally:
             model.end_forward()
 
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Load other weights into the place of these. Raises `StateError` while any layer is not there in full."""
+        with self._model().all_full("reload_weights"):
+            super().reload_weights(*args, **kwargs)  # type: ignore[misc]
+
+    def update_weights(self, update_info: Any) -> None:
+        """Take in weights from a trainer. Raises `StateError` while any layer is not there in full."""
+        with self._model().all_full("update_weights"):
+            super().update_weights(update_info)  # type: ignore[misc]
+
     def shutdown(self) -> None:
         """Stop, and give all pages back."""
         super().shutdown()  # type: ignore[misc]
+        self._close()
+
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """Give all pages back if the engine does not start: vLLM stops no worker then, and another may follow."""
+        try:
+            yield
+        except BaseException:
+            ensure_kv_transfer_shutdown()
+            self._close()
+            raise
+
+    def _close(self) -> None:
         if self.elastic is not None:
             self.elastic.close()
             self.elastic = None
@@ -177,9 +220,13 @@ class GpuWorker(ElasticWorker, Worker):  # type: ignore[misc]
 class ElasticExtension(RankCalls):
     """`worker_extension_cls`: weights alone, attached to an eager engine that runs already; its KV cache stays."""
 
+    _elastic_end: weakref.finalize[..., Any] | None = None
+
     def elastic_attach(self, settings: str, name: str = "attached") -> int:
         """Move the weights of the decoder layers into pages; return how many layers there are."""
         config: Any = self.vllm_config  # type: ignore[attr-defined]
+        if self.elastic is not None:
+            raise StateError("the weights of this worker are elastic already; call elastic_detach before")
         if config.compilation_config.mode != CompilationMode.NONE:
             raise ConfigError("enforce_eager=False: only an eager engine can be attached to")
         self.elastic = ElasticModel(
@@ -189,11 +236,19 @@ class ElasticExtension(RankCalls):
             instance=f"{name}-{config.instance_id}",
             rank=self.rank,  # type: ignore[attr-defined]
             is_packable=is_packable,
-            own_worker=False,
         )
+        self._elastic_end = weakref.finalize(self, _close_beside, self.elastic)
+        self._elastic_end.atexit = False
         return len(self.elastic.runtime.form())
 
     def elastic_detach(self) -> None:
         """Undo `elastic_attach`."""
         self._model().detach()
         self.elastic = None
+        if self._elastic_end is not None:
+            self._elastic_end.detach()
+
+
+def _close_beside(model: ElasticModel) -> None:
+    """Close the model of a worker that is gone. It may be collected in the midst of anything."""
+    threading.Thread(target=model.close, name="elastic close").start()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 import elastic.vllm
 from elastic.engines.vllm.client.messages import encode
 from elastic.engines.vllm.client.settings import EngineSettings
 from elastic.errors import StateError
-from support.vllm_engine.engine import TEXTS, expected, plain_engine, run
+from elastic.memory import places
+from support.vllm_engine.engine import TEXTS, elastic_engine, expected, plain_engine, run, wait_for
 
 LENGTHS = [60] * len(TEXTS)
 
@@ -39,3 +42,21 @@ def test_weights_alone_move_in_an_engine_that_runs(reference: list[list[int]]) -
         assert run(llm, LENGTHS) == expected(reference, LENGTHS)
         with pytest.raises(StateError, match="elastic_attach"):
             runtime.status()
+
+
+def test_weights_are_attached_once_and_go_with_an_engine_that_was_not_detached() -> None:
+    with plain_engine(
+        quantization="elastic", worker_extension_cls="elastic.engines.vllm.worker.ElasticExtension"
+    ) as llm:
+        attach = encode(EngineSettings(64 << 20, variants=("int4",), policy="balanced").to_json())
+        llm.collective_rpc("elastic_attach", args=(attach,))
+        with pytest.raises(StateError, match="elastic_detach"):
+            llm.collective_rpc("elastic_attach", args=(attach,))
+        llm.collective_rpc("elastic_detach")
+        llm.collective_rpc("elastic_attach", args=(attach,))
+        elastic.vllm.runtime(llm).release([1])
+    del llm
+    gc.collect()
+    wait_for(lambda: not places._open)
+    with elastic_engine("24MiB") as llm:
+        assert len(run(llm, [4])[0]) == 4

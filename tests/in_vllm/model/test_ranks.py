@@ -10,6 +10,7 @@ import pytest
 
 import elastic.vllm
 from elastic.errors import ElasticError
+from elastic.types import Release, ResizeKV
 from support.vllm_engine.engine import TEXTS, elastic_engine, expected, run
 
 LENGTHS = [100] * len(TEXTS)
@@ -62,6 +63,19 @@ def test_a_swap_commits_on_both_ranks_while_the_engine_is_idle(llm: Any) -> None
     assert len(forms(llm)) == 1
     runtime.restore()
     wait_for(runtime, FULL)
+
+
+def test_both_ranks_resize_whichever_place_is_named(llm: Any) -> None:
+    runtime = elastic.vllm.runtime(llm)
+    for number, cache in enumerate(runtime.status().kv):
+        resize = ResizeKV(cache.place, (3 + number) << 20)
+        assert len(runtime.plan([resize])) == 1
+        runtime.apply([resize, Release((1,))])
+        assert {kv.limit_bytes for kv in runtime.status().kv} == {(3 + number) << 20}
+        runtime.restore()
+        wait_for(runtime, FULL)
+    runtime.kv.resize("max")
+    runtime.check()
 
 
 def test_a_refusal_of_one_rank_rolls_back_both(llm: Any, reference: list[list[int]]) -> None:

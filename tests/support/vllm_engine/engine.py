@@ -112,12 +112,17 @@ def expected(reference: Sequence[Sequence[int]], lengths: Sequence[int]) -> list
     return [list(reference[number % len(reference)][:length]) for number, length in enumerate(lengths)]
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until something is so that comes by itself."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def come_back(runtime: Any) -> None:
     """Wait until deferred layers are back: vLLM's scheduler gives blocks up beside us."""
-    deadline = time.monotonic() + 30
-    while runtime.form() != FULL:
-        assert time.monotonic() < deadline, runtime.form()
-        time.sleep(0.01)
+    wait_for(lambda: runtime.form() == FULL)
 
 
 @contextmanager

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.vllm.agreement import RankAgreement
 from elastic.engines.vllm.kv.coordinator import CapacityCoordinator
 from elastic.engines.vllm.kv.orders import StepReport
+from elastic.engines.vllm.kv.prefixes import Weights
 from elastic.engines.vllm.kv.sectors import KVSectors
 from elastic.engines.vllm.kv.worker_channel import WorkerChannel
 from elastic.kvcache.storage.pool import KVPool
@@ -40,6 +41,7 @@ class StubModel:
     kv: KVPool
     counters: RequestMetrics = field(default_factory=RequestMetrics)
     actions: RankAgreement = field(default_factory=RankAgreement)
+    weights: Callable[[], Weights] = lambda: (0, b"")
     rank: int = 0
     unsettled: bool = False
     channel: WorkerChannel | None = None

@@ -63,6 +63,11 @@ def test_a_connector_that_is_none_is_refused(wrong: str, capsys: pytest.CaptureF
     assert "--connector" in capsys.readouterr().err
 
 
+def test_a_time_that_cannot_be_kept_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["vllm-args", "--budget", "1GiB", "--slo-ttft", "0"]) == 2
+    assert "ttft_s" in capsys.readouterr().err
+
+
 def test_a_value_with_spaces_is_refused() -> None:
     with pytest.raises(ConfigError, match="spaces"):
         to_arguments({"additional_config": {"order": "my profile.json"}})

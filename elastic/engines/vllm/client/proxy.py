@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import is_dataclass, replace
 from functools import partial
+from operator import index
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from elastic.config import require
 from elastic.controller.loop import ControllerHealth
 from elastic.engines.vllm.client.messages import decode, decode_error, encode
 from elastic.errors import ConfigError
@@ -84,6 +86,7 @@ class RemoteRuntime:
 
     def swap(self, layers: Layers, variant: str) -> Change:
         """Have decoder layers in a variant that the engine was given, such as "int4"."""
+        require(isinstance(variant, str), "variant", variant, "a name that the engine was given, such as 'int4'")
         return _merge_changes(self._change("swap", _names(layers), variant))
 
     def restore(self, layers: Layers | None = None) -> Change:
@@ -93,9 +96,10 @@ class RemoteRuntime:
         """
         return _merge_changes(self._change("restore", None if layers is None else _names(layers)))
 
-    def apply(self, actions: Sequence[Action]) -> tuple[Result, ...]:
+    def apply(self, actions: Action | Sequence[Action]) -> tuple[Result, ...]:
         """Do actions, all or none, on all ranks before the same step; return the first rank's results."""
-        return tuple(self._change("apply", tuple(actions), why="by hand")[0])
+        several = (actions,) if is_dataclass(actions) else tuple(actions)
+        return tuple(self._change("apply", several, why="by hand")[0])
 
     def _look(self, name: str, *arguments: Any) -> Any:
         return self._look_all(name, *arguments)[0]
@@ -194,7 +198,7 @@ class AsyncRemoteRuntime:
         """As `RemoteRuntime.restore`."""
         return await self._run(RemoteRuntime.restore, layers)
 
-    async def apply(self, actions: Sequence[Action]) -> tuple[Result, ...]:
+    async def apply(self, actions: Action | Sequence[Action]) -> tuple[Result, ...]:
         """As `RemoteRuntime.apply`."""
         return await self._run(RemoteRuntime.apply, actions)
 
@@ -249,7 +253,12 @@ def _settle_idle(engine: Any) -> None:
 
 
 def _names(layers: Layers) -> list[int | str]:
-    return [layers] if isinstance(layers, int | str) else list(layers)
+    """Return indices and names of layers as JSON has them. Raises `ConfigError` for anything else."""
+    several: Iterable[Any] = [layers] if isinstance(layers, str) or not isinstance(layers, Iterable) else layers
+    try:
+        return [layer if isinstance(layer, str) else index(layer) for layer in several]
+    except TypeError as error:
+        raise ConfigError(f"layers={layers!r} cannot be; give indices or names of decoder layers") from error
 
 
 def _value(answer: str) -> Any:

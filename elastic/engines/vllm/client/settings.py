@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic.config import MODES, SLO, Policy, parse_bytes
+from elastic.config import MODES, SLO, Policy, parse_bytes, require
 from elastic.errors import ConfigError
 
 KEY = "elastic"
@@ -38,6 +38,19 @@ class EngineSettings:
     copy_rate: int | str | None = None
     page_bytes: int | None = None
     """None: 64 KiB on a CPU, the driver's granularity on CUDA."""
+
+    def __post_init__(self) -> None:
+        """Check what `wrap` would check. Raises `ConfigError`."""
+        from elastic.runtime.options import parse_rate
+
+        for name, value in (("budget", self.budget_bytes), ("page_bytes", self.page_bytes)):
+            whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            require(whole or (value is None and name == "page_bytes"), name, value, "whole bytes, above 0")
+        object.__setattr__(self, "variants", _check_variants(self.variants))
+        parse_rate(self.copy_rate)
+        _check_order(self.order)
+        cache = self.variant_cache
+        require(cache is None or not Path(cache).is_file(), "variant_cache", cache, "a directory, not a file")
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON has them."""
@@ -90,10 +103,13 @@ def options(
     from elastic.engines.vllm.support import require_vllm, scheduler_name, worker_name
 
     require_vllm()
+    require(slo is None or isinstance(slo, SLO), "slo", slo, "an elastic.SLO, or None")
+    for option, value in (("promise", promise), ("move_blocks", move_blocks)):
+        require(isinstance(value, bool), option, value, "True or False")
     settings = EngineSettings(
         budget_bytes=parse_bytes(budget, option="budget"),
         policy=_check_policy(policy, variants),
-        variants=_check_variants(variants),
+        variants=tuple(_names(variants)),
         order=str(order),
         slo=None if slo is None else dataclasses.asdict(slo),
         variant_cache=None if variant_cache is None else str(Path(variant_cache).resolve()),
@@ -120,6 +136,8 @@ def _transfer(promise: bool, connector: Mapping[str, Any] | None) -> dict[str, A
     ours = {**CONNECTOR, "kv_connector_extra_config": extra}
     if connector is None:
         return ours
+    named = isinstance(connector, Mapping) and isinstance(connector.get("kv_connector"), str)
+    require(named, "connector", connector, "a mapping with a kv_connector, as vLLM's kv_transfer_config has")
     refuse_connector(connector)
     return {
         "kv_connector": "MultiConnector",
@@ -145,8 +163,9 @@ def _check_policy(policy: str | Path | Policy, variants: Sequence[str]) -> str |
 def _check_variants(variants: Sequence[str]) -> tuple[str, ...]:
     from elastic.quant.formats.pruned import Pruned
     from elastic.quant.variants.variant import Variant
+    from elastic.runtime.options import parse_variants
 
-    names = [variants] if isinstance(variants, str) else list(variants)
+    names = _names(variants)
     for name in names:
         if not isinstance(name, str):
             raise ConfigError(
@@ -158,4 +177,21 @@ def _check_variants(variants: Sequence[str]) -> tuple[str, ...]:
                 f"variants: {name!r} is pruned, which cannot be used in vLLM, whose layers hold several matrices in "
                 "one and may be split over ranks; give 'int8', 'int4' or 'int3'"
             )
+    parse_variants(names)  # none twice
     return tuple(names)
+
+
+def _names(variants: Sequence[str]) -> list[str]:
+    names = [variants] if isinstance(variants, str) else variants
+    require(isinstance(names, list | tuple), "variants", variants, "a sequence of names, such as ('int4',)")
+    return list(names)
+
+
+def _check_order(order: str) -> None:
+    """Raise `ConfigError` for what names no order of layers, and no profile that is there."""
+    from elastic.quant.sensitivity.order import order as order_of
+
+    if Path(order).suffix == ".json":
+        require(Path(order).is_file(), "order", order, "a name, or the file of a profile")
+    else:
+        order_of(order, 1)

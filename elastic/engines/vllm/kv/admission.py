@@ -1,13 +1,17 @@
 """Admission by promise: a request enters only when all that live can still get every block they may ever need.
 
 So none is preempted, and no prompt is computed twice (law 2). The bound is the sum of what each may come to hold: a
-prefix that requests share counts for each of them.
+prefix that requests share counts for each of them. One that found no room may be overtaken by smaller ones, but not
+for ever.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+PATIENCE = 16
+"""Requests that may overtake the one that waits longest; then its blocks are set aside until it is in."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +34,21 @@ class PromiseLedger:
     """The blocks promised to each request that lives.
 
     `longest`: tokens that a request may have at all; `lookahead`: slots beyond its tokens that a step may ask for.
+    Not `binding`: vLLM admits requests alone, and preempts when it must; what they need is known.
     """
 
-    def __init__(self, groups: Sequence[GroupDemand], *, longest: int, lookahead: int = 0) -> None:
+    def __init__(
+        self, groups: Sequence[GroupDemand], *, longest: int, lookahead: int = 0, binding: bool = True
+    ) -> None:
         self._groups = tuple(groups)
         self._longest = longest
         self._lookahead = lookahead
         self._promised: dict[str, int] = {}
-        self._turned_away: tuple[str, int] | None = None  # the last request, and the blocks that it needs
+        self._waiting: dict[
+            str, int
+        ] = {}  # those that found no room, the first of them first, and the blocks they need
+        self._overtaken = 0  # how often the first of them was
+        self.binding = binding
         self.total = 0
 
     @property
@@ -46,9 +57,14 @@ class PromiseLedger:
         return len(self._promised)
 
     @property
-    def waiting(self) -> int:
-        """Blocks that are needed by the request that was turned away last; 0 once any has entered, or it left."""
-        return self._turned_away[1] if self._turned_away else 0
+    def alone(self) -> int:
+        """Blocks that there should be for one request, whatever the limit: the first that waits, where none lives.
+
+        Where promises do not bind, there should be those of any that lives: it may be preempted until it has them.
+        """
+        if self._promised:
+            return 0 if self.binding else max(self._promised.values())
+        return next(iter(self._waiting.values()), 0)
 
     @property
     def largest(self) -> int:
@@ -62,20 +78,23 @@ class PromiseLedger:
 
     def may_enter(self, request: str, tokens: int, room: int) -> bool:
         """Whether a request may enter where there is room for so many blocks in all. One that entered before may."""
-        if request in self._promised or self.total + self.demand(tokens) <= room:
+        demand, first = self.demand(tokens), next(iter(self._waiting), request)
+        aside = self._waiting[first] if first != request and self._overtaken >= PATIENCE else 0
+        if request in self._promised or self.total + demand + aside <= room:
             return True
-        self._turned_away = request, self.demand(tokens)
-        return False
+        self._waiting.setdefault(request, demand)
+        return not self.binding
 
     def enter(self, request: str, tokens: int) -> None:
         """Promise a request its blocks; once more: as many as it needs now."""
         self.leave(request)
         self._promised[request] = self.demand(tokens)
         self.total += self._promised[request]
-        self._turned_away = None
+        self._overtaken += bool(self._waiting)
 
     def leave(self, request: str) -> None:
         """Take a promise back. Can be called twice."""
         self.total -= self._promised.pop(request, 0)
-        if self._turned_away and self._turned_away[0] == request:
-            self._turned_away = None
+        if request == next(iter(self._waiting), None):
+            self._overtaken = 0
+        self._waiting.pop(request, None)

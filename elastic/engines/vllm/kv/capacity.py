@@ -76,6 +76,12 @@ class BlockCapacity:
                 self._withhold(block)
         self.pool.num_gpu_blocks = len(self.pool.blocks) - len(self.withheld)  # what vLLM's use of the cache is of
 
+    def forget_contents(self) -> None:
+        """Take all blocks out of the prefix cache; requests that have some go on with them."""
+        for block in self.pool.blocks:
+            if block.block_hash is not None:
+                self.pool._maybe_evict_cached_block(block)
+
     def take(self) -> Any | None:
         """Allocate the free block below the limit that was used longest ago; None if there is none."""
         while self.pool.get_num_free_blocks():

@@ -12,15 +12,17 @@ from elastic.engines.vllm.agreement import ActionOrders
 from elastic.engines.vllm.kv.admission import PromiseLedger
 from elastic.engines.vllm.kv.capacity import BlockCapacity
 from elastic.engines.vllm.kv.orders import Handshake, RankState, RequestEvent, StepOrders, StepReport, StepTokens
+from elastic.engines.vllm.kv.prefixes import Weights
 from elastic.errors import ConfigError
 
 
 class CapacityCoordinator:
-    """Decides before each step. `promises` None: vLLM admits requests as it does alone, and preempts when it must."""
+    """Decides before each step. A `ledger` that does not bind, or None: vLLM admits requests as it does alone."""
 
-    def __init__(self, capacity: BlockCapacity, promises: PromiseLedger | None) -> None:
+    def __init__(self, capacity: BlockCapacity, ledger: PromiseLedger | None) -> None:
         self.capacity = capacity
-        self.promises = promises
+        self.ledger = ledger
+        self.promises = ledger if ledger is not None and ledger.binding else None
         self.ranks: dict[int, RankState] = {}
         self.sequence = 0
         self.ordered = 0
@@ -40,11 +42,18 @@ class CapacityCoordinator:
             raise ConfigError(f"ranks have sectors of {sorted(sizes)} blocks; give all the same page size")
         self.blocks_per_sector = sizes.pop()
         guaranteed = min(handshake.guaranteed_sectors for handshake in ranks) * self.blocks_per_sector - 1
-        if self.promises is not None and self.promises.largest > guaranteed:
+        if self.ledger is not None and self.ledger.largest > guaranteed:
             raise ConfigError(
-                f"a request as long as max_model_len needs {self.promises.largest} blocks, and beside all weights the "
+                f"a request as long as max_model_len needs {self.ledger.largest} blocks, and beside all weights the "
                 f"budget has {max(0, guaranteed)}; lower max_model_len or raise the budget"
             )
+        for rank in ranks:
+            blocks = rank.state.mapped * self.blocks_per_sector - 1
+            if rank.error and blocks < (1 if self.ledger is None else self.ledger.largest):
+                raise ConfigError(
+                    f"rank {rank.rank} has memory for {max(0, blocks)} blocks of KV cache, fewer than a request as "
+                    f"long as max_model_len needs, though its budget allows more: {rank.error}"
+                )
         self.ranks = {handshake.rank: handshake.state for handshake in ranks}
         self.mapped = self.ordered = min(state.mapped for state in self.ranks.values())
         self._adjust()
@@ -66,6 +75,11 @@ class CapacityCoordinator:
         return StepOrders(self.sequence, self.ordered, self.taken, usable, idle, actions, tuple(requests))
 
     @property
+    def weights(self) -> list[Weights]:
+        """What each rank computes with, as it told last."""
+        return [state.weights for _, state in sorted(self.ranks.items())]
+
+    @property
     def taken(self) -> int:
         """Blocks that requests have, or were promised."""
         return max(self.capacity.used, 0 if self.promises is None else self.promises.total)
@@ -77,11 +91,11 @@ class CapacityCoordinator:
 
     @property
     def wanted(self) -> int:
-        """Sectors for new requests: what every rank's limit allows, or what one that waits alone needs."""
-        waiting = 0 if self.promises is None or self.promises.admitted else self.promises.waiting
+        """Sectors for new requests: what every rank's limit allows, or what one alone needs."""
+        alone = 0 if self.ledger is None else self.ledger.alone
         target = min(state.target for state in self.ranks.values())
         most = min(state.most for state in self.ranks.values())
-        return max(1, target, min(self._sectors(waiting), most))
+        return max(1, target, min(self._sectors(alone), most))
 
     @property
     def needed(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from elastic.engines.vllm.agreement import ActionOrders, RankReport
+from elastic.engines.vllm.kv.prefixes import Weights
 from elastic.errors import ConfigError
 
 REGISTERING = ("nixl", "mooncake", "moriio", "p2pnccl")
@@ -72,6 +73,7 @@ class RankState:
     unsettled: bool = False
     """Whether it wants to be stepped though no request is there."""
     actions: RankReport | None = None
+    weights: Weights = (0, b"")
     number: int = 0
     """Of the report, at this rank: a later one counts, in whatever order they come."""
 
@@ -98,6 +100,8 @@ class Handshake:
     """That weights leave to the KV cache when all of them are there."""
     process: str
     """Names the worker's side where it lives: `WorkerChannel.local` finds it in the same process only."""
+    error: str = ""
+    """Why pages could not be had for all sectors; empty: they could."""
 
 
 def find_orders(metadata: object) -> StepOrders | None:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from elastic.errors import BackendUnavailable, ConfigError, IntegrityError
 from elastic.kvcache.storage.pool import OWNER, KVPool
 from elastic.memory.backends.streams import finish_queued_work, new_stream, note_current_stream, on_stream
+from elastic.memory.pages.background import janitor
 from elastic.memory.pages.virtual_range import VirtualRange, map_all, unmap_all
 
 
@@ -62,6 +63,11 @@ class KVSectors:
     """Sectors of vLLM's KV cache at one rank. Guarded by the lock of its KV pool."""
 
     def __init__(self, kv: KVPool, tensors: Sequence[TensorPlacement], blocks: int) -> None:
+        if not tensors:
+            raise ConfigError(
+                "the model has no KV cache (an encoder alone), and elastic vLLM trades weights for KV blocks; run it "
+                "in vLLM as it is"
+            )
         page = kv.pool.page_bytes
         self.kv = kv
         self.regions = regions_of(tensors)
@@ -75,7 +81,8 @@ class KVSectors:
         self.sector_pages = sum(self._pages)
         readable = kv.device.type == "cpu"  # so that printing a tensor over it does not crash
         self.range = VirtualRange(kv.pool, -(-self.nbytes // page), readable_gaps=readable)
-        self._storage = self.range.storage(0, self.nbytes, lambda: None)
+        self._storage = self.range.storage(0, self.nbytes, lambda: janitor.submit(self.range.close))
+        self._closed = False
         self._stream = new_stream(kv.device) if kv.device.type == "cuda" else None  # not behind steps under way
         kv.join(self)
 
@@ -90,7 +97,7 @@ class KVSectors:
         They may not where weights took pages since it was ordered. Raises `CapacityError`, and nothing has changed.
         """
         with self.kv.lock:
-            if self.kv.usage.used + self.sector_pages > self.kv.limits.maximum:
+            if self._closed or self.kv.usage.used + self.sector_pages > self.kv.limits.maximum:
                 return False
             pages = self.kv.pool.allocate(OWNER, self.sector_pages)
             taken = iter(pages)
@@ -114,6 +121,14 @@ class KVSectors:
                 self.kv.pool.free(unmap_all((self.range, slot, count) for slot, count in slots))
                 self.mapped -= 1
             self.kv.settle()
+
+    def close(self) -> None:
+        """Give all pages back; the addresses follow with vLLM's last tensor over them. Can be called twice."""
+        with self.kv.lock:
+            self._closed = True
+        self.unmap_to(0)
+        self.kv.leave(self)
+        self._storage.drop()
 
     @contextmanager
     def allocation(self) -> Iterator[None]:

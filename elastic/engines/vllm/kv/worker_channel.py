@@ -20,6 +20,7 @@ from elastic.engines.vllm.kv.orders import (
     StepTokens,
     find_orders,
 )
+from elastic.engines.vllm.kv.prefixes import Weights
 from elastic.engines.vllm.kv.sectors import KVSectors
 from elastic.errors import ElasticError
 from elastic.kvcache.storage.pool import KVPool
@@ -42,6 +43,8 @@ class WorkerModel(Protocol):
     @property
     def actions(self) -> RankAgreement: ...
     @property
+    def weights(self) -> Callable[[], Weights]: ...
+    @property
     def unsettled(self) -> bool:
         """Whether actions are under way, or layers are not where a policy will want them at rest."""
 
@@ -62,10 +65,12 @@ class WorkerChannel:
         self.on_change: Callable[[], object] = lambda: None
         """Called from any thread when there may be something to tell, though no step is under way."""
         self.used_bytes = self.capacity_bytes = 0
+        self.weights = model.weights
         self._following = threading.Lock()
         self._sequence = 0
-        self._mapping = False
+        self._mapping = self._closed = False
         self._failed = False  # less than RETRY_S ago
+        self._error = ""  # of the last failure; empty: the last try had none
         self._told: RankState | None = None
         self._reports = 0
         model.kv.engine_usage = lambda: (self.used_bytes, self.capacity_bytes)
@@ -75,7 +80,8 @@ class WorkerChannel:
     def handshake(self) -> Handshake:
         """Tell the scheduler's side what there is before the first step."""
         guaranteed = self._model.kv.limits.floor // self.sectors.sector_pages
-        return Handshake(self._model.rank, self._state(), self.sectors.blocks_per_sector, guaranteed, self.process)
+        per_sector = self.sectors.blocks_per_sector
+        return Handshake(self._model.rank, self._state(), per_sector, guaranteed, self.process, self._error)
 
     def before_step(self, metadata: object) -> None:
         """Carry out the orders in a step's metadata, if there are any. No forward pass of this rank is under way."""
@@ -91,9 +97,9 @@ class WorkerChannel:
                 self._follow(orders)
 
     def report(self) -> StepReport | None:
-        """Tell how this rank is; None if that was told already."""
+        """Tell how this rank is; None if that was told already, or it is closed."""
         state = self._state(self._model.actions.report())
-        if state == self._told:
+        if state == self._told or self._closed:
             return None
         self._told = state
         self._reports += 1
@@ -104,8 +110,11 @@ class WorkerChannel:
         janitor.submit(self.on_change)
 
     def close(self) -> None:
-        """Be forgotten. Can be called twice."""
+        """Give the KV cache's pages back, and be forgotten. Can be called twice."""
+        self._closed = True
+        self.on_change = lambda: None
         self.local.pop(self.process, None)
+        self.sectors.close()
 
     def abandon(self) -> None:
         """Give the rank's pages back: its engine does not start."""
@@ -123,7 +132,8 @@ class WorkerChannel:
     def _map_beside(self, orders: StepOrders) -> None:
         """Map what was ordered, on a thread of its own, while requests run in the sectors that are there."""
         try:
-            self._map_to(orders.sectors)
+            if not self._failed:
+                self._map_to(orders.sectors)
         finally:
             self._sequence = orders.sequence
             self._mapping = False
@@ -131,16 +141,17 @@ class WorkerChannel:
 
     def _map_to(self, sectors: int) -> None:
         """Map sectors, as far as there are pages."""
-        self._failed = False
         try:
             while self.sectors.mapped < sectors and self.sectors.map():
                 pass
+            self._error = ""
         except ElasticError as error:
-            self._failed = True
+            if not self._error:  # a warning for all that follow
+                logger.warning("%d of %d sectors of KV cache are mapped: %s", self.sectors.mapped, sectors, str(error))
+            self._failed, self._error = True, str(error)
             retry = threading.Timer(RETRY_S, self._retry)
             retry.daemon = True
             retry.start()
-            logger.warning("%d of %d sectors of KV cache are mapped: %s", self.sectors.mapped, sectors, str(error))
 
     def _retry(self) -> None:
         """Ask for pages again, also where no step would."""
@@ -157,7 +168,7 @@ class WorkerChannel:
             most = min(reachable, kv.limits.maximum // sectors.sector_pages)
             mapped = sectors.mapped
         unsettled = self._model.unsettled or self._mapping or self._failed
-        return RankState(self._sequence, mapped, target, most, unsettled, actions)
+        return RankState(self._sequence, mapped, target, most, unsettled, actions, self.weights())
 
 
 def _count(counters: RequestMetrics, events: Iterable[RequestEvent | StepTokens]) -> None:

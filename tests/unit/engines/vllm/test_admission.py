@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.engines.vllm.kv.admission import GroupDemand, PromiseLedger
+from elastic.engines.vllm.kv.admission import PATIENCE, GroupDemand, PromiseLedger
 
 
 def test_a_window_holds_no_more_than_its_bound() -> None:
@@ -29,11 +29,49 @@ def test_a_request_that_entered_may_always_come_back() -> None:
 def test_one_that_waits_is_known_until_it_enters_or_leaves() -> None:
     ledger = PromiseLedger([GroupDemand(1)], longest=100)
     assert not ledger.may_enter("a", 7, room=3)
-    assert ledger.waiting == 7
+    assert ledger.alone == 7
     ledger.leave("b")
-    assert ledger.waiting == 7
+    assert ledger.alone == 7
     ledger.leave("a")
-    assert ledger.waiting == 0
+    assert ledger.alone == 0
+
+
+def test_a_large_request_is_overtaken_no_more_than_a_bounded_number_of_times() -> None:
+    ledger = PromiseLedger([GroupDemand(1)], longest=100)
+    ledger.enter("s0", 4)
+    for number in range(1, 200):  # small ones that come as others end, while a large one asks again and again
+        assert not ledger.may_enter("large", 8, room=10)
+        if not ledger.may_enter(f"s{number}", 4, room=10):
+            break
+        ledger.enter(f"s{number}", 4)
+        ledger.leave(f"s{number - 1}")
+    assert number == PATIENCE + 1
+    ledger.leave(f"s{number - 1}")
+    assert ledger.may_enter("large", 8, room=10)
+    ledger.enter("large", 8)
+    ledger.leave("large")
+    assert ledger.may_enter("s", 4, room=10)
+
+
+def test_nothing_is_set_aside_for_a_large_request_that_left() -> None:
+    ledger = PromiseLedger([GroupDemand(1)], longest=100)
+    ledger.enter("s0", 4)
+    assert not ledger.may_enter("large", 8, room=10)
+    for number in range(1, PATIENCE + 1):
+        ledger.enter(f"s{number}", 4)
+        ledger.leave(f"s{number - 1}")
+    assert not ledger.may_enter("late", 4, room=10)
+    ledger.leave("large")
+    assert ledger.may_enter("late", 4, room=10)
+
+
+def test_without_promises_all_may_enter_and_what_one_needs_is_known() -> None:
+    ledger = PromiseLedger([GroupDemand(1)], longest=100, binding=False)
+    assert ledger.may_enter("a", 7, room=3)
+    assert ledger.alone == 7, "nothing runs, and its prompt may not go in"
+    ledger.enter("a", 7)
+    ledger.enter("b", 9)
+    assert ledger.alone == 9, "it may be preempted until it has them"
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40))), st.integers(1, 60))

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.actions.base import Layers
-from elastic.engines.vllm.agreement import ActionOrders, Coordinator, Job, RankAgreement, RankReport, Vote
+from elastic.engines.vllm.agreement import ActionOrders, Coordinator, Job, RankAgreement, RankReport, Vote, at_place
 from elastic.errors import CapacityError, IntegrityError, StateError
-from elastic.types import Restore, Swap
+from elastic.types import Release, ResizeKV, Restore, Swap
 
 
 class Rank:
@@ -138,3 +138,11 @@ def test_close_lets_a_waiting_executor_go() -> None:
     rank.join()
     assert rank.committed is None
     assert "stops" in str(rank.error)
+
+
+def test_an_action_at_the_place_of_any_rank_is_at_that_of_each() -> None:
+    resize, release = ResizeKV("cuda:0#vllm-17-0", 5), Release((1,))
+    own = "cuda:1#vllm-17-1"
+    assert at_place(((resize, release), "why"), own) == ((ResizeKV(own, 5), release), "why")
+    other = ResizeKV("cuda:0#vllm-18-0", 5)
+    assert at_place(other, own) is other, "of another engine"

@@ -90,10 +90,30 @@ def test_shared_and_cached_blocks_move_with_their_contents() -> None:
     capacity.check()
 
 
-def test_a_budget_that_a_longest_request_does_not_fit_is_refused() -> None:
-    promises = PromiseLedger([GroupDemand(32)], longest=512)
+@pytest.mark.parametrize("binding", [True, False])
+def test_a_budget_that_a_longest_request_does_not_fit_is_refused(binding: bool) -> None:
+    promises = PromiseLedger([GroupDemand(32)], longest=512, binding=binding)
     with pytest.raises(ConfigError, match="lower max_model_len or raise the budget"):
         one_rank(3, promises=promises)
+
+
+def test_without_promises_a_limit_leaves_one_request_what_it_needs() -> None:
+    ledger = PromiseLedger([GroupDemand(1)], longest=7, binding=False)
+    coordinator = one_rank(2, promises=ledger)
+    ledger.enter("a", 7)
+    ledger.enter("b", 7)
+    coordinator.receive(StepReport({0: RankState(0, 2, 1, 8)}))
+    assert coordinator.next_orders(idle=False).sectors == 2
+    ledger.leave("a")
+    ledger.leave("b")
+    assert coordinator.next_orders(idle=True).sectors == 1
+
+
+def test_a_rank_whose_pages_cannot_be_had_is_refused_with_the_reason() -> None:
+    coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(32)), PromiseLedger([GroupDemand(1)], longest=5))
+    with pytest.raises(ConfigError, match=r"memory for 3 blocks .* no mappings are left"):
+        coordinator.connect([Handshake(0, RankState(0, 1, 8, 8), PER_SECTOR, 8, "", "no mappings are left")])
+    coordinator.connect([Handshake(0, RankState(0, 2, 8, 8), PER_SECTOR, 8, "", "no mappings are left")])
 
 
 def test_ranks_with_other_sectors_are_refused() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from elastic.config import SLO, Policy
@@ -16,7 +17,7 @@ from elastic.engines.vllm.client.proxy import AsyncRemoteRuntime, RemoteRuntime,
 from elastic.engines.vllm.client.settings import KEY, EngineSettings, options
 from elastic.engines.vllm.support import require_known
 from elastic.errors import BackendUnavailable, CapacityError, ConfigError, ElasticError, StateError
-from elastic.types import Change, Event, HostStatus, KVStatus, PlaceStatus, Residency, ResizeKV, Status, Swap
+from elastic.types import Change, Event, HostStatus, KVStatus, PlaceStatus, Release, Residency, ResizeKV, Status, Swap
 
 EVENT = Event(0, Swap((1, 2), "int4"), 1.5, "by hand", 10, 20, 0.1, 0.2, 0.3, True, "applied")
 
@@ -108,6 +109,29 @@ def test_an_engine_of_one_rank_is_stepped_by_nobody_but_its_user(ranks: int, don
     assert what == []
 
 
+@pytest.mark.parametrize("layers", [np.arange(2), range(2), (np.int64(0), 1)])
+def test_layers_are_whatever_counts(layers: Any) -> None:
+    ranks = Ranks([change(1)])
+    RemoteRuntime(ranks).release(layers)
+    assert ranks.calls[0] == ("elastic_change", ("release", encode((([0, 1],), {}))))
+
+
+def test_one_action_may_be_applied_without_others() -> None:
+    ranks = Ranks([change(1)])
+    RemoteRuntime(ranks).apply(Release((1,)))
+    assert ranks.calls[0] == ("elastic_change", ("apply", encode((((Release((1,)),),), {"why": "by hand"}))))
+
+
+def test_what_names_no_layers_or_variant_is_refused_in_words() -> None:
+    rt = RemoteRuntime(Ranks([change(1)]))
+    with pytest.raises(ConfigError, match="layers=None cannot be"):
+        rt.release(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"layers=\[1.5\] cannot be"):
+        rt.release([1.5])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="variant=None cannot be"):
+        rt.swap([0], None)  # type: ignore[arg-type]
+
+
 def test_an_error_of_a_rank_is_raised_here() -> None:
     refused = {"error": encode_error(StateError("rank 1: no room"))}
     with pytest.raises(StateError, match="rank 1: no room"):
@@ -181,11 +205,31 @@ def test_a_connector_of_the_user_comes_after_ours() -> None:
         ({"variants": (3,)}, "round the weights"),
         ({"variants": ("int4", "2:4")}, "'2:4' is pruned, which cannot be used in vLLM"),
         ({"connector": {"kv_connector": "NixlConnector"}}, "NixlConnector"),
+        ({"connector": "OffloadingConnector"}, "connector='OffloadingConnector' cannot be"),
+        ({"connector": {}}, "connector={} cannot be"),
+        ({"budget": 0}, "budget=0 cannot be"),
+        ({"page_bytes": 0}, "page_bytes=0 cannot be"),
+        ({"variants": None}, "variants=None cannot be"),
+        ({"variants": ("int4", "int4")}, "names a variant twice"),
+        ({"order": "upwards"}, "order='upwards' is not known"),
+        ({"order": "none.json"}, "order='none.json' cannot be"),
+        ({"copy_rate": "fast"}, "copy_rate='fast' is not a size"),
+        ({"copy_rate": 0}, "would never end"),
+        ({"slo": {"ttft_s": 1}}, "slo={'ttft_s': 1} cannot be"),
+        ({"promise": "no"}, "promise='no' cannot be"),
+        ({"variant_cache": __file__}, "a directory, not a file"),
     ],
 )
 def test_what_cannot_work_is_refused_in_words(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         options(**{"budget": "1GiB", **wrong})
+
+
+@pytest.mark.parametrize(("variants", "words"), [(("ffn75",), "'ffn75' is pruned"), (("foo",), "foo")])
+def test_settings_that_are_made_alone_are_checked_too(variants: Any, words: str) -> None:
+    assert EngineSettings(1 << 30, variants="int4").variants == ("int4",)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=words):
+        EngineSettings(1 << 30, variants=variants)
 
 
 @pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0"])

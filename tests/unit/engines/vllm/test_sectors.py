@@ -94,10 +94,31 @@ def test_a_sector_is_mapped_in_every_layer_and_clean(pool: PagePool) -> None:
     del memory, second
 
 
+def test_a_rank_that_is_closed_gives_pages_back_and_addresses_with_the_last_tensor(pool: PagePool) -> None:
+    channel, model = make_channel(pool, 12)
+    with channel.sectors.allocation():
+        memory = torch.zeros(channel.sectors.nbytes, dtype=torch.int8)
+    channel.close()
+    channel.close()
+    model.kv.check()
+    assert pool.pages_of("kv") == 0
+    assert not channel.sectors.map()
+    assert (channel.report(), channel.sectors.range._closed) == (None, False)
+    assert memory[0] == 0, "vLLM may still print it"
+    del memory
+    finish_background()
+    assert channel.sectors.range._closed
+
+
 def test_memory_that_is_no_whole_pages_is_refused(pool: PagePool) -> None:
     kv = KVPool(pool, 60 * PAGE)
     with pytest.raises(ConfigError, match="raise the budget"):
         KVSectors(kv, [Placement(LAYERS * 41 * BLOCK, ["a", "b"], 41 * BLOCK, BLOCK)], 41)
+
+
+def test_a_model_without_a_kv_cache_is_refused(pool: PagePool) -> None:
+    with pytest.raises(ConfigError, match="no KV cache"):
+        KVSectors(KVPool(pool, 60 * PAGE), [], 1)
 
 
 def test_a_rank_follows_its_limit_by_orders_alone(pool: PagePool) -> None:
@@ -178,6 +199,36 @@ def test_pages_that_could_not_be_had_are_asked_for_again_without_a_step(
     retry()
     finish_background()
     assert [(state.mapped, state.target, state.unsettled) for state in told] == [(2, 10, False)]
+
+
+def test_pages_that_cannot_be_had_are_asked_for_once_in_a_while_and_told_of_once(
+    pool: PagePool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    later: list[Callable[[], object]] = []
+    timer = SimpleNamespace(start=lambda: None)
+    monkeypatch.setattr(threading, "Timer", lambda seconds, call: later.append(call) or timer)
+
+    def no_memory(pages: object) -> None:
+        raise CapacityError("no mappings are left", requested_bytes=1, free_bytes=0, total_bytes=0)
+
+    monkeypatch.setattr(pool.backend, "create", no_memory)
+    channel, model = make_channel(pool, 12)
+    assert (channel.sectors.mapped, "no mappings are left" in channel.handshake().error) == (0, True)
+    for sequence in (1, 2, 3):
+        channel.before_step(StepOrders(sequence=sequence, sectors=2))
+        finish_background()
+        assert channel._state().sequence == sequence
+    assert len(later) == 1
+    later.pop()()
+    channel.before_step(StepOrders(sequence=4, sectors=2))
+    finish_background()
+    assert (len(later), len(caplog.records)) == (1, 1)
+    monkeypatch.undo()
+    later.pop()()
+    channel.before_step(StepOrders(sequence=5, sectors=2))
+    finish_background()
+    assert (channel.sectors.mapped, channel.handshake().error, later) == (2, "", [])
+    model.kv.check()
 
 
 def test_a_request_alone_gets_what_it_needs_beyond_the_limit(pool: PagePool) -> None:

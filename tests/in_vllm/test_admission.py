@@ -1,0 +1,53 @@
+"""Every request gets in and ends: a large one under a stream of small ones, and all without promises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import elastic.vllm
+from elastic import ConfigError
+from elastic.engines.vllm.kv.admission import PATIENCE
+from support.vllm_engine.engine import TEXTS, elastic_engine, expected, run, sector_bytes
+
+
+def test_a_large_request_gets_in_under_a_stream_of_small_ones() -> None:
+    from vllm import SamplingParams
+
+    with elastic_engine("16MiB") as llm:
+        engine, ended, started = llm.llm_engine, list[str](), False
+
+        def add(name: str, length: int) -> None:
+            sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+            engine.add_request(name, {"prompt": TEXTS[len(ended) % len(TEXTS)]}, sampling)
+
+        def step() -> Any:
+            nonlocal started
+            for output in engine.step():
+                started |= output.request_id == "large" and bool(output.outputs[0].token_ids)
+                if output.finished:
+                    ended.append(output.request_id)
+                    add(f"next{len(ended)}", 15 + len(ended) * 11 % 40)
+
+        for number in range(12):
+            add(f"s{number}", 15 + number * 11 % 40)
+        step()
+        add("large", 230)
+        while not started:
+            step()
+            assert len(ended) < 12 + 2 * PATIENCE, "it starves"
+        engine.abort_request([f"s{n}" for n in range(12)] + [f"next{n}" for n in range(1, len(ended) + 1)] + ["large"])
+        engine.step()
+
+
+def test_without_promises_a_limit_below_one_request_is_no_end(reference: list[list[int]]) -> None:
+    with elastic_engine("24MiB", promise=False) as llm:
+        elastic.vllm.runtime(llm).kv.resize(sector_bytes(llm))
+        assert run(llm, [190, 190, 190]) == expected(reference, [190, 190, 190])
+
+
+def test_without_promises_a_budget_below_one_request_is_refused() -> None:
+    refused = pytest.raises(ConfigError, match="lower max_model_len or raise the budget")
+    with refused, elastic_engine("13MiB", promise=False):
+        pass

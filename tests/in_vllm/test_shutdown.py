@@ -1,0 +1,30 @@
+"""An engine that has ended has left nothing in the process that another could trip over."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from pathlib import Path
+
+import elastic.vllm
+from support.vllm_engine.engine import elastic_engine, run, side, wait_for
+
+
+def elastic_mappings() -> Counter[str]:
+    """Count the mappings of the pages of each engine."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return Counter(line.split()[5] for line in lines if "memfd:cpu#vllm" in line)
+
+
+def test_the_kv_cache_and_the_wake_file_go_with_their_engine() -> None:
+    before = elastic_mappings()
+    with elastic_engine("64MiB") as llm:
+        run(llm, [4])
+        assert elastic_mappings() - before
+        elastic.vllm.runtime(llm).release([1])
+        wake_file = Path(side(llm)._wake_file)
+        assert wake_file.exists()
+    assert not wake_file.exists()
+    del llm
+    gc.collect()
+    wait_for(lambda: not elastic_mappings() - before)
