@@ -76,7 +76,7 @@ class ElasticModel:
         is_packable: IsPackable,
         wake_file: str | None = None,
         eager: bool = True,
-        own_worker: object = None,
+        own_worker: object | None = None,
     ) -> None:
         self.rank = rank
         self.channel: Channel | None = None

@@ -326,7 +326,7 @@ def child(code: str) -> str:
 def test_unwrap_while_it_ticks_and_acts() -> None:
     out = child("""
         class Restless:
-            tick_s = 0.0
+            tick_s = 1e-6
             def decide(self, snapshot, state):
                 action = elastic.Restore((0,)) if snapshot.layers[0] != "float32" else elastic.Swap((0,), "int4")
                 return Plan(() if snapshot.busy else (action,), "restless")

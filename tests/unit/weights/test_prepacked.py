@@ -69,7 +69,7 @@ def make_elastic(model: Model, settings: EngineSettings) -> ElasticModel:
         torch.device("cpu"),
         instance=f"prepacked-{next(_numbers)}",
         is_packable=lambda module, parameter: isinstance(module, Linear),
-        own_worker=False,
+        own_worker=None,
     )
 
 
