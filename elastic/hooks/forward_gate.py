@@ -47,28 +47,29 @@ traffic = ForwardActivity()
 
 
 class ForwardPass:
-    """A forward pass of a thread, and the frame that is executed as long as it lasts, if one is known."""
+    """A forward pass of a thread, and the frames that are executed as long as its modules are in it."""
 
-    def __init__(self, thread: threading.Thread, frame: FrameType | None) -> None:
+    def __init__(self, thread: threading.Thread) -> None:
         self._thread = thread
-        self._frame = frame
-        self._is_over = False
-
-    def end(self) -> None:
-        """Let the frame go, which knows the arguments."""
-        self._frame = None
+        self.frames: list[FrameType | None] = []
+        """Of the modules, outermost first; None: not known."""
 
     @property
     def died(self) -> bool:
         """Whether it is over for sure, although nobody has said so."""
-        frame = self._frame
-        if not (self._is_over or frame is None):
-            try:
-                frame.clear()  # refused as long as it is executed
-            except RuntimeError:
-                return False
-            self._frame, self._is_over = None, True
-        return self._is_over or not self._thread.is_alive()
+        frames = tuple(self.frames)
+        return not self._thread.is_alive() or (bool(frames) and all(map(_is_over, frames)))
+
+
+def _is_over(frame: FrameType | None) -> bool:
+    """Return whether a frame is executed no more; what it knew is dropped then."""
+    if frame is None:
+        return False
+    try:
+        frame.clear()
+    except RuntimeError:
+        return False
+    return True
 
 
 class _EnteredModules(threading.local):
@@ -77,7 +78,7 @@ class _EnteredModules(threading.local):
     def __init__(self) -> None:
         self.thread = threading.current_thread()
         self.keys: list[int] = []
-        self.forward = ForwardPass(self.thread, None)
+        self.forward = ForwardPass(self.thread)
         self.plain = False
         """In a pass whose layers all compute with weights of their own place, and do nothing else."""
 
@@ -121,21 +122,24 @@ class ForwardGate:
     def enter(self, key: int, frame: FrameType | None = None) -> bool:
         """Begin a forward pass of the module `key`; returns whether it is the outermost of this thread.
 
-        `frame`: one that is executed as long as the pass lasts. What is left of an earlier pass that died without its
-        hooks is forgotten: known by its frame, by the same key, or because a commit has forgotten it.
+        `frame`: one that is executed as long as the module is in it. What is left of an earlier pass that died without
+        its hooks is forgotten where the key is the same, or a commit has forgotten it; else this one goes on with it.
         """
         if self.refusal is not None:
             raise StateError(self.refusal)
         thread = self.thread
         if key in thread.keys:
             self.leave(key)
-        elif thread.keys and (thread.forward not in self._readers or thread.forward.died):
-            self._end()
         if thread.keys:
             thread.keys.append(key)
-            return False
+            thread.forward.frames.append(frame)
+            with self._lock:  # if a commit has found it dead, then before this frame came
+                if thread.forward in self._readers:
+                    return False
+            self._end()
         self._end_reading(thread.forward)  # of a pass that was interrupted as it began
-        thread.forward = ForwardPass(thread.thread, frame)
+        thread.forward = ForwardPass(thread.thread)
+        thread.forward.frames.append(frame)
         self._begin_reading()
         thread.keys.append(key)
         return True
@@ -148,11 +152,12 @@ class ForwardGate:
         keys = self.thread.keys
         if key not in keys:
             return False
-        del keys[keys.index(key) :]
-        if keys:
-            return False
-        self._end()
-        return True
+        place = keys.index(key)
+        if not place:
+            self._end()
+            return True
+        del keys[place:], self.thread.forward.frames[place:]
+        return False
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -198,7 +203,7 @@ class ForwardGate:
         """End the pass of this thread, whatever it is in."""
         self.thread.keys.clear()
         self.thread.plain = False
-        self.thread.forward.end()
+        self.thread.forward.frames.clear()
         self._end_reading(self.thread.forward)
 
     def _begin_reading(self) -> None:
