@@ -137,7 +137,8 @@ class ForwardGate:
                 if thread.forward in self._readers:
                     return False
             self._end()
-        self._end_reading(thread.forward)  # of a pass that was interrupted as it began
+        if thread.forward in self._readers:  # it was interrupted as it began
+            self._end_reading(thread.forward)
         thread.forward = ForwardPass(thread.thread)
         thread.forward.frames.append(frame)
         self._begin_reading()
