@@ -79,8 +79,7 @@ def wrap(
     be swapped to, such as "int8", "2:4" or a `Variant`, packed now and kept in host memory, for later processes in the
     directory `variant_cache`. `copy_rate` ("2GB") bounds the bytes a second copied while it computes. `shards`, a power
     of two: the parts of each layer for ranks that share it; of layers without data only `load_shards` are read (part p
-    of layer l: `l * shards + p`). `prepack`: at one CPU place matrices lie in oneDNN's order where faster, and round
-    otherwise.
+    of layer l: `l * shards + p`). `prepack`: at a CPU place matrices are in oneDNN's order if faster, round otherwise.
 
     No thread may be in the model. Raises `ConfigError`, `StateError`, `CapacityError`; the model is as it was then.
     """
