@@ -13,8 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from common import SEED, arguments, finish, paired, ratio, show, table
-from transformers import LlamaConfig, LlamaForCausalLM
+from common import arguments, finish, paired, ratio, show, small_model, table
 
 import elastic
 from elastic.weights.shards import transposed_linear
@@ -28,15 +27,7 @@ STEPS = 5
 
 def make_model(shape: tuple[int, int, int], dtype: torch.dtype, device: str, shards: int) -> Any:
     layers, hidden, intermediate = shape
-    config = LlamaConfig(
-        vocab_size=1000,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-    )
-    torch.manual_seed(SEED)
-    model = LlamaForCausalLM(config).to(device, dtype).eval().requires_grad_(False)
+    model = small_model(hidden, intermediate, layers, dtype, device)
     return elastic.wrap(model, places=[device], shards=shards)
 
 

@@ -174,5 +174,5 @@ def settle(future: Future[T], call: Callable[[], T]) -> None:
     """Have a future be what a call returns, or raises: it goes to whoever asks for the result."""
     try:
         future.set_result(call())
-    except Exception as error:
+    except Exception as error:  # whatever it is, who asks for the result hears it
         future.set_exception(error)

@@ -92,8 +92,7 @@ class ContinuousEngine(PipelinedEngine):
         require(kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", kv_cache_dtype, " or ".join(KV_CACHE_DTYPES))
         self.runtime: Runtime = runtime(model)
         self.counters = self.runtime.counters
-        self._model = model
-        self._config = model.config.get_text_config(decoder=True)
+        self._model, self._config = model, model.config.get_text_config(decoder=True)
         self._max_queue, self._max_batch_tokens, self._grammars = max_queue, max_batch_tokens, grammars
         self._lock, self._stack, self._state = threading.Lock(), ExitStack(), "new"
         self._thread: threading.Thread | None = None

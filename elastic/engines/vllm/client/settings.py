@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic.config import MODES, SLO, Policy, parse_bytes, require
-from elastic.errors import ConfigError
+from elastic.config import MODES, SLO, Policy, parse_bytes
+from elastic.errors import ConfigError, require, require_whole
 
 KEY = "elastic"
 """Of ours in vLLM's `additional_config`."""
@@ -43,9 +43,9 @@ class EngineSettings:
         """Check what `wrap` would check. Raises `ConfigError`."""
         from elastic.runtime.options import parse_rate
 
-        for name, value in (("budget", self.budget_bytes), ("page_bytes", self.page_bytes)):
-            whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
-            require(whole or (value is None and name == "page_bytes"), name, value, "whole bytes, above 0")
+        require_whole(self.budget_bytes, "budget")
+        if self.page_bytes is not None:
+            require_whole(self.page_bytes, "page_bytes")
         object.__setattr__(self, "variants", _check_variants(self.variants))
         parse_rate(self.copy_rate)
         _check_order(self.order)

@@ -44,9 +44,8 @@ class PromiseLedger:
         self._longest = longest
         self._lookahead = lookahead
         self._promised: dict[str, int] = {}
-        self._waiting: dict[
-            str, int
-        ] = {}  # those that found no room, the first of them first, and the blocks they need
+        self._waiting: dict[str, int] = {}
+        """Those that found no room, the first of them first, and the blocks that they need."""
         self._overtaken = 0  # how often the first of them was
         self.binding = binding
         self.total = 0
