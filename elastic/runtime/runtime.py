@@ -373,7 +373,7 @@ class Runtime(LayerVerbs):
 
     def _require_running(self) -> None:
         if self.in_forked_child:
-            raise StateError("this model was wrapped before the process forked; wrap it again in the child")
+            raise StateError(lifecycle.FORKED)
         if self.state is not RuntimeState.RUNNING:
             raise StateError("the model was unwrapped; wrap it again")
 
