@@ -19,10 +19,18 @@ from elastic.config import parse_limit
 from elastic.controller.snapshot import RequestStats
 from elastic.engines.vllm.client.proxy import AsyncRemoteRuntime
 from elastic.errors import BackendUnavailable, CapacityError, ConfigError, ElasticError, NotFound
-from elastic.server.protocol.actions import ActionsBody, AnyActionBody, ReleaseBody, ResizeKVBody, RestoreBody, SwapBody
+from elastic.server.protocol.actions import (
+    ActionsBody,
+    AnyActionBody,
+    ReleaseBody,
+    ResizeKVBody,
+    RestoreBody,
+    SwapBody,
+    layers_action,
+)
 from elastic.server.routes import STATUS_VERSION
 from elastic.server.routes.status import EVENTS_SHOWN, plain, with_kind
-from elastic.types import Action, Release, ResizeKV, Restore, Swap
+from elastic.types import Action, ResizeKV
 
 TOKEN = "ELASTIC_ACTIONS_TOKEN"
 
@@ -125,13 +133,7 @@ def action(body: AnyActionBody, place: str, form: tuple[str, ...]) -> Action:
         raise ConfigError(
             f"kind={body.kind!r}: an engine of vLLM has one place for each rank; swap, release or restore"
         )
-    layers = tuple(range(len(form)) if body.layers is None else body.layers)
-    wrong = [layer for layer in layers if not 0 <= layer < len(form)]
-    if wrong:
-        raise ConfigError(f"layers={wrong[:10]}: the model has layers 0 to {len(form) - 1}")
-    if isinstance(body, SwapBody):
-        return Swap(layers, body.variant, tuple(body.parts))
-    return Release(layers) if isinstance(body, ReleaseBody) else Restore(layers, tuple(body.parts))
+    return layers_action(body, range(len(form)), len(form))
 
 
 def _runtime(served: ConnectedEngine) -> AsyncRemoteRuntime:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from elastic.engines.base import Engine
-from elastic.types import Action
+from elastic.types import Action, Prepared, Result
 
 if TYPE_CHECKING:
     from elastic.cluster.control.messages import RuntimeView
@@ -29,10 +29,10 @@ class FleetEngine(Protocol):
     def apply(self, rank: str, actions: Sequence[Action], *, dry_run: bool = False) -> Any:
         """Have a rank do actions, all or none, or plan them."""
 
-    def prepare(self, rank: str, actions: Sequence[Action], id: str, timeout_s: float) -> Any:
+    def prepare(self, rank: str, actions: Sequence[Action], id: str, timeout_s: float) -> Prepared:
         """Have a rank prepare actions."""
 
-    def commit(self, rank: str, id: str) -> Any:
+    def commit(self, rank: str, id: str) -> Sequence[Result]:
         """Have a rank commit what it has prepared."""
 
     def rollback(self, rank: str, id: str) -> Any:

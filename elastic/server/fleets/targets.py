@@ -91,12 +91,10 @@ class RankTarget:
         return results
 
     def prepare(self, actions: Sequence[Action], id: str, timeout_s: float) -> Prepared:
-        prepared: Prepared = self.fleet.prepare(self.name, tuple(actions), id, timeout_s)
-        return prepared
+        return self.fleet.prepare(self.name, tuple(actions), id, timeout_s)
 
     def commit(self, id: str) -> Sequence[Result]:
-        results: Sequence[Result] = self.fleet.commit(self.name, id)
-        return results
+        return self.fleet.commit(self.name, id)
 
     def rollback(self, id: str) -> None:
         self.fleet.rollback(self.name, id)

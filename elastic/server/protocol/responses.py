@@ -9,7 +9,8 @@ from pydantic import Field
 from elastic.server.protocol.chat import MOST_MESSAGES, ChatBody, Message
 from elastic.server.protocol.errors import invalid
 from elastic.server.protocol.fields import Count, JSONObject, Logprobs, RequestBody, Share, Temperature, Text
-from elastic.server.protocol.neutral_fields import ITEM, RESPONSES, STREAM_OPTIONS, check_neutral
+from elastic.server.protocol.neutral_fields import ITEM, RESPONSES
+from elastic.server.protocol.sampling import EventOptions
 from elastic.server.protocol.structured import (
     JSONObjectFormat,
     JSONSchema,
@@ -42,7 +43,13 @@ class ContentPart(RequestBody):
 Content = Text | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
-class MessageItem(RequestBody):
+class Item(RequestBody):
+    """One element of the input."""
+
+    neutral = ITEM
+
+
+class MessageItem(Item):
     """A message."""
 
     type: Literal["message"] = "message"
@@ -50,7 +57,7 @@ class MessageItem(RequestBody):
     content: Content
 
 
-class CallItem(RequestBody):
+class CallItem(Item):
     """A call that the model had made."""
 
     type: Literal["function_call"]
@@ -59,7 +66,7 @@ class CallItem(RequestBody):
     arguments: Text
 
 
-class CallOutputItem(RequestBody):
+class CallOutputItem(Item):
     """What a call returned."""
 
     type: Literal["function_call_output"]
@@ -69,6 +76,8 @@ class CallOutputItem(RequestBody):
 
 class FunctionTool(RequestBody):
     """A function that can be called."""
+
+    neutral = {}
 
     type: Literal["function"]
     name: FunctionName
@@ -87,11 +96,15 @@ class NamedChoice(RequestBody):
 class JSONSchemaText(JSONSchema):
     """Text that is JSON of a schema."""
 
+    neutral = None
+
     type: Literal["json_schema"]
 
 
 class TextOptions(RequestBody):
     """What the text must be."""
+
+    neutral = {}
 
     format: Annotated[TextFormat | JSONObjectFormat | JSONSchemaText, Field(discriminator="type")] | None = None
     verbosity: str | None = None
@@ -99,6 +112,8 @@ class TextOptions(RequestBody):
 
 class ResponsesBody(RequestBody):
     """`POST /v1/responses`."""
+
+    neutral = RESPONSES
 
     input: (
         Text
@@ -124,7 +139,7 @@ class ResponsesBody(RequestBody):
     store: bool | None = None
     previous_response_id: str | None = None
     stream: bool | None = None
-    stream_options: RequestBody | None = None
+    stream_options: EventOptions | None = None
     metadata: JSONObject | None = None
 
     @property
@@ -132,9 +147,9 @@ class ResponsesBody(RequestBody):
         """True when log-probabilities are asked for."""
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
-    def check(self) -> None:
+    def check(self, path: str = "") -> None:
         """Raise `APIError` for what is not supported."""
-        check_neutral(self.model_extra, RESPONSES)
+        super().check(path)
         if self.store:
             raise invalid("store", f"true is not supported: {_STATELESS}, and store=false", "unsupported_value")
         if self.previous_response_id is not None:
@@ -142,14 +157,6 @@ class ResponsesBody(RequestBody):
         for name in self.include or ():
             if name not in (LOGPROBS, "reasoning.encrypted_content"):
                 raise invalid("include", f"only {LOGPROBS} is supported", "unsupported_value")
-        if self.stream_options is not None:
-            check_neutral(self.stream_options.model_extra, STREAM_OPTIONS, "stream_options.")
-        if self.text is not None:
-            check_neutral(self.text.model_extra, {}, "text.")
-        for i, tool in enumerate(self.tools or ()):
-            check_neutral(tool.model_extra, {}, f"tools.{i}.")
-        for i, item in enumerate(self.input if not isinstance(self.input, str) else ()):
-            check_neutral(item.model_extra, ITEM, f"input.{i}.")
 
     def as_chat(self) -> ChatBody:
         """Return the chat completion that answers it. Raises `APIError`."""

@@ -21,6 +21,8 @@ FunctionName = Annotated[Text, Field(min_length=1, max_length=256)]
 class Function(RequestBody):
     """A function that can be called."""
 
+    neutral = {}
+
     name: FunctionName
     description: Text | None = None
     parameters: JSONObject | None = None
@@ -30,6 +32,8 @@ class Function(RequestBody):
 
 class Tool(RequestBody):
     """One tool; there are functions only."""
+
+    neutral = {}
 
     type: Literal["function"]
     function: Function
