@@ -11,11 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.cli.inputs.checks import TOKEN, read_secret, require_at_least, require_characters
-from elastic.cli.inputs.deployment_options import (
-    add_deployments,
-    check_deployments,
-    make_deployments,
-)
+from elastic.cli.inputs.deployment_options import add_deployments, check_deployments, make_deployments
 from elastic.cli.inputs.fleet_options import (
     add_fleet,
     check_fleet,

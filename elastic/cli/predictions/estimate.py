@@ -168,14 +168,7 @@ def _ranks(best: Estimate) -> Table:
     table = Table(*names, title="MiB", collapse_padding=True)
     for number, rank in enumerate(best.ranks):
         layers = best.stages[number // best.configuration.tp]
-        parts = (
-            rank.fixed,
-            rank.layers,
-            rank.staging,
-            rank.activations + rank.copied,
-            rank.kv,
-            rank.place_bytes,
-        )
+        parts = (rank.fixed, rank.layers, rank.staging, rank.activations + rank.copied, rank.kv, rank.place_bytes)
         table.add_row(rank.device, f"{layers[0]}-{layers[-1]}", *(f"{part / 2**20:,.1f}" for part in parts))
     return table
 
