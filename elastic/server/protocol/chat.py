@@ -11,7 +11,8 @@ from elastic.server.protocol.errors import invalid
 from elastic.server.protocol.fields import Count, JSONObject, Logprobs, RequestBody, Text
 from elastic.server.protocol.neutral_fields import CHAT, MESSAGE, PART
 from elastic.server.protocol.sampling import SamplingBody
-from elastic.server.protocol.tools import NamedTool, Tool, ToolCall, ToolChoice, Tools, arguments_grammar, calls_grammar
+from elastic.server.protocol.structured import json_grammar
+from elastic.server.protocol.tools import NO_ARGUMENTS, NamedTool, Tool, ToolCall, ToolChoice, Tools, calls_grammar
 
 MOST_MESSAGES = 4096
 _ROLES = {"developer": "system"}
@@ -123,7 +124,7 @@ class ChatBody(PromptFields, SamplingBody):
         if rule is not None:
             raise invalid("tool_choice", "the answer is a call: it can have no other format; leave that, or the choice")
         if isinstance(choice, NamedTool):
-            return arguments_grammar(self._named(choice.function.name))
+            return json_grammar(self._named(choice.function.name).function.parameters or NO_ARGUMENTS)
         return calls_grammar(self.tools or (), several=self.parallel_tool_calls is not False)
 
     def check(self, path: str = "") -> None:
