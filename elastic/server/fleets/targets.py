@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
 from elastic.engines.base import Engine
 from elastic.errors import ConfigError, ElasticError, NotFound, StateError
 from elastic.runtime.runtime import Runtime
-from elastic.server.fleets.fleet import FleetEngine, as_fleet
+from elastic.server.fleets.fleet import as_fleet
 from elastic.server.protocol.errors import APIError
 from elastic.types import Action, PlanStep, Prepared, Result, Status
+
+if TYPE_CHECKING:
+    from elastic.cluster.fleet.fleet import Fleet
 
 WHY = "by HTTP"
 IDS_KEPT = 1000
@@ -72,7 +75,7 @@ class RuntimeTarget:
 class RankTarget:
     """The model of a rank."""
 
-    fleet: FleetEngine
+    fleet: Fleet
     name: str
 
     def status(self) -> Status:
@@ -91,10 +94,12 @@ class RankTarget:
         return results
 
     def prepare(self, actions: Sequence[Action], id: str, timeout_s: float) -> Prepared:
-        return self.fleet.prepare(self.name, tuple(actions), id, timeout_s)
+        prepared: Prepared = self.fleet.prepare(self.name, tuple(actions), id, timeout_s)
+        return prepared
 
     def commit(self, id: str) -> Sequence[Result]:
-        return self.fleet.commit(self.name, id)
+        results: Sequence[Result] = self.fleet.commit(self.name, id)
+        return results
 
     def rollback(self, id: str) -> None:
         self.fleet.rollback(self.name, id)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import Metric
 
-from elastic.server.fleets.fleet import FleetEngine
 from elastic.server.fleets.views import RankViews
 from elastic.server.generation.collector import ActionTotals, Families, Labels, memory, step_tokens
 
 if TYPE_CHECKING:
     from elastic.cluster.control.messages import RuntimeView
     from elastic.cluster.control.status import RankStatus
+    from elastic.cluster.fleet.fleet import Fleet
 
 _LOADS = {
     "running": "Sequences that have KV blocks.",
@@ -49,7 +49,7 @@ _WIRES_HELP = (
 class FleetCollector:
     """A collector for a registry of `prometheus_client`. A rank that hangs delays a scrape by half a second at most."""
 
-    def __init__(self, fleet: FleetEngine, ranks: RankViews, name: str) -> None:
+    def __init__(self, fleet: Fleet, ranks: RankViews, name: str) -> None:
         self._fleet, self._ranks = fleet, ranks
         self._all = Families(name)
         self._of_instance = Families(name, ("instance",))

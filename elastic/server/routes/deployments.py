@@ -11,16 +11,18 @@ deployed is in `GET /elastic/status`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 
 from elastic.errors import StateError
 from elastic.planning.estimate.performance import USUAL_LOAD
-from elastic.server.fleets.deployments import ServedDeployments
 from elastic.server.protocol.fleet import DeployBody, IntendBody, ResizeBody, UndeployBody
 from elastic.server.routes.acting import ActingRoutes
 from elastic.server.routes.catalogue import Catalogue
+
+if TYPE_CHECKING:
+    from elastic.cluster.deployment.deployments import Deployments
 
 NO_DEPLOYMENTS = "this server deploys no models; start it with elastic serve MODEL --devices DEVICES"
 
@@ -28,7 +30,7 @@ NO_DEPLOYMENTS = "this server deploys no models; start it with elastic serve MOD
 def routes(models: Catalogue) -> APIRouter:
     """Make the endpoints: once one has acted, it is seen what is deployed."""
 
-    def undeploy(deployments: ServedDeployments, body: UndeployBody) -> dict[str, Any]:
+    def undeploy(deployments: Deployments, body: UndeployBody) -> dict[str, Any]:
         if body.name == models.own.name:
             raise StateError(f"{body.name!r} is the server's own model; end the server instead")
         deployments.remove(body.name, drain=body.drain)
@@ -42,19 +44,19 @@ def routes(models: Catalogue) -> APIRouter:
     return deployed.router
 
 
-def _deploy(deployments: ServedDeployments, body: DeployBody) -> dict[str, Any]:
+def _deploy(deployments: Deployments, body: DeployBody) -> dict[str, Any]:
     load = body.load.over(USUAL_LOAD) if body.load is not None else None
     options: dict[str, Any] = {"name": body.name, "weights": body.weights, "replicas": body.replicas}
     return {"deployed": deployments.deploy(body.path, body.intent.intent, load=load, **options)}
 
 
-def _intend(deployments: ServedDeployments, body: IntendBody) -> dict[str, Any]:
+def _intend(deployments: Deployments, body: IntendBody) -> dict[str, Any]:
     intent = body.intent.intent if body.intent is not None else None
     load = body.load.over(deployments.expected(body.name)) if body.load is not None else None
     told = deployments.intend(body.name, intent, load=load, replicas=body.replicas, dry_run=body.dry_run)
     return {"intended": told}
 
 
-def _resize(deployments: ServedDeployments, body: ResizeBody) -> dict[str, Any]:
+def _resize(deployments: Deployments, body: ResizeBody) -> dict[str, Any]:
     deployments.resize(body.device, body.memory)
     return {"devices": deployments.devices()}

@@ -18,14 +18,16 @@ take `"exchange"`, `"coordinated"`, `"layers_per_step"` and `"timeout_s"`, too, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 
-from elastic.server.fleets.fleet import FleetEngine
 from elastic.server.generation.state import ServerState
 from elastic.server.protocol import fleet as bodies
 from elastic.server.routes.acting import ActingRoutes
+
+if TYPE_CHECKING:
+    from elastic.cluster.fleet.fleet import Fleet
 
 ANSWERS = ("cmpl-", "chatcmpl-", "resp_")
 """Beginnings of the ids of answers; what follows is the engine's id of the request."""
@@ -38,11 +40,7 @@ def routes(serving: ServerState) -> APIRouter:
     fleet = ActingRoutes(serving.fleet, NO_FLEET)
     fleet.add("move", bodies.MoveBody, _move)
     fleet.add("add", bodies.AddBody, lambda fleet, body: {"added": fleet.add(tuple(body.places) or None)})
-    fleet.add(
-        "remove",
-        bodies.RemoveBody,
-        lambda fleet, body: {"removed": body.rank, "end": fleet.remove(body.rank, drain=body.drain)},
-    )
+    fleet.add("remove", bodies.RemoveBody, _remove)
     fleet.add("plan", bodies.PlanBody, lambda fleet, body: {"offers": fleet.plan(body.need)})
     fleet.add("capacity", bodies.CapacityBody, lambda fleet, body: {"capacity": fleet.capacity(body.degrees)})
     fleet.add("drop", bodies.DropBody, lambda fleet, body: {"dropped": fleet.drop(why=WHY, **body.options)})
@@ -60,8 +58,13 @@ def routes(serving: ServerState) -> APIRouter:
     return fleet.router
 
 
-def _move(fleet: FleetEngine, body: bodies.MoveBody) -> dict[str, Any]:
+def _move(fleet: Fleet, body: bodies.MoveBody) -> dict[str, Any]:
     request = body.request
     for prefix in ANSWERS:
         request = request.removeprefix(prefix)
     return {"moved": fleet.move(request, body.instance)}
+
+
+def _remove(fleet: Fleet, body: bodies.RemoveBody) -> dict[str, Any]:
+    fleet.remove(body.rank, drain=body.drain)
+    return {"removed": body.rank, "end": None}

@@ -43,19 +43,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HTTPRequest
 from fastapi.responses import JSONResponse
 
-from elastic.server.fleets.fleet import FleetEngine
 from elastic.server.generation.collector import variants
 from elastic.server.generation.state import ServerState
 from elastic.server.protocol.errors import RETRY_AFTER_S
 from elastic.server.routes import STATUS_VERSION
 from elastic.server.routes.catalogue import Catalogue
 from elastic.types import KINDS, Event, Fetch, Status
+
+if TYPE_CHECKING:
+    from elastic.cluster.fleet.fleet import Fleet
 
 EVENTS_SHOWN = 100
 
@@ -144,7 +146,7 @@ def _ranks(serving: ServerState) -> list[dict[str, Any]]:
     return ranks
 
 
-def _of_fleet(fleet: FleetEngine | None) -> dict[str, Any]:
+def _of_fleet(fleet: Fleet | None) -> dict[str, Any]:
     if fleet is None:
         return {"instances": [], "fleet_events": [], "fleet": None}
     status = fleet.status()
