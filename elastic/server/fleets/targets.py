@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from elastic.engines.base import Engine
@@ -19,25 +19,6 @@ if TYPE_CHECKING:
 
 WHY = "by HTTP"
 IDS_KEPT = 1000
-Done = list[tuple["Target", Action, Any]]
-
-
-class Target(Protocol):
-    """One wrapped model."""
-
-    @property
-    def name(self) -> str:
-        """The rank; empty: the model of this process."""
-
-    def status(self) -> Status: ...
-    def at_home(self) -> tuple[int, ...]:
-        """Return the layers that a restore without layers is about."""
-
-    def plan(self, actions: Sequence[Action]) -> Sequence[PlanStep]: ...
-    def apply(self, actions: Sequence[Action]) -> Sequence[Result]: ...
-    def prepare(self, actions: Sequence[Action], id: str, timeout_s: float) -> Prepared: ...
-    def commit(self, id: str) -> Sequence[Result]: ...
-    def rollback(self, id: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -45,6 +26,7 @@ class RuntimeTarget:
     """The model of this process."""
 
     name = ""
+    """Of the rank; empty: it is none."""
 
     runtime: Runtime
 
@@ -52,6 +34,7 @@ class RuntimeTarget:
         return self.runtime.status()
 
     def at_home(self) -> tuple[int, ...]:
+        """Return the layers that a restore without layers is about."""
         return self.runtime.at_home
 
     def plan(self, actions: Sequence[Action]) -> Sequence[PlanStep]:
@@ -103,6 +86,11 @@ class RankTarget:
 
     def rollback(self, id: str) -> None:
         self.fleet.rollback(self.name, id)
+
+
+Target = RuntimeTarget | RankTarget
+"""One wrapped model."""
+Done = list[tuple[Target, Action, Any]]
 
 
 class ActionTargets:
