@@ -28,8 +28,7 @@ from elastic.server.protocol.actions import (
     SwapBody,
     layers_action,
 )
-from elastic.server.routes import STATUS_VERSION
-from elastic.server.routes.status import EVENTS_SHOWN, plain, with_kind
+from elastic.server.routes.status import about_model, about_server, plain, with_kind
 from elastic.types import Action, ResizeKV
 
 TOKEN = "ELASTIC_ACTIONS_TOKEN"
@@ -96,21 +95,13 @@ def require_token(authorization: str) -> None:
 
 async def document(served: ConnectedEngine) -> dict[str, Any]:
     """Return the status document, as `elastic.server.routes.status` describes it."""
-    runtime, now = _runtime(served), time.time()
-    events = (await runtime.events())[-EVENTS_SHOWN:]
+    runtime = _runtime(served)
     snapshot = await runtime.snapshot()
+    traffic = snapshot.traffic if snapshot is not None else RequestStats()
     return {
-        "version": STATUS_VERSION,
-        "model": served.model,
-        "state": "serving",
-        "at_s": now,
-        "uptime_s": now - served.since_s,
-        "traffic": plain(snapshot.traffic if snapshot is not None else RequestStats()),
+        **about_server(served.model, "serving", served.since_s, traffic, {}),
+        **about_model(await runtime.status(), await runtime.events(), await runtime.health()),
         "layers": list(await runtime.form()),
-        "token_layers": {},
-        "status": plain(await runtime.status()),
-        "events": [{**plain(event), "action": with_kind(event.action)} for event in events],
-        "controller": plain(await runtime.health()),
     }
 
 

@@ -29,6 +29,11 @@ from elastic.server.protocol.tools import (
     ToolCall,
 )
 
+_AS_IN_CHAT = (
+    *("temperature", "top_p", "top_k", "seed", "ignore_eos", "chat_template_kwargs", "top_logprobs"),
+    "parallel_tool_calls",
+)
+"""Fields that mean what those of a chat completion mean."""
 LOGPROBS = "message.output_text.logprobs"
 _STATELESS = "nothing is stored here: send all of the conversation as input"
 
@@ -160,28 +165,18 @@ class ResponsesBody(RequestBody):
 
     def as_chat(self) -> ChatBody:
         """Return the chat completion that answers it. Raises `APIError`."""
-        functions = [
-            Function(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
-            for tool in self.tools or ()
-        ]
+        functions = [Function(**_fields(tool, tuple(Function.model_fields))) for tool in self.tools or ()]
         choice: Any = self.tool_choice
         if isinstance(choice, NamedChoice):
             choice = NamedTool(type="function", function=NamedFunction(name=choice.name))
         chat = ChatBody(
             messages=self._messages(),
             max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            seed=self.seed,
-            ignore_eos=self.ignore_eos,
-            chat_template_kwargs=self.chat_template_kwargs,
             logprobs=self.reports_logprobs,
-            top_logprobs=self.top_logprobs,
             response_format=self._response_format(),
             tools=[Tool(type="function", function=function) for function in functions] or None,
             tool_choice=choice,
-            parallel_tool_calls=self.parallel_tool_calls,
+            **_fields(self, _AS_IN_CHAT),
         )
         chat.check()
         return chat
@@ -211,8 +206,12 @@ class ResponsesBody(RequestBody):
         form = self.text.format if self.text is not None else None
         if not isinstance(form, JSONSchemaText):
             return form
-        fields: dict[str, Any] = {"name": form.name, "schema": form.schema_, "strict": form.strict}
-        return JSONSchemaFormat(type="json_schema", json_schema=JSONSchema(**fields))
+        schema = JSONSchema(**{"schema": form.schema_, **_fields(form, ("name", "strict"))})
+        return JSONSchemaFormat(type="json_schema", json_schema=schema)
+
+
+def _fields(part: RequestBody, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(part, name) for name in names}
 
 
 def _text(content: Content) -> str:
