@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -14,7 +14,6 @@ from starlette.middleware.cors import CORSMiddleware
 from elastic.config import parse_bytes
 from elastic.engines.base import Engine, GrammarCompiler
 from elastic.errors import ConfigError
-from elastic.server.fleets.deployments import ServedDeployments
 from elastic.server.generation.sampling_defaults import checked
 from elastic.server.generation.state import ServerState
 from elastic.server.http_metrics import HTTPMetricsMiddleware
@@ -26,6 +25,9 @@ from elastic.server.routes import deployments as deployment_routes
 from elastic.server.routes import fleet, openai, responses, status, tokens
 from elastic.server.routes.catalogue import Catalogue, ModelOptions
 from elastic.server.tools.formats import TOOL_FORMATS
+
+if TYPE_CHECKING:
+    from elastic.cluster.deployment.deployments import Deployments
 
 MAX_BODY = "4MiB"
 BODY_TIMEOUT_S = 60.0
@@ -50,7 +52,7 @@ def create_app(
     grammars: GrammarCompiler | None = None,
     tool_call_parser: str | None = None,
     allowed_origins: Sequence[str] = (),
-    deployments: ServedDeployments | None = None,
+    deployments: Deployments | None = None,
     model_options: ModelOptions | None = None,
 ) -> FastAPI:
     """Make an ASGI application that serves one model under `name`.

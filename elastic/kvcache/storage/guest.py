@@ -19,6 +19,9 @@ class GuestMemory(SectorSpace):
     that the home has (`BlockMemory.sectors`), where pages must be as large as here.
     """
 
+    idle_pages = 0
+    """None: the home must unmap sectors before."""
+
     def __init__(self, kv: KVPool, groups: Sequence[BlockGroup], sectors: int) -> None:
         super().__init__(kv, groups, sectors)
         self.allotted = 0
@@ -33,11 +36,6 @@ class GuestMemory(SectorSpace):
     def used_pages(self) -> int:
         """Pages of mapped sectors."""
         return self.mapped_pages
-
-    @property
-    def idle_pages(self) -> int:
-        """None: the home must unmap sectors before."""
-        return 0
 
     @property
     def promised_pages(self) -> int:
