@@ -77,7 +77,7 @@ def give_back_for_steps(engine: ContinuousEngine) -> None:
 
 def sector_tokens(engine: ContinuousEngine) -> int:
     """Return the tokens of an engine's sector."""
-    form, room = engine.kv_format, engine.kv_room()
+    form, room = engine.kv_format, engine.reports.kv_room()
     return min(room.sector_pages) * room.page_bytes // form.block_bytes * form.block_tokens
 
 

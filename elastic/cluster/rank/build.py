@@ -118,7 +118,7 @@ def _measured_cost(engine: ContinuousEngine, spec: RankSpec, options: Mapping[st
         logger.warning("rank %s has steps of so many tokens, not of equal cost: %s", spec.name, error)
         return None
     if options.get("step_budget") is None:
-        engine.use_cost(cost.whole)
+        engine.cohorts.use_cost(cost.whole)
     return cost
 
 
