@@ -66,6 +66,7 @@ class ContinuousEngine:
     keep these busy); `step_budget` says how many tokens each step may have, by what they cost (None:
     `max_batch_tokens`); `grammars` serves structured output. Decode steps on a CPU are captured and replayed, to the
     same bits (`executor.graphs`), on a GPU with `cuda_graphs`; with `enforce_eager` the model is called at every step.
+    Fleets ask its parts: `reports`, `moves`, `stages`, `exchange`, `ranks`, `cohorts`, `recovery`, `kv`.
     Raises `StateError` for a model that is not wrapped, `ConfigError` for one that it cannot serve.
     """
 
@@ -301,10 +302,7 @@ class ContinuousEngine:
             self._stack.close()
 
     def check(self) -> None:
-        """Recount the blocks of all sequences, of those that were handed over or may come, and of other instances here.
-
-        See `BlockManager`.
-        """
+        """Recount the blocks of all sequences, of those that were handed over or may come, and of other instances."""
         self._blocks.check()
         self.stages.check()
 

@@ -162,7 +162,7 @@ class LostLayers:
         scheduler, memory = self._scheduler, self.memory
         lost = [sequence for sequence in scheduler.begun if not self._is_kept(sequence, kept)]
         again = self._restart({*lost, *scheduler.unkeepable()})
-        pages, shards = self._runtime.shard_pages, self._home.path.shards
+        pages, shards = self._runtime.shard_pages, self._home.path.shards  # below: what weights that are not here take
         every, dropped = frozenset(range(shards)), by_layer(self._runtime.dropped_shards, shards)
         weights = sum(pages[i].pages(every) - pages[i].pages(every - {*parts}) for i, parts in dropped.items())
         if memory.lacking(self._kv.missing) + weights > 0:
