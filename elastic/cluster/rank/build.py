@@ -20,7 +20,6 @@ from elastic.cluster.rank.rank import Rank
 from elastic.cluster.rank.skeleton import load_skeleton
 from elastic.cluster.rank.spec import RankSpec, rank_places
 from elastic.config import Place, require
-from elastic.engines.base import GrammarCompiler
 from elastic.engines.continuous.chunk_profile import fit_cost
 from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.engines.structured import compiler_of
@@ -55,7 +54,8 @@ def built(spec: RankSpec, connection: Connection) -> Iterator[Rank]:
             model.elastic.digests(range(len(model.elastic.shards_here)))
         options = {"max_requests": 256, **spec.engine}
         if isinstance(options.get("grammars"), str):
-            options["grammars"] = _grammars(options["grammars"], spec, model)
+            require(options["grammars"] == "llguidance", "grammars", options["grammars"], "'llguidance', or none")
+            options["grammars"] = compiler_of(model, read_tokenizer(str(spec.model), option="model"))
         engine = ContinuousEngine(model, **options)
         stack.callback(engine.stop, drain=False)
         tokens = options.get("max_batch_tokens", _ENGINE_OPTIONS["max_batch_tokens"].default)
@@ -118,7 +118,7 @@ def _measured_cost(engine: ContinuousEngine, spec: RankSpec, options: Mapping[st
         logger.warning("rank %s has steps of so many tokens, not of equal cost: %s", spec.name, error)
         return None
     if options.get("step_budget") is None:
-        engine.use_cost(cost.whole)
+        engine.cohorts.use_cost(cost.whole)
     return cost
 
 
@@ -141,12 +141,6 @@ def _load(spec: RankSpec, places: list[Place]) -> Any:
     device = _device(places)
     with _loading:
         return load_weights(str(spec.model), device, option="model").to(device)
-
-
-def _grammars(name: str, spec: RankSpec, model: Any) -> GrammarCompiler | None:
-    """Return the compiler of grammars over the tokenizer in the model's directory, if answers of the model can end."""
-    require(name == "llguidance", "grammars", name, "'llguidance', or none")
-    return compiler_of(model, read_tokenizer(str(spec.model), option="model"))
 
 
 _ENGINE_OPTIONS = {k: v for k, v in inspect.signature(ContinuousEngine).parameters.items() if k != "model"}

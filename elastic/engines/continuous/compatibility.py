@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from elastic.engines.core.kv_state import INT8, KVFormat, usual_block_tokens
+from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.engines.pipeline.forward import Attended, StageForward
 from elastic.engines.pipeline.turn import Turn
 from elastic.errors import ConfigError
 from elastic.kvcache.attention import attends_for_engines
 from elastic.kvcache.score_terms import ScoreTerms
+from elastic.kvcache.storage.pool import KVPool
+from elastic.planning.sharding.heads import kv_shards, parts_of
 from elastic.runtime.runtime import runtime
 from elastic.weights.decoder import PAGED_CACHE
+
+KV_CACHE_DTYPES = ("auto", INT8)
 
 
 class _CacheProbe:
@@ -109,3 +116,28 @@ def _call(model: Any, probe: _CacheProbe, present: list[int]) -> None:
         forward.run_to_attention(present, inputs)
     finally:
         forward.close()
+
+
+def kv_format(
+    model: Any, groups: Sequence[LayerGroup], block_tokens: int | None, block_layout: str, dtype: str, shards: int
+) -> KVFormat:
+    """Return the form of a model's blocks, whose decoder layers are cut into so many shards.
+
+    Raises `ConfigError` for a model that cannot have it.
+    """
+    heads, dim = kv_shape(model)
+    parts = kv_shards(shards, heads)
+    if dtype == INT8 and dim % 2:
+        raise ConfigError(f"kv_cache_dtype={INT8!r} needs heads of an even size; this model's have {dim}: use 'auto'")
+    dtype = str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype
+    layers = tuple((parts_of(group.layers, parts), group.window) for group in groups)
+    tokens = block_tokens or usual_block_tokens(dtype, dim)
+    return KVFormat(tokens, block_layout, dtype, heads // parts, dim, layers, parts)
+
+
+def one_pool(model: Any) -> KVPool:
+    """Return the KV pool of a model that the engine can serve. Raises `ConfigError` for others."""
+    pools = list(runtime(model).kv.memory.shares())
+    if len(pools) != 1:
+        raise ConfigError(f"its KV cache is at {len(pools)} places; continuous batching needs all of it at one")
+    return pools[0]

@@ -231,12 +231,6 @@ class Groups:
         units = [unit for group in self._groups for unit in targets.sharing(group.shape.paths)]
         return replace(plan, groups=tuple(targets.of_ranks(each, units) for each in plan.groups))
 
-    def _plan_restore(
-        self, groups: Sequence[Group], target_of: Callable[[Shape], Shape], form: ExchangeForm
-    ) -> Restored:
-        would, _ = self._dry_runs.of([(group.members, target_of) for group in groups], form.layers_per_step)
-        return Restored(**vars(would), members=tuple(name for group in groups for name in group.members))
-
     def _groups_of(self, rank: str | None) -> tuple[Group, ...]:
         """Return the group of a rank, if it is in one; None: all groups. Raises as `Ranks.instance`."""
         groups = tuple(group for group in self._groups if rank is None or rank in group.members)

@@ -101,7 +101,9 @@ class ReshardingGroups(Groups):
             if rank is not None and not groups:
                 return Restored("planned" if dry_run else "applied", members=(rank,))
             if dry_run:
-                return self._plan_restore(groups, targets.undropped if sharing else targets.apart, form)
+                target_of = targets.undropped if sharing else targets.apart
+                would, _ = self._dry_runs.of([(group.members, target_of) for group in groups], form.layers_per_step)
+                return Restored(**vars(would), members=tuple(name for group in groups for name in group.members))
             restore = self._restore_sharing if sharing else self._restore
             return all_restored([restore(group, timeout_s, why, form) for group in groups])
 

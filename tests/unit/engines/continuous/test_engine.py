@@ -65,14 +65,14 @@ def test_a_request_ends_that_never_fits_any_more_beside_another_model(
     first, large = Request(prompt, 2), Request(prompt, 512 - len(prompt))
     engine.submit(first, hold)
     engine.submit(large, heard)
-    before = engine.load().total_blocks
+    before = engine.reports.load().total_blocks
     assert inside.wait(60)
     wrapped(architectures.build("qwen3"), place)
     go_on.set()
     heard.wait([first.id, large.id], 60)
     assert heard.ends[first.id].finish == "length"
     assert "beside the weights of other models" in str(heard.ends[large.id].error)
-    assert engine.load().total_blocks < before
+    assert engine.reports.load().total_blocks < before
     with pytest.raises(CapacityError, match="a larger budget"):
         engine.submit(large, heard)
     serve(engine, [Request(prompt, 8)])
@@ -163,7 +163,9 @@ def test_a_cache_in_parts_gives_the_same_tokens(name: str, layout: str | None, e
     engine = engines(model, wrap={"shards": 4}, block_layout=layout or "head_centric")
     form, kv_heads = engine.kv_format, {"opt": 4, "deepseek-v3": 4}.get(name, 2)
     assert (engine.shards, form.kv_shards, form.heads) == (4, kv_heads, 1)
-    assert sorted(n for layers, _ in form.groups for n in layers) == list(range(len(engine.kv_room().sector_pages)))
+    assert sorted(n for layers, _ in form.groups for n in layers) == list(
+        range(len(engine.reports.kv_room().sector_pages))
+    )
     heard, plain = serve(engine, requests), architectures.build(name)
     for request in requests:
         assert len(heard.tokens[request.id]) == 20
