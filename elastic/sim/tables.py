@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import reprlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from elastic.config import is_number
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, nearest
 
 _MISSING = object()
 _MOST = 2**63 - 1
@@ -110,9 +109,7 @@ class Table:
     def done(self) -> None:
         """Raise `ConfigError` for a key that was not taken."""
         for key in self._values:
-            near = difflib.get_close_matches(key, self._known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(self._known))}"
-            raise ConfigError(f"{self._path(key)} is not known{hint}")
+            raise ConfigError(f"{self._path(key)} is not known; {nearest(key, self._known)}")
 
     def wrong(self, key: str, value: object, wanted: str) -> ConfigError:
         """Return the error for a value."""
