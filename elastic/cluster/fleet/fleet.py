@@ -38,7 +38,7 @@ from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.base import GrammarCompiler, Listener, Request
 from elastic.engines.sampling import require_valid
 from elastic.engines.stopping import with_ends
-from elastic.errors import ConfigError, ElasticError, StateError, require, require_count, require_whole
+from elastic.errors import ConfigError, ElasticError, StateError, require, require_count, require_flag, require_whole
 from elastic.planning.sharding.share import shares
 
 _fleets: weakref.WeakSet[Fleet] = weakref.WeakSet()
@@ -189,6 +189,7 @@ class Fleet(PricedVerbs):
 
     def submit(self, request: Request, listener: Listener) -> None:
         """Queue a request; see `Engine`."""
+        require(callable(listener), "listener", listener, "a function of an elastic.Output")
         facts = self._members.facts
         if facts is None or not self.serving:
             self._refuse()
@@ -208,6 +209,7 @@ class Fleet(PricedVerbs):
 
     def cancel(self, request: str, index: int | None = None) -> None:
         """End a request, or one of its answers; its listener gets `cancelled` for each. Unknown: nothing happens."""
+        require(isinstance(request, str), "request", request, "the id of a request, a text")
         self._dispatcher.cancel(request, index)
 
     def stop(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
@@ -220,6 +222,7 @@ class Fleet(PricedVerbs):
         if Delivery.on_this_thread():
             raise StateError("the fleet cannot be stopped by a listener; use another thread")
         require_timeout(timeout_s)
+        require_flag(drain, "drain")
         with self._lock:
             if self._state == "stopped":
                 return
@@ -294,6 +297,7 @@ class Fleet(PricedVerbs):
         and with `drain` where it could not be parted from others: it serves on, as where an interrupt ends the wait.
         """
         require_timeout(timeout_s)
+        require_flag(drain, "drain")
         instance, status = self._instance(name), ""
         if drain and instance.group:
             restored = self.restore(name, timeout_s=TIMEOUT_S if timeout_s is None else timeout_s)
@@ -331,6 +335,7 @@ class Fleet(PricedVerbs):
         """Have a request go on at another instance; see `Mover.move`. Not for listeners."""
         if Delivery.on_this_thread():
             raise StateError("a request cannot be moved by a listener; use another thread")
+        self._require_verb(request=request, instance=instance)
         return self._mover.move(request, instance)
 
     def instance_of(self, request: str) -> str | None:
@@ -370,6 +375,10 @@ class Fleet(PricedVerbs):
 
     # -- inside
 
+    def _require_started(self) -> None:
+        if self._state in ("new", "stopped"):
+            self._refuse()
+
     def _require_serving(self) -> None:
         if self._state != "serving":
             self._refuse()
@@ -377,7 +386,8 @@ class Fleet(PricedVerbs):
     def _refuse(self) -> None:
         if self._state == "serving":
             raise StateError("no rank is left, and none comes; add one")
-        raise StateError(f"the fleet is {self._state}; start it, or make a new one")
+        remedy = {"new": "start it first: fleet.start(), or with fleet:", "starting": "wait until start() returns"}
+        raise StateError(f"the fleet is {self._state}; {remedy.get(self._state, 'make a new one')}")
 
 
 def _stop_all() -> None:

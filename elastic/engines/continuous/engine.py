@@ -40,6 +40,7 @@ from elastic.errors import (
     Overloaded,
     StateError,
     is_integer,
+    require_whole,
 )
 from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
@@ -88,7 +89,7 @@ class ContinuousEngine(PipelinedEngine):
             require(is_integer(count) and count >= 1, name, count, "at least 1")
         for name, some in (("block_tokens", block_tokens), ("cohorts", cohorts), ("max_queue", max_queue)):
             require(some is None or (is_integer(some) and some >= 1), name, some, "at least 1, or None")
-        require(block_layout in LAYOUTS, "block_layout", block_layout, f"one of {', '.join(sorted(LAYOUTS))}")
+        require(block_layout in [*LAYOUTS], "block_layout", block_layout, f"one of {', '.join(sorted(LAYOUTS))}")
         require(kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", kv_cache_dtype, " or ".join(KV_CACHE_DTYPES))
         self.runtime: Runtime = runtime(model)
         self.counters = self.runtime.counters
@@ -173,6 +174,7 @@ class ContinuousEngine(PipelinedEngine):
 
     def longest_request(self, most: int, *, ever: bool = False) -> int:
         """Return the most tokens of a request for the KV cache; see `Engine`."""
+        require_whole(most, "most", least=0)
 
         def is_refused(tokens: int) -> bool:
             try:
@@ -246,6 +248,7 @@ class ContinuousEngine(PipelinedEngine):
 
         Unknown or ended: nothing happens.
         """
+        require(isinstance(request, str), "request", request, "the id of a request, a text")
 
         def leave() -> None:
             for sequence in self._requests.sequences(request, index):

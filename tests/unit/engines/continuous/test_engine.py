@@ -325,6 +325,17 @@ def test_outputs_need_somebody_to_listen(engines: Any) -> None:
         engines(architectures.build("llama-gqa")).submit(Request((1,), 2), None)
 
 
+def test_what_is_no_request_is_refused_in_words(engines: Any) -> None:
+    engine = engines(architectures.build("llama-gqa"))
+    for request in (5, None, "request", [1]):
+        with pytest.raises(ConfigError, match=r"request=.* cannot be; it must be an elastic.Request"):
+            engine.submit(request, Collector())
+    with pytest.raises(ConfigError, match=r"request=\[\] cannot be; it must be the id"):
+        engine.cancel([])
+    with pytest.raises(ConfigError, match=r"most=2.5 cannot be"):
+        engine.longest_request(2.5)
+
+
 @pytest.mark.parametrize("option", ["max_queue", "max_requests", "max_batch_tokens", "block_tokens"])
 @pytest.mark.parametrize("count", [0, -1, "16", 1.5, True])
 def test_an_engine_that_could_take_no_request_is_not_made(option: str, count: Any) -> None:
