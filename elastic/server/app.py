@@ -116,7 +116,7 @@ def _check_options(
 def _add_middleware(
     app: FastAPI,
     serving: ServerState,
-    keys: Mapping[str, str | None],
+    keys: Mapping[str, tuple[str | None, str]],
     max_body: int | str,
     body_timeout_s: float,
     allowed_origins: Sequence[str],
