@@ -108,6 +108,7 @@ class ContinuousEngine(PipelinedEngine):
             self._blocks = BlockManager(partial(BlockMemory, kv, sizes), windows, form.block_tokens, share_prefixes)
             assert isinstance(self._blocks.memory, BlockMemory)
             memory = self._memory = self._blocks.memory
+            memory.owed = self._blocks.owed_sectors
             stack.callback(memory.close)
             gate = self.runtime.gate if not enforce_eager and (cuda_graphs or model.device.type == "cpu") else None
             self._runner = ModelRunner(model, memory, groups, layout_of(form, model.dtype), grammars, gate)

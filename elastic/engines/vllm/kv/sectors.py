@@ -159,6 +159,11 @@ class KVSectors:
         """None: what requests were promised is mapped."""
         return 0
 
+    @property
+    def owed_pages(self) -> int:
+        """The same."""
+        return self.promised_pages
+
     def trim(self, pages: int) -> int:
         """Give nothing back: that is ordered by the scheduler's side."""
         return 0

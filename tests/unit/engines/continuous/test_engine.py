@@ -78,6 +78,20 @@ def test_a_request_ends_that_never_fits_any_more_beside_another_model(
     serve(engine, [Request(prompt, 8)])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("each", [1, 3])
+def test_requests_of_two_models_on_one_place_all_end(each: int, engines: Any, wrapped: Any) -> None:
+    """Each fits alone, no two of them together: none takes what one that lives elsewhere was promised."""
+    models = [wrapped(architectures.build("qwen3", seed=seed), ["cpu#shared=540KiB/4KiB"]) for seed in range(2)]
+    both = [engines(model) for model in models]
+    heard, tokens = Collector(), int(0.7 * both[0].longest_request(500))
+    requests = [Request(p, tokens) for p in prompts([5, 9] * each, architectures.VOCAB)]
+    for number, request in enumerate(requests):
+        both[number % 2].submit(request, heard)
+    heard.wait([request.id for request in requests], 120)
+    assert {heard.ends[request.id].finish for request in requests} == {"length"}
+
+
 @pytest.mark.parametrize("name", sorted(architectures.CONFIGS))
 def test_requests_of_all_lengths_get_the_tokens_that_they_get_alone(name: str, engines: Any) -> None:
     model = architectures.build(name)
