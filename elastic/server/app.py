@@ -17,7 +17,7 @@ from elastic.errors import ConfigError
 from elastic.server.generation.sampling_defaults import checked
 from elastic.server.generation.state import ServerState
 from elastic.server.http_metrics import HTTPMetricsMiddleware
-from elastic.server.middleware import RequestMiddleware
+from elastic.server.middleware import KEY, TOKEN, RequestMiddleware
 from elastic.server.protocol import errors
 from elastic.server.request_ids import REQUEST_ID, RequestIdMiddleware
 from elastic.server.routes import actions as action_routes
@@ -94,7 +94,7 @@ def create_app(
     asking = (openai.routes(models), responses.routes(models), tokens.routes(models), status.routes(models))
     for routes in (*asking, *(acting if actions else (action_routes.closed(),))):
         app.include_router(routes)
-    keys = {**dict.fromkeys(KEYED, api_key), **dict.fromkeys(ACTING, token if actions else None)}
+    keys = {**dict.fromkeys(KEYED, (api_key, KEY)), **dict.fromkeys(ACTING, (token if actions else None, TOKEN))}
     _add_middleware(app, serving, keys, max_body, body_timeout_s, allowed_origins)
     return app
 
@@ -118,7 +118,7 @@ def _check_options(
 def _add_middleware(
     app: FastAPI,
     serving: ServerState,
-    keys: Mapping[str, str | None],
+    keys: Mapping[str, tuple[str | None, str]],
     max_body: int | str,
     body_timeout_s: float,
     allowed_origins: Sequence[str],

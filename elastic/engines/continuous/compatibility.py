@@ -9,18 +9,17 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from elastic.engines.core.kv_state import INT8, KVFormat, usual_block_tokens
+from elastic.engines.executor.block_layout import LAYOUTS
 from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.engines.pipeline.forward import Attended, StageForward
 from elastic.engines.pipeline.turn import Turn
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, require, require_count, require_whole
 from elastic.kvcache.attention import attends_for_engines
 from elastic.kvcache.score_terms import ScoreTerms
 from elastic.kvcache.storage.pool import KVPool
 from elastic.planning.sharding.heads import kv_shards, parts_of
 from elastic.runtime.runtime import runtime
 from elastic.weights.decoder import PAGED_CACHE
-
-KV_CACHE_DTYPES = ("auto", INT8)
 
 
 class _CacheProbe:
@@ -116,6 +115,25 @@ def _call(model: Any, probe: _CacheProbe, present: list[int]) -> None:
         forward.run_to_attention(present, inputs)
     finally:
         forward.close()
+
+
+def require_options(
+    max_requests: Any,
+    max_batch_tokens: Any,
+    max_queue: Any,
+    block_tokens: Any,
+    cohorts: Any,
+    block_layout: Any,
+    kv_cache_dtype: Any,
+) -> None:
+    """Raise `ConfigError` for options of an engine that cannot be."""
+    require_whole(max_requests, "max_requests")
+    require_whole(max_batch_tokens, "max_batch_tokens")
+    for name, count in (("max_queue", max_queue), ("block_tokens", block_tokens), ("cohorts", cohorts)):
+        require_count(count, name)
+    require(block_layout in [*LAYOUTS], "block_layout", block_layout, f"one of {', '.join(sorted(LAYOUTS))}")
+    dtypes = ("auto", INT8)
+    require(kv_cache_dtype in dtypes, "kv_cache_dtype", kv_cache_dtype, " or ".join(dtypes))
 
 
 def kv_format(

@@ -17,7 +17,7 @@ from typing import Any
 from elastic.config import require
 from elastic.engines.base import GrammarCompiler, Listener, Request
 from elastic.engines.continuous.active_requests import ActiveRequests
-from elastic.engines.continuous.compatibility import KV_CACHE_DTYPES, kv_format, one_pool
+from elastic.engines.continuous.compatibility import kv_format, one_pool, require_options
 from elastic.engines.continuous.moves import MovingRequests, one_request
 from elastic.engines.continuous.ranks.cohorts import Cohorts
 from elastic.engines.continuous.ranks.home_kv import HomeKV
@@ -34,7 +34,7 @@ from elastic.engines.core.kv_state import KVSource, SequenceKV
 from elastic.engines.core.restart import RestartingScheduler
 from elastic.engines.core.step import SequenceState
 from elastic.engines.core.step_budget import StepBudget
-from elastic.engines.executor.block_layout import LAYOUTS, layout_of
+from elastic.engines.executor.block_layout import layout_of
 from elastic.engines.executor.kv_exchange import KVExchange
 from elastic.engines.executor.layer_groups import LayerGroup, block_groups, layer_groups
 from elastic.engines.executor.model_runner import ModelRunner
@@ -43,7 +43,7 @@ from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.turn import Turn
 from elastic.engines.sampling import answer_seed, require_valid
 from elastic.engines.stopping import end_tokens, with_ends
-from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError, is_integer
+from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError, require_whole
 from elastic.kvcache.storage.paged import BlockMemory
 from elastic.memory.rate_limit import YieldingPace
 from elastic.openmp import release_threads
@@ -87,12 +87,7 @@ class ContinuousEngine:
         enforce_eager: bool = False,
         cuda_graphs: bool = False,
     ) -> None:
-        for name, count in (("max_requests", max_requests), ("max_batch_tokens", max_batch_tokens)):
-            require(is_integer(count) and count >= 1, name, count, "at least 1")
-        for name, some in (("block_tokens", block_tokens), ("cohorts", cohorts), ("max_queue", max_queue)):
-            require(some is None or (is_integer(some) and some >= 1), name, some, "at least 1, or None")
-        require(block_layout in LAYOUTS, "block_layout", block_layout, f"one of {', '.join(sorted(LAYOUTS))}")
-        require(kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", kv_cache_dtype, " or ".join(KV_CACHE_DTYPES))
+        require_options(max_requests, max_batch_tokens, max_queue, block_tokens, cohorts, block_layout, kv_cache_dtype)
         self.runtime: Runtime = runtime(model)
         self.counters = self.runtime.counters
         self._model, self._config = model, model.config.get_text_config(decoder=True)
@@ -108,6 +103,7 @@ class ContinuousEngine:
             self._blocks = BlockManager(open_memory, form.windows, form.block_tokens, share_prefixes)
             assert isinstance(self._blocks.memory, BlockMemory)
             memory = self._memory = self._blocks.memory
+            memory.owed = self._blocks.owed_sectors
             stack.callback(memory.close)
             gate = self.runtime.gate if not enforce_eager and (cuda_graphs or model.device.type == "cpu") else None
             runner = self._runner = ModelRunner(model, memory, groups, layout_of(form, model.dtype), grammars, gate)
@@ -200,6 +196,7 @@ class ContinuousEngine:
 
     def longest_request(self, most: int, *, ever: bool = False) -> int:
         """Return the most tokens of a request for the KV cache; see `Engine`."""
+        require_whole(most, "most", least=0)
 
         def is_refused(tokens: int) -> bool:
             try:
@@ -272,6 +269,7 @@ class ContinuousEngine:
 
         Unknown or ended: nothing happens.
         """
+        require(isinstance(request, str), "request", request, "the id of a request, a text")
 
         def leave() -> None:
             for sequence in self._requests.sequences(request, index):

@@ -42,6 +42,11 @@ class GuestMemory(SectorSpace):
         """Pages kept for sectors that are not mapped yet."""
         return self._reservation.pages
 
+    @property
+    def owed_pages(self) -> int:
+        """The same."""
+        return self.promised_pages
+
     def trim(self, pages: int) -> int:
         """Give nothing back."""
         return 0

@@ -35,6 +35,7 @@ class PricedVerbs(GroupVerbs, RankVerbs):
         is not possible now is left out. What one action would come to, say `drop`, `restore`, `migrate`, `replicate`
         and `reshard` with `dry_run`. Raises `StateError` while no rank serves.
         """
+        self._require_started()
         needed, settings = parse_bytes(need, option="need"), Overload()
         now = FleetReadings(self._dispatcher).read(self.groups(), self.layer_bytes())
         if now is None:

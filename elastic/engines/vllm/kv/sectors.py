@@ -62,7 +62,7 @@ def blocks_per_sector(block_bytes: Sequence[int], page_bytes: int) -> int:
 class KVSectors:
     """Sectors of vLLM's KV cache at one rank. Guarded by the lock of its KV pool."""
 
-    idle_pages = promised_pages = 0
+    idle_pages = promised_pages = owed_pages = 0
     """None: vLLM's scheduler must give blocks up before, and what requests were promised is mapped."""
 
     def __init__(self, kv: KVPool, tensors: Sequence[TensorPlacement], blocks: int) -> None:

@@ -78,6 +78,20 @@ def test_a_request_ends_that_never_fits_any_more_beside_another_model(
     serve(engine, [Request(prompt, 8)])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("each", [1, 3])
+def test_requests_of_two_models_on_one_place_all_end(each: int, engines: Any, wrapped: Any) -> None:
+    """Each fits alone, no two of them together: none takes what one that lives elsewhere was promised."""
+    models = [wrapped(architectures.build("qwen3", seed=seed), ["cpu#shared=540KiB/4KiB"]) for seed in range(2)]
+    both = [engines(model) for model in models]
+    heard, tokens = Collector(), int(0.7 * both[0].longest_request(500))
+    requests = [Request(p, tokens) for p in prompts([5, 9] * each, architectures.VOCAB)]
+    for number, request in enumerate(requests):
+        both[number % 2].submit(request, heard)
+    heard.wait([request.id for request in requests], 120)
+    assert {heard.ends[request.id].finish for request in requests} == {"length"}
+
+
 @pytest.mark.parametrize("name", sorted(architectures.CONFIGS))
 def test_requests_of_all_lengths_get_the_tokens_that_they_get_alone(name: str, engines: Any) -> None:
     model = architectures.build(name)
@@ -325,6 +339,17 @@ def test_requests_that_make_no_sense_are_refused_in_words(prompt: Any, tokens: i
 def test_outputs_need_somebody_to_listen(engines: Any) -> None:
     with pytest.raises(ConfigError, match="listener=None cannot be"):
         engines(architectures.build("llama-gqa")).submit(Request((1,), 2), None)
+
+
+def test_what_is_no_request_is_refused_in_words(engines: Any) -> None:
+    engine = engines(architectures.build("llama-gqa"))
+    for request in (5, None, "request", [1]):
+        with pytest.raises(ConfigError, match=r"request=.* cannot be; it must be an elastic.Request"):
+            engine.submit(request, Collector())
+    with pytest.raises(ConfigError, match=r"request=\[\] cannot be; it must be the id"):
+        engine.cancel([])
+    with pytest.raises(ConfigError, match=r"most=2.5 cannot be"):
+        engine.longest_request(2.5)
 
 
 @pytest.mark.parametrize("option", ["max_queue", "max_requests", "max_batch_tokens", "block_tokens"])
