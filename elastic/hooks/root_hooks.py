@@ -16,7 +16,7 @@ from elastic.hooks.interceptor import Args, Kwargs
 from elastic.hooks.request_tracking import TrackedRequest
 from elastic.memory.backends.streams import capturing, note_current_stream
 from elastic.weights import batch_context
-from elastic.weights.decoder import EARLIER_NAME, cache_argument
+from elastic.weights.decoder import EARLIER_NAME, cache_argument, layer_count
 
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -150,7 +150,7 @@ class EnterRoot(Hook):
         given = {name: self._argument(name, args, kwargs) for name in _OUTPUTS}
         given |= {name: value for name, value in kwargs.items() if name.startswith("output_")}
         wanted = any(getattr(config, name, False) if value is None else value for name, value in given.items())
-        count = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+        count = layer_count(config.get_text_config(decoder=True))
         return wanted or count != len(self._weights.layers)
 
     def _wants_cache(self, module: nn.Module, args: Args, kwargs: Kwargs) -> bool:

@@ -43,7 +43,7 @@ def find_decoder(model: nn.Module) -> Decoder:
     text = config.get_text_config(decoder=True)
     if set(getattr(text, "layer_types", None) or ()) == {"linear_attention"}:
         raise _unsupported(model, "a KV cache; all layers of this model have a state instead")
-    count = getattr(text, "num_hidden_layers", None)
+    count = layer_count(text)
     names = {m: n for n, m in model.named_modules()}
     lists = [m for m in names if isinstance(m, nn.ModuleList) and len(m) == count != 0]
     lists = [m for m in lists if all(any(True for _ in layer.parameters()) for layer in m)]
@@ -66,11 +66,17 @@ def _config_above(names: Mapping[nn.Module, str], module: nn.Module) -> Any:
     return max(above, key=lambda m: len(names[m])).config
 
 
+def layer_count(config: Any) -> int | None:
+    """Return the number of decoder layers by a text config; in those of encoders with decoders each has its own."""
+    count: int | None = getattr(config, "decoder_layers", None)
+    return count or getattr(config, "num_hidden_layers", None)
+
+
 def layer_configs(config: Any) -> list[Any]:
     """Return the config of each decoder layer by a text config, which may have values of their own for some of them."""
     if getattr(config, "is_heterogeneous", False):
         return list(config.per_layer_config)
-    return [config] * config.num_hidden_layers
+    return [config] * (layer_count(config) or 0)
 
 
 def cache_argument(module: nn.Module) -> str:

@@ -378,6 +378,24 @@ def test_adapters_stay_and_what_is_under_them_is_released(wrapped: Any) -> None:
     assert torch.equal(model(**prompt()).logits, expected)
 
 
+@pytest.mark.parametrize("architecture", ["llama-gqa", "mixtral"])
+def test_parameters_that_adapters_write_into_stay(architecture: str, wrapped: Any) -> None:
+    peft = pytest.importorskip("peft")
+    adapted = {"llama-gqa": "mlp.up_proj.weight", "mixtral": "experts.down_proj"}[architecture]
+    config = peft.LoraConfig(target_parameters=[adapted], target_modules=[], init_lora_weights=False)
+    model = peft.get_peft_model(build(architecture), config).eval().requires_grad_(False)
+    expected = model(**prompt()).logits
+    rt = wrapped(model).elastic
+    rt.release([0, 1])
+    released = {name for name, p in model.named_parameters() if isinstance(p, WeightProxy)}
+    assert released
+    end = adapted.rsplit(".", 1)[1]
+    assert not any("lora_" in name or ("base_layer" in name and name.endswith(end)) for name in released)
+    assert torch.equal(model(**prompt()).logits, expected)
+    rt.restore()
+    assert torch.equal(model(**prompt()).logits, expected)
+
+
 def test_projections_can_be_called_by_themselves(wrapped: Any) -> None:
     model = build("gpt2")
     x = torch.randn(1, 3, 32)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from transformers import (
+    BartConfig,
+    BartForCausalLM,
     CLIPVisionConfig,
     LlamaConfig,
     LlavaConfig,
@@ -14,7 +16,7 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 
-from elastic.weights.decoder import find_decoder
+from elastic.weights.decoder import find_decoder, layer_configs
 
 TEXT: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 VISION: dict[str, Any] = {"hidden_size": 32, "num_heads": 4, "out_hidden_size": 32, "fullatt_block_indexes": [1]}
@@ -48,3 +50,11 @@ def llava(layers: int) -> Any:
 def test_layers_are_those_of_the_text_where_a_vision_tower_has_as_many(build: Any) -> None:
     decoder = find_decoder(build(2))
     assert list(decoder.layer_names) == [f"model.language_model.layers.{index}" for index in range(2)]
+
+
+def test_a_decoder_of_a_pair_has_its_own_number_of_layers() -> None:
+    sizes: dict[str, Any] = {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 96}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = BartConfig(**sizes, **heads, encoder_layers=4, decoder_layers=2, is_decoder=True, is_encoder_decoder=False)
+    decoder = find_decoder(BartForCausalLM(config))
+    assert len(decoder.layers) == len(layer_configs(decoder.config)) == 2
