@@ -355,7 +355,7 @@ def test_what_is_no_request_is_refused_in_words(engines: Any) -> None:
 @pytest.mark.parametrize("option", ["max_queue", "max_requests", "max_batch_tokens", "block_tokens"])
 @pytest.mark.parametrize("count", [0, -1, "16", 1.5, True])
 def test_an_engine_that_could_take_no_request_is_not_made(option: str, count: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{option}={count!r} cannot be; it must be at least 1"):
+    with pytest.raises(ConfigError, match=f"{option}={count!r} cannot be; it must be a whole number, at least 1"):
         ContinuousEngine(None, **{option: count})  # type: ignore[arg-type]
 
 
