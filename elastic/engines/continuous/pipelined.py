@@ -95,7 +95,7 @@ class PipelinedEngine(RecoveringEngine):
         """
         scheduler, most = self._loop.scheduler, self._max_batch_tokens
         equal = CostBudget(cost, max(1, most // LEAST_SHARE), most, usual=most)
-        scheduler.budget = PathBudget(scheduler.budget, equal, lambda: bool(self.path.guests))
+        scheduler.budget = PathBudget(scheduler.budget, equal, lambda: bool(self.path.helpers))
 
     def attach_stage(self, rank: str, log: LogConnection) -> None:
         """Tell a rank of the engine's memory by a log, so that layers can go there.
@@ -128,7 +128,7 @@ class PipelinedEngine(RecoveringEngine):
         """Have a rank forget the engine; unknown: nothing happens. Raises `StateError` while it computes layers."""
 
         def detach() -> None:
-            if rank in self.path.guests:
+            if rank in self.path.helpers:
                 raise StateError(f"rank {rank!r} computes layers of {self.rank!r}: {self.path.shards_of(rank)}")
             self._home.detach(rank)
             if not self._home.links:
@@ -193,7 +193,7 @@ class PipelinedEngine(RecoveringEngine):
         """Note that the log of a rank has ended; from any thread."""
 
         def lose() -> None:
-            if rank in self.path.guests:
+            if rank in self.path.helpers:
                 self._loop.lose(RankLost(f"rank {rank!r} computes layers of {self.rank!r} no more", rank=rank))
 
         with suppress(StateError):

@@ -114,11 +114,11 @@ class RecoveringEngine(LayerExchange):
         """
         sources: dict[str, LayersKV] = {}
         path = self.path.of_copy(copy)
-        wanted = self._kv_parts(shard for rank in path.guests for shard in path.shards_of(rank))
+        wanted = self._kv_parts(shard for rank in path.helpers for shard in path.shards_of(rank))
         wanted -= self._kv_parts(path.shards_of(self.rank))
         if memories is None:
             return None if wanted else {}
-        for rank in sorted(path.guests, key=memories.__contains__):
+        for rank in sorted(path.helpers, key=memories.__contains__):
             parts = self._kv_parts(path.shards_of(rank)) & wanted
             source = self._source(rank, parts, memories) if parts else None
             if source is not None:

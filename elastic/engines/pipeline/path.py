@@ -82,8 +82,8 @@ class LayerPath:
         return self.ranks == self.ranks[: self.numbers] * self.copies
 
     @property
-    def guests(self) -> tuple[str, ...]:
-        """The other ranks of it, in the order of their first shards."""
+    def helpers(self) -> tuple[str, ...]:
+        """The ranks that compute layers for its home, in the order of their first shards."""
         return tuple(rank for rank in dict.fromkeys(self.ranks) if rank != self.home)
 
     def ranks_of(self, layer: int) -> tuple[str, ...]:

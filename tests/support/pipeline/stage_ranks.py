@@ -140,7 +140,7 @@ class Ranks:
         return LayerPath("a", tuple("".join(chosen)), shards=self.shards)
 
     def begin(self, path: LayerPath, step: int, inputs: Callable[[Rank], dict[str, Any]]) -> dict[str, Future[Any]]:
-        return {rank: self.begin_at(rank, path, step, inputs) for rank in (path.home, *path.guests)}
+        return {rank: self.begin_at(rank, path, step, inputs) for rank in (path.home, *path.helpers)}
 
     def begin_at(self, rank: str, path: LayerPath, step: int, inputs: Callable[[Rank], dict[str, Any]]) -> Future[Any]:
         return self._threads[rank].submit(self.ranks[rank].run, path, step, inputs(self.ranks[rank]))

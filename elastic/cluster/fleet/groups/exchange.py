@@ -113,7 +113,7 @@ class Exchange:
 
     def _share_out(self, home: str, copies: int) -> None:
         """Have requests of an instance go by so many copies of its layers, at the ranks where these are."""
-        with self._ranks.flipping((home, *self.group.shape.paths[home].guests)):
+        with self._ranks.flipping((home, *self.group.shape.paths[home].helpers)):
             self._goes_by(home, self._ranks.ask(home, SetCopies(copies)))
 
     def _goes_by(self, home: str, path: LayerPath) -> None:

@@ -65,7 +65,7 @@ def flip_layers(ranks: Ranks, path: LayerPath, flips: Sequence[LayerFlip], *, co
     """
     home, coming = path.home, _by_target(flips)
     goal = path.redirected({shard: flip.target for flip in flips for shard in flip.shards})
-    with ranks.flipping((home, *path.guests, *goal.guests)):
+    with ranks.flipping((home, *path.helpers, *goal.helpers)):
         exchange = ranks.ask(home, BeginExchange(tuple(shard for flip in flips for shard in flip.shards)))
         prepared: list[str] = []
         try:

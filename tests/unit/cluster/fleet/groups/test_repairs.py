@@ -78,7 +78,7 @@ def test_a_group_is_repaired_while_another_waits_for_its_requests(served: tuple[
     b.die()
     until(lambda: recovered(fleet) == ["r0,r1"])
     assert not drop.done(), "the repair has waited for a verb of other ranks"
-    assert (a.path.guests, a.cap, a.resident) == ((), None, set(range(LAYERS)))
+    assert (a.path.helpers, a.cap, a.resident) == ((), None, set(range(LAYERS)))
     c.stuck = d.stuck = False
     assert drop.result(20).status == "applied"
     assert [group.members for group in fleet.groups()] == [("r2", "r3")]
@@ -196,7 +196,7 @@ def test_a_rank_is_told_who_has_the_weights_that_it_lacks(served: tuple[Fleet, l
     b.die()
     until(lambda: recovered(fleet) == ["r0,r1"])
     assert weights_told(a) == (((4, 5), ("r2", {4, 5})), ((3,), ("r3", {3})))
-    assert (a.path.guests, a.resident) == ((), set(range(LAYERS)))
+    assert (a.path.helpers, a.resident) == ((), set(range(LAYERS)))
     assert not any(isinstance(asked, Recover) for rank in (c, d) for asked in rank.asked)
 
 
