@@ -379,12 +379,6 @@ def compare_weights(ranks: Ranks, group: Group) -> None:
     group.compared = True
 
 
-def part(ranks: Ranks, group: Group) -> None:
-    """Close the connections of instances that compute all of their layers themselves again."""
-    close_stages(ranks, group.stages)
-    group.stages.clear()
-
-
 def close_stages(ranks: Ranks, stages: Iterable[tuple[str, str]]) -> None:
     """Have homes let go of ranks that compute no layers of them, (home, rank)."""
     for home, rank in sorted(stages):

@@ -83,6 +83,10 @@ class Shape:
         ordered = (tuple(rank for rank in self.members if rank in unit) for unit in units.values())
         return tuple(dict.fromkeys(ordered))
 
+    def replicated(self, home: str) -> tuple[int, ...]:
+        """Return the layers of an instance that have a replica."""
+        return tuple(layer for layer in range(self.layers) if len(self.paths[home].copies_of(layer)) > 1)
+
     def shards_at(self, rank: str) -> dict[str, tuple[int, ...]]:
         """Return what a rank computes: home -> shards."""
         return {home: shards for home, path in self.paths.items() if (shards := path.shards_of(rank))}

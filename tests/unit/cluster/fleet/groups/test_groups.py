@@ -694,11 +694,11 @@ def verbs_in_any_order(data: st.DataObject, ranks: int) -> None:
                 for rank in world:
                     rank.stuck = data.draw(st.booleans())
                 ask_for(fleet, data.draw(st.sampled_from(world)), data.draw(st.integers(1, 40)))
-                before = [(group.shape, group.caps_in_force()) for group in fleet._groups._groups]
+                before = [(group.shape, group.caps_in_force()) for group in fleet._groups.registry.groups]
                 fleet._groups.follow_needs()
                 for rank in world:
                     rank.stuck = False
-                after = [(group.shape, group.caps_in_force()) for group in fleet._groups._groups]
+                after = [(group.shape, group.caps_in_force()) for group in fleet._groups.registry.groups]
                 assert [shape for shape, _ in after] == [shape for shape, _ in before]
             elif verb == "evict":
                 fleet.evict(data.draw(st.sampled_from(world)).name, timeout_s=5)

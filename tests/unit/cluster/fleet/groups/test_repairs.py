@@ -14,7 +14,7 @@ import pytest
 from elastic.cluster.control.messages import Apply
 from elastic.cluster.control.stage_questions import LosePeer, MeasureRoom, OpenPeers, Recover, WeightsOf
 from elastic.cluster.fleet.fleet import Fleet
-from elastic.cluster.fleet.groups import groups, resharding
+from elastic.cluster.fleet.groups import groups, registry
 from elastic.cluster.fleet.groups.group import Group
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.engines.base import Request
@@ -135,8 +135,8 @@ def test_a_verb_that_comes_before_the_repair_is_refused_in_words(
     """Of a group whose lost rank it does not name: that was a KeyError."""
     fleet, (a, b, c, _) = served
     fleet.drop(layers=FIRST)
-    repair, begins = fleet._groups._repair, threading.Event()
-    monkeypatch.setattr(fleet._groups, "_repair", lambda rank: begins.wait(20) and repair(rank))
+    repair, begins = fleet._groups.registry._repair, threading.Event()
+    monkeypatch.setattr(fleet._groups.registry, "_repair", lambda rank: begins.wait(20) and repair(rank))
     b.die()
     wanted = {"r0": range(3, LAYERS), "r2": range(3)}
     with pytest.raises(StateError, match="rank 'r1', with which r0, r2 would be one group, was lost"):
@@ -304,7 +304,7 @@ def test_a_rank_that_is_lost_while_instances_become_a_group_leaves_none_that_nob
 ) -> None:
     fleet, (_, b, *_) = served
     shape_of = groups.shape_of
-    monkeypatch.setattr(groups, "shape_of", lambda *about: (b.die(), shape_of(*about))[1])
+    monkeypatch.setattr(registry, "shape_of", lambda *about: (b.die(), shape_of(*about))[1])
     with pytest.raises(StateError, match="rank 'r1', with which r0 would be one group, was lost"):
         fleet.drop(layers=FIRST)
     assert fleet.groups() == ()
@@ -330,7 +330,7 @@ def test_a_rank_that_is_lost_while_a_group_is_split_up_is_repaired(
         raise StateError("other weights")
 
     monkeypatch.setattr(Group, "close", lose_one)
-    monkeypatch.setattr(resharding, "compare_weights", differ)
+    monkeypatch.setattr(groups, "compare_weights", differ)
     with pytest.raises(StateError, match="other weights"):
         fleet.merge("r0", "r2")
     until(lambda: recovered(fleet) == ["r0,r1"])
