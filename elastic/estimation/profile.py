@@ -137,7 +137,7 @@ def _with_layers(model: Any, layers: Sequence[int], dtype: torch.dtype | None) -
     return fingerprint(model, layers, dtype) if isinstance(model, str | Path) else take_layers(model, layers)
 
 
-def reading_rate(nbytes: int, device: torch.device, pace: Pace | None = None) -> float:
+def reading_rate(nbytes: int, device: torch.device, pace: Pace | None) -> float:
     """Return the bytes of weights that are read a second for a product with one token.
 
     Weights are of about `nbytes`: caches hold as much of them as of layers that are as large.

@@ -27,6 +27,6 @@ def row_bounds(rows: int, parts: int, unit: int = 1) -> tuple[int, ...]:
     return (*(units * part // parts * unit for part in range(parts)), rows)
 
 
-def most_parts(rows: int, unit: int = 1) -> int:
+def most_parts(rows: int, unit: int) -> int:
     """Return the largest power of two of parts, each of at least a unit of rows."""
     return 1 << (max(1, -(-rows // unit)).bit_length() - 1)

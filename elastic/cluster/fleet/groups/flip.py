@@ -57,7 +57,7 @@ class FlipDone:
     stalled_ms: float
 
 
-def flip_layers(ranks: Ranks, path: LayerPath, flips: Sequence[LayerFlip], *, coordinated: bool = True) -> FlipDone:
+def flip_layers(ranks: Ranks, path: LayerPath, flips: Sequence[LayerFlip], *, coordinated: bool) -> FlipDone:
     """Have layers of an instance computed by other ranks from now on, all of them at one pause of it.
 
     Whatever it raises, also at one of several ranks, all is as before at all of them, unless a rank is lost. Raises
