@@ -20,6 +20,7 @@ from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.weight_pages import WeightPages, kernel_target, variant_config
 from elastic.estimation.work import activation_bytes, copied_share, copies_blocks, read_bytes
+from elastic.planning.deployment.placing import MOST_REQUESTS
 from elastic.planning.estimate.configuration import FULL, Configuration, configurations, named_forms
 from elastic.planning.estimate.devices import Device, DeviceKind
 from elastic.planning.estimate.intent import Intent, Objective
@@ -43,8 +44,6 @@ from elastic.weights.decoder import context_length
 
 Method = Literal["ours", "paper"]
 WEIGHTS = (FULL, "int8", "int4", "2:4")
-MOST_REQUESTS = 256
-"""That an engine runs at a time, by default."""
 EXCHANGES = 2
 """For each layer that ranks share: heads are gathered, and what the feed-forward network gives is added up."""
 

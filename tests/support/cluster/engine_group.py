@@ -102,19 +102,19 @@ class EngineGroup:
             whole = memory.groups[0]
             return memory.kv.limits.open // (len(whole.group.layers) * whole.layer_pages)
 
-    def join(self, home: str, helper: str, sectors: int | None = None) -> None:
+    def join(self, home: str, guest: str, sectors: int | None = None) -> None:
         """Have a rank be ready to compute layers of a home."""
         here, there = queue_pair()
         sectors = self.sectors_alone(home) // 4 if sectors is None else sectors
-        end = self.exchange.transport(helper, home)
+        end = self.exchange.transport(guest, home)
         self[home].set_cap(sectors)
         while not self[home].cap_reached():
             time.sleep(0.001)
-        self[helper].open_stage(home, there, end, self[home].path, sectors)
+        self[guest].open_stage(home, there, end, self[home].path, sectors)
         if self[home]._home.transport is None:
             self[home].use_transport(self.exchange.transport(home, home))
-        self[home].attach_stage(helper, here)
-        self.logs[home, helper] = there
+        self[home].attach_stage(guest, here)
+        self.logs[home, guest] = there
 
     def move(
         self,
@@ -188,22 +188,22 @@ class EngineGroup:
     def part(self, home: str) -> None:
         """Have all layers of a home come back to it, and other ranks forget it."""
         engine = self[home]
-        if away := [shard for helper in engine.path.helpers for shard in engine.path.shards_of(helper)]:
+        if away := [shard for guest in engine.path.helpers for shard in engine.path.shards_of(guest)]:
             self.move_all(home, dict.fromkeys(away, home))
-        for known, helper in [*self.logs]:
+        for known, guest in [*self.logs]:
             if known == home:
-                engine.detach_stage(helper)
-                self[helper].close_stage(home)
-                del self.logs[home, helper]
+                engine.detach_stage(guest)
+                self[guest].close_stage(home)
+                del self.logs[home, guest]
         engine.set_cap(None)
 
     def lose(self, rank: str) -> None:
         """Have a rank be gone for all others, as when its process was killed."""
         self.exchange.lost(rank)
-        for (home, helper), log in [*self.logs.items()]:
-            if rank in (home, helper):
+        for (home, guest), log in [*self.logs.items()]:
+            if rank in (home, guest):
                 log.close()
-                del self.logs[home, helper]
+                del self.logs[home, guest]
 
     def kill(self, rank: str) -> dict[str, KVSource]:
         """Have a rank be gone, but what others had of keys and values there stay as it was; return its memory."""

@@ -151,7 +151,7 @@ class Ranks:
     def logits(self, path: LayerPath, step: int, inputs: Callable[[Rank], dict[str, Any]]) -> torch.Tensor:
         outputs = {rank: future.result(60) for rank, future in self.begin(path, step, inputs).items()}
         for name, rank in self.ranks.items():
-            assert rank.computed == [*path.parts_of(name)]
+            assert rank.computed == [*path.shards_by_layer(name)]
             rank.computed.clear()
         home = outputs.pop("a")
         assert set(outputs.values()) <= {None}
