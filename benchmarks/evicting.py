@@ -16,7 +16,7 @@ import torch
 from elastic.cluster.fleet import instance
 from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.engines.continuous import engine as engine_module
-from elastic.engines.continuous.engine import ContinuousEngine
+from elastic.engines.continuous.reports import EngineReports
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.core.sequence import Sequence as LiveSequence
 from elastic.sim.core.evicting import OptimisticBlocks, RecomputingScheduler, SwappingScheduler
@@ -55,13 +55,13 @@ def install(way: str, spare: int = 1) -> None:
     OptimisticBlocks.spare = spare
     engine_module.BlockManager = OptimisticBlocks  # type: ignore[misc]
     engine_module.RestartingScheduler = SCHEDULERS[way]  # type: ignore[misc]
-    ContinuousEngine._tell_kv = _tell_without_journal  # type: ignore[method-assign]
+    EngineReports.begin = _tell_without_journal  # type: ignore[method-assign]
 
 
-def _tell_without_journal(engine: ContinuousEngine) -> None:
+def _tell_without_journal(reports: EngineReports) -> None:
     """Tell each step, but not where keys and values are: they come and go."""
-    if engine.on_step is not None:
-        engine._loop.on_step = partial(engine.on_step, None)
+    if reports.on_step is not None:
+        reports._loop.on_step = partial(reports.on_step, None)
 
 
 class Installed:

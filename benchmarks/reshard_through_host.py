@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ def install() -> None:
     """Have engines of this process exchange layers by way of host memory from now on."""
     KVExchange.locate = _located_in_host_memory  # type: ignore[method-assign]
     ModelWeights.source = _nowhere  # type: ignore[method-assign]
-    ContinuousEngine.flip = _flip_with_what_stays  # type: ignore[method-assign]
+    ContinuousEngine._put_together = _with_such_flips  # type: ignore[method-assign]
 
 
 class HostFile:
@@ -73,7 +73,7 @@ class HostFile:
 
 
 _files: dict[PagePool, HostFile] = {}
-_locate, _flip = KVExchange.locate, ContinuousEngine.flip
+_locate, _put_together = KVExchange.locate, ContinuousEngine._put_together
 
 
 def _file_of(memory: SectorSpace) -> HostFile:
@@ -111,19 +111,25 @@ def _nowhere(weights: ModelWeights, parts: Any) -> Any:
     raise StateError("weights come from the checkpoint")
 
 
-def _flip_with_what_stays(engine: ContinuousEngine, path: LayerPath, *given: Any) -> Any:
+def _with_such_flips(engine: ContinuousEngine, *parts: Any) -> None:
+    _put_together(engine, *parts)
+    flip = partial(_flip_with_what_stays, engine, engine.exchange.flip)
+    engine.exchange.flip = flip  # type: ignore[method-assign]
+
+
+def _flip_with_what_stays(engine: ContinuousEngine, flip: Callable[..., Any], path: LayerPath, *given: Any) -> Any:
     """Have what stays at the home go to host memory and back, too: keys and values, and once for all of it weights."""
     stays = sorted(set(path.shards_of(engine.rank)) & set(engine.path.shards_of(engine.rank)))
-    engine._between_steps(partial(_there_and_back, engine, stays))
+    engine._loop.between_steps(partial(_there_and_back, engine, stays))
     engine.runtime.drop(shards=tuple(stays))
     engine.runtime.restore(shards=tuple(stays))
-    return _flip(engine, path, *given)
+    return flip(path, *given)
 
 
 def _there_and_back(engine: ContinuousEngine, shards: list[int]) -> None:
     memory = engine._memory
     with memory.lock:
-        file, told = _file_of(memory), memory.layer_pages(sorted(engine._places(engine._kv_parts(shards))), None)
+        file, told = _file_of(memory), memory.layer_pages(sorted(engine.kv.exchange.places(shards)), None)
         kept = {(part, sector): file.write(_sector(memory, part, sector)) for part, at in told.items() for sector in at}
         for (part, sector), pages in kept.items():
             file.read(pages, _sector(memory, part, sector))

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -168,6 +168,21 @@ def current_thread() -> Thread:
 def run_together(calls: Sequence[Callable[[], T]], name: str) -> list[Future[T]]:
     """Do some things on a thread each; return, when all are done, what came of them, in order."""
     return _here.clock.run_together(calls, name)
+
+
+def submit(thread: Executor, work: Callable[..., T], *args: Any) -> Future[T]:
+    """Have a thread do work; it is done here where the thread takes none any more, as the interpreter ends.
+
+    Raises `RuntimeError` then in a daemon thread, which must not be in torch when the interpreter has ended.
+    """
+    try:
+        return thread.submit(work, *args)
+    except RuntimeError:
+        if threading.current_thread().daemon:
+            raise
+        done: Future[T] = Future()
+        settle(done, lambda: work(*args))
+        return done
 
 
 def settle(future: Future[T], call: Callable[[], T]) -> None:

@@ -88,9 +88,13 @@ class Place:
         return cls(name, torch.device(device), budget, page)
 
     def __post_init__(self) -> None:
-        for name, value, least in (("budget", self.budget_bytes, 0), ("page_bytes", self.page_bytes, 1)):
+        pages = "whole bytes above 0, a multiple of 4096 on a CPU, of 2 MiB on CUDA, or None, which has it chosen"
+        for name, value, least, allowed in (
+            ("budget", self.budget_bytes, 0, "whole bytes, at least 0, or None"),
+            ("page_bytes", self.page_bytes, 1, pages),
+        ):
             good = value is None or (is_integer(value) and value >= least)
-            require(good, f"{name} of place {self.name}", value, f"whole bytes, at least {least}, or None")
+            require(good, f"{name} of place {self.name}", value, allowed)
 
 
 @dataclass(frozen=True)

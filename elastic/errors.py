@@ -13,7 +13,9 @@ ElasticError
 
 from __future__ import annotations
 
+import difflib
 import sys
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 
@@ -92,6 +94,11 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_list(value: object, holds: Callable[[Any], bool]) -> bool:
+    """Return whether a value is a list or tuple, for each entry of which that holds."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes) and all(map(holds, value))
+
+
 def require(holds: bool, name: str, value: object, allowed: str) -> None:
     """Raises `ConfigError` naming an option, its value and what is allowed, unless that holds."""
     if not holds:
@@ -101,6 +108,11 @@ def require(holds: bool, name: str, value: object, allowed: str) -> None:
 def require_whole(value: Any, name: str, *, least: int = 1) -> None:
     """Raises `ConfigError` naming an option, unless its value is a whole number, and at least that."""
     require(is_integer(value) and value >= least, name, value, f"a whole number, at least {least}")
+
+
+def require_count(value: Any, name: str) -> None:
+    """Raises `ConfigError` naming an option, unless its value is a whole number, at least 1, or None."""
+    require(value is None or (is_integer(value) and value >= 1), name, value, "a whole number, at least 1, or None")
 
 
 def require_seconds(value: Any, name: str) -> None:
@@ -121,3 +133,9 @@ def require_share(value: Any, name: str) -> None:
 def require_flag(value: object, name: str) -> None:
     """Raises `ConfigError` naming an option, unless its value is True or False."""
     require(isinstance(value, bool), name, value, "True or False")
+
+
+def nearest(name: object, names: Collection[str]) -> str:
+    """Return what an error says of a name that is none of some: the one that it may stand for, or which there are."""
+    near = difflib.get_close_matches(str(name), names, 1)
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(names))}"

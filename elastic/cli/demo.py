@@ -95,7 +95,9 @@ def _act(
     try:
         runtime = elastic.runtime(loaded.model)
         weights = sum(size for owner, size in runtime.status().places[0].owners.items() if owner != "kv")
-        prompt = _prompt_bytes(loaded, runtime)
+        cache: Any = returned_cache(loaded.model(loaded.inputs["input_ids"]))  # lives while its bytes are read
+        prompt = runtime.kv.used_bytes
+        del cache
         tokens, kv = _show(director, loaded, runtime, options, console)
         runtime.check()
         events = runtime.events()
@@ -108,13 +110,6 @@ def _act(
         "plain model's"
     )
     return torch.equal(tokens, expected), Needs(weights, kv, prompt)
-
-
-def _prompt_bytes(loaded: Loaded, runtime: elastic.Runtime) -> int:
-    """Return the bytes of the KV cache that the prompt takes."""
-    cache: Any = returned_cache(loaded.model(loaded.inputs["input_ids"]))
-    assert cache is not None
-    return runtime.kv.used_bytes
 
 
 def _write(loaded: Loaded, options: Namespace, **more: Any) -> torch.Tensor:

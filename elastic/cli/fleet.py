@@ -115,14 +115,19 @@ def _status(url: str) -> int:
     return 0
 
 
-def _done(url: str, token: str, verb: str, body: Mapping[str, Any], key: str) -> Any:
+def _done(url: str, token: str, verb: str, body: Mapping[str, Any]) -> Any:
     """Have a fleet do something; return what the server says of it."""
-    return post(url, f"/elastic/fleet/{verb}", body, token, ACT_S).get(key) or {}
+    told = post(url, f"/elastic/fleet/{verb}", body, token, ACT_S)
+    return next(iter(told.values()), None) or {}
+
+
+def _said(options: Namespace, *names: str) -> dict[str, Any]:
+    """Return options as the fields of a body that have their names."""
+    return {name: getattr(options, name) for name in names}
 
 
 def _move(url: str, token: str, options: Namespace) -> int:
-    body = {"request": options.request, "instance": options.instance}
-    moved = _done(url, token, "move", body, "moved")
+    moved = _done(url, token, "move", _said(options, "request", "instance"))
     print(
         f"{options.request} goes on at {options.instance}: {moved.get('moved_bytes', 0):,} bytes were copied, "
         f"its next token came after {moved.get('stalled_ms', 0.0):.1f} ms"
@@ -131,19 +136,18 @@ def _move(url: str, token: str, options: Namespace) -> int:
 
 
 def _add(url: str, token: str, options: Namespace) -> int:
-    added = _done(url, token, "add", {"places": options.place or []}, "added")
-    print(f"{added} serves")
+    print(f"{_done(url, token, 'add', {'places': options.place or []})} serves")
     return 0
 
 
 def _remove(url: str, token: str, options: Namespace) -> int:
-    _done(url, token, "remove", {"rank": options.rank, "drain": not options.now}, "removed")
+    _done(url, token, "remove", {"rank": options.rank, "drain": not options.now})
     print(f"{options.rank} has ended")
     return 0
 
 
 def _plan(url: str, token: str, options: Namespace) -> int:
-    offers = _done(url, token, "plan", {"need": options.need}, "offers")
+    offers = _done(url, token, "plan", _said(options, "need"))
     for offer in offers:
         loss = "" if offer.get("lossless", True) else ", with a loss of quality"
         nbytes = offer.get("relieved_bytes", 0)
@@ -155,7 +159,7 @@ def _plan(url: str, token: str, options: Namespace) -> int:
 
 
 def _capacity(url: str, token: str, options: Namespace) -> int:
-    capacities = _done(url, token, "capacity", {"degrees": options.degrees}, "capacity")
+    capacities = _done(url, token, "capacity", _said(options, "degrees"))
     for rank, blocks in capacities.items():
         told = ", ".join(f"{count:,} at tp={degree}" for degree, count in blocks.items())
         print(f"{rank}: blocks of the longest request: {told or 'none, since layers are not cut so'}")
@@ -165,83 +169,58 @@ def _capacity(url: str, token: str, options: Namespace) -> int:
 
 
 def _drop(url: str, token: str, options: Namespace) -> int:
-    from elastic.cli.views.layer_grid import ranges
-
-    wanted = {"layers": _layers_by_rank(options.layers)} if options.layers else {"need": options.need}
-    body = {**wanted, "whole": options.whole, "most": options.most, "dry_run": options.dry_run, **_form(options)}
-    dropped = _done(url, token, "drop", body, "dropped")
+    wanted = {"layers": _layers_by_rank(options.layers)} if options.layers else _said(options, "need")
+    body = {**wanted, **_said(options, "whole", "most", "dry_run"), **_form(options)}
+    dropped = _done(url, token, "drop", body)
     for group in dropped.get("groups") or []:
         for rank, keeps in zip(group["members"], group["keeps"], strict=True):
-            print(f"{rank} keeps layers {ranges(keeps)}")
-    if options.dry_run:
-        return _planned(dropped)
-    freed_bytes = dropped.get("freed_bytes", 0)
-    print(f"{dropped.get('status')}: {freed_bytes:,} bytes of weights have left; {_exchanged(dropped)}")
-    return _code(dropped)
+            print(f"{rank} keeps layers {_ranges(keeps)}")
+    return _exchanged(dropped, f"{dropped.get('freed_bytes', 0):,} bytes of weights have left")
 
 
 def _restore(url: str, token: str, options: Namespace) -> int:
-    body = {"rank": options.rank, "sharing": options.sharing, "dry_run": options.dry_run, **_form(options)}
-    restored = _done(url, token, "restore", body, "restored")
-    return _planned(restored) if options.dry_run else _returned(restored)
+    body = {**_said(options, "rank", "sharing", "dry_run"), **_form(options)}
+    return _returned(_done(url, token, "restore", body))
 
 
 def _reshard(url: str, token: str, options: Namespace) -> int:
-    body = {
-        "instances": options.instances,
-        "tp": options.tp,
-        "dry_run": options.dry_run,
-        **_form(options),
-    }
-    done = _done(url, token, "reshard", body, "resharded")
-    if options.dry_run:
-        return _planned(done)
+    done = _done(url, token, "reshard", {**_said(options, "instances", "tp", "dry_run"), **_form(options)})
     members = ", ".join(done.get("members") or options.instances)
-    print(
-        f"{done.get('status')}: {members} at tp={done.get('tp', options.tp)}; {done.get('freed_bytes', 0):,} bytes of "
-        f"weights have left, {done.get('fetched_bytes', 0):,} came back; {_exchanged(done)}"
-    )
-    return _code(done)
+    left = f"{members} at tp={done.get('tp', options.tp)}; {done.get('freed_bytes', 0):,} bytes of weights have left"
+    return _exchanged(done, f"{left}, {done.get('fetched_bytes', 0):,} came back")
 
 
 def _migrate(url: str, token: str, options: Namespace) -> int:
-    body = {**_layers_at(options), **_form(options)}
-    done = _done(url, token, "migrate", body, "migrated")
-    if options.dry_run:
-        return _planned(done)
-    moved = f"{options.rank} computes layers {options.layers} of {options.home}"
-    print(f"{done.get('status')}: {moved}; {_exchanged(done)}")
-    return _code(done)
+    done = _done(url, token, "migrate", {**_layers_at(options), **_form(options)})
+    return _exchanged(done, f"{options.rank} computes layers {options.layers} of {options.home}")
 
 
 def _replicate(url: str, token: str, options: Namespace) -> int:
-    from elastic.cli.views.layer_grid import ranges
-
-    done = _done(url, token, "replicate", _layers_at(options), "replicated")
-    if options.dry_run:
-        return _planned(done)
-    there = ranges(done.get("layers") or ()) or "none"
-    print(
-        f"{done.get('status')}: layers of {options.home} that {options.rank} computes too: {there}; "
-        f"{done.get('fetched_bytes', 0):,} bytes of weights came there; {_exchanged(done)}"
-    )
-    return _code(done)
+    done = _done(url, token, "replicate", _layers_at(options))
+    there = f"layers of {options.home} that {options.rank} computes too: {_ranges(done.get('layers')) or 'none'}"
+    return _exchanged(done, f"{there}; {done.get('fetched_bytes', 0):,} bytes of weights came there")
 
 
 def _evict(url: str, token: str, options: Namespace) -> int:
-    from elastic.cli.views.layer_grid import ranges
-
     body = {"home": options.home, "layers": None if options.layers is None else _layers(options.layers)}
-    done = _done(url, token, "evict", body, "evicted")
-    gone = ranges(done.get("layers") or ()) or "none"
-    print(f"{done.get('status')}: layers of {options.home} that have no replica any more: {gone}; {_exchanged(done)}")
-    return _code(done)
+    done = _done(url, token, "evict", body)
+    gone = _ranges(done.get("layers")) or "none"
+    return _exchanged(done, f"layers of {options.home} that have no replica any more: {gone}")
+
+
+def _merge(url: str, token: str, options: Namespace) -> int:
+    merged = _done(url, token, "merge", _said(options, "ranks"))
+    print(f"{', '.join(merged.get('members') or options.ranks)} can compute each other's layers")
+    return 0
+
+
+def _split(url: str, token: str, options: Namespace) -> int:
+    return _returned(_done(url, token, "split", _said(options, "rank")))
 
 
 def _layers_at(options: Namespace) -> dict[str, Any]:
     """Return what was said of layers of an instance that are to be at another rank."""
-    about = {name: getattr(options, name) for name in ("home", "rank", "dry_run")}
-    return {**about, "layers": _layers(options.layers)}
+    return {**_said(options, "home", "rank", "dry_run"), "layers": _layers(options.layers)}
 
 
 def _form(options: Namespace) -> dict[str, Any]:
@@ -249,12 +228,29 @@ def _form(options: Namespace) -> dict[str, Any]:
     return exchange_form(options) | ({} if options.timeout is None else {"timeout_s": options.timeout})
 
 
+def _returned(restored: Mapping[str, Any]) -> int:
+    """Say what a restore came to; return the exit code."""
+    members = ", ".join(restored.get("members") or ["no rank"])
+    return _exchanged(restored, f"{members}; {restored.get('fetched_bytes', 0):,} bytes of weights came back")
+
+
+def _exchanged(done: Mapping[str, Any], what: str) -> int:
+    """Say what was done and what it took, or what would be; return 1 for what was stopped, or could not begin."""
+    if done.get("status") == "planned":
+        return _planned(done)
+    why = f"; {done['why']}" if done.get("why") else ""
+    print(
+        f"{done.get('status')}: {what}; {done.get('flips', 0)} layers changed their rank, "
+        f"{done.get('moved_bytes', 0):,} bytes of keys and values were copied, an instance stood still for "
+        f"{done.get('stalled_ms', 0.0):.1f} ms at the most{why}"
+    )
+    return 0 if done.get("status") == "applied" else 1
+
+
 def _planned(done: Mapping[str, Any]) -> int:
     """Say what would be done; return the exit code."""
-    from elastic.cli.views.layer_grid import ranges
-
     for rank, layers in (done.get("restored") or {}).items():
-        print(f"{rank} has layers {ranges(layers)} in a variant; they are restored first")
+        print(f"{rank} has layers {_ranges(layers)} in a variant; they are restored first")
     fetched = f"{done['fetched_bytes']:,} come back, " if done.get("fetched_bytes") else ""
     print(
         f"planned: {done.get('freed_bytes', 0):,} bytes of weights would leave, {fetched}{done.get('flips', 0)} layers "
@@ -262,42 +258,13 @@ def _planned(done: Mapping[str, Any]) -> int:
         f"{done.get('seconds', 0.0):.3f} s; price: "
         f"{(done.get('price') or {}).get('seconds', 0.0):.3f} s of serving, and longer steps afterwards"
     )
-    return _code(done)
-
-
-def _merge(url: str, token: str, options: Namespace) -> int:
-    merged = _done(url, token, "merge", {"ranks": options.ranks}, "merged")
-    print(f"{', '.join(merged.get('members') or options.ranks)} can compute each other's layers")
     return 0
 
 
-def _split(url: str, token: str, options: Namespace) -> int:
-    split = _done(url, token, "split", {"rank": options.rank}, "split")
-    return _returned(split)
+def _ranges(layers: Sequence[int] | None) -> str:
+    from elastic.cli.views.layer_grid import ranges
 
-
-def _returned(restored: Mapping[str, Any]) -> int:
-    """Say what a restore came to; return the exit code."""
-    members = ", ".join(restored.get("members") or ["no rank"])
-    print(
-        f"{restored.get('status')}: {members}; {restored.get('fetched_bytes', 0):,} bytes of weights came back; "
-        f"{_exchanged(restored)}"
-    )
-    return _code(restored)
-
-
-def _exchanged(done: Mapping[str, Any]) -> str:
-    """Say what it took."""
-    why = f"; {done['why']}" if done.get("why") else ""
-    return (
-        f"{done.get('flips', 0)} layers changed their rank, {done.get('moved_bytes', 0):,} bytes of keys and values "
-        f"were copied, an instance stood still for {done.get('stalled_ms', 0.0):.1f} ms at the most{why}"
-    )
-
-
-def _code(done: Mapping[str, Any]) -> int:
-    """Return 1 for what was stopped on the way, or could not begin."""
-    return 0 if done.get("status") in ("applied", "planned") else 1
+    return ranges(layers or ())
 
 
 def _layers_by_rank(given: Sequence[str]) -> dict[str, list[int]]:

@@ -59,9 +59,9 @@ def _add_simulate(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "scenario", nargs="?", metavar="SCENARIO", help="a TOML file, or the name of one inside; none: list these"
     )
-    command.add_argument("--seed", type=int, default=None, metavar="N", help="another one than the scenario's")
-    command.add_argument("--json", default=None, metavar="FILE", help="where to write all figures, the timeline too")
-    command.add_argument("--plot", default=None, metavar="FILE", help="draw a picture, a PNG (needs matplotlib)")
+    command.add_argument("--seed", type=int, metavar="N", help="another one than the scenario's")
+    command.add_argument("--json", metavar="FILE", help="where to write all figures, the timeline too")
+    command.add_argument("--plot", metavar="FILE", help="draw a picture, a PNG (needs matplotlib)")
 
 
 def _add_plan(command: argparse.ArgumentParser) -> None:
@@ -89,9 +89,7 @@ def _add_common(command: argparse.ArgumentParser, *, prompt: str | None, tokens:
     )
     command.add_argument("--prompt", default=prompt, required=prompt is None, metavar="TEXT")
     command.add_argument("--max-new-tokens", type=int, default=tokens, metavar="N")
-    command.add_argument(
-        "--place", default=None, metavar="PLACE", help="memory to use, such as cpu=64MiB or cuda:0=20GiB"
-    )
+    command.add_argument("--place", metavar="PLACE", help="memory to use, such as cpu=64MiB or cuda:0=20GiB")
     command.add_argument("--seed", type=int, default=0)
 
 
@@ -107,11 +105,9 @@ def _add_profile(command: argparse.ArgumentParser) -> None:
     command.add_argument("--batch", type=int, default=1, metavar="N", help="sequences run at once (1)")
     command.add_argument("--lazy", action="store_true", help="the same order sooner, without the scores of also-rans")
     command.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu (the default) or cuda:0")
-    command.add_argument(
-        "--out", default=None, metavar="FILE", help="where the profile goes (MODEL/elastic-profile-VARIANT.json)"
-    )
-    command.add_argument("--plot", default=None, metavar="FILE", help="draw scores, and loss by layers swapped, as PNG")
-    command.add_argument("--held-out", default=None, metavar="FILE", help="text for the losses of the plot")
+    command.add_argument("--out", metavar="FILE", help="where the profile goes (MODEL/elastic-profile-VARIANT.json)")
+    command.add_argument("--plot", metavar="FILE", help="draw scores, and loss by layers swapped, as PNG")
+    command.add_argument("--held-out", metavar="FILE", help="text for the losses of the plot")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,11 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.cli.inputs.checks import TOKEN, read_secret, require_at_least, require_characters
-from elastic.cli.inputs.deployment_options import (
-    add_deployments,
-    check_deployments,
-    make_deployments,
-)
+from elastic.cli.inputs.deployment_options import add_deployments, check_deployments, make_deployments
 from elastic.cli.inputs.fleet_options import (
     add_fleet,
     check_fleet,
@@ -293,15 +289,10 @@ def wrap_options(options: Namespace) -> dict[str, Any]:
     if policy is None:
         policy = "balanced" if options.variants and "drop" not in of_fleet else "manual"
     chosen: dict[str, Any] = {"places": options.place, "variants": tuple(options.variants), "policy": policy}
-    if options.shards is not None:
-        chosen["shards"] = options.shards
-    if options.prepack:
-        chosen["prepack"] = True
-    if options.order is not None:
-        chosen["order"] = options.order
-    if options.slo_ttft is not None or options.slo_tpot is not None:
-        chosen["slo"] = SLO(ttft_s=options.slo_ttft, tpot_s=options.slo_tpot)
-    return chosen
+    slo = SLO(ttft_s=options.slo_ttft, tpot_s=options.slo_tpot)
+    given = {"shards": options.shards, "prepack": options.prepack or None, "order": options.order}
+    given["slo"] = None if slo == SLO() else slo
+    return chosen | {name: value for name, value in given.items() if value is not None}
 
 
 def _check(options: Namespace, token: str | None) -> None:

@@ -100,7 +100,7 @@ def step_bytes(engine: ContinuousEngine, most_tokens: int, most_requests: int) -
     """
     peak = bound_of(engine) if engine.runtime.dropped_shards else peak_bytes
     block = engine.kv_format.block_tokens
-    room = engine.load().total_blocks * block // 2
+    room = engine.reports.load().total_blocks * block // 2
     longest = min(room, context_length(engine._config) or room)
     tokens = max(1, min(most_tokens, longest // 4))
     far = longest - tokens

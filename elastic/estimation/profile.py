@@ -195,7 +195,9 @@ def telling_mixes(
 
     A slow model is measured in smaller batches.
     """
-    longest = min(engine.load().total_blocks * engine.kv_format.block_tokens // (_SEQUENCES - 1), context + step_tokens)
+    longest = min(
+        engine.reports.load().total_blocks * engine.kv_format.block_tokens // (_SEQUENCES - 1), context + step_tokens
+    )
     most, limit = 16, max(16, min(step_tokens, longest // 2))
     while 2 * most <= limit and profile_chunks(engine, [((0, most),)], 1, pace=pace).whole[0].seconds < most_s / 5:
         most *= 2

@@ -1,7 +1,8 @@
 """Which kernel computes one new token: measured once for each shape and range of lengths, then always the same.
 
 What is the fastest depends on the processor, the dtype, the grouping of heads, the order in memory and the number of
-tokens held: the best kernel of one CPU takes twice the time of the stock kernel on another (docs/performance.md).
+tokens held: the best kernel of one CPU takes twice the time of the stock kernel on another
+(docs/performance/decoding.md).
 """
 
 from __future__ import annotations

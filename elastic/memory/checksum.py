@@ -37,7 +37,8 @@ class RunningDigest:
     def update(self, tensor: torch.Tensor) -> None:
         """Add the bytes of a tensor, any shape and dtype, on the device of those before."""
         if self._rest is None and _is_small(tensor):
-            self._add_small(_array(tensor))
+            memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+            self._add_small(np.ctypeslib.as_array(memory))  # without an operator of torch's
             return
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if flat.storage_offset() % 8:  # where no word begins
@@ -83,8 +84,3 @@ def _is_small(tensor: torch.Tensor) -> bool:
         and tensor.is_contiguous()
         and 0 < tensor.nbytes < _SMALL_BYTES
     )
-
-
-def _array(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a contiguous tensor in host memory, without an operator of torch's."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr()))

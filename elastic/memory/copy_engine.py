@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from elastic.clock import submit
 from elastic.memory.backends.peers import reachable
 from elastic.memory.backends.streams import new_stream, on_stream
 from elastic.memory.pinned.page_lock import is_locked
@@ -174,7 +175,7 @@ class ThreadCopyEngine:
 
     def start(self, pairs: Sequence[Pair], after: Iterable[torch.cuda.Event] = ()) -> CopyHandle:
         """Copy beside what the calling thread does next. `after` is for CUDA."""
-        return FutureHandle(self._thread.submit(_copy_and_release, list(pairs)))
+        return FutureHandle(submit(self._thread, _copy_and_release, list(pairs)))
 
     def copy(self, pairs: Sequence[Pair], pace: RateLimiter) -> CopyHandle:
         """Copy at a pace, for a caller that waits anyway: the bytes are there on return."""
@@ -188,7 +189,7 @@ class ThreadCopyEngine:
 
     def copy_async(self, pairs: Sequence[Pair], pace: RateLimiter) -> CopyHandle:
         """Copy at a pace, beside what the calling thread does next: after earlier ones, apart from all others."""
-        return FutureHandle(self._background.submit(_copy_and_release, list(pairs), pace))
+        return FutureHandle(submit(self._background, _copy_and_release, list(pairs), pace))
 
     def close(self) -> None:
         """Finish, and take no more. Can be called twice."""
@@ -215,7 +216,7 @@ class StreamCopyEngine:
         if all(is_locked(source) for _, source in pairs):
             return self._issue(_copy_all, pairs, after)
         cancelled = threading.Event()
-        return StagedHandle(self._reader.submit(self._stage, list(pairs), tuple(after), cancelled), cancelled)
+        return StagedHandle(submit(self._reader, self._stage, list(pairs), tuple(after), cancelled), cancelled)
 
     def copy(self, pairs: Sequence[Pair], pace: RateLimiter) -> EventHandle:
         """Copy at a pace."""

@@ -54,8 +54,12 @@ class HostStore:
         key = tuple(source.shape), source.dtype, fingerprint
         with self._lock:
             same = self._tensors.get(key)
-        if same is not None and _have_equal_bytes(same.tensor, source.detach()):
-            return same
+        if same is not None:
+            pairs = (
+                (own, piece.to(own.device)) for own, piece in pieces(source.detach(), same.tensor, _COMPARED_BYTES)
+            )
+            if all(torch.equal(*(part.reshape(-1).view(torch.uint8) for part in pair)) for pair in pairs):
+                return same
         if file is not None and (tuple(file.shape), file.dtype, digest(file)) == key:
             kept = HostTensor(file, fingerprint, from_file=True)
         else:
@@ -88,12 +92,6 @@ class HostStore:
             if source.device.type == "cuda":
                 torch.cuda.current_stream(source.device).synchronize()
             return target
-
-
-def _have_equal_bytes(kept: torch.Tensor, source: torch.Tensor) -> bool:
-    """Return whether tensors of one shape and dtype have the same bytes, on the device of `source`, piece by piece."""
-    pairs = ((mine, piece.to(mine.device)) for mine, piece in pieces(source, kept, _COMPARED_BYTES))
-    return all(torch.equal(*(piece.reshape(-1).view(torch.uint8) for piece in pair)) for pair in pairs)
 
 
 host = HostStore()

@@ -61,7 +61,7 @@ class WeightBuffer:
         try:
             with self.pool.mapping_lock:
                 self.pool.reuse(list(self._range.slots.values()), owner, self)
-            self._fill(owner, pace)
+            self.extend(owner, pace)
         except BaseException:
             self.make_reclaimable()
             raise
@@ -80,11 +80,10 @@ class WeightBuffer:
             return len(retained)
 
     def extend(self, owner: str, pace: RateLimiter | None = None) -> None:
-        """Have what it needs mapped and owned beside what it shows; raise `CapacityError` with some of it missing."""
-        self._fill(owner, pace)
+        """Have what it needs mapped and owned beside what it shows; raise `CapacityError` with some of it missing.
 
-    def _fill(self, owner: str, pace: RateLimiter | None) -> None:
-        """Map pages in all slots that need one, a few at a time: huge pages where they are shown so."""
+        A few pages at a time: huge pages where they are shown so.
+        """
         size = self.pool.backend.pages_per_huge_page
         for first, count in runs(sorted(self._slots - self._range.slots.keys())):
             slot, stop = first, first + count

@@ -27,7 +27,7 @@ from elastic.memory.places import close_place, open_place
 from elastic.runtime.options import ChooseLayout, device_of
 from elastic.weights.decoder import Decoder
 from elastic.weights.eligible import head_slot, held_outside
-from elastic.weights.initial_residency import choose_absent, spread
+from elastic.weights.initial_residency import choose_absent, least_pages, spread, too_small
 from elastic.weights.layer import WeightUnit
 from elastic.weights.model import ModelWeights
 from elastic.weights.paging import give_back, load_in, move_in, move_out
@@ -59,6 +59,13 @@ def open_places(
         held = outside.get(str(place.device), Counter()) if first else Counter()
         pool = open_place(place, resident_bytes=held.total() + (paged[str(place.device)] if first else 0))
         stack.callback(close_place, pool)
+        if (fixed := sum(map(pool.pages_for, held.values()))) > pool.free_pages:
+            sizes = (
+                [sum(slot.parameter.nbytes for slot in layer.values()) for layer in slots] if len(chosen) == 1 else []
+            )
+            pages = [*map(pool.pages_for, sizes)]
+            least = fixed + least_pages(sum(pages), len(pages), max(pages, default=0))
+            raise too_small(pool, least, pool.free_pages)
         for owner, nbytes in held.items():
             pool.charge(owner, nbytes)
             stack.callback(pool.discharge, owner, nbytes)

@@ -20,6 +20,7 @@ from elastic.kvcache.hf_cache import make_memory
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.pages.background import janitor
+from elastic.runtime import lifecycle
 from elastic.runtime.assemble import assemble, connect
 from elastic.runtime.handlers import make_handlers
 from elastic.runtime.options import WrapOptions
@@ -49,10 +50,7 @@ class Installation:
     def take_off(self) -> None:
         """Leave the model as it was. Raises `StateError` where that cannot be now."""
         if self._runtime.in_forked_child:
-            raise StateError(
-                "this model was wrapped before the process forked: its weights lie in pages of the parent, which may "
-                "change them; load it again in the child"
-            )
+            raise StateError(lifecycle.FORKED)
         with self._runtime.last_safe_point(), self._hooks, self._memory, self._weights:
             pass  # a layer that finds no ordinary memory keeps its pages, as `retained`, and goes on working
         if self._forsaken is not None:  # it would hold what the model's parameters were until the model goes

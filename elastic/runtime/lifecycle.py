@@ -7,7 +7,10 @@ import os
 import weakref
 from typing import Any
 
-FORKED = "this model was wrapped before the process forked; call elastic.unwrap(model) and wrap it again"
+FORKED = (
+    "this model was wrapped before the process forked: its weights lie in pages of the parent, which may change them; "
+    "load and wrap it again in the child"
+)
 EXIT_TIMEOUT_S = 10
 running: weakref.WeakSet[Any] = weakref.WeakSet()
 """The runtimes of this process that were started."""

@@ -88,6 +88,11 @@ def check_model(model: nn.Module, *, loads: bool = False) -> Decoder:
     others = {p.device for p in model.parameters() if p.device.type not in served}
     if others:
         raise ConfigError(f"parameters lie on {sorted(map(str, others))}; Elastic has pages on 'cpu' and 'cuda' only")
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ConfigError(
+            "the weights were made under torch.inference_mode(), so nobody is told when they are written; "
+            "load the model outside of it"
+        )
     return decoder
 
 

@@ -29,7 +29,6 @@ from elastic.kvcache.api import KV
 from elastic.memory.backends.rank_memory import Peers
 from elastic.memory.backends.streams import require_no_capture
 from elastic.memory.host_store import host
-from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.rate_limit import YieldingPace
 from elastic.runtime import lifecycle
 from elastic.runtime.parts import ModelParts
@@ -91,7 +90,7 @@ class Runtime(LayerVerbs):
         self.slo: SLO | None = None
         self.gate = parts.gate
         """What forward passes go through, and actions commit at."""
-        self._weights, self._places = parts.weights, parts.pools
+        self._weights, self.pools = parts.weights, parts.pools
         self._log = ActionLog()
         self.event_listeners = self._log.listeners
         agreement = agreement or Agreement()
@@ -106,7 +105,7 @@ class Runtime(LayerVerbs):
         """Return places with their ledgers, the KV cache, and where the layers are, as they are now."""
         return Status(
             layers=len(self._weights.layers),
-            places=tuple(pool.status() for pool in self._places),
+            places=tuple(pool.status() for pool in self.pools),
             kv=self.kv.memory.status(),
             residencies=self._weights.residencies(),
             host=host.status(),
@@ -150,7 +149,7 @@ class Runtime(LayerVerbs):
         self._require_running()
         with self.gate.exclusive():
             self.kv.memory.check()
-            for pool in self._places:
+            for pool in self.pools:
                 with pool.mapping_lock:
                     pool.check()
 
@@ -274,11 +273,6 @@ class Runtime(LayerVerbs):
         self._require_outside()
         _awaited(self._executor.call(partial(spare_prefetch_buffers, self._weights)))
 
-    @property
-    def pools(self) -> tuple[PagePool, ...]:
-        """The pages of the places."""
-        return self._places
-
     def _measure(self, layers: Sequence[int]) -> Future[dict[int, int]]:
         return self._executor.call(partial(self._weights.digests, layers))
 
@@ -373,7 +367,7 @@ class Runtime(LayerVerbs):
 
     def _require_running(self) -> None:
         if self.in_forked_child:
-            raise StateError("this model was wrapped before the process forked; wrap it again in the child")
+            raise StateError(lifecycle.FORKED)
         if self.state is not RuntimeState.RUNNING:
             raise StateError("the model was unwrapped; wrap it again")
 

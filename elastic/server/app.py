@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -14,11 +14,10 @@ from starlette.middleware.cors import CORSMiddleware
 from elastic.config import parse_bytes
 from elastic.engines.base import Engine, GrammarCompiler
 from elastic.errors import ConfigError
-from elastic.server.fleets.deployments import ServedDeployments
 from elastic.server.generation.sampling_defaults import checked
 from elastic.server.generation.state import ServerState
 from elastic.server.http_metrics import HTTPMetricsMiddleware
-from elastic.server.middleware import RequestMiddleware
+from elastic.server.middleware import KEY, TOKEN, RequestMiddleware
 from elastic.server.protocol import errors
 from elastic.server.request_ids import REQUEST_ID, RequestIdMiddleware
 from elastic.server.routes import actions as action_routes
@@ -26,6 +25,9 @@ from elastic.server.routes import deployments as deployment_routes
 from elastic.server.routes import fleet, openai, responses, status, tokens
 from elastic.server.routes.catalogue import Catalogue, ModelOptions
 from elastic.server.tools.formats import TOOL_FORMATS
+
+if TYPE_CHECKING:
+    from elastic.cluster.deployment.deployments import Deployments
 
 MAX_BODY = "4MiB"
 BODY_TIMEOUT_S = 60.0
@@ -50,7 +52,7 @@ def create_app(
     grammars: GrammarCompiler | None = None,
     tool_call_parser: str | None = None,
     allowed_origins: Sequence[str] = (),
-    deployments: ServedDeployments | None = None,
+    deployments: Deployments | None = None,
     model_options: ModelOptions | None = None,
 ) -> FastAPI:
     """Make an ASGI application that serves one model under `name`.
@@ -92,7 +94,7 @@ def create_app(
     asking = (openai.routes(models), responses.routes(models), tokens.routes(models), status.routes(models))
     for routes in (*asking, *(acting if actions else (action_routes.closed(),))):
         app.include_router(routes)
-    keys = {**dict.fromkeys(KEYED, api_key), **dict.fromkeys(ACTING, token if actions else None)}
+    keys = {**dict.fromkeys(KEYED, (api_key, KEY)), **dict.fromkeys(ACTING, (token if actions else None, TOKEN))}
     _add_middleware(app, serving, keys, max_body, body_timeout_s, allowed_origins)
     return app
 
@@ -116,7 +118,7 @@ def _check_options(
 def _add_middleware(
     app: FastAPI,
     serving: ServerState,
-    keys: Mapping[str, str | None],
+    keys: Mapping[str, tuple[str | None, str]],
     max_body: int | str,
     body_timeout_s: float,
     allowed_origins: Sequence[str],

@@ -22,6 +22,11 @@ _POLL_S = 0.25
 """Between two looks whether the server drains, while the rest of a body is awaited."""
 _CLOSE = {"Connection": "close"}
 """Headers of an answer to a body that is not read to its end."""
+KEY = "the key of this server as Authorization: Bearer KEY"
+TOKEN = (
+    "the token for actions, not the API key, as Authorization: Bearer TOKEN; it is what the server was started with as "
+    "--token-file, ELASTIC_TOKEN or token="
+)
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
@@ -35,14 +40,15 @@ class RequestMiddleware:
         self,
         app: ASGIApp,
         serving: ServerState,
-        keys: Mapping[str, str | None],
+        keys: Mapping[str, tuple[str | None, str]],
         max_body_bytes: int,
         body_timeout_s: float,
     ) -> None:
+        """`keys` are by beginnings of paths, each with the words that ask for it; None: none is asked for."""
         self._app, self._serving, self._limit = app, serving, max_body_bytes
         self._body_timeout_s = body_timeout_s
         self._too_large = f"the body is larger than {max_body_bytes:,} bytes"
-        self._keys = {prefix: key for prefix, key in keys.items() if key}
+        self._keys = {prefix: (key, words) for prefix, (key, words) in keys.items() if key}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,9 +70,9 @@ class RequestMiddleware:
 
     def _check(self, scope: Scope) -> None:
         headers, path = Headers(scope=scope), _path(scope)
-        for prefix, key in self._keys.items():
+        for prefix, (key, words) in self._keys.items():
             if path.startswith(prefix):
-                _check_key(headers.get("authorization", ""), key)
+                _check_key(headers.get("authorization", ""), key, f"send {words}")
         if scope["method"] != "POST":
             return
         if path in GENERATING:
@@ -115,12 +121,11 @@ def _path(scope: Scope) -> str:
     return path.removeprefix(scope.get("root_path", ""))
 
 
-def _check_key(given: str, key: str) -> None:
+def _check_key(given: str, key: str, message: str) -> None:
     """Raise `APIError` for a wrong key, after the same time whether it is nearly right or not."""
     scheme, _, token = given.partition(" ")
     if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode("latin-1"), key.encode()):
         headers = {"WWW-Authenticate": "Bearer"}
-        message = "send the key of this server as Authorization: Bearer KEY"
         raise APIError(401, message, type="authentication_error", code="invalid_api_key", headers=headers)
 
 

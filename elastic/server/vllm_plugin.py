@@ -19,10 +19,17 @@ from elastic.config import parse_limit
 from elastic.controller.snapshot import RequestStats
 from elastic.engines.vllm.client.proxy import AsyncRemoteRuntime
 from elastic.errors import BackendUnavailable, CapacityError, ConfigError, ElasticError, NotFound
-from elastic.server.protocol.actions import ActionsBody, AnyActionBody, ReleaseBody, ResizeKVBody, RestoreBody, SwapBody
-from elastic.server.routes import STATUS_VERSION
-from elastic.server.routes.status import EVENTS_SHOWN, plain, with_kind
-from elastic.types import Action, Release, ResizeKV, Restore, Swap
+from elastic.server.protocol.actions import (
+    ActionsBody,
+    AnyActionBody,
+    ReleaseBody,
+    ResizeKVBody,
+    RestoreBody,
+    SwapBody,
+    layers_action,
+)
+from elastic.server.routes.status import about_model, about_server, plain, with_kind
+from elastic.types import Action, ResizeKV
 
 TOKEN = "ELASTIC_ACTIONS_TOKEN"
 
@@ -88,21 +95,13 @@ def require_token(authorization: str) -> None:
 
 async def document(served: ConnectedEngine) -> dict[str, Any]:
     """Return the status document, as `elastic.server.routes.status` describes it."""
-    runtime, now = _runtime(served), time.time()
-    events = (await runtime.events())[-EVENTS_SHOWN:]
+    runtime = _runtime(served)
     snapshot = await runtime.snapshot()
+    traffic = snapshot.traffic if snapshot is not None else RequestStats()
     return {
-        "version": STATUS_VERSION,
-        "model": served.model,
-        "state": "serving",
-        "at_s": now,
-        "uptime_s": now - served.since_s,
-        "traffic": plain(snapshot.traffic if snapshot is not None else RequestStats()),
+        **about_server(served.model, "serving", served.since_s, traffic, {}),
+        **about_model(await runtime.status(), await runtime.events(), await runtime.health()),
         "layers": list(await runtime.form()),
-        "token_layers": {},
-        "status": plain(await runtime.status()),
-        "events": [{**plain(event), "action": with_kind(event.action)} for event in events],
-        "controller": plain(await runtime.health()),
     }
 
 
@@ -125,13 +124,7 @@ def action(body: AnyActionBody, place: str, form: tuple[str, ...]) -> Action:
         raise ConfigError(
             f"kind={body.kind!r}: an engine of vLLM has one place for each rank; swap, release or restore"
         )
-    layers = tuple(range(len(form)) if body.layers is None else body.layers)
-    wrong = [layer for layer in layers if not 0 <= layer < len(form)]
-    if wrong:
-        raise ConfigError(f"layers={wrong[:10]}: the model has layers 0 to {len(form) - 1}")
-    if isinstance(body, SwapBody):
-        return Swap(layers, body.variant, tuple(body.parts))
-    return Release(layers) if isinstance(body, ReleaseBody) else Restore(layers, tuple(body.parts))
+    return layers_action(body, range(len(form)), len(form))
 
 
 def _runtime(served: ConnectedEngine) -> AsyncRemoteRuntime:

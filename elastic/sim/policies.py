@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from elastic.cluster.fleet.planning.policies import FleetPolicies, FleetPolicy, chosen
 from elastic.cluster.fleet.planning.router import Routing
 from elastic.config import Lengths, Overload
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, nearest
 from elastic.sim.core.fleet import RankModel, SimulatedFleet
 from elastic.sim.core.host import Computer
 from elastic.sim.core.instance import PlacePages
@@ -167,7 +167,7 @@ def _record(kind: type[T], table: Table) -> T:
     values, names = table.rest(), [field.name for field in fields(kind)]  # type: ignore[arg-type]
     unknown = next((key for key in values if key not in names), None)
     if unknown is not None:
-        raise ConfigError(f"{table.name}.{unknown} is not known; there are {', '.join(names)}")
+        raise ConfigError(f"{table.name}.{unknown} is not known; {nearest(unknown, names)}")
     return kind(**values)
 
 

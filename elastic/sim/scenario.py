@@ -141,6 +141,16 @@ def _document(source: str, before: tuple[str, ...] = ()) -> dict[str, Any]:
 def parse_scenario(values: dict[str, Any], folder: Path = Path(), *, seed: int | None = None) -> Scenario:
     """Return the scenario of a document. Files in it are relative to `folder`. Raises `ConfigError`."""
     table = Table(values, "")
+    try:
+        return _scenario(table, folder, seed)
+    except ConfigError as error:
+        if "did you mean" not in str(error) and (hint := table.misspelt()):
+            raise ConfigError(f"{error}{hint}") from error
+        raise
+
+
+def _scenario(table: Table, folder: Path, seed: int | None) -> Scenario:
+    """Return the scenario of all tables. Raises `ConfigError`."""
     own_seed = table.whole("seed", 0, least=0)
     placement = read_placement(table, folder) if "placement" in table else None
     models = _models(table, folder) if placement is None else ()

@@ -8,11 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from elastic.config import is_number
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, nearest
 
 _MISSING = object()
 _MOST = 2**63 - 1
 """Of any number: the largest whole one that TOML promises."""
+LIKE = 0.75
+"""How alike two keys are, from 0 to 1, of which one may stand for the other."""
 
 
 class Table:
@@ -22,8 +24,12 @@ class Table:
         self.name = name
         self._values = dict(values)
         self._known: list[str] = []
+        self._absent: list[str] = []
+        self._inner: list[Table] = []
 
     def __contains__(self, key: str) -> bool:
+        if key not in self._values:
+            self._absent.append(key)
         return key in self._values
 
     def __iter__(self) -> Iterator[str]:
@@ -79,14 +85,14 @@ class Table:
         value = self._take(key, {})
         if not isinstance(value, dict):
             raise self.wrong(key, value, "a table")
-        return Table(value, f"{self.name}.{key}" if self.name else key)
+        return self._within(value, self._path(key))
 
     def tables(self, key: str) -> list[Table]:
         """Take a list of tables; none where there is none."""
         value = self._take(key, [])
         if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
             raise self.wrong(key, value, f"[[{key}]] tables")
-        return [Table(each, f"{self._path(key)}[{number}]") for number, each in enumerate(value)]
+        return [self._within(each, f"{self._path(key)}[{number}]") for number, each in enumerate(value)]
 
     def texts(self, key: str, *, among: Sequence[str] = ()) -> tuple[str, ...]:
         """Take a list of texts, each one of some; none where there is none."""
@@ -110,9 +116,14 @@ class Table:
     def done(self) -> None:
         """Raise `ConfigError` for a key that was not taken."""
         for key in self._values:
-            near = difflib.get_close_matches(key, self._known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(self._known))}"
-            raise ConfigError(f"{self._path(key)} is not known{hint}")
+            raise ConfigError(f"{self._path(key)} is not known; {nearest(key, self._known)}")
+
+    def misspelt(self) -> str:
+        """Return words on a key, here or within, that nobody has read and that is like one that is not there; or ""."""
+        for key in self._values:
+            if near := difflib.get_close_matches(key, self._absent, 1, LIKE):
+                return f"; {self._path(key)} is there: did you mean {near[0]!r}?"
+        return next(filter(None, (table.misspelt() for table in self._inner)), "")
 
     def wrong(self, key: str, value: object, wanted: str) -> ConfigError:
         """Return the error for a value."""
@@ -121,7 +132,11 @@ class Table:
 
     def _take(self, key: str, default: object) -> Any:
         self._known.append(key)
-        return self._values.pop(key, default)
+        return self._values.pop(key) if key in self else default
+
+    def _within(self, values: dict[str, Any], name: str) -> Table:
+        self._inner.append(Table(values, name))
+        return self._inner[-1]
 
     def _path(self, key: str) -> str:
         return f"{self.name}.{key}" if self.name else key

@@ -120,13 +120,13 @@ class Bursts:
         edges = [edge for begin, end, _ in self.windows for edge in (begin, end)]
         if self.rate < 0 or edges != sorted(edges) or any(rate < 0 for _, _, rate in self.windows):
             raise ConfigError(f"bursts {self.windows}: give (from, until, rate) in order, and rates of 0 or more")
-        if not max(self.rate, *(rate for _, _, rate in self.windows)) > 0:
+        if not max([self.rate, *(rate for _, _, rate in self.windows)]) > 0:
             raise ConfigError("bursts without a rate above 0 bring no request")
 
     def times(self, rng: random.Random) -> Iterator[float]:
         """Yield arrivals: those at the highest rate, each kept with its share."""
         starts = [begin for begin, _, _ in self.windows]
-        highest = max(self.rate, *(rate for _, _, rate in self.windows))
+        highest = max([self.rate, *(rate for _, _, rate in self.windows)])
 
         def rate(at_s: float) -> float:
             number = bisect_right(starts, at_s) - 1

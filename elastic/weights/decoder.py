@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,8 @@ def find_decoder(model: nn.Module) -> Decoder:
         raise _unsupported(model, "a torch module with a Hugging Face config")
     if getattr(config, "is_encoder_decoder", False):
         raise _unsupported(model, "a decoder-only model; this one has an encoder")
+    if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
+        raise _unsupported(model, "a model that takes a DynamicCache; this one has a kind of cache of its own")
     text = config.get_text_config(decoder=True)
     if set(getattr(text, "layer_types", None) or ()) == {"linear_attention"}:
         raise _unsupported(model, "a KV cache; all layers of this model have a state instead")
@@ -44,6 +47,7 @@ def find_decoder(model: nn.Module) -> Decoder:
     names = {m: n for n, m in model.named_modules()}
     lists = [m for m in names if isinstance(m, nn.ModuleList) and len(m) == count != 0]
     lists = [m for m in lists if all(any(True for _ in layer.parameters()) for layer in m)]
+    lists = [m for m in lists if type(_config_above(names, m)) is type(text)] or lists  # not a vision tower's
     if not lists:
         raise _unsupported(model, f"a ModuleList of {count} layers (config.num_hidden_layers) with parameters")
     layers = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
@@ -52,6 +56,14 @@ def find_decoder(model: nn.Module) -> Decoder:
     if not any(getattr(root, "can_generate", bool)() for root in roots):
         raise _unsupported(model, "a model that can generate, with a forward method that takes a KV cache")
     return Decoder(roots, tuple(layers), tuple(f"{names[layers]}.{i}" for i in range(len(layers))), text)
+
+
+def _config_above(names: Mapping[nn.Module, str], module: nn.Module) -> Any:
+    """Return the config of the innermost model that a module is in."""
+    above = [
+        m for m, name in names.items() if hasattr(m, "config") and f"{names[module]}.".startswith(name and f"{name}.")
+    ]
+    return max(above, key=lambda m: len(names[m])).config
 
 
 def layer_configs(config: Any) -> list[Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+from elastic.errors import CapacityError
 from elastic.memory.pages.page_pool import PagePool
 from elastic.weights.layer import WeightUnit
 
@@ -46,9 +48,20 @@ def choose_absent(
         kv_pages = free_pages - buffers * buffer_pages - needed + sum(layer.pages for layer in absent)
         if kv_pages >= KV_SHARE * free_pages:
             return buffers, absent
-    pool = layers[0].pool
-    raise pool.shortage(
-        f"place {pool.name} is too small for this model, even with its layers in host memory: give it a larger budget",
-        min(2, len(layers)) * buffer_pages + int(KV_SHARE * free_pages),
+    raise too_small(layers[0].pool, least_pages(needed, len(layers), buffer_pages), free_pages)
+
+
+def least_pages(needed: int, layers: int, buffer_pages: int) -> int:
+    """Return the pages that a place must have for so many layers: for all that they need, or to stream them."""
+    return min(needed, math.ceil(min(2, layers) * buffer_pages / (1 - KV_SHARE)))
+
+
+def too_small(pool: PagePool, least: int, free_pages: int) -> CapacityError:
+    """Return the error of a place that has fewer free pages than the least that its model needs."""
+    budget = (pool.budget_pages - free_pages + least) * pool.page_bytes
+    return pool.shortage(
+        f"place {pool.name} is too small for this model, even with its layers in host memory: give it a larger budget, "
+        f"at least {budget:,} bytes in pages of {pool.page_bytes:,}, and what its KV cache is to have",
+        least,
         free_pages,
     )

@@ -93,7 +93,9 @@ class ParameterSlot:
         self.address = plain.data_ptr()
         outside = self._outside() if self._outside else None
         if outside is not None:
-            outside.data, outside.grad = plain.data, plain.grad
+            outside.data = plain.data
+            if plain.grad is not None:  # else it may have got one of a graph that was older
+                outside.grad = plain.grad
             self._replace(outside)
             self._outside = None  # while there is one, torch refuses to exchange
         elif isinstance(self.parameter, WeightProxy):

@@ -133,3 +133,15 @@ def test_a_later_cache_of_the_model_is_elastic_again(wrapped: Any) -> None:
     model(**prompt())
     model.generate(**prompt(), max_new_tokens=3, pad_token_id=0)
     assert model.elastic.status().kv[0].idle_bytes > 0
+
+
+def test_gradients_of_a_graph_older_than_a_release_are_there_after_it(wrapped: Any) -> None:
+    plain, model = build("llama-gqa").requires_grad_(True), wrapped(build("llama-gqa").requires_grad_(True))
+    plain(**prompt(3), labels=prompt(3)["input_ids"]).loss.backward()
+    loss = model(**prompt(3), labels=prompt(3)["input_ids"]).loss
+    model.elastic.release([0])
+    loss.backward()
+    model.elastic.restore()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None, name
+        torch.testing.assert_close(ours.grad, theirs.grad)

@@ -299,6 +299,19 @@ def test_offloaded_models_are_refused_with_the_remedy() -> None:
         elastic.wrap(model)
 
 
+def test_weights_made_under_inference_mode_are_refused_with_the_remedy() -> None:
+    with torch.inference_mode():
+        model = build("llama-gqa")
+    refused(model, ConfigError, "inference_mode.*load the model outside of it")
+
+
+def test_models_with_a_kind_of_cache_of_their_own_are_refused_in_words() -> None:
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2}
+    config = t.MiniMaxConfig(vocab_size=96, num_hidden_layers=2, num_key_value_heads=2, **sizes, **kinds)
+    refused(t.MiniMaxForCausalLM(config).eval(), ConfigError, "kind of cache of its own")
+
+
 def test_a_failing_install_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     from elastic.kvcache.attention import AttentionSwitch
 

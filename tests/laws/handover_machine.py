@@ -180,12 +180,12 @@ class Handover(RuleBasedStateMachine):
     def receive_a_round(self, pick: int, to: int) -> None:
         request = chosen(self.running(), pick)
         if request is not None:
-            self.copy(request, self.target(to, request), self.at[request].engine.locate(request))
+            self.copy(request, self.target(to, request), self.at[request].engine.moves.locate(request))
 
     @rule(pick=PICK)
     def hand_over(self, pick: int) -> None:
         request = chosen(self.running(), pick)
-        handed = None if request is None else self.at[request].engine.hand_over(request)
+        handed = None if request is None else self.at[request].engine.moves.hand_over(request)
         if request is not None and handed is not None:
             self.held[request] = Held(*handed)
 
@@ -199,20 +199,20 @@ class Handover(RuleBasedStateMachine):
             return
         self.begin_at(target, request, held.states, held.kv, None if rounds else source)
         del self.held[request]
-        source.engine.release(request)
+        source.engine.moves.release(request)
 
     @rule(pick=PICK)
     def take_back(self, pick: int) -> None:
         request = chosen(self.held, pick)
         if request is not None:
-            self.at[request].engine.take_back(request)
+            self.at[request].engine.moves.take_back(request)
             del self.held[request]
 
     @rule(pick=PICK)
     def give_up(self, pick: int) -> None:
         request = chosen(self.receiving, pick)
         if request is not None:
-            self.receiving.pop(request).engine.give_up(request)
+            self.receiving.pop(request).engine.moves.give_up(request)
 
     @rule(pick=PICK, index=st.sampled_from([None, 0, 1]))
     def cancel(self, pick: int, index: int | None) -> None:
@@ -264,7 +264,7 @@ class Handover(RuleBasedStateMachine):
         others = [rank for rank in self.ranks if rank is not self.at[request]]
         target = others[pick % len(others)]
         if self.receiving.get(request, target) is not target:
-            self.receiving.pop(request).engine.give_up(request)
+            self.receiving.pop(request).engine.moves.give_up(request)
         return target
 
     def copy(self, request: str, target: Rank, kv: Sequence[SequenceKV]) -> bool:
@@ -273,7 +273,7 @@ class Handover(RuleBasedStateMachine):
         if not kv or not states:  # it has ended
             return False
         try:
-            target.engine.receive(states, kv, self.at[request].sources_of(kv))
+            target.engine.moves.receive(states, kv, self.at[request].sources_of(kv))
         except (Overloaded, CapacityError):
             self.receiving.pop(request, None)
             return False
@@ -344,9 +344,9 @@ class Handover(RuleBasedStateMachine):
         for rank in self.ranks:
             rank.kv.resize("max")
         for request in sorted(self.held):
-            self.at[request].engine.take_back(request)
+            self.at[request].engine.moves.take_back(request)
         for request, rank in self.receiving.items():
-            rank.engine.give_up(request)
+            rank.engine.moves.give_up(request)
         self.heard.wait([f"{name}/{i}" for name, (_, _, request) in self.asked.items() for i in range(request.n)])
         for name, (which, sampled, request) in self.asked.items():
             for i in range(request.n):

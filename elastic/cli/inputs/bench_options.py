@@ -28,7 +28,7 @@ def add_bench(command: ArgumentParser) -> None:
     _add_measuring(run)
     compare = modes.add_parser("compare", help="result files side by side, with ratios to the first")
     compare.add_argument("files", nargs="+", metavar="FILE", help="what `elastic bench run --out` wrote")
-    compare.add_argument("--plot", default=None, metavar="FILE", help="draw them, as PNG (needs --save-detailed)")
+    compare.add_argument("--plot", metavar="FILE", help="draw them, as PNG (needs --save-detailed)")
 
 
 def check_pairs(options: Namespace) -> None:
@@ -69,36 +69,31 @@ def numbers(text: str, option: str, names: str) -> list[float]:
 
 def _add_target(run: ArgumentParser) -> None:
     target = run.add_mutually_exclusive_group(required=True)
-    target.add_argument("--model", default=None, metavar="PATH", help="model directory, served in this process")
-    target.add_argument("--url", default=None, metavar="URL", help="a server with /v1/completions")
-    run.add_argument("--served-model-name", default=None, metavar="NAME", help="with --url (its first model)")
-    run.add_argument("--place", default=None, metavar="PLACE", help="with --model: memory to use, such as cuda:0=20GiB")
-    run.add_argument("--policy", default=None, metavar="POLICY", help=f"with --model: {POLICIES}, or a file")
+    target.add_argument("--model", metavar="PATH", help="model directory, served in this process")
+    target.add_argument("--url", metavar="URL", help="a server with /v1/completions")
+    run.add_argument("--served-model-name", metavar="NAME", help="with --url (its first model)")
+    run.add_argument("--place", metavar="PLACE", help="with --model: memory to use, such as cuda:0=20GiB")
+    run.add_argument("--policy", metavar="POLICY", help=f"with --model: {POLICIES}, or a file")
     run.add_argument("--variants", default="", metavar="NAMES", help="with --model: what to swap to, such as int8,2:4")
     run.add_argument("--prepack", action="store_true", help="with --model: matrices in a CPU's fastest order")
-    run.add_argument("--max-queue", type=int, default=None, metavar="N", help="with --model: refuse more that wait")
+    run.add_argument("--max-queue", type=int, metavar="N", help="with --model: refuse more that wait")
 
 
 def _add_trace(run: ArgumentParser) -> None:
     source = run.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", default=None, metavar="FILE", help="Azure 2023 CSV, BurstGPT CSV, Mooncake JSONL")
-    source.add_argument("--poisson", default=None, metavar="RATE", help="requests per second")
-    source.add_argument("--gamma", default=None, metavar="RATE:BURSTINESS", help="burstiness below 1: burstier")
-    source.add_argument(
-        "--on-off", default=None, metavar="ON:OFF:ON_S:OFF_S", help="two rates, and how long each lasts"
-    )
-    source.add_argument("--ramp", default=None, metavar="FIRST:LAST", help="from one rate to another over --duration")
-    run.add_argument(
-        "--duration", type=float, default=None, metavar="S", help=f"of generated arrivals ({DURATION_S:g})"
-    )
+    source.add_argument("--trace", metavar="FILE", help="Azure 2023 CSV, BurstGPT CSV, Mooncake JSONL")
+    source.add_argument("--poisson", metavar="RATE", help="requests per second")
+    source.add_argument("--gamma", metavar="RATE:BURSTINESS", help="burstiness below 1: burstier")
+    source.add_argument("--on-off", metavar="ON:OFF:ON_S:OFF_S", help="two rates, and how long each lasts")
+    source.add_argument("--ramp", metavar="FIRST:LAST", help="from one rate to another over --duration")
+    run.add_argument("--duration", type=float, metavar="S", help=f"of generated arrivals ({DURATION_S:g})")
     run.add_argument(
         "--lengths",
-        default=None,
         metavar="LENGTHS",
         help="of generated requests: PROMPT:OUTPUT tokens; MEDIAN:SIGMA:MEDIAN:SIGMA, lognormal prompts and outputs; "
         "or a trace file to draw them from (256:32)",
     )
-    run.add_argument("--window", default=None, metavar="A:B", help="of --trace: from second A to before second B")
+    run.add_argument("--window", metavar="A:B", help="of --trace: from second A to before second B")
     run.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="times as many requests a second")
     run.add_argument(
         "--rate-method",
@@ -107,29 +102,25 @@ def _add_trace(run: ArgumentParser) -> None:
         help="leave requests out, add copies in the gaps between them, or change the pace",
     )
     run.add_argument("--token-scale", type=float, default=1.0, metavar="X", help="times as many tokens")
-    run.add_argument(
-        "--most-tokens", type=int, default=None, metavar="N", help="prompt and output together (the model's context)"
-    )
+    run.add_argument("--most-tokens", type=int, metavar="N", help="prompt and output together (the model's context)")
     run.add_argument("--seed", type=int, default=0, help="of all that is drawn")
 
 
 def _add_prompts(run: ArgumentParser) -> None:
-    run.add_argument("--prompts", default=None, metavar="FILE", help="text to cut prompts from (random tokens)")
-    run.add_argument("--tokenizer", default=None, metavar="PATH", help="for --prompts with --url")
-    run.add_argument(
-        "--vocabulary", type=int, default=None, metavar="N", help="of random tokens (model's; --url: 1000)"
-    )
+    run.add_argument("--prompts", metavar="FILE", help="text to cut prompts from (random tokens)")
+    run.add_argument("--tokenizer", metavar="PATH", help="for --prompts with --url")
+    run.add_argument("--vocabulary", type=int, metavar="N", help="of random tokens (model's; --url: 1000)")
     run.add_argument("--shared-prefix", type=int, default=0, metavar="N", help="tokens that all prompts begin with (0)")
 
 
 def _add_measuring(run: ArgumentParser) -> None:
-    run.add_argument("--slo-ttft", type=float, default=None, metavar="S", help="bound on TTFT in seconds")
-    run.add_argument("--slo-tpot", type=float, default=None, metavar="S", help="bound on TPOT in seconds")
-    run.add_argument("--slo-e2el", type=float, default=None, metavar="S", help="bound on arrival to last token")
+    run.add_argument("--slo-ttft", type=float, metavar="S", help="bound on TTFT in seconds")
+    run.add_argument("--slo-tpot", type=float, metavar="S", help="bound on TPOT in seconds")
+    run.add_argument("--slo-e2el", type=float, metavar="S", help="bound on arrival to last token")
     run.add_argument("--warmup", type=int, default=1, metavar="N", help="requests before the run (1)")
     run.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of a request, from its arrival (600)")
-    run.add_argument("--out", default=None, metavar="FILE", help="the result, JSON with the keys of `vllm bench serve`")
-    run.add_argument("--records", default=None, metavar="FILE", help="each request, a line of JSON")
+    run.add_argument("--out", metavar="FILE", help="the result, JSON with the keys of `vllm bench serve`")
+    run.add_argument("--records", metavar="FILE", help="each request, a line of JSON")
     run.add_argument(
         "--save-detailed", action="store_true", help="with --out: arrays too, which `compare --plot` needs"
     )

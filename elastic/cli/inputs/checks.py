@@ -13,8 +13,6 @@ from elastic.memory.places import require_memory
 
 TOKEN = "ELASTIC_TOKEN"
 """Has the token for actions, where no file was named."""
-_SEEDS = range(-(2**63), 2**64)
-"""The seeds that torch takes."""
 
 
 def require_characters(text: str, option: str) -> str:
@@ -26,12 +24,6 @@ def require_characters(text: str, option: str) -> str:
     except UnicodeEncodeError as error:
         raise ConfigError(f"{option} {text[:40]!r} is not UTF-8 text from character {error.start + 1} on") from error
     return text
-
-
-def require_seed(seed: int) -> None:
-    """Raise `ConfigError` for a seed that torch does not take."""
-    if seed not in _SEEDS:
-        raise ConfigError(f"--seed {seed} is out of range; use {_SEEDS.start} to {_SEEDS.stop - 1}")
 
 
 def parse_place(text: str | None, default: str = "cpu") -> Place:

@@ -28,10 +28,7 @@ def add_exchange(command: ArgumentParser, when: str | None = None) -> None:
         "--uncoordinated", action="store_true", help="have copies let nothing pass that computes, to measure against"
     )
     group.add_argument(
-        "--layers-per-step",
-        type=int,
-        metavar="N",
-        help="layers that change at a pause (as many as there is room for)",
+        "--layers-per-step", type=int, metavar="N", help="layers that change at a pause (as many as there is room for)"
     )
 
 

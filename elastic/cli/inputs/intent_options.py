@@ -65,13 +65,10 @@ def add_space(command: ArgumentParser) -> None:
         metavar="DEVICES",
         help="such as 8*h100, 2*a6000=40GiB, cuda:0=80GiB,cuda:1=80GiB or cpu#a=1GiB",
     )
-    command.add_argument("--kind", default=None, metavar="NAME", help="the data sheet of cuda:N, such as a100-80gb")
+    command.add_argument("--kind", metavar="NAME", help="the data sheet of cuda:N, such as a100-80gb")
     add_load(command)
     command.add_argument(
-        "--weights",
-        default=None,
-        metavar="NAMES",
-        help="full, or names of variants, pruned ones too (full,int8,int4,2:4)",
+        "--weights", metavar="NAMES", help="full, or names of variants, pruned ones too (full,int8,int4,2:4)"
     )
     command.add_argument("--kv", default="full", metavar="NAMES", help="full, int8 (full)")
 
@@ -97,16 +94,10 @@ def load_of(options: Namespace) -> Load:
 
 def add_intent(command: ArgumentParser) -> None:
     """Add what is to be small, and what may not be exceeded."""
-    command.add_argument(
-        "--intent", choices=OBJECTIVES, default=None, help="what is to be small (cost; with --cost, latency)"
-    )
-    command.add_argument("--latency", type=float, default=None, metavar="S", help="seconds that a request may take")
-    command.add_argument(
-        "--cost", type=_gib_seconds, default=None, metavar="GIBS", help="what a request may cost, such as 40GiBs"
-    )
-    command.add_argument(
-        "--quality-loss", type=float, default=None, metavar="X", help="nats a token that may be lost to compression"
-    )
+    command.add_argument("--intent", choices=OBJECTIVES, help="what is to be small (cost; with --cost, latency)")
+    command.add_argument("--latency", type=float, metavar="S", help="seconds that a request may take")
+    command.add_argument("--cost", type=_gib_seconds, metavar="GIBS", help="what a request may cost, such as 40GiBs")
+    command.add_argument("--quality-loss", type=float, metavar="X", help="nats a token that may be lost to compression")
     command.add_argument(
         "--tolerance",
         type=float,

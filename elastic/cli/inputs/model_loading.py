@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
-from elastic.cli.inputs.checks import require_at_least, require_characters, require_seed
+from elastic.cli.inputs.checks import require_at_least, require_characters
 from elastic.errors import ConfigError
 from elastic.model_files import load_model
 from elastic.weights.decoder import context_length
+
+SEEDS = range(-(2**63), 2**64)
+"""Those that torch takes."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,8 @@ def load(options: Namespace, device: torch.device) -> Loaded:
     """
     require_characters(options.prompt, "--prompt")
     require_at_least(1, options.max_new_tokens, "--max-new-tokens")
-    require_seed(options.seed)
+    if options.seed not in SEEDS:
+        raise ConfigError(f"--seed {options.seed} is out of range; use {SEEDS.start} to {SEEDS.stop - 1}")
     model, tokenizer = load_model(options.model, device, option="--model")
     inputs = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False)
     _check_length(model.config, inputs["input_ids"].shape[1], options.max_new_tokens)

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from elastic.cli.inputs.checks import require_at_least
 from elastic.cli.inputs.intent_options import intent_of, load_of, losses_of, names_of
+from elastic.cli.views.panels import tabulated
 from elastic.cluster.fleet.profiling.guest import measure_two_ranks
 from elastic.errors import ConfigError
 from elastic.estimation.device_list import parse_devices
@@ -111,10 +112,8 @@ def _profile(options: Namespace, forms: Sequence[str], load: Load) -> CostProfil
 
 def _configurations(estimates: Sequence[Estimate], intent: str) -> Table:
     """Tabulate the best configurations."""
-    table = Table(title=f"the least {intent} first", collapse_padding=True)
-    table.add_column("configuration", no_wrap=True)
-    for name in ("at a\ntime", "TTFT,\ns", "TPOT,\nms", "latency,\ns", "tokens\n/s", "GiB", "GiB s", "GPU s"):
-        table.add_column(name, justify="right")
+    figures = ("at a\ntime", "TTFT,\ns", "TPOT,\nms", "latency,\ns", "tokens\n/s", "GiB", "GiB s", "GPU s")
+    table = tabulated(["configuration"], figures, title=f"the least {intent} first", collapse_padding=True)
     for each in estimates:
         table.add_row(
             str(each.configuration),
@@ -137,7 +136,7 @@ def _characterization(estimates: Sequence[Estimate]) -> Table:
     names = [str(each.configuration) for each in others]
     columns = [[f"{ratios(each, base)[name]:.2f}" for each in others] for name in FIGURES]
     spread = ranges(estimates)
-    table.add_column("by one choice", footer="largest over smallest of all", no_wrap=True)
+    table.add_column("by one choice", footer="largest over smallest of all")
     for name in FIGURES:
         table.add_column(name, footer=f"{spread[name]:.1f}", justify="right")
     for row in zip(names, *columns, strict=True):
@@ -168,14 +167,7 @@ def _ranks(best: Estimate) -> Table:
     table = Table(*names, title="MiB", collapse_padding=True)
     for number, rank in enumerate(best.ranks):
         layers = best.stages[number // best.configuration.tp]
-        parts = (
-            rank.fixed,
-            rank.layers,
-            rank.staging,
-            rank.activations + rank.copied,
-            rank.kv,
-            rank.place_bytes,
-        )
+        parts = (rank.fixed, rank.layers, rank.staging, rank.activations + rank.copied, rank.kv, rank.place_bytes)
         table.add_row(rank.device, f"{layers[0]}-{layers[-1]}", *(f"{part / 2**20:,.1f}" for part in parts))
     return table
 

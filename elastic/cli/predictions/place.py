@@ -15,6 +15,7 @@ from rich.table import Table
 
 from elastic.cli.inputs.intent_options import intent_of, load_of, losses_of, names_of, numbers_of
 from elastic.cli.predictions.estimate import basis_words, print_whole
+from elastic.cli.views.panels import tabulated
 from elastic.estimation.estimate import WEIGHTS
 from elastic.estimation.placement import ModelSpace, PlacedModels, place_models
 from elastic.planning.deployment.placing import Deployment, Refusal
@@ -74,11 +75,8 @@ def _print(placed: PlacedModels) -> None:
 
 
 def _models(placed: PlacedModels) -> Table:
-    table = Table(title="placements")
-    for column in ("model", "configuration"):
-        table.add_column(column, no_wrap=True)
-    for column in ("memory", "at a time", "TTFT, s", "TPOT, ms", "all, s"):
-        table.add_column(column, justify="right")
+    figures = ("memory", "at a time", "TTFT, s", "TPOT, ms", "all, s")
+    table = tabulated(["model", "configuration"], figures, title="placements")
     for name, outcome in placed.models:
         if isinstance(outcome, Refusal):
             table.add_row(name, "no place")
@@ -98,10 +96,7 @@ def _models(placed: PlacedModels) -> Table:
 
 def _devices(placed: PlacedModels) -> Table:
     """Tabulate what each device has: layers of models, bytes, and the share of time that it will be busy."""
-    table = Table("device", title="devices, afterwards")
-    table.add_column("free", justify="right")
-    table.add_column("load", justify="right")
-    table.add_column("model, layers, memory")
+    table = tabulated(["device"], ["free", "load"], ["model, layers, memory"], title="devices, afterwards")
     for state in placed.states:
         held = (
             f"{name} {stage.layers[0]}-{stage.layers[-1]} {shown_bytes(stage.nbytes)}"

@@ -59,8 +59,6 @@ class PlanRequest:
     name: str
     home: Placement
     """The place of each layer without replicas."""
-    needs: tuple[ResourceDemand, ...]
-    """The bytes of each layer, with its KV cache."""
     replica_needs: tuple[ResourceDemand, ...]
     """The bytes of each layer's replica, which has half of the KV rows at most."""
     forwards: Mapping[str, CostModel]
@@ -125,7 +123,7 @@ def _request(
     forwards: dict[str, CostModel] = {f"prompt of {options.tokens}": prompt, "one token more": step, "all": whole}
     by_name |= {capacity.name: capacity for capacity in remaining}
     name = f"{number + 1}: {Path(path).resolve().name}"
-    request = PlanRequest(name, home, tuple(needs), tuple(replica_needs), forwards)
+    request = PlanRequest(name, home, tuple(replica_needs), forwards)
     return request, [by_name[capacity.name] for capacity in capacities]
 
 

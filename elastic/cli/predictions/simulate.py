@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic.cli.inputs.checks import require_file_to_write, write_text
+from elastic.cli.views.panels import tabulated
 from elastic.sim.run import Run, SimulationSpeed
 from elastic.sim.scenario import Scenario, read_scenario, shipped
 
@@ -68,10 +69,7 @@ def _speed(speed: SimulationSpeed) -> dict[str, float]:
 
 
 def _show(console: Console, scenario: Scenario, document: Mapping[str, Any], speed: SimulationSpeed) -> None:
-    table = Table(title=scenario.title)
-    table.add_column("seconds")
-    for name in ("mean", "P50", "P95", "P99", "most"):
-        table.add_column(name, justify="right")
+    table = tabulated(["seconds"], ["mean", "P50", "P95", "P99", "most"], title=scenario.title)
     for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("until the first step", "queued_s")):
         table.add_row(name, *(f"{document[key][which]:.4g}" for which in ("mean", "p50", "p95", "p99", "max")))
     console.print(table)
@@ -103,11 +101,8 @@ def _show(console: Console, scenario: Scenario, document: Mapping[str, Any], spe
 def _show_published(console: Console, document: Mapping[str, Any]) -> None:
     """Print figures of papers, and beside them those of this run."""
     ours = "predicted" if document["predicts"] else "simulated"
-    table = Table(title=f"published, of other requests or machines, beside what is {ours} here")
-    table.add_column("figure")
-    table.add_column("published", justify="right")
-    table.add_column(ours, justify="right")
-    table.add_column("source")
+    title = f"published, of other requests or machines, beside what is {ours} here"
+    table = tabulated(["figure"], ["published", ours], ["source"], title=title)
     for each in document["published"]:
         figure = "" if each["here"] is None else f"{each['here']:.4g} ({each['ours']})"
         table.add_row(each["name"], each["value"], figure, each["source"])
@@ -128,9 +123,7 @@ def _show_placements(console: Console, document: Mapping[str, Any]) -> None:
         else:
             models.add_row(name, "no place")
     console.print(models)
-    use = Table("device", title="devices")
-    for name in ("reserved, GiB", "of", "busy", "models"):
-        use.add_column(name, justify="right")
+    use = tabulated(["device"], ["reserved, GiB", "of", "busy", "models"], title="devices")
     for name, device in document["devices"].items():
         sizes = _gib(device["reserved_bytes"]), _gib(device["memory_bytes"])
         use.add_row(name, *sizes, f"{device['busy']:.1%}", str(len(device["models"])))

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from elastic.cli.views.fleet import fleet_events, ranks
 from elastic.cli.views.layer_grid import layers_at, of_status
-from elastic.cli.views.panels import actions, mib, pages_by_owner
+from elastic.cli.views.panels import actions, mib, pages_by_owner, tabulated
 from elastic.cli.views.stages import stages, work
 from elastic.cli.views.status_document import StatusDocument
 from elastic.controller.loop import ControllerHealth
@@ -115,9 +115,7 @@ def requests(traffic: RequestStats) -> Panel:
 
 def latencies(traffic: RequestStats) -> Panel:
     """Draw quantiles of the last window, in milliseconds."""
-    table = Table("ms", box=None, padding=(0, 1, 0, 0))
-    for name in ("P50", "P95", "P99", "count"):
-        table.add_column(name, justify="right")
+    table = tabulated(["ms"], ["P50", "P95", "P99", "count"], box=None, padding=(0, 1, 0, 0))
     rows = {"queued": traffic.queued_s, "TTFT": traffic.ttft_s, "TPOT": traffic.tpot_s, "ITL": traffic.itl_s}
     for name, q in rows.items():
         table.add_row(name, *map(milliseconds, (q.p50, q.p95, q.p99)), f"{q.count:,}")

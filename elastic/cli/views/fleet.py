@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from elastic.cli.views.panels import mib
+from elastic.cli.views.panels import mib, tabulated
 from elastic.cli.views.status_document import FleetEventDocument, StatusDocument
 from elastic.cluster.control.status import SERVING
 
@@ -28,12 +28,8 @@ def ranks(document: StatusDocument) -> Panel:
 
     Of an instance in a group whose layers have changed their rank there is the epoch, too.
     """
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for name in ("rank", "state", "instance"):
-        table.add_column(name)
-    for name in ("requests", "running", "waiting", "free blocks", "KV used", "beat s"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    counted = ("requests", "running", "waiting", "free blocks", "KV used", "beat s")
+    table = tabulated(["rank", "state", "instance"], counted, [""], box=None, padding=(0, 1, 0, 0))
     instances = {each.leader or next(iter(each.ranks), ""): each for each in document.instances}
     for rank in document.ranks:
         instance = instances.get(rank.name)
@@ -63,9 +59,8 @@ def ranks(document: StatusDocument) -> Panel:
 
 def fleet_events(events: Sequence[FleetEventDocument], *, last: int) -> Table:
     """Tabulate the last things that happened to a fleet."""
-    table = Table(title="fleet", expand=True)
-    for column in ("what", "rank", "instance", "requests", "moved", "computed again", "stalled ms", "why"):
-        table.add_column(column)
+    columns = ("what", "rank", "instance", "requests", "moved", "computed again", "stalled ms", "why")
+    table = Table(*columns, title="fleet", expand=True)
     for event in events[-last:]:
         table.add_row(
             Text(event.kind),

@@ -32,6 +32,14 @@ def _in_words(action: Any) -> str:
     return f"{_KINDS.get(kind, kind)} layer{'s' * (len(action.layers) != 1)} {layers}{parts}{to}"
 
 
+def tabulated(left: Sequence[str], right: Sequence[str] = (), last: Sequence[str] = (), **options: Any) -> Table:
+    """Make a table with columns of text, then such of numbers, and the last ones of text again."""
+    table = Table(*left, **options)
+    for name in (*right, *last):
+        table.add_column(name, justify="right" if name in right else "left")
+    return table
+
+
 def mib(nbytes: int) -> str:
     """Return bytes as text, in MiB."""
     return f"{nbytes / 2**20:.2f} MiB"
@@ -81,9 +89,7 @@ def pages_by_owner(place: PlaceStatus, kv: KVStatus) -> Panel:
 
 def actions(events: Sequence[Event], *, last: int = 6) -> Table:
     """Tabulate the last events and their costs."""
-    table = Table(title="actions", expand=True)
-    for column in ("action", "why", "outcome", "freed", "wait ms", "pause ms"):
-        table.add_column(column)
+    table = Table("action", "why", "outcome", "freed", "wait ms", "pause ms", title="actions", expand=True)
     for event in events[-last:]:
         table.add_row(
             Text(_in_words(event.action)),

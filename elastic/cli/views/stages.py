@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic.cli.views.layer_grid import ranges
-from elastic.cli.views.panels import mib
+from elastic.cli.views.panels import mib, tabulated
 from elastic.cli.views.status_document import StatusDocument
 from elastic.cluster.control.status import UP
 
@@ -45,12 +45,11 @@ def work(document: StatusDocument) -> Table | None:
     timed = [rank for rank in document.ranks if rank.times is not None and (rank.wires or rank.times.waiting_s)]
     if not timed:
         return None
-    table = Table(title="computing together", expand=True)
-    table.add_column("rank")
-    for column in ("busy s", "bubbles s", "of both", "steps waited s"):
-        table.add_column(column, justify="right")
-    for column in ("hidden states to, from", "bytes read of"):
-        table.add_column(column)
+    seconds, wires_of = (
+        ("busy s", "bubbles s", "of both", "steps waited s"),
+        ("hidden states to, from", "bytes read of"),
+    )
+    table = tabulated(["rank"], seconds, wires_of, title="computing together", expand=True)
     for rank in timed:
         times, wires = rank.times, rank.wires or ()
         read = {wire.rank: wire.read_bytes + wire.copied_bytes for wire in wires}

@@ -98,9 +98,14 @@ def read_key(path: str | Path) -> bytes:
         ) from error
     if stat.S_IMODE(mode) & 0o077:
         raise ConfigError(f"key file {path} can be read by others (mode {stat.S_IMODE(mode):o}); chmod 600 it")
-    if not 16 <= len(key) <= 4096:
-        raise ConfigError(f"key file {path} holds {len(key)} bytes; a key has 16 to 4096")
+    require_key(key, f"key file {path}")
     return key
+
+
+def require_key(key: bytes, where: str) -> None:
+    """Raises `ConfigError` for a key that is too short to be a secret, or too long. The key is not told."""
+    if not 16 <= len(key) <= 4096:
+        raise ConfigError(f"{where} holds {len(key)} bytes; a key has 16 to 4096")
 
 
 def make_key_file(path: str | Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import selectors
 import socket
 import threading
@@ -13,7 +14,7 @@ from contextlib import ExitStack, suppress
 
 from elastic.cluster.control.connection import SocketConnection, hang_up
 from elastic.cluster.control.handshake import HANDSHAKE_S, compare_protocols, prove
-from elastic.errors import ConfigError, ElasticError
+from elastic.errors import ConfigError, ElasticError, is_integer, require
 
 logger = logging.getLogger(__name__)
 MOST_HANDSHAKES = 32
@@ -21,7 +22,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Listener:
-    """Listens on an address from its making to `close`, on threads of its own.
+    """Listens on an address from its making to `close`, or `end`, on threads of its own.
 
     `accepted` is called with the connection of each that has proven the key and speaks this protocol, on a thread of
     the listener; it returns soon. `refused` gets, in words, who was turned away and why. At most `most` handshakes run
@@ -39,6 +40,8 @@ class Listener:
         most: int = MOST_HANDSHAKES,
     ) -> None:
         """Raises `ConfigError` for an address that cannot be listened on, `OSError` without descriptors or threads."""
+        require(isinstance(address[0], str), "host", address[0], "the name or address of a network interface")
+        require(is_integer(address[1]) and 0 <= address[1] < 65536, "port", address[1], "from 0 to 65535; 0: any")
         self._key, self._accepted, self._refused = key, accepted, refused or logger.warning
         self._handshake_s, self._most = handshake_s, most
         try:
@@ -62,16 +65,17 @@ class Listener:
 
     def close(self) -> None:
         """Listen no more, and end handshakes in progress. Can be called twice."""
+        self.end()
+        self._thread.join()
+        self._workers.shutdown()
+
+    def end(self) -> None:
+        """Have it close, without waiting until it has."""
         with suppress(OSError):  # closed before
             self._wake.send(b"x")
-        self._thread.join()
-        self._cut(time.monotonic() + self._handshake_s)
-        self._workers.shutdown()
-        for end in (self._socket, self._wake, self._woken):
-            end.close()
 
     def _run(self) -> None:
-        with selectors.DefaultSelector() as selector:
+        with self._socket, self._wake, self._woken, selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             while True:
@@ -81,7 +85,7 @@ class Listener:
                 ready = {key.fileobj for key, _ in selector.select(wait_s)}
                 self._cut(time.monotonic())
                 if self._woken in ready:
-                    return
+                    return self._cut(math.inf)
                 if self._socket in ready:
                     self._accept()
 

@@ -73,7 +73,8 @@ class Deployed:
         if isinstance(chosen, Refusal):
             raise no_place(name, chosen)
         self.plan = chosen
-        self._fixed = not self._whole_fits()
+        free, needed = book.free(name), chooser.begin_bytes(self.load) + self._kept_bytes
+        self._fixed = any(free[device] < needed for device in chosen.devices)  # for all layers in full weights
         alike = len({tuple(stage.layers for stage in stages) for stages in chosen.instances}) == 1
         self._by_shares = chosen.configuration.ranks > 1 and alike and (self._fixed or set(chooser.weights) == {FULL})
         if self._fixed and not alike:
@@ -264,11 +265,6 @@ class Deployed:
                 f"replicas={str(replicas)!r}: instances of {self.name!r} cannot come and go with the load, where a "
                 "device has no room for a rank with all of its layers; give a number"
             )
-
-    def _whole_fits(self) -> bool:
-        """Return whether each device of the plan has room for a rank that begins with all layers in full weights."""
-        free, needed = self._book.free(self.name), self.chooser.begin_bytes(self.load) + self._kept_bytes
-        return all(free[device] >= needed for device in self.plan.devices)
 
     def _make_fleet(self, options: dict[str, Any]) -> Fleet:
         chosen = self.plan.configuration

@@ -27,18 +27,18 @@ from elastic.cluster.fleet.overload.prices import PricedVerbs
 from elastic.cluster.fleet.planning.policies import FleetPolicy, chosen
 from elastic.cluster.fleet.planning.router import Routing
 from elastic.cluster.fleet.policy_threads import PolicyThreads
-from elastic.cluster.fleet.rank_starter import END_S, RankStarter
+from elastic.cluster.fleet.rank_starter import END_S, RankStarter, rank_count
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.cluster.fleet.refusals import longest_request, require_timeout
 from elastic.cluster.fleet.supervisor import Supervisor
 from elastic.cluster.launch.base import Launcher
-from elastic.config import require
+from elastic.cluster.rank.spec import options_of
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.base import GrammarCompiler, Listener, Request
 from elastic.engines.sampling import require_valid
 from elastic.engines.stopping import with_ends
-from elastic.errors import ConfigError, ElasticError, StateError
+from elastic.errors import ConfigError, ElasticError, StateError, require, require_count, require_flag, require_whole
 from elastic.planning.sharding.share import shares
 
 _fleets: weakref.WeakSet[Fleet] = weakref.WeakSet()
@@ -92,21 +92,20 @@ class Fleet(PricedVerbs):
         grammars: GrammarCompiler | None = None,
         bulk: Bulk = "sockets",
     ) -> None:
-        require(max_queue is None or max_queue >= 1, "max_queue", max_queue, "at least 1, or None")
-        require(beat_timeout_s > 0, "beat_timeout_s", beat_timeout_s, "above 0")
-        require(hang_timeout_s > 0, "hang_timeout_s", hang_timeout_s, "above 0")
+        require_count(max_queue, "max_queue")
+        require(grammars is None or hasattr(grammars, "matcher"), "grammars", grammars, "a GrammarCompiler, or None")
         require(routing in get_args(Routing), "routing", routing, f"one of {', '.join(get_args(Routing))}")
         require(bulk in ("sockets", "nixl"), "bulk", bulk, "'sockets' or 'nixl'")
         policies, self._shares = chosen(policy), shares(tp, pp)
         ranks = len(self._shares) if ranks is None else ranks
         self.counters = RequestMetrics()
         self._grammars = grammars
-        self._launcher = launcher_of(launch, ranks if isinstance(ranks, int) else len(ranks))
+        options = {"engine": options_of("engine", engine), "environment": options_of("environment", environment)}
+        options["wrap"] = policies.wrap_options(options_of("wrap", wrap), shards, self._shares)
+        self._launcher = launcher_of(launch, rank_count(ranks))
         self._log = EventLog()
         self._dispatcher = Dispatcher(routing, max_queue, self.counters, self._log)
         self._members = Membership(self._dispatcher, self._log)
-        wrap = policies.wrap_options(wrap or {}, shards, self._shares)
-        options = {"wrap": wrap, "engine": dict(engine or {}), "environment": dict(environment or {})}
         self._starter = RankStarter(self._launcher, self._members, model, {**options, "lookahead": policies.lookahead})
         self._specs = self._starter.specs(ranks, places, cores, self._shares)
         self._supervisor = Supervisor(
@@ -190,6 +189,7 @@ class Fleet(PricedVerbs):
 
     def submit(self, request: Request, listener: Listener) -> None:
         """Queue a request; see `Engine`."""
+        require(callable(listener), "listener", listener, "a function of an elastic.Output")
         facts = self._members.facts
         if facts is None or not self.serving:
             self._refuse()
@@ -209,6 +209,7 @@ class Fleet(PricedVerbs):
 
     def cancel(self, request: str, index: int | None = None) -> None:
         """End a request, or one of its answers; its listener gets `cancelled` for each. Unknown: nothing happens."""
+        require(isinstance(request, str), "request", request, "the id of a request, a text")
         self._dispatcher.cancel(request, index)
 
     def stop(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
@@ -221,6 +222,7 @@ class Fleet(PricedVerbs):
         if Delivery.on_this_thread():
             raise StateError("the fleet cannot be stopped by a listener; use another thread")
         require_timeout(timeout_s)
+        require_flag(drain, "drain")
         with self._lock:
             if self._state == "stopped":
                 return
@@ -282,7 +284,7 @@ class Fleet(PricedVerbs):
     def scale_out(self, ranks: int) -> tuple[str, ...]:
         """Start so many more ranks, like the first; return their names. Raises the first error, if not all came."""
         self._require_serving()
-        require(ranks >= 1, "ranks", ranks, "at least 1")
+        require_whole(ranks, "ranks")
         specs = [self._starter.spec(self._specs[0].places) for _ in range(ranks)]
         return self._starter.start_all(self._starter.in_units(specs, self._shares))
 
@@ -295,6 +297,7 @@ class Fleet(PricedVerbs):
         and with `drain` where it could not be parted from others: it serves on, as where an interrupt ends the wait.
         """
         require_timeout(timeout_s)
+        require_flag(drain, "drain")
         instance, status = self._instance(name), ""
         if drain and instance.group:
             restored = self.restore(name, timeout_s=TIMEOUT_S if timeout_s is None else timeout_s)
@@ -332,6 +335,7 @@ class Fleet(PricedVerbs):
         """Have a request go on at another instance; see `Mover.move`. Not for listeners."""
         if Delivery.on_this_thread():
             raise StateError("a request cannot be moved by a listener; use another thread")
+        self._require_verb(request=request, instance=instance)
         return self._mover.move(request, instance)
 
     def instance_of(self, request: str) -> str | None:
@@ -371,6 +375,10 @@ class Fleet(PricedVerbs):
 
     # -- inside
 
+    def _require_started(self) -> None:
+        if self._state in ("new", "stopped"):
+            self._refuse()
+
     def _require_serving(self) -> None:
         if self._state != "serving":
             self._refuse()
@@ -378,7 +386,8 @@ class Fleet(PricedVerbs):
     def _refuse(self) -> None:
         if self._state == "serving":
             raise StateError("no rank is left, and none comes; add one")
-        raise StateError(f"the fleet is {self._state}; start it, or make a new one")
+        remedy = {"new": "start it first: fleet.start(), or with fleet:", "starting": "wait until start() returns"}
+        raise StateError(f"the fleet is {self._state}; {remedy.get(self._state, 'make a new one')}")
 
 
 def _stop_all() -> None:

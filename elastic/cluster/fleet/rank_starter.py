@@ -16,12 +16,20 @@ from elastic.cluster.launch.base import Launcher
 from elastic.cluster.rank.client import RankClient
 from elastic.cluster.rank.spec import RankSpec, rank_places
 from elastic.config import Place, require
-from elastic.errors import ConfigError, ElasticError, StateError
+from elastic.errors import ConfigError, ElasticError, StateError, is_integer, is_list
 from elastic.planning.sharding.share import Share
 
 logger = logging.getLogger(__name__)
 END_S = 10.0
 """How long ranks may take to end in order."""
+
+
+def rank_count(ranks: Any) -> int:
+    """Return how many ranks there are to be, which are given as a number, or by their places. Raises `ConfigError`."""
+    is_given = is_list(ranks, lambda _: True)
+    count = len(ranks) if is_given else ranks
+    require(is_integer(count) and count >= 1, "ranks", ranks, "at least 1, or for each rank its places")
+    return int(count)
 
 
 class RankStarter:
@@ -48,8 +56,8 @@ class RankStarter:
         each: Sequence[Share] = (Share(),),
     ) -> list[RankSpec]:
         """Return what the first ranks are to be; `each` is what those have that have a model together."""
-        count = ranks if isinstance(ranks, int) else len(ranks)
-        require(count >= 1, "ranks", ranks, "at least 1, or for each rank its places")
+        count = rank_count(ranks)
+        require(is_list(cores, lambda _: True), "cores", cores, "a list, for each rank of its cores")
         if cores and len(cores) != count:
             raise ConfigError(f"cores: given for {len(cores)} ranks, there are {count}")
         at = [places] * count if isinstance(ranks, int) else ranks
@@ -75,7 +83,11 @@ class RankStarter:
         """Return what one more rank is to be."""
         if isinstance(places, str):
             raise ConfigError(f"places={places!r} must be a list of places, such as [{places!r}]")
-        return RankSpec(self.next_name(), self._model, tuple(map(str, places)), cores=tuple(cores), **self._options)
+        is_places = is_list(places, lambda place: isinstance(place, str))
+        require(is_places, "places", places, "a list of places, such as ['cpu#0=4GiB']; [] has them chosen")
+        is_cores = is_list(cores, lambda core: is_integer(core) and core >= 0)
+        require(is_cores, "cores", cores, "a list of the numbers of CPU cores")
+        return RankSpec(self.next_name(), self._model, tuple(places), cores=tuple(cores), **self._options)
 
     def next_name(self) -> str:
         """Return a name that no rank had."""

@@ -17,11 +17,12 @@ from elastic.cluster.control.messages import (
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.ranks import result
 from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.refusals import VerbChecks
 from elastic.errors import NotFound
 from elastic.types import Action
 
 
-class RankVerbs:
+class RankVerbs(VerbChecks):
     """What is asked of one rank, by its name. Raises what it raises, `ConfigError` for one that is not there."""
 
     _dispatcher: Dispatcher
@@ -35,6 +36,7 @@ class RankVerbs:
         self, rank: str, actions: Action | Sequence[Action], *, dry_run: bool = False, why: str = "by the fleet"
     ) -> Any:
         """Do actions at a rank, all or none; return their results, with `dry_run` the steps of a plan."""
+        self._require_verb(dry_run=dry_run, why=why)
         return self._ask(rank, Apply(_several(actions), why, dry_run))
 
     def prepare(self, rank: str, actions: Action | Sequence[Action], id: str, timeout_s: float = 60.0) -> Any:
@@ -43,10 +45,12 @@ class RankVerbs:
 
     def commit(self, rank: str, id: str) -> Any:
         """Commit prepared actions at a rank; see `Runtime.commit`."""
+        self._require_verb(id=id)
         return self._ask(rank, CommitActions(id))
 
     def rollback(self, rank: str, id: str) -> Any:
         """Undo prepared actions at a rank; see `Runtime.rollback`."""
+        self._require_verb(id=id)
         return self._ask(rank, RollbackActions(id))
 
     def _ask(self, rank: str, question: Question) -> Any:
@@ -54,6 +58,7 @@ class RankVerbs:
         return result(instance, instance.client.ask(question))
 
     def _instance(self, name: str) -> Instance:
+        self._require_verb(rank=name)
         with self._dispatcher.lock:
             instance = self._dispatcher.instances.get(name)
             names = ", ".join(self._dispatcher.instances) or "none"

@@ -1,15 +1,24 @@
-"""What is refused at once: requests too large for all instances, or more than may wait, and seconds that are none."""
+"""What is refused at once: requests too large for all instances or more than may wait, verbs that make no sense."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from elastic.cluster.fleet.instance import Instance, blocks_of, request_blocks
 from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.engines.base import Request
-from elastic.errors import CapacityError, Overloaded, require_seconds
+from elastic.errors import (
+    CapacityError,
+    Overloaded,
+    is_integer,
+    require,
+    require_count,
+    require_flag,
+    require_seconds,
+    require_whole,
+)
 
 
 def require_possible(serving: Sequence[Instance], request: Request, retry_after_s: float) -> None:
@@ -30,6 +39,8 @@ def require_possible(serving: Sequence[Instance], request: Request, retry_after_
 
 def longest_request(serving: Sequence[Instance], most: int, *, ever: bool) -> int:
     """Return the most tokens, up to `most`, of a request that is not refused; `ever`: not for good."""
+
+    require_whole(most, "most", least=0)
 
     def is_refused(tokens: int) -> bool:
         holds = (instance.most_blocks if ever else instance.reachable_limit for instance in serving)
@@ -65,3 +76,35 @@ def require_timeout(timeout_s: Any) -> None:
     """Raise `ConfigError` for what is no number of seconds, and not None."""
     if timeout_s is not None:
         require_seconds(timeout_s, "timeout_s")
+
+
+class VerbChecks:
+    """What the verbs of a fleet check before they begin."""
+
+    def _require_started(self) -> None:
+        """Raise `StateError` for a fleet that has no ranks yet, or none any more."""
+
+    def _require_verb(self, **arguments: Any) -> None:
+        """Raise `StateError` without ranks, and `ConfigError` for arguments, by their names, of another kind."""
+        self._require_started()
+        for name, value in arguments.items():
+            _CHECKS[name](value, name)
+
+
+def layer_numbers(layers: Any) -> tuple[int, ...]:
+    """Return the numbers of layers, of any iterable. Raises `ConfigError` for what is none."""
+    numbers = tuple(layers) if isinstance(layers, Iterable) and not isinstance(layers, str | bytes) else (None,)
+    require(all(map(is_integer, numbers)), "layers", layers, "a list of the numbers of layers")
+    return numbers
+
+
+def _require_text(value: Any, name: str) -> None:
+    require(isinstance(value, str), name, value, "its name, a text")
+
+
+_CHECKS: dict[str, Callable[[Any, str], None]] = {
+    **dict.fromkeys(("rank", "home", "request", "instance", "id", "why"), _require_text),
+    **dict.fromkeys(("dry_run", "drain", "sharing", "whole"), require_flag),
+    "most": require_count,
+    "timeout_s": require_seconds,
+}

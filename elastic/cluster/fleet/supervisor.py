@@ -14,7 +14,7 @@ from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.cluster.fleet.ticks import Attempts
 from elastic.cluster.rank.spec import RankSpec
-from elastic.errors import ElasticError
+from elastic.errors import ElasticError, require_flag, require_period
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.1
@@ -48,6 +48,10 @@ class Supervisor:
         beat_timeout_s: float,
         hang_timeout_s: float,
     ) -> None:
+        """Raises `ConfigError` for seconds that are none, and for what does not say whether ranks are replaced."""
+        require_flag(replaces, "replace")
+        require_period(beat_timeout_s, "beat_timeout_s")
+        require_period(hang_timeout_s, "hang_timeout_s")
         self._dispatcher, self._log = dispatcher, log
         self._starter, self._replaces = starter, replaces
         self._beat_timeout_s, self._hang_timeout_s = beat_timeout_s, hang_timeout_s

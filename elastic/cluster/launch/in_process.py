@@ -13,7 +13,7 @@ from elastic.cluster.rank.build import built
 from elastic.cluster.rank.client import RankClient
 from elastic.cluster.rank.questions import portable
 from elastic.cluster.rank.spec import RankSpec
-from elastic.errors import StateError
+from elastic.errors import StateError, require_period
 
 
 class RankThread:
@@ -55,6 +55,7 @@ class InProcessLauncher:
     name = "in-process"
 
     def __init__(self, *, start_timeout_s: float = START_S) -> None:
+        require_period(start_timeout_s, "start_timeout_s")
         self._start_timeout_s = start_timeout_s
         self._ranks: list[RankThread] = []
 

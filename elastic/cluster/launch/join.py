@@ -9,21 +9,25 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
+from weakref import WeakMethod, finalize
 
 from elastic.cluster.control.connection import SocketConnection
-from elastic.cluster.control.handshake import read_key
+from elastic.cluster.control.handshake import read_key, require_key
 from elastic.cluster.control.listener import LOOPBACK, Listener
 from elastic.cluster.launch.base import START_S, await_hello
 from elastic.cluster.rank.client import RankClient
 from elastic.cluster.rank.spec import RankSpec
-from elastic.errors import ConfigError, ElasticError, StateError
+from elastic.errors import ConfigError, ElasticError, StateError, require, require_period
 
 logger = logging.getLogger(__name__)
 KEY_FILE = "ELASTIC_KEY_FILE"
 
 
 class JoinLauncher:
-    """Listens for ranks (`elastic rank --join HOST:PORT --key-file F`) that know the key.
+    """Listens for ranks (`elastic rank --join HOST:PORT --key-file F`) that know the key, until `close`.
+
+    A fleet closes it when it stops, `with` at the end of its block; where nobody keeps it, it closes by itself.
 
     `start` takes the next one that has come, whatever its spec says: a rank chooses its own model and places. One that
     comes while none is waited for goes to `on_joined`, or waits for the next `start`.
@@ -47,7 +51,11 @@ class JoinLauncher:
         key = key if key is not None else os.environ.get(KEY_FILE)
         if key is None:
             raise ConfigError(f"ranks that join need a key: give JoinLauncher(key_file), or set {KEY_FILE}")
+        require(isinstance(key, bytes | str | Path), "key", key, "the key itself, or the path of its file")
+        require_period(start_timeout_s, "start_timeout_s")
+        require(refused is None or callable(refused), "refused", refused, "a function of a text, or None")
         key = key if isinstance(key, bytes) else read_key(key)
+        require_key(key, "key")
         self.on_joined: Callable[[RankClient], None] | None = None
         """Called with a rank that nobody waits for, on a thread of the launcher."""
         self._start_timeout_s = start_timeout_s
@@ -56,7 +64,9 @@ class JoinLauncher:
         self._loading: set[SocketConnection] = set()
         self._waiting = 0
         self._closed = False
-        self._listener = Listener((host, port), key, self._accept, refused=refused)
+        accept = WeakMethod(self._accept)  # else its thread would keep it alive
+        self._listener = Listener((host, port), key, lambda connection: _accept(accept(), connection), refused=refused)
+        finalize(self, self._listener.end).atexit = False
         self.address = self._listener.address
         """Where ranks are to join."""
 
@@ -87,6 +97,12 @@ class JoinLauncher:
         while self._ready:
             self._ready.popleft().kill("the fleet was closed")
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _accept(self, connection: SocketConnection) -> None:
         with self._came:
             self._loading.add(connection)
@@ -112,3 +128,11 @@ class JoinLauncher:
             client.kill("the fleet was closed")
         elif not taken and on_joined is not None:
             on_joined(client)
+
+
+def _accept(accept: Callable[[SocketConnection], None] | None, connection: SocketConnection) -> None:
+    """Give a connection to a launcher's method; close it where the launcher is no more."""
+    if accept is None:
+        connection.close()
+    else:
+        accept(connection)

@@ -23,8 +23,7 @@ from elastic.cluster.launch.base import START_S, await_hello
 from elastic.cluster.launch.fork_server import MOST_BYTES
 from elastic.cluster.rank.client import RankClient
 from elastic.cluster.rank.spec import RankSpec
-from elastic.config import require
-from elastic.errors import ConfigError, ElasticError, StateError
+from elastic.errors import ConfigError, ElasticError, StateError, require_period, require_whole
 
 IMPORT_S = 120.0
 """How long the fork server may take to import torch and transformers."""
@@ -168,8 +167,9 @@ class LocalLauncher:
 
     def __init__(self, ranks: int = 1, *, start_timeout_s: float = START_S) -> None:
         """`ranks` is how many there will be at first. Raises `ConfigError` for less than one."""
-        require(ranks >= 1, "ranks", ranks, "at least 1")
+        require_whole(ranks, "ranks")
         self._threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+        require_period(start_timeout_s, "start_timeout_s")
         self._start_timeout_s = start_timeout_s
         self._lock = threading.Lock()  # of the server
         self._server: ForkServerClient | None = None

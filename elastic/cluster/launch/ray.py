@@ -26,7 +26,7 @@ from elastic.cluster.launch.base import START_S, await_hello
 from elastic.cluster.rank.client import RankClient
 from elastic.cluster.rank.process import serve
 from elastic.cluster.rank.spec import RankSpec
-from elastic.errors import BackendUnavailable, ConfigError, StateError
+from elastic.errors import BackendUnavailable, ConfigError, StateError, is_integer, is_number, require_period
 
 try:
     import ray
@@ -138,7 +138,10 @@ class RayLauncher:
         room_s: float = ROOM_S,
         start_timeout_s: float = START_S,
     ) -> None:
-        if ranks < 1 or cpus < 0 or gpus < 0:
+        require_period(room_s, "room_s")
+        require_period(start_timeout_s, "start_timeout_s")
+        amounts = all(is_number(amount) and amount >= 0 for amount in (cpus, gpus))
+        if not (is_integer(ranks) and ranks >= 1 and amounts):
             raise ConfigError(f"ranks={ranks}, cpus={cpus}, gpus={gpus}: give at least one rank, and no less than 0")
         if strategy not in ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"):
             raise ConfigError(f"strategy={strategy!r} must be PACK, SPREAD, STRICT_PACK or STRICT_SPREAD")

@@ -39,7 +39,10 @@ def keep_activations(
         return
     steps = measure(engine, most_tokens, most_requests)
     give_back_freed(pool.device)
-    if _largest(engine, steps) > _beside_budgets(engine, pool.device):
+    # whatever its instance has room for
+    every = pool.budget_pages // engine._memory.sector_pages * sector_tokens(engine)
+    largest = steps.fixed + max(steps.prompt * longest_prompt(engine), steps.decode * every)
+    if largest > _beside_budgets(engine, pool.device):
         charge(engine, steps, stack)
 
 
@@ -78,7 +81,7 @@ def give_back_for_steps(engine: ContinuousEngine) -> None:
 
 def sector_tokens(engine: ContinuousEngine) -> int:
     """Return the tokens of an engine's sector."""
-    form, room = engine.kv_format, engine.kv_room()
+    form, room = engine.kv_format, engine.reports.kv_room()
     return min(room.sector_pages) * room.page_bytes // form.block_bytes * form.block_tokens
 
 
@@ -88,26 +91,15 @@ def longest_prompt(engine: ContinuousEngine) -> int:
     return min(every, context_length(engine._config) or every)
 
 
-def _largest(engine: ContinuousEngine, steps: StepBytes) -> float:
-    """Bound what a step takes at a rank, whatever its instance has room for."""
-    every = engine._memory.kv.pool.budget_pages // engine._memory.sector_pages * sector_tokens(engine)
-    return steps.fixed + max(steps.prompt * longest_prompt(engine), steps.decode * every)
-
-
 def _beside_budgets(engine: ContinuousEngine, device: torch.device) -> int:
     """Return the bytes of a device that will be free when the budgets of this process's places there are used up."""
     left = free_bytes(device)
     for pool in engine.runtime.pools:
         if pool.device == device:
-            left -= _uncreated_bytes(pool)
+            status = pool.status()  # of its budget, what is neither created nor held outside of the pages
+            outside = sum(nbytes for owner, nbytes in status.owners.items() if owner.startswith("fixed:"))
+            left -= status.budget_bytes - outside - pool.backend.created * pool.page_bytes
     return left
-
-
-def _uncreated_bytes(pool: PagePool) -> int:
-    """Return the bytes of a budget that are neither created nor held outside of the pages."""
-    status = pool.status()
-    outside = sum(nbytes for owner, nbytes in status.owners.items() if owner.startswith("fixed:"))
-    return status.budget_bytes - outside - pool.backend.created * pool.page_bytes
 
 
 def _discharge(share: WeightsShare, pool: PagePool, kept: int) -> None:

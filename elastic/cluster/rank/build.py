@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 from collections.abc import Iterator, Mapping
@@ -18,9 +17,8 @@ from elastic.cluster.rank.activations import keep_activations
 from elastic.cluster.rank.facts import model_facts, stored_facts
 from elastic.cluster.rank.rank import Rank
 from elastic.cluster.rank.skeleton import load_skeleton
-from elastic.cluster.rank.spec import RankSpec, rank_places
+from elastic.cluster.rank.spec import ENGINE_OPTIONS, RankSpec, options_of, rank_places
 from elastic.config import Place, require
-from elastic.engines.base import GrammarCompiler
 from elastic.engines.continuous.chunk_profile import fit_cost
 from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.engines.structured import compiler_of
@@ -47,18 +45,18 @@ def built(spec: RankSpec, connection: Connection) -> Iterator[Rank]:
     """
     places = [Place.parse(place) for place in spec.places]
     require_memory(places)
-    if unknown := sorted(spec.engine.keys() - _ENGINE_OPTIONS.keys()):
-        raise ConfigError(f"engine: no option {unknown[0]!r}; there are {', '.join(sorted(_ENGINE_OPTIONS))}")
+    options = {"max_requests": 256, **options_of("engine", spec.engine)}
+    options_of("wrap", spec.wrap)
     with ExitStack() as stack:
         model, facts = _load_wrapped(spec, places, stack) if spec.share is None else _load_share(spec, places, stack)
         if model.elastic.shards > 1:  # digests by which shared weights come back, and leave without being read
             model.elastic.digests(range(len(model.elastic.shards_here)))
-        options = {"max_requests": 256, **spec.engine}
         if isinstance(options.get("grammars"), str):
-            options["grammars"] = _grammars(options["grammars"], spec, model)
+            require(options["grammars"] == "llguidance", "grammars", options["grammars"], "'llguidance', or none")
+            options["grammars"] = compiler_of(model, read_tokenizer(str(spec.model), option="model"))
         engine = ContinuousEngine(model, **options)
         stack.callback(engine.stop, drain=False)
-        tokens = options.get("max_batch_tokens", _ENGINE_OPTIONS["max_batch_tokens"].default)
+        tokens = options.get("max_batch_tokens", ENGINE_OPTIONS["max_batch_tokens"].default)
         with _measuring, _loading:  # for a rank with a share, a model without data is made
             keep_activations(engine, tokens, options["max_requests"], stack)
         cost = _measured_cost(engine, spec, options) if spec.lookahead and spec.share is None else None
@@ -110,7 +108,7 @@ def _device(places: list[Place]) -> torch.device:
 
 def _measured_cost(engine: ContinuousEngine, spec: RankSpec, options: Mapping[str, Any]) -> ModelCost | None:
     """Fit what steps of an engine cost, and have it use that, unless its options say how long steps are."""
-    most_tokens = options.get("max_batch_tokens", _ENGINE_OPTIONS["max_batch_tokens"].default)
+    most_tokens = options.get("max_batch_tokens", ENGINE_OPTIONS["max_batch_tokens"].default)
     try:
         with _measuring:
             cost = fit_cost(engine, most_tokens)
@@ -118,7 +116,7 @@ def _measured_cost(engine: ContinuousEngine, spec: RankSpec, options: Mapping[st
         logger.warning("rank %s has steps of so many tokens, not of equal cost: %s", spec.name, error)
         return None
     if options.get("step_budget") is None:
-        engine.use_cost(cost.whole)
+        engine.cohorts.use_cost(cost.whole)
     return cost
 
 
@@ -141,12 +139,3 @@ def _load(spec: RankSpec, places: list[Place]) -> Any:
     device = _device(places)
     with _loading:
         return load_weights(str(spec.model), device, option="model").to(device)
-
-
-def _grammars(name: str, spec: RankSpec, model: Any) -> GrammarCompiler | None:
-    """Return the compiler of grammars over the tokenizer in the model's directory, if answers of the model can end."""
-    require(name == "llguidance", "grammars", name, "'llguidance', or none")
-    return compiler_of(model, read_tokenizer(str(spec.model), option="model"))
-
-
-_ENGINE_OPTIONS = {k: v for k, v in inspect.signature(ContinuousEngine).parameters.items() if k != "model"}

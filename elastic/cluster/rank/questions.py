@@ -123,18 +123,18 @@ class Questions:
         engine = self._engine
         match question:
             case Locate(request):
-                return engine.locate(request)
+                return engine.moves.locate(request)
             case Receive(states, kv, source, coordinated):
-                return engine.receive(states, kv, source, coordinated=coordinated)
+                return engine.moves.receive(states, kv, source, coordinated=coordinated)
             case GiveUp(request):
-                return engine.give_up(request)
+                return engine.moves.give_up(request)
             case HandOver(request):
-                handed_over = engine.hand_over(request)
+                handed_over = engine.moves.hand_over(request)
                 return None if handed_over is None else HandedOver(*handed_over)
             case FreeBlocks(request):
-                return engine.release(request)
+                return engine.moves.release(request)
             case TakeBack(request):
-                return engine.take_back(request)
+                return engine.moves.take_back(request)
             case Look():
                 return self._look()
             case Drain():
@@ -170,7 +170,7 @@ class Questions:
             engine.counters.read(),
             runtime.events()[-EVENTS:],
             runtime.health(),
-            engine.stage_times,
+            engine.stages.turn.times,
             self._stages.wires,
             tuple(runtime.weights.layers[0].variants),
             self._gpu_load.utilization,

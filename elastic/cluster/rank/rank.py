@@ -73,8 +73,8 @@ class Rank:
     def run(self) -> None:
         """Say Hello, then serve until `Bye` or the end of the connection; the engine has stopped then."""
         beats = threading.Thread(target=self._beat, name=f"elastic-{self.name}-beat", daemon=True)
-        self.engine.on_step, self.engine.on_room = self._tell, self._tell_room
-        self.engine.on_impossible, self.engine.on_crowded_out = self._give_back, self._return
+        self.engine.reports.on_step, self.engine.reports.on_room = self._tell, self._tell_room
+        self.engine.moves.on_impossible, self.engine.moves.on_crowded_out = self._give_back, self._return
         self.engine.start()
         self._questions.start()
         self._connection.send(self._hello())
@@ -166,8 +166,8 @@ class Rank:
             self._facts,
             self.engine.kv_format,
             self._max_requests,
-            self.engine.kv_source(),
-            self.engine.load(),
+            self.engine.reports.kv_source(),
+            self.engine.reports.load(),
             self._new_forms(),
             self._cost,
             self._places,
@@ -193,11 +193,11 @@ class Rank:
             self._starts.clear()
         forms = self._new_forms()
         if outputs or forms or report is not None:
-            self._say(News(outputs, starts, self.engine.load(), report, forms))
+            self._say(News(outputs, starts, self.engine.reports.load(), report, forms))
 
     def _tell_room(self) -> None:
         """Say how much room there is: blocks came free behind the last news, or an action is over."""
-        self._say(Beat(self.engine.load()))
+        self._say(Beat(self.engine.reports.load()))
 
     def _new_forms(self) -> tuple[tuple[str, ...], ...]:
         told, weights = self._forms, self.engine.weights
@@ -215,6 +215,6 @@ class Rank:
                 self._connection.close()
                 return
             try:
-                self._connection.send(Beat(self.engine.load()))
+                self._connection.send(Beat(self.engine.reports.load()))
             except StateError:  # the fleet has gone; who takes its messages may wait for the engine, and not see it
                 self.ended.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +10,18 @@ from typing import Any
 from elastic.cluster.control.messages import RankPlace
 from elastic.config import Place
 from elastic.controller.sensors.nvml import identify
+from elastic.engines.continuous.engine import ContinuousEngine
+from elastic.errors import ConfigError, is_list, nearest, require
 from elastic.memory.places import total_bytes
 from elastic.planning.sharding.share import Share
+from elastic.wrap import wrap
+
+ENGINE_OPTIONS = {k: v for k, v in inspect.signature(ContinuousEngine).parameters.items() if k != "model"}
+_OWN = ("model", "places", "load_shards")  # what a spec says itself
+_OPTIONS = {
+    "wrap": inspect.signature(wrap).parameters.keys() - set(_OWN),
+    "engine": ENGINE_OPTIONS.keys(),
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,26 @@ class RankSpec:
     """Which ranks these are: those with the same number."""
     lookahead: bool = False
     """Whether it measures what its model's steps cost before it serves, for steps that cost the same in a pipeline."""
+
+
+def options_of(kind: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the options for ranks of a kind, a field of `RankSpec`; None: there are none.
+
+    Raises `ConfigError` for what is no mapping, and for options that there are not.
+    """
+    given = {} if given is None else given
+    is_mapping = isinstance(given, Mapping) and is_list([*given], lambda key: isinstance(key, str))
+    require(is_mapping, kind, given, "a mapping from options, which are texts, to their values")
+    if kind == "environment":
+        is_text = is_list([*given.values()], lambda value: isinstance(value, str))
+        require(is_text, kind, given, "a mapping from variables to their values, which are texts")
+    allowed = _OPTIONS.get(kind, given.keys())
+    if unknown := sorted(given.keys() - allowed):
+        itself = f"say {unknown[0]}= of the fleet itself"
+        raise ConfigError(
+            f"{kind}: no option {unknown[0]!r}; {itself if unknown[0] in _OWN[:2] else nearest(unknown[0], allowed)}"
+        )
+    return dict(given)
 
 
 def rank_places(texts: Sequence[str]) -> tuple[RankPlace, ...]:

@@ -91,58 +91,58 @@ class Stages:
         match question:
             case OpenStage(home, path, sectors, addresses):
                 log = self._opened.accept_log(home, ACCEPT_S)
-                return engine.open_stage(home, log, self._opened.transport(home), path, sectors, addresses)
+                return engine.stages.open(home, log, self._opened.transport(home), path, sectors, addresses)
             case AttachStage(rank):
                 return self._attach(rank)
             case DetachStage(rank):
                 self._attached.discard(rank)
-                return engine.detach_stage(rank)
+                return engine.ranks.detach(rank)
             case CloseStage(home, keep):
-                return engine.close_stage(home, keep=keep)
+                return engine.stages.close(home, keep=keep)
             case MeasureRoom(rank):
                 if engine.rank != rank:
                     engine.rank = rank
                 return _measure_room(engine)
             case SetCap(sectors):
-                load = engine.set_cap(sectors)
+                load = engine.ranks.set_cap(sectors)
                 give_back_for_steps(engine)
                 return load
             case CapReached():
-                return engine.cap_reached()
+                return engine.ranks.cap_reached()
             case Allot(home, sectors):
-                return engine.allot(home, sectors)
+                return engine.stages.allot(home, sectors)
             case Recover(lost, memories, weights):
                 self._attached.clear()
-                return engine.recover(lost, partial(self._restore, weights), memories)
+                return engine.recovery.recover(lost, partial(self._restore, weights), memories)
         return self._exchange(question)
 
     def _exchange(self, question: StageQuestion) -> Any:
         engine = self._engine
         match question:
             case LayersMemory(home, shards):
-                return engine.layers_kv(shards) if home == engine.rank else engine.stage_kv(home, shards)
+                return engine.kv.locate(shards) if home == engine.rank else engine.stages.locate(home, shards)
             case KeptLayers(home, epoch):
-                return engine.kept_layers(home, epoch)
+                return engine.stages.kept(home, epoch)
             case BeginExchange(shards):
-                return engine.begin_exchange(shards)
+                return engine.exchange.begin(shards)
             case PrepareLayers(home, shards, exchange):
-                return engine.prepare_layers(home, shards, exchange)
+                return engine.exchange.prepare(home, shards, exchange)
             case CopyLayers(home, shards, source, blocks, coordinated):
-                return engine.copy_layers(home, shards, source, blocks, coordinated=coordinated)
+                return engine.exchange.copy(home, shards, source, blocks, coordinated=coordinated)
             case SetCopies(copies):
-                return engine.set_copies(copies)
+                return engine.cohorts.set_copies(copies)
             case PauseSteps():
-                return engine.pause_steps()
+                return engine.exchange.pause()
             case ResumeSteps():
-                return engine.resume_steps()
+                return engine.exchange.resume()
             case WrittenBlocks():
-                return engine.written_blocks()
+                return engine.exchange.written_blocks()
             case FlipLayers(path, sources):
-                return engine.flip(path, sources)
+                return engine.exchange.flip(path, sources)
             case EndExchange():
-                return engine.end_exchange()
+                return engine.exchange.end()
             case GiveUpLayers(home, shards):
-                return engine.give_up_layers(home, shards)
+                return engine.exchange.give_up(home, shards)
         raise StateError(f"the fleet asked a {type(question).__name__}, which this rank does not know")
 
     @property
@@ -155,16 +155,16 @@ class Stages:
         with self._lock:
             if self._hub is None:
                 self._hub = hub = PeerHub(rank, key, (self._host, 0), bulk)
-                hub.serve_memory(self._engine.runtime.pools, self._engine.exchange_pace.copying)
-                self._engine.use_peers(hub, lambda: hub.sending)
+                hub.serve_memory(self._engine.runtime.pools, self._engine.kv.exchange.pace.copying)
+                self._engine.ranks.use_peers(hub, lambda: hub.sending)
             return self._hub.address
 
     def _attach(self, rank: str) -> None:
         """Have another rank be a stage of the engine here."""
         engine, hub = self._engine, self._opened
         if not self._attached:
-            engine.use_transport(hub.transport(engine.rank))
-        engine.attach_stage(rank, hub.connect_log(rank, engine.rank))
+            engine.ranks.use_transport(hub.transport(engine.rank))
+        engine.ranks.attach(rank, hub.connect_log(rank, engine.rank))
         self._attached.add(rank)
 
     def _restore(self, elsewhere: Sequence[tuple[tuple[int, ...], WeightsSource]], shards: tuple[int, ...]) -> None:
@@ -187,7 +187,7 @@ class Stages:
 
 def _measure_room(engine: ContinuousEngine) -> Room:
     """Return what the memory of a rank could hold now, for a fleet that plans which layers it computes."""
-    room, runtime = engine.kv_room(), engine.runtime
+    room, runtime = engine.reports.kv_room(), engine.runtime
     return Room(
         path=engine.path,
         pages=room.pages,

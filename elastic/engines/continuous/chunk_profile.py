@@ -84,7 +84,7 @@ def fit_cost(engine: ContinuousEngine, most_tokens: int, most_s: float = 2.0) ->
     A slow model is measured in smaller batches. The engine has not been started; raises as `profile_chunks` does.
     """
     began_s = time.perf_counter()
-    longest = engine.load().total_blocks * engine.kv_format.block_tokens // _MOST_SEQUENCES
+    longest = engine.reports.load().total_blocks * engine.kv_format.block_tokens // _MOST_SEQUENCES
     longest = min(longest, getattr(engine._config, "max_position_embeddings", None) or longest)
     tokens, limit, stopwatch = min(8, longest // 2), min(most_tokens, longest // 2), _Stopwatch(engine)
     if tokens < 1:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from elastic.engines.core.kv_state import INT8, KVFormat, usual_block_tokens
+from elastic.engines.executor.block_layout import LAYOUTS
+from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.engines.pipeline.forward import Attended, StageForward
 from elastic.engines.pipeline.turn import Turn
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, require, require_count, require_whole
 from elastic.kvcache.attention import attends_for_engines
 from elastic.kvcache.score_terms import ScoreTerms
+from elastic.kvcache.storage.pool import KVPool
+from elastic.planning.sharding.heads import kv_shards, parts_of
 from elastic.runtime.runtime import runtime
 from elastic.weights.decoder import PAGED_CACHE
 
@@ -109,3 +115,47 @@ def _call(model: Any, probe: _CacheProbe, present: list[int]) -> None:
         forward.run_to_attention(present, inputs)
     finally:
         forward.close()
+
+
+def require_options(
+    max_requests: Any,
+    max_batch_tokens: Any,
+    max_queue: Any,
+    block_tokens: Any,
+    cohorts: Any,
+    block_layout: Any,
+    kv_cache_dtype: Any,
+) -> None:
+    """Raise `ConfigError` for options of an engine that cannot be."""
+    require_whole(max_requests, "max_requests")
+    require_whole(max_batch_tokens, "max_batch_tokens")
+    for name, count in (("max_queue", max_queue), ("block_tokens", block_tokens), ("cohorts", cohorts)):
+        require_count(count, name)
+    require(block_layout in [*LAYOUTS], "block_layout", block_layout, f"one of {', '.join(sorted(LAYOUTS))}")
+    dtypes = ("auto", INT8)
+    require(kv_cache_dtype in dtypes, "kv_cache_dtype", kv_cache_dtype, " or ".join(dtypes))
+
+
+def kv_format(
+    model: Any, groups: Sequence[LayerGroup], block_tokens: int | None, block_layout: str, dtype: str, shards: int
+) -> KVFormat:
+    """Return the form of a model's blocks, whose decoder layers are cut into so many shards.
+
+    Raises `ConfigError` for a model that cannot have it.
+    """
+    heads, dim = kv_shape(model)
+    parts = kv_shards(shards, heads)
+    if dtype == INT8 and dim % 2:
+        raise ConfigError(f"kv_cache_dtype={INT8!r} needs heads of an even size; this model's have {dim}: use 'auto'")
+    dtype = str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype
+    layers = tuple((parts_of(group.layers, parts), group.window) for group in groups)
+    tokens = block_tokens or usual_block_tokens(dtype, dim)
+    return KVFormat(tokens, block_layout, dtype, heads // parts, dim, layers, parts)
+
+
+def one_pool(model: Any) -> KVPool:
+    """Return the KV pool of a model that the engine can serve. Raises `ConfigError` for others."""
+    pools = list(runtime(model).kv.memory.shares())
+    if len(pools) != 1:
+        raise ConfigError(f"its KV cache is at {len(pools)} places; continuous batching needs all of it at one")
+    return pools[0]

@@ -17,41 +17,43 @@ from typing import Any
 from elastic.config import require
 from elastic.engines.base import GrammarCompiler, Listener, Request
 from elastic.engines.continuous.active_requests import ActiveRequests
-from elastic.engines.continuous.compatibility import kv_shape
-from elastic.engines.continuous.moves import one_request
-from elastic.engines.continuous.pipelined import PipelinedEngine
+from elastic.engines.continuous.compatibility import kv_format, one_pool, require_options
+from elastic.engines.continuous.moves import MovingRequests, one_request
+from elastic.engines.continuous.ranks.cohorts import Cohorts
+from elastic.engines.continuous.ranks.home_kv import HomeKV
+from elastic.engines.continuous.ranks.hosted_stages import HostedStages
+from elastic.engines.continuous.ranks.joined_ranks import JoinedRanks
+from elastic.engines.continuous.ranks.layer_exchange import LayerExchange
+from elastic.engines.continuous.ranks.recovery import LostLayers, Recovery
 from elastic.engines.continuous.received import ReceivedKV, ReceivedRequests
+from elastic.engines.continuous.reports import EngineReports
 from elastic.engines.continuous.step_loop import StepLoop
 from elastic.engines.continuous.variant_recorder import VariantRecorder
 from elastic.engines.core.block_manager import BlockManager
-from elastic.engines.core.kv_state import INT8, KVFormat, KVSource, SequenceKV, usual_block_tokens
+from elastic.engines.core.kv_state import KVSource, SequenceKV
 from elastic.engines.core.restart import RestartingScheduler
 from elastic.engines.core.step import SequenceState
 from elastic.engines.core.step_budget import StepBudget
-from elastic.engines.executor.block_layout import LAYOUTS, layout_of
+from elastic.engines.executor.block_layout import layout_of
+from elastic.engines.executor.kv_exchange import KVExchange
 from elastic.engines.executor.layer_groups import LayerGroup, block_groups, layer_groups
 from elastic.engines.executor.model_runner import ModelRunner
+from elastic.engines.pipeline.home import HomeExecutor
+from elastic.engines.pipeline.path import LayerPath
+from elastic.engines.pipeline.turn import Turn
 from elastic.engines.sampling import answer_seed, require_valid
 from elastic.engines.stopping import end_tokens, with_ends
-from elastic.errors import (
-    CapacityError,
-    ConfigError,
-    ElasticError,
-    Overloaded,
-    StateError,
-    is_integer,
-)
+from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError, require_whole
 from elastic.kvcache.storage.paged import BlockMemory
-from elastic.kvcache.storage.pool import KVPool
+from elastic.memory.rate_limit import YieldingPace
 from elastic.openmp import release_threads
-from elastic.planning.sharding.heads import kv_shards, parts_of
+from elastic.planning.arrangement.step_pages import StepPages
 from elastic.runtime.runtime import Runtime, runtime
 
-KV_CACHE_DTYPES = ("auto", INT8)
 _engines: weakref.WeakSet[ContinuousEngine] = weakref.WeakSet()
 
 
-class ContinuousEngine(PipelinedEngine):
+class ContinuousEngine:
     """The embedded engine: its cache is in blocks on the pages of the wrapped model.
 
     What layers give up is cache capacity at the next step, and what they take back they get when no request needs it.
@@ -64,6 +66,7 @@ class ContinuousEngine(PipelinedEngine):
     keep these busy); `step_budget` says how many tokens each step may have, by what they cost (None:
     `max_batch_tokens`); `grammars` serves structured output. Decode steps on a CPU are captured and replayed, to the
     same bits (`executor.graphs`), on a GPU with `cuda_graphs`; with `enforce_eager` the model is called at every step.
+    Fleets ask its parts: `reports`, `moves`, `stages`, `exchange`, `ranks`, `cohorts`, `recovery`, `kv`.
     Raises `StateError` for a model that is not wrapped, `ConfigError` for one that it cannot serve.
     """
 
@@ -84,49 +87,70 @@ class ContinuousEngine(PipelinedEngine):
         enforce_eager: bool = False,
         cuda_graphs: bool = False,
     ) -> None:
-        for name, count in (("max_requests", max_requests), ("max_batch_tokens", max_batch_tokens)):
-            require(is_integer(count) and count >= 1, name, count, "at least 1")
-        for name, some in (("block_tokens", block_tokens), ("cohorts", cohorts), ("max_queue", max_queue)):
-            require(some is None or (is_integer(some) and some >= 1), name, some, "at least 1, or None")
-        require(block_layout in LAYOUTS, "block_layout", block_layout, f"one of {', '.join(sorted(LAYOUTS))}")
-        require(kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", kv_cache_dtype, " or ".join(KV_CACHE_DTYPES))
+        require_options(max_requests, max_batch_tokens, max_queue, block_tokens, cohorts, block_layout, kv_cache_dtype)
         self.runtime: Runtime = runtime(model)
         self.counters = self.runtime.counters
         self._model, self._config = model, model.config.get_text_config(decoder=True)
         self._max_queue, self._max_batch_tokens, self._grammars = max_queue, max_batch_tokens, grammars
         self._lock, self._stack, self._state = threading.Lock(), ExitStack(), "new"
-        self._thread: threading.Thread | None = None
         with ExitStack() as stack:
             stack.callback(self.runtime.occupy("a continuous batching engine; stop it first"))
             self.runtime.observe(False)  # it counts its requests itself
             stack.callback(self.runtime.observe, True)
-            kv, groups = _one_pool(model), layer_groups(self._config)
-            self.kv_format = form = _kv_format(model, groups, block_tokens, block_layout, kv_cache_dtype, self.shards)
-            sizes = block_groups(groups, form.block_bytes, form.kv_shards)
-            windows = [group.window for group in groups]
-            self._blocks = BlockManager(partial(BlockMemory, kv, sizes), windows, form.block_tokens, share_prefixes)
+            kv, groups = one_pool(model), layer_groups(self._config)
+            self.kv_format = form = kv_format(model, groups, block_tokens, block_layout, kv_cache_dtype, self.shards)
+            open_memory = partial(BlockMemory, kv, block_groups(groups, form.block_bytes, form.kv_shards))
+            self._blocks = BlockManager(open_memory, form.windows, form.block_tokens, share_prefixes)
             assert isinstance(self._blocks.memory, BlockMemory)
             memory = self._memory = self._blocks.memory
+            memory.owed = self._blocks.owed_sectors
             stack.callback(memory.close)
             gate = self.runtime.gate if not enforce_eager and (cuda_graphs or model.device.type == "cpu") else None
-            self._runner = ModelRunner(model, memory, groups, layout_of(form, model.dtype), grammars, gate)
-            stack.callback(self._runner.close)
-            stack.callback(self._open_pipeline(groups, cohorts))
-            self._received, self._held = ReceivedRequests(self._blocks, memory, self._kv_exchange), {}
+            runner = self._runner = ModelRunner(model, memory, groups, layout_of(form, model.dtype), grammars, gate)
+            stack.callback(runner.close)
             self._variants = VariantRecorder(self.runtime, self._is_own_thread)
-            stack.callback(model.register_forward_pre_hook(self._variants).remove)
             self._requests = ActiveRequests(self.counters, lambda: self._variants.current)
             scheduler = RestartingScheduler(
                 self._blocks, max_requests=max_requests, max_batch_tokens=max_batch_tokens, cohorts=cohorts or 1
             )
             scheduler.weights = self._variants.weights
             scheduler.budget = step_budget or scheduler.budget
-            self._loop = StepLoop(scheduler, self._home, self._requests, cohorts or 1)
-            self._loop.before_steps, self._loop.when_idle = self._fill_stages, self._prepare
-            self._loop.when_stuck = self._end_crowded_out
+            self._put_together(scheduler, groups, cohorts)
+            stack.callback(self.ranks.close)
+            stack.callback(model.register_forward_pre_hook(self._variants).remove)
             kv.pool.listeners.append(self._loop.wake)
             stack.callback(kv.pool.listeners.remove, self._loop.wake)
             self._stack = stack.pop_all()
+
+    def _put_together(
+        self, scheduler: RestartingScheduler, groups: tuple[LayerGroup, ...], cohorts: int | None
+    ) -> None:
+        """Make the parts that the engine has besides its scheduler and the runner of its steps."""
+        turn, path = Turn(), LayerPath.alone("", sum(len(group.layers) for group in groups), self.shards)
+        home = self._home = HomeExecutor(self._runner, self._memory, turn, path)
+        home.set_cohorts(cohorts or 1)
+        loop = self._loop = StepLoop(scheduler, home, self._requests, cohorts or 1)
+        exchange = KVExchange(self.kv_format, self.shards, YieldingPace(turn.wait_idle, lambda: turn.stage_s))
+        self.kv = kv = HomeKV(self._memory, self._runner.cache, exchange, home)
+        """The keys and values of its layers."""
+        self.reports = EngineReports(loop, home, kv)
+        """What others are told of it."""
+        received = ReceivedRequests(self._blocks, self._memory, exchange)
+        self.moves = MovingRequests(loop, self._requests, received, self._memory)
+        """Requests that go to other engines, and come from these, with their keys and values."""
+        self.stages = HostedStages(self._model, groups, self._memory, home, turn, exchange)
+        """Layers of other instances that are computed here."""
+        self.exchange = LayerExchange(loop, home, kv, self.stages, self.reports)
+        """Layers that change the rank that computes them."""
+        self.ranks = JoinedRanks(self.runtime, loop, home, kv, self.stages, self.moves, self.reports)
+        """The ranks that layers can go to."""
+        self.cohorts = Cohorts(loop, home, self.stages, self.exchange, self.reports, cohorts, self._max_batch_tokens)
+        """The batches that are in flight."""
+        lost = LostLayers(self.runtime, scheduler, home, kv, self.stages)
+        self.recovery = Recovery(loop, home, lost, self.exchange, self.ranks, self.cohorts, self.moves)
+        """How it goes on when another rank is lost."""
+        loop.before_steps, loop.when_stuck = self.cohorts.fill_stages, self.moves.end_crowded_out
+        loop.when_idle = lambda: not self.stages.by_home and home.prepare()
 
     @property
     def shards(self) -> int:
@@ -154,10 +178,9 @@ class ContinuousEngine(PipelinedEngine):
             if self._state != "new":
                 raise StateError(f"the engine is {self._state}; make a new one")
             self._state = "serving"
-            self._tell_kv()
+            self.reports.begin()
             _engines.add(self)
-            self._thread = threading.Thread(target=self._loop.run, name="elastic-engine", daemon=True)
-            self._thread.start()
+            self._loop.start()
         release_threads()
 
     def submit(self, request: Request, listener: Listener) -> None:
@@ -173,6 +196,7 @@ class ContinuousEngine(PipelinedEngine):
 
     def longest_request(self, most: int, *, ever: bool = False) -> int:
         """Return the most tokens of a request for the KV cache; see `Engine`."""
+        require_whole(most, "most", least=0)
 
         def is_refused(tokens: int) -> bool:
             try:
@@ -209,7 +233,7 @@ class ContinuousEngine(PipelinedEngine):
         if waited_s is not None:
             request = replace(request, arrived_s=time.perf_counter() - waited_s)
             states = [replace(state, request=request) for state in states]
-        received = self._take_received(states, kv, source)
+        received = self.moves.take_received(states, kv, source)
         try:
             self._add(states, listener, received)
         except ElasticError:
@@ -221,21 +245,20 @@ class ContinuousEngine(PipelinedEngine):
     def export(self, request: str) -> tuple[SequenceState, ...]:
         """End a request here between two steps, for another engine to adopt; its listener gets no further word.
 
-        Its KV is lost, and a token that is in flight: `hand_over` keeps both. Returns the states of its answers that
-        have not ended; none if it is unknown, has ended or was handed over. Raises `StateError` if the engine is not
-        serving.
+        Its KV is lost, and a token that is in flight: `moves.hand_over` keeps both. Returns the states of its answers
+        that have not ended; none if it is unknown, has ended or was handed over. Raises `StateError` if the engine is
+        not serving.
         """
         states: Future[tuple[SequenceState, ...]] = Future()
 
         def leave() -> None:
             exported = map(self._loop.scheduler.export, self._requests.sequences(request))
             states.set_result(tuple(state for state in exported if state is not None))
-            if request not in self._held:
+            if request not in self.moves.held:
                 self._requests.forget(request, "moved")
 
-        if self._thread is None:
-            raise StateError("the engine is not serving; start it first")
-        if threading.current_thread() is self._thread:
+        self._loop.require_started()
+        if threading.current_thread() is self._loop.thread:
             leave()
         else:
             self._loop.post(leave)
@@ -246,6 +269,7 @@ class ContinuousEngine(PipelinedEngine):
 
         Unknown or ended: nothing happens.
         """
+        require(isinstance(request, str), "request", request, "the id of a request, a text")
 
         def leave() -> None:
             for sequence in self._requests.sequences(request, index):
@@ -257,7 +281,7 @@ class ContinuousEngine(PipelinedEngine):
 
     def stop(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
         """Take no more requests; finish those there are (`drain`, for `timeout_s` at the most), or cancel them."""
-        thread = self._thread
+        thread = self._loop.thread
         if threading.current_thread() is thread:
             raise StateError("the engine cannot be stopped by a listener, on its own thread; use another one")
         with self._lock:
@@ -272,8 +296,41 @@ class ContinuousEngine(PipelinedEngine):
                 self._home.abort()
                 thread.join()
         if was != "stopped":
-            self._end_moves()
+            self.moves.close()
             self._stack.close()
+
+    def check(self) -> None:
+        """Recount the blocks of all sequences, of those that were handed over or may come, and of other instances."""
+        self._blocks.check()
+        self.stages.check()
+
+    # -- among other ranks
+
+    step_pages = StepPages()
+    """What its rank keeps free for steps over its sectors, and those of others; before the engine is started."""
+
+    @property
+    def rank(self) -> str:
+        """This rank's name among others; set before the engine has anything to do with them."""
+        return self._home.rank
+
+    @rank.setter
+    def rank(self, name: str) -> None:
+        if name == self.rank:
+            return
+        if self._home.links or self.stages.by_home:
+            raise StateError(f"rank {self.rank!r} computes layers with others; it cannot be renamed to {name!r}")
+        self._home.path = replace(self.path, home=name, ranks=(name,) * len(self.path.ranks))
+
+    @property
+    def path(self) -> LayerPath:
+        """The path of the engine's own steps that are begun now."""
+        return self._home.path
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step while this rank computes all layers, in the mean of the last; 0.0: there was none."""
+        return self._home.step_s
 
     def __enter__(self) -> ContinuousEngine:
         self.start()
@@ -283,6 +340,11 @@ class ContinuousEngine(PipelinedEngine):
         self.stop()
 
     # -- inside
+
+    def _is_own_thread(self) -> bool:
+        """Return whether the present thread computes the engine's own steps."""
+        thread = threading.current_thread()
+        return thread is self._loop.thread or self._home.is_own_thread(thread)
 
     def _add(
         self, states: Sequence[SequenceState], listener: Listener, received: Mapping[str, ReceivedKV] | None = None
@@ -296,8 +358,11 @@ class ContinuousEngine(PipelinedEngine):
                 raise StateError("the engine is not serving; start it, or make a new one")
             self._requests.add(states, listener)
             try:
-                if not received:
-                    self._require_place(request)
+                if not received and self._max_queue is not None:
+                    waiting = self._requests.waiting_before(request)
+                    if waiting >= self._max_queue:
+                        wait_s = min(60.0, max(1.0, self.counters.read().queue_delay_s))
+                        raise Overloaded(f"{waiting} requests wait, max_queue={self._max_queue}", retry_after_s=wait_s)
                 for name, each in received.items():
                     self._blocks.attach(name, each.table)
                 self._blocks.expect([state.id for state in states], tokens)
@@ -312,12 +377,6 @@ class ContinuousEngine(PipelinedEngine):
                 self._requests.forget(request.id, "failed")
                 raise
 
-    def _require_place(self, request: Request) -> None:
-        """Raise `Overloaded` if no more requests may wait."""
-        if self._max_queue is not None and (waiting := self._requests.waiting_before(request)) >= self._max_queue:
-            wait_s = min(60.0, max(1.0, self.counters.read().queue_delay_s))
-            raise Overloaded(f"{waiting} requests wait, max_queue={self._max_queue}", retry_after_s=wait_s)
-
     def _check(self, request: Request) -> None:
         longest = getattr(self._config, "max_position_embeddings", None)
         require_valid(request, self._config.vocab_size, longest)
@@ -325,31 +384,6 @@ class ContinuousEngine(PipelinedEngine):
             if self._grammars is None:
                 raise ConfigError("grammar: this engine has no compiler of grammars; make it with grammars=")
             self._grammars.matcher(request.grammar)  # it is compiled now, and kept: the executor's is made at once
-
-
-def _kv_format(
-    model: Any, groups: Sequence[LayerGroup], block_tokens: int | None, block_layout: str, dtype: str, shards: int
-) -> KVFormat:
-    """Return the form of a model's blocks, whose decoder layers are cut into so many shards.
-
-    Raises `ConfigError` for a model that cannot have it.
-    """
-    heads, dim = kv_shape(model)
-    parts = kv_shards(shards, heads)
-    if dtype == INT8 and dim % 2:
-        raise ConfigError(f"kv_cache_dtype={INT8!r} needs heads of an even size; this model's have {dim}: use 'auto'")
-    dtype = str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype
-    layers = tuple((parts_of(group.layers, parts), group.window) for group in groups)
-    tokens = block_tokens or usual_block_tokens(dtype, dim)
-    return KVFormat(tokens, block_layout, dtype, heads // parts, dim, layers, parts)
-
-
-def _one_pool(model: Any) -> KVPool:
-    """Return the KV pool of a model that the engine can serve. Raises `ConfigError` for others."""
-    pools = list(runtime(model).kv.memory.shares())
-    if len(pools) != 1:
-        raise ConfigError(f"its KV cache is at {len(pools)} places; continuous batching needs all of it at one")
-    return pools[0]
 
 
 def _stop_all() -> None:

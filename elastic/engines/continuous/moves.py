@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
-from typing import TypeVar
 
-from elastic.clock import settle
 from elastic.engines.base import Request
 from elastic.engines.continuous.active_requests import ActiveRequests
 from elastic.engines.continuous.received import ReceivedKV, ReceivedRequests
 from elastic.engines.continuous.step_loop import StepLoop
-from elastic.engines.core.block_manager import BlockManager
-from elastic.engines.core.kv_journal import KVJournal
-from elastic.engines.core.kv_state import KVFormat, KVReport, KVSource, SectorPages, SequenceKV
-from elastic.engines.core.load import EngineLoad
+from elastic.engines.core.kv_state import KVSource, SequenceKV
 from elastic.engines.core.sequence import Sequence as LiveSequence
 from elastic.engines.core.step import SequenceState
-from elastic.engines.executor.kv_exchange import KVExchange
-from elastic.engines.executor.kv_room import KVHeadroom, kv_room
-from elastic.engines.pipeline.home import HomeExecutor
 from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError
 from elastic.kvcache.storage.paged import BlockMemory
-from elastic.types import RankMemory
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
+Departed = Callable[[str, CapacityError], object]
+"""Told, on the engine's thread, of a request that has left, and why; other engines may go on with it."""
 
 
 class MovingRequests:
@@ -40,53 +29,16 @@ class MovingRequests:
     The other one `release`s it then; or it is `take_back`, and the one that would have got it is told to `give_up`.
     """
 
-    kv_format: KVFormat
-    on_step: Callable[[KVReport | None], None] | None = None
-    """Set before `start`: told what has changed after each step, once its outputs were told and before any block that
-    came free has another owner; on the engine's thread, which waits for it. None while layers change their rank, or
-    have copies: then nobody can go on from what is here."""
-    on_room: Callable[[], object] | None = None
-    """Set before `start`: told, on the engine's thread, when blocks came free behind what `on_step` was told, and no
-    step follows with which that could be told."""
-
-    _blocks: BlockManager
-    _memory: BlockMemory
-    _loop: StepLoop
-    _requests: ActiveRequests
-    _received: ReceivedRequests
-    _thread: threading.Thread | None
-    _kv_exchange: KVExchange
-    _home: HomeExecutor
-    _held: dict[str, list[LiveSequence]]  # requests that were handed over: for the loop's thread
-    _load = EngineLoad()
-
-    # -- what is where
-
-    def kv_source(self) -> KVSource:
-        """Say where others can read the KV cache: processes of the host, unless it is a GPU's, and ranks."""
-        pool, rank = self._memory.kv.pool, self._home.path.home
-        file = pool.backend.shared_file()
-        return KVSource(file, pool.page_bytes, self.kv_format, memory=RankMemory(rank, pool.name))
-
-    def load(self) -> EngineLoad:
-        """Return how much there is to do; of before, where somebody moves memory just now. It never waits."""
-        memory, steps = self._memory, self._loop.scheduler.steps
-        error = self._loop.lost
-        lost = error.rank if error is not None else ""
-        if not memory.lock.acquire(blocking=False):
-            return replace(self._load, steps=steps, lost_rank=lost)
-        try:
-            total = memory.capacity * memory.blocks_per_sector(0)
-            blocks = self._blocks
-            self._load = EngineLoad(blocks.running, blocks.waiting, blocks.free_blocks(), total, steps, lost)
-            return self._load
-        finally:
-            memory.lock.release()
-
-    def kv_room(self) -> KVHeadroom:
-        """Return what the memory of the KV cache could hold."""
-        with self._memory.lock:
-            return kv_room(self._memory, [pool.held for pool in self._blocks.pools])
+    def __init__(
+        self, loop: StepLoop, requests: ActiveRequests, received: ReceivedRequests, memory: BlockMemory
+    ) -> None:
+        self.held: dict[str, list[LiveSequence]] = {}
+        """Requests that were handed over. For the loop's thread."""
+        self.on_impossible: Departed | None = None
+        """Set before the engine starts: told of a request that never fits here any more; None: it fails."""
+        self.on_crowded_out: Departed | None = None
+        """The same, of one that left because other models have taken pages of the place since it came."""
+        self._loop, self._requests, self._received, self._memory = loop, requests, received, memory
 
     def locate(self, request: str) -> tuple[SequenceKV, ...]:
         """Say where the KV of a request's answers lies, between two steps; none: it is unknown, or has not begun."""
@@ -100,11 +52,7 @@ class MovingRequests:
             located = [sequence.kv() for sequence in sequences if sequence is not None]
             return tuple(kv for kv in located if kv.computed)
 
-        return self._between_steps(look)
-
-    def check(self) -> None:
-        """Recount the blocks of all sequences, and of those that were handed over or may come; see `BlockManager`."""
-        self._blocks.check()
+        return self._loop.between_steps(look)
 
     # -- where a request goes to
 
@@ -121,13 +69,25 @@ class MovingRequests:
         request = one_request(states).id
         if request in self._requests:
             raise ConfigError(f"request id {request!r} is in use here; it cannot be received")
-        if self._thread is None:
-            raise StateError("the engine is not serving; start it first")
+        self._loop.require_started()
         try:
             return self._received.receive(states, kv, source, coordinated=coordinated)
         except ElasticError:
             self._loop.wake()  # blocks may have come free
             raise
+
+    def take_received(
+        self, states: Sequence[SequenceState], kv: Sequence[SequenceKV], source: KVSource | None
+    ) -> dict[str, ReceivedKV]:
+        """Return the KV that a request comes with, by sequence; with a source it is copied now, if it can be read."""
+        if kv and source is not None:
+            try:
+                self.receive(states, kv, source)
+            except (CapacityError, Overloaded):
+                raise
+            except ElasticError as error:
+                logger.warning("%s is computed anew: %s", states[0].request.id, error)
+        return self._received.take(states, kv)
 
     def give_up(self, request: str) -> None:
         """Free what was received for a request that does not come; unknown: nothing happens."""
@@ -148,116 +108,82 @@ class MovingRequests:
             if self._loop.ended:  # what was held is given back as it ends: nobody could copy it
                 raise StateError("the engine has stopped; make a new one")
             self._received.require_allowed()
-            if request not in self._held:
+            if request not in self.held:
                 self._loop.settle(self._requests.sequences(request))
                 held = self._loop.scheduler.hold(self._requests.sequences(request))
                 if not held:
                     return None
-                self._held[request] = held
-            held = self._held[request]
+                self.held[request] = held
+            held = self.held[request]
             kv = tuple(replace(each.kv(), exact=each.table.exact) for each in held if each.computed)
             return tuple(sequence.state() for sequence in held), kv
 
-        return self._between_steps(leave)
+        return self._loop.between_steps(leave)
 
     def release(self, request: str) -> None:
         """Free the blocks of a request that was handed over; unknown: nothing happens."""
 
         def free() -> None:
-            for sequence in self._held.pop(request, ()):
+            for sequence in self.held.pop(request, ()):
                 self._loop.scheduler.release(sequence)
                 self._requests.forget(request, "moved")
 
-        self._between_steps(free)
+        self._loop.between_steps(free)
 
     def take_back(self, request: str) -> None:
         """Go on with a request that was handed over, as if nothing had been. Raises `StateError` if it was not."""
 
         def go_on() -> None:
-            if request not in self._held:
+            if request not in self.held:
                 raise StateError(f"request {request!r} was not handed over, or was released; it cannot be taken back")
-            self._loop.scheduler.resume(self._held.pop(request))
+            self._loop.scheduler.resume(self.held.pop(request))
 
-        self._between_steps(go_on)
+        self._loop.between_steps(go_on)
 
-    # -- inside
+    # -- inside the engine
 
-    def _between_steps(self, work: Callable[[], T]) -> T:
-        """Have the engine's thread do something between two steps; return or raise what it does."""
-        if threading.current_thread() is self._thread:
-            raise StateError("a listener cannot ask its engine to move a request; use another thread")
-        if self._thread is None:
-            raise StateError("the engine is not serving; start it first")
-        done: Future[T] = Future()
-        self._loop.post(partial(settle, done, work))
-        return done.result()
+    def refuse(self, why: str) -> None:
+        """Have no request move with its keys and values until `allow`. Raises `StateError` while one does."""
+        self._received.refuse(why)
+        if self.held:
+            self._received.allow()
+            raise StateError(f"requests {sorted(self.held)} are being handed over; try again")
 
-    def _take_received(
-        self, states: Sequence[SequenceState], kv: Sequence[SequenceKV], source: KVSource | None
-    ) -> dict[str, ReceivedKV]:
-        """Return the KV that a request comes with, by sequence; with a source it is copied now, if it can be read."""
-        if kv and source is not None:
+    def allow(self) -> None:
+        """Undo `refuse`."""
+        self._received.allow()
+
+    def end_crowded_out(self) -> None:
+        """Let go of what was taken before other models took pages of the place, and can never end now."""
+        if self._memory.attainable < self._memory.kv.limits.maximum:
+            self.end_impossible(self.on_crowded_out)
+
+    def end_impossible(self, tell: Departed | None) -> None:
+        """Let go of what was taken when there was room for it, and never fits here; `tell` of it, or have it fail."""
+        scheduler = self._loop.scheduler
+        for name, sequence in list(scheduler.sequences.items()):
+            if name not in scheduler.sequences:
+                continue  # it has left with another answer of its request
             try:
-                self.receive(states, kv, source)
-            except (CapacityError, Overloaded):
-                raise
-            except ElasticError as error:
-                logger.warning("%s is computed anew: %s", states[0].request.id, error)
-        return self._received.take(states, kv)
+                scheduler.blocks.require_possible(sequence.table.most_tokens)
+            except Overloaded:
+                pass  # it waits
+            except CapacityError as error:
+                if tell is None:
+                    self._loop.fail(name, error)
+                else:
+                    request = sequence.request.id
+                    for answer in self._requests.sequences(request):
+                        scheduler.export(answer)
+                    self._requests.forget(request, "moved")
+                    tell(request, error)
 
-    def _end_moves(self) -> None:
+    def close(self) -> None:
         """Free what was received, when the loop has ended: it has released what was handed over."""
         self._received.close()
-        for request in list(self._held):
+        for request in list(self.held):
             self._requests.forget(request, "moved")
-        self._held.clear()
-
-    # -- what others are told of the KV cache, on the loop's thread
-
-    def _tell_kv(self) -> None:
-        """Tell from now on what changes of the KV cache, first all that there is, unless that is told already.
-
-        It is told of what is computed here alone: of the other layers only who computes them knows. Where layers have
-        several copies nothing is: which of them a sequence goes by is not known elsewhere.
-        """
-        scheduler, path = self._loop.scheduler, self._home.path
-        if self.on_step is None or scheduler.journal is not None or path.copies > 1:
-            return
-        with self._memory.lock:
-            self._memory.log = list(self._memory.mapped_sectors)
-        journal = KVJournal(self.on_step, self._mapped_since, self._blocks.release, path.epoch)
-        journal.note_computed(scheduler.sequences.values())
-        scheduler.journal = journal
-        self._loop.on_step, self._loop.on_room = None, self.on_room
-
-    def _tell_no_kv(self) -> None:
-        """Tell that what was told of the KV cache means nothing any more, and nothing of it until `_tell_kv`."""
-        scheduler = self._loop.scheduler
-        journal, scheduler.journal = scheduler.journal, None
-        if journal is not None:
-            assert self.on_step is not None
-            journal.stop(scheduler.sequences)
-            self._memory.log = None
-            self._loop.on_step = partial(self.on_step, None)
-
-    def _mapped_since(self) -> list[SectorPages]:
-        """Take the log of sectors: return where those are that are mapped, in the layers that are computed here."""
-        memory, own = self._memory, self._kv_exchange.places_of(self._own_parts)
-        with memory.lock:
-            log, memory.log = memory.log or [], []
-            told = []
-            for index, sector in dict.fromkeys(log):
-                group = memory.groups[index]
-                if sector in group.mapped:
-                    layers = tuple(layer for layer in group.layers if layer in own)
-                    told.append(SectorPages(index, sector, group.pages_of(sector, layers), layers))
-            return told
-
-    @property
-    def _own_parts(self) -> frozenset[int]:
-        """The parts of the KV cache that this rank's own steps write."""
-        path = self._home.path
-        return self._kv_exchange.parts_of(path.shards_of(path.home), path.shards)
+        self.held.clear()
 
 
 def one_request(states: Sequence[SequenceState]) -> Request:

@@ -7,13 +7,17 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
 
+from elastic.clock import settle
 from elastic.engines.continuous.active_requests import ActiveRequests
 from elastic.engines.core.restart import RestartingScheduler
 from elastic.engines.core.step import Executor, Step, StepResult
 from elastic.errors import RankLost, StateError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 POLL_S = 0.1
 """How often it is looked whether sequences that wait for blocks can go on: nobody tells when a limit was raised."""
 IDLE_S = 0.02
@@ -21,12 +25,14 @@ IDLE_S = 0.02
 
 
 class StepLoop:
-    """Runs on one thread; `post`, `wake` and `stop` may be called from any."""
+    """Runs on one thread; `post`, `between_steps`, `wake` and `stop` may be called from any."""
 
     def __init__(
         self, scheduler: RestartingScheduler, executor: Executor, listener: ActiveRequests, cohorts: int = 1
     ) -> None:
         self.scheduler = scheduler
+        self.thread: threading.Thread | None = None
+        """On which it runs; None: it was not started."""
         self.lost: RankLost | None = None
         """Why a step was lost on its way; no further one is begun until `go_on`."""
         self.paused = False
@@ -53,6 +59,11 @@ class StepLoop:
         self.ended = False
         """True when nothing is taken any more."""
 
+    def start(self) -> None:
+        """Run on a thread of its own."""
+        self.thread = threading.Thread(target=self.run, name="elastic-engine", daemon=True)
+        self.thread.start()
+
     def post(self, command: Callable[[], object]) -> None:
         """Have the loop's thread call something between two steps, in order. Raises `StateError` if it has ended."""
         with self._lock:
@@ -60,6 +71,20 @@ class StepLoop:
                 raise StateError("the engine has stopped; make a new one")
             self._commands.append(command)
         self._news.set()
+
+    def between_steps(self, work: Callable[[], T]) -> T:
+        """Have the loop's thread do something between two steps; return or raise what it does."""
+        if threading.current_thread() is self.thread:
+            raise StateError("a listener cannot ask its engine to move a request; use another thread")
+        self.require_started()
+        done: Future[T] = Future()
+        self.post(partial(settle, done, work))
+        return done.result()
+
+    def require_started(self) -> None:
+        """Raise `StateError` before `start`."""
+        if self.thread is None:
+            raise StateError("the engine is not serving; start it first")
 
     def wake(self) -> None:
         """Look again whether a sequence can go on."""
@@ -139,6 +164,11 @@ class StepLoop:
         """Begin no further step until `go_on`; the first error counts. From any thread."""
         self.lost = self.lost or error
 
+    def require_all_ranks(self) -> None:
+        """Raise `RankLost` where a step was lost, until `go_on`."""
+        if self.lost is not None:
+            raise RankLost(f"{self.lost}; the engine waits to recover", rank=self.lost.rank)
+
     def go_on(self) -> None:
         """Begin steps again. On the loop's thread."""
         self.lost = None
@@ -157,6 +187,11 @@ class StepLoop:
         """Finish all steps that are in flight. On the loop's thread."""
         while self._in_flight:
             self._finish_step()
+
+    def settle_intact(self) -> None:
+        """Finish all steps that are in flight. Raises `RankLost` if one was lost, or had been."""
+        self.settle_all()
+        self.require_all_ranks()
 
     def settle(self, sequences: Iterable[str]) -> None:
         """Finish steps until none of these sequences is in one. On the loop's thread."""

@@ -44,16 +44,11 @@ class BlockManager:
         self._version = 0  # of what could let a sequence have the blocks that it was refused, besides more room
         self._ledger = AdmissionLedger(())
         self.memory = open_memory(
-            promised=self.promised_sectors,
-            reusable=self.reusable_sectors,
-            give_up_reusable=self.give_up_reusable,
+            promised=self.promised_sectors, reusable=self.reusable_sectors, give_up_reusable=self.give_up_reusable
         )
         self.prefixes = [PrefixCache() for _ in windows]  # of each group
         self._users: list[dict[int, Sharers]] = [{} for _ in windows]  # of blocks in use that may be shared
-        self.pools = [
-            BlockPool(group, self.memory, prefixes.__contains__, prefixes.forget)
-            for group, prefixes in enumerate(self.prefixes)
-        ]
+        self.pools = [BlockPool(i, self.memory, p.__contains__, p.forget) for i, p in enumerate(self.prefixes)]
         self._ledger = AdmissionLedger([pool.size for pool in self.pools])
 
     # -- what any thread may call
@@ -100,10 +95,14 @@ class BlockManager:
     def promised_sectors(self) -> int:
         """Count the sectors that live sequences must still get, or the largest waiting one, alone."""
         if self._promised is None:
-            live = self._ledger.reserved_sectors([pool.free_blocks for pool in self.pools])
+            live = self.owed_sectors()
             largest = self._sectors_for(max(self._waiting.values(), default=0))
             self._promised = max(live, largest - self.memory.used_sectors)
         return self._promised
+
+    def owed_sectors(self) -> int:
+        """Count the sectors that live sequences must still get, so that all can end."""
+        return self._ledger.reserved_sectors([pool.free_blocks for pool in self.pools])
 
     def reusable_sectors(self) -> int:
         """Count the allocated sectors that hold only blocks kept for reuse."""

@@ -8,7 +8,7 @@ others, prompts or parts of them, one by one. Block tables are padded to the len
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -179,12 +179,12 @@ class MetadataBuilder:
         else:
             bits = np.where(batch.counts == 1, np.frexp(counts)[1], 0)  # the length of a count in bits
             alike = [np.flatnonzero(bits == length) for length in np.unique(bits[bits > 0])]
-        return tuple(self._decode(batch, run) for group in alike for run in self._runs(group, counts[group]))
-
-    def _runs(self, group: Ints, counts: Ints) -> Iterator[Ints]:
-        """Cut a group with so many blocks each into those that are read at once."""
-        most = max(1, bytes_at_once(self._device, decode=True) // (int(counts.max()) * self._block_bytes))
-        return (group[start : start + most] for start in range(0, len(group), most))
+        decoded = []
+        for group in alike:  # each is cut into those whose blocks are read at once
+            longest = int(counts[group].max()) * self._block_bytes
+            most = max(1, bytes_at_once(self._device, decode=True) // longest)
+            decoded += [self._decode(batch, group[start : start + most]) for start in range(0, len(group), most)]
+        return tuple(decoded)
 
     def _decode(self, batch: BatchTokens, run: Ints) -> DecodeGroup:
         table, rows, starts = self._table, batch.rows[run], batch.starts[run]

@@ -18,24 +18,30 @@ from elastic.types import RankMemory
 class KVExchange:
     """What an engine and the stages of other instances at its rank exchange layers with."""
 
-    def __init__(self, format: KVFormat, pace: YieldingPace) -> None:
+    def __init__(self, format: KVFormat, shards: int, pace: YieldingPace) -> None:
+        """`shards`: into how many each decoder layer is cut."""
         self.format = format
         self.pace = pace
         """Of copies beside steps."""
+        self._shards = shards
         self.peers: Peers | None = None
         """The other ranks; None: only memory files of this host can be read, and only by their processes."""
 
-    def parts_of(self, shards: Iterable[int], of: int) -> frozenset[int]:
-        """Return the parts of the KV cache that shards of layers need, of which each layer has `of`.
+    def parts_of(self, shards: Iterable[int]) -> frozenset[int]:
+        """Return the parts of the KV cache that shards of layers need.
 
         Parts of several copies of a layer have numbers of their own, as the shards do: `places_of` says where they are.
         """
-        return frozenset(kv_parts(shards, of, self.format.kv_shards))
+        return frozenset(kv_parts(shards, self._shards, self.format.kv_shards))
 
     def places_of(self, parts: Iterable[int]) -> frozenset[int]:
         """Return the parts of a memory that parts of any copies of the layers lie in: the same for all copies."""
         count = sum(len(numbers) for numbers, _ in self.format.groups)
         return frozenset(part % count for part in parts)
+
+    def places(self, shards: Iterable[int]) -> frozenset[int]:
+        """Return the parts of a memory that the parts which shards need lie in."""
+        return self.places_of(self.parts_of(shards))
 
     def locate(
         self, memory: SectorSpace, parts: Iterable[int], sectors: Iterable[tuple[int, int]] | None = None

@@ -80,6 +80,11 @@ class HomeExecutor:
         self._threads = StepThreads()
         self._aborted = False
 
+    @property
+    def rank(self) -> str:
+        """This rank's name among others."""
+        return self.path.home
+
     # -- steps
 
     def execute(self, step: Step) -> Future[StepResult]:

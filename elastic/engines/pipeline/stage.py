@@ -98,7 +98,7 @@ class GuestStage:
         with self._tables:
             self._require_running()
             self.memory.map(exchange.mapped)
-            parts = self._places(self._parts(shards)) - self._places(self._parts(self._shards))
+            parts = self._beside_own(shards)
             self.memory.add_layers(parts)
             self._runner.cache.refresh()
             self._answer(Located(self._sectors_as_of, self.memory.layer_pages(parts)))
@@ -106,7 +106,7 @@ class GuestStage:
     def copy(self, shards: Sequence[int], source: LayersKV, blocks: Blocks | None, *, coordinated: bool) -> int:
         """Copy keys and values of shards that are prepared; return bytes. See `KVExchange`."""
         with self._copying:
-            return self._copy(source, self._parts(shards), blocks, coordinated=coordinated)
+            return self._copy(source, shards, blocks, coordinated=coordinated)
 
     def give_up(self, shards: Sequence[int]) -> None:
         """Undo `prepare`. Raises `StateError` for shards that steps are computed in."""
@@ -115,7 +115,7 @@ class GuestStage:
             used = sorted(self._shards & set(shards))
             if used:
                 raise StateError(f"shards {used} of {self.path.home!r} are computed here; they cannot be given up")
-            self._drop_kv(self._places(self._parts(shards)) - self._places(self._parts(self._shards)))
+            self._drop_kv(self._beside_own(shards))
 
     def layers_kv(self, shards: Sequence[int]) -> LayersKV:
         """Say where keys and values of shards lie.
@@ -125,7 +125,7 @@ class GuestStage:
         with self.memory.lock:
             self._require_running()
             position = self._handled  # before a look: what is mapped meanwhile is told of an earlier one
-            parts = self._places(self._parts(shards))
+            parts = self._exchange.places(shards)
             self._require_prepared(parts)
             return replace(self._exchange.locate(self.memory, sorted(parts)), position=position)
 
@@ -137,7 +137,7 @@ class GuestStage:
         if not self.ended or self.path.epoch != epoch:
             raise StateError(f"what {self.path.home!r} has here is of epoch {self.path.epoch}, not {epoch}")
         with self.memory.lock:
-            parts = self._places(self._parts(self._shards))
+            parts = self._exchange.places(self._shards)
             self._require_prepared(parts)
             self.told = True
             return self._exchange.locate(self.memory, sorted(parts))
@@ -197,12 +197,15 @@ class GuestStage:
                 self._change_sectors(item.mapped, item.unmapped)
                 self._answer(self._copied(item))
             case AskItem():
-                self._answer(self._asked(item))
+                try:
+                    self._answer(self.layers_kv(item.shards))
+                except ElasticError as error:
+                    self._answer(QuestionRefused(str(error)))
             case FlipItem():
                 self._flip(item)
             case ReleaseItem():
                 with self._copying, self._tables:
-                    self._drop_kv(self._places(self._parts(item.shards)) - self._places(self._parts(self._shards)))
+                    self._drop_kv(self._beside_own(item.shards))
             case EndItem():
                 return False
             case _:
@@ -239,7 +242,7 @@ class GuestStage:
         if item.path.home != self.path.home or (behind != 1 if self._shards else behind < 1):
             raise StateError(f"{item.path} does not follow {self.path}")
         shards = frozenset(item.path.shards_of(self._rank))
-        self._require_prepared(self._places(self._parts(shards)))
+        self._require_prepared(self._exchange.places(shards))
         self._runner.remove(tuple(self._runner.batch.rows) if not shards else (name for name, _ in item.sequences))
         for sequence, blocks in item.sequences:
             self._runner.add(sequence, blocks)
@@ -248,30 +251,22 @@ class GuestStage:
     def _copied(self, item: CopyItem) -> Copied:
         try:
             with self._copying:
-                return Copied(self._copy(item.source, self._parts(item.shards), item.blocks, coordinated=False))
+                return Copied(self._copy(item.source, item.shards, item.blocks, coordinated=False))
         except ElasticError as error:
             self._copy_error = str(error) if item.flips else ""
             return Copied(0, str(error))
 
-    def _asked(self, item: AskItem) -> LayersKV | QuestionRefused:
-        try:
-            return self.layers_kv(item.shards)
-        except ElasticError as error:
-            return QuestionRefused(str(error))
-
     # -- inside
 
-    def _copy(self, source: LayersKV, parts: frozenset[int], blocks: Blocks | None, *, coordinated: bool) -> int:
+    def _copy(self, source: LayersKV, shards: Sequence[int], blocks: Blocks | None, *, coordinated: bool) -> int:
         self._require_running()
-        coming = sorted(self._places(parts - self._parts(self._shards)))  # steps write the others
+        parts = self._exchange.parts_of(shards) - self._exchange.parts_of(self._shards)  # steps write the others
+        coming = sorted(self._exchange.places_of(parts))
         self._require_prepared(coming)
         if blocks is not None:
             require_known_sectors(source, self.memory, blocks)
             self.memory.map(sectors_of(self.memory, blocks))  # such as are new; the log tells of them again
-        return self._exchange.copy(self.memory, source, coming, blocks, self._wanted, coordinated=coordinated)
-
-    def _wanted(self) -> bool:
-        return not self.ended
+        return self._exchange.copy(self.memory, source, coming, blocks, lambda: not self.ended, coordinated=coordinated)
 
     def _change_sectors(self, mapped: Sequence[SectorRef], unmapped: Sequence[SectorRef]) -> None:
         if mapped or unmapped:
@@ -282,12 +277,9 @@ class GuestStage:
                 if mapped and self.memory.layers:
                     self._answer(Located(self._sectors_as_of, self.memory.layer_pages(self.memory.layers, mapped)))
 
-    def _parts(self, shards: Iterable[int]) -> frozenset[int]:
-        """Return the parts of the KV cache that shards need."""
-        return self._exchange.parts_of(shards, self.path.shards)
-
-    def _places(self, parts: Iterable[int]) -> frozenset[int]:
-        return self._exchange.places_of(parts)
+    def _beside_own(self, shards: Iterable[int]) -> frozenset[int]:
+        """Return where what shards need lies, without that which steps write here."""
+        return self._exchange.places(shards) - self._exchange.places(self._shards)
 
     def _drop_kv(self, parts: frozenset[int]) -> None:
         held = parts & frozenset(self.memory.layers)

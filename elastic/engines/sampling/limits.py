@@ -12,6 +12,7 @@ def require_valid(request: Request, vocabulary: int, longest: int | None) -> Non
 
     `vocabulary` is the number of its tokens, `longest` the most that it was made for, prompt and answer together.
     """
+    require(isinstance(request, Request), "request", request, "an elastic.Request")
     if not request.prompt:
         raise ConfigError("prompt: it has no token; give at least one")
     require(request.max_tokens >= 1, "max_tokens", request.max_tokens, "at least 1")

@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -87,12 +86,17 @@ class ElasticModel:
         if _models and own_worker is not None:
             raise StateError("vLLM has one KV connector in a process; stop the elastic engine in this one first")
         with ExitStack() as memory, ExitStack() as on_model:
-            place = _place(device, settings, self._name)
+            label = f"{device}#vllm-{self._name.replace(':', '-')}"
+            numbered = torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+            place = Place(label, numbered, settings.budget_bytes, settings.page_bytes)
             self.place = place.name
             """The name of this rank's."""
             options = _wrap_options(model, settings, place, is_packable, controlled=rank == 0)
-            handlers = partial(_make_handlers, options)
-            parts = self._parts = assemble(model, options, _make_kv, handlers, memory, on_model)
+
+            def make_handlers(parts: ModelParts, stack: ExitStack) -> Mapping[type, ActionHandler]:
+                return weight_handlers(parts, DeferredActions(parts.broker), options.copy_rate)
+
+            parts = self._parts = assemble(model, options, _make_kv, make_handlers, memory, on_model)
             self.kv: KVPool = parts.kv.pools[0]
             self.gate = parts.gate
             self.runtime = Runtime(parts, self.actions if ranks > 1 else None)
@@ -235,13 +239,6 @@ def model_of(vllm_config: Any) -> ElasticModel:
     return _models[name]
 
 
-def _place(device: torch.device, settings: EngineSettings, name: str) -> Place:
-    label = f"{device}#vllm-{name.replace(':', '-')}"
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
-    return Place(label, device, settings.budget_bytes, settings.page_bytes)
-
-
 def _wrap_options(
     model: nn.Module, settings: EngineSettings, place: Place, is_packable: IsPackable, *, controlled: bool
 ) -> WrapOptions:
@@ -264,20 +261,11 @@ def _wrap_options(
         start_controller=True,
         make_policy=choose_policy(policy, slo, settings.order, variants, decoder.layers, lambda: Calibration({})),
         is_packable=is_packable,
-        lives_in_pages=_lives_in_pages,
+        lives_in_pages=lambda parameter: parameter.ndim > 1,  # norms are read by address, and are .05 % of a layer
         choose_prepacked=lambda module, weight, _: prepacked_layout(weight) if is_packable(module, weight) else None,
     )
-
-
-def _lives_in_pages(parameter: torch.Tensor) -> bool:
-    """Matrices and experts; norms are read by address in vLLM's operators, and are .05 % of a layer."""
-    return parameter.ndim > 1
 
 
 def _make_kv(pools: Sequence[KVPool], homes: Sequence[KVPool], stack: ExitStack) -> KVMemory:
     """Make a memory without cache layers: vLLM's blocks live in the pool's pages."""
     return KVMemory([(pool, choose_layout(None, pool.device)) for pool in pools], 1, homes)
-
-
-def _make_handlers(options: WrapOptions, parts: ModelParts, stack: ExitStack) -> Mapping[type, ActionHandler]:
-    return weight_handlers(parts, DeferredActions(parts.broker), options.copy_rate)

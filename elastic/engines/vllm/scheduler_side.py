@@ -123,7 +123,7 @@ class SchedulerSide:
         """Decide what the ranks do before the step that was just scheduled."""
         with self.lock:
             before = self.coordinator.sequence
-            orders = self._decide(idle=idle)
+            orders = self._decide()
         if idle and orders.sequence == before:
             time.sleep(IDLE_S)
         return orders
@@ -155,7 +155,7 @@ class SchedulerSide:
             self.coordinator.capacity.withdraw_freed()
             while self._idle:
                 before = self.coordinator.sequence
-                channel.before_step(self._decide(idle=True))
+                channel.before_step(self._decide())
                 report = channel.report()
                 if report is not None:
                     self.coordinator.receive(report)
@@ -186,12 +186,12 @@ class SchedulerSide:
             self._local.on_change = lambda: None
             self._local = None
 
-    def _decide(self, *, idle: bool) -> StepOrders:
+    def _decide(self) -> StepOrders:
         """Return the next orders, with what happened since the last ones."""
         self._woken_ns = self._last_wake()
         self._tell_progress(self._requests.values())
         events, self._events = self._events, []
-        return self.coordinator.next_orders(idle=idle, actions=self._agreement.orders(), requests=events)
+        return self.coordinator.next_orders(actions=self._agreement.orders(), requests=events)
 
     def _follow_weights(self) -> None:
         """Have nothing found in the prefix cache that was computed with other weights than the ranks have now.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic.clock import submit
 from elastic.hooks.replicas.split_rows import BatchSlice, LayerInputs, hidden_of
 from elastic.memory.backends.streams import new_stream, on_stream
 from elastic.weights import batch_context
@@ -51,7 +52,7 @@ class ReplicaWorker:
 
     def put(self, work: Callable[[], None]) -> Future[None]:
         """Have work done on the thread, on its stream."""
-        return self._thread.submit(on_stream(self._stream)(work))
+        return submit(self._thread, on_stream(self._stream)(work))
 
     def finish_queued_work(self) -> None:
         """Wait until what the thread has queued on its stream is over; on a CPU nothing is queued."""

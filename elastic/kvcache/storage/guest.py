@@ -19,6 +19,9 @@ class GuestMemory(SectorSpace):
     that the home has (`BlockMemory.sectors`), where pages must be as large as here.
     """
 
+    idle_pages = 0
+    """None: the home must unmap sectors before."""
+
     def __init__(self, kv: KVPool, groups: Sequence[BlockGroup], sectors: int) -> None:
         super().__init__(kv, groups, sectors)
         self.allotted = 0
@@ -35,14 +38,14 @@ class GuestMemory(SectorSpace):
         return self.mapped_pages
 
     @property
-    def idle_pages(self) -> int:
-        """None: the home must unmap sectors before."""
-        return 0
-
-    @property
     def promised_pages(self) -> int:
         """Pages kept for sectors that are not mapped yet."""
         return self._reservation.pages
+
+    @property
+    def owed_pages(self) -> int:
+        """The same."""
+        return self.promised_pages
 
     def trim(self, pages: int) -> int:
         """Give nothing back."""

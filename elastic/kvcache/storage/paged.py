@@ -41,7 +41,8 @@ class BlockMemory(SectorSpace):
         sizes, budget = sector_layer_pages(groups, kv.pool.page_bytes), kv.pool.budget_pages
         whole = sizes[0] * len(groups[0].layers)
         super().__init__(kv, groups, min(budget // min(sizes), _MOST_TIMES * budget // whole))
-        self.promised = promised
+        self.promised = self.owed = promised
+        """`owed`: of what is promised, that of requests that live."""
         self._cap = SectorCap()
         self.keep_sectors = False
         """Set while layers are copied: no sector is given back, whoever needs pages."""
@@ -88,6 +89,11 @@ class BlockMemory(SectorSpace):
     def promised_pages(self) -> int:
         """Pages that must remain to be had beside those in use."""
         return self.promised() * self.sector_pages
+
+    @property
+    def owed_pages(self) -> int:
+        """Those of them that requests need which live."""
+        return self.owed() * self.sector_pages
 
     @property
     def reusable_limit(self) -> int:

@@ -66,6 +66,7 @@ class KVPool:
         self.ended: deque[tuple[LayerStore, int]] = deque()
         """(store, the lease that ended; 0: its last view went): for `retire_ended`, and appended to without a lock."""
         pool.reclaimers.append(self.reclaim)
+        pool.claims[self] = lambda: self.usage.owed - self.usage.idle
 
     @property
     def unreserved(self) -> int:
@@ -119,8 +120,7 @@ class KVPool:
         """Give idle pages back where they and `pages` more would be above the limit."""
         with self.lock:
             needed = self.usage.used + pages
-            excess = needed + self.usage.idle - max(self.unreserved, needed)
-            if excess > 0:
+            if (excess := needed + self.usage.idle - max(self.unreserved, needed)) > 0:
                 self.reclaimer.unmap_idle(excess)
 
     def available(self, *, growing: bool, asker: SectorUsage | None = None) -> int:
@@ -132,13 +132,12 @@ class KVPool:
             self.retire_ended()
             limit = self.limits.maximum if growing else self.limits.open
             unpromised = limit - self.usage.used - self.usage.promised(but=asker)
-            return max(0, min(unpromised, self.usage.idle + self.pool.free_pages))
+            return max(0, min(unpromised, self.usage.beside_others(self.pool, self, growing=growing)))
 
     def require_available(self, pages: int) -> None:
         """Raise `CapacityError` where so many more cannot be promised to somebody."""
         with self.lock:
-            free = self.available(growing=False)
-            if pages > free:
+            if pages > (free := self.available(growing=False)):
                 raise self._over_limit("the KV cache has no room to promise", pages, free, self.limits.open)
 
     def join(self, sectors: SectorUsage) -> None:
@@ -275,6 +274,7 @@ class KVPool:
             self.reclaimer.fit(0)
             if self.reclaim in self.pool.reclaimers:
                 self.pool.reclaimers.remove(self.reclaim)
+            self.pool.claims.pop(self, None)
 
     # -- inside, under the lock
 

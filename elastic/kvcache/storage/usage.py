@@ -7,6 +7,7 @@ from typing import Protocol
 
 from elastic.kvcache.storage.layer_store import LayerStore, StoreState
 from elastic.kvcache.storage.layout import StoreGeometry
+from elastic.memory.pages.page_pool import PagePool
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ class SectorUsage(Protocol):
     def promised_pages(self) -> int:
         """Pages that live requests must still get, one after another, if all of them are to end."""
 
+    @property
+    def owed_pages(self) -> int:
+        """The same, of requests that have some already; also what waits is promised pages."""
+
     def trim(self, pages: int) -> int:
         """Give idle sectors back until `pages` pages came free; return how many did."""
 
@@ -88,6 +93,20 @@ class PoolUsage:
     def promised(self, *, but: SectorUsage | None = None) -> int:
         """Pages that were promised in sectors, to all engines but one."""
         return sum(sectors.promised_pages for sectors in self.sectors if sectors is not but)
+
+    @property
+    def owed(self) -> int:
+        """Pages without which live requests could not all end, one after another."""
+        return sum(sectors.owed_pages for sectors in self.sectors)
+
+    def beside_others(self, pool: PagePool, user: object, *, growing: bool) -> int:
+        """Return the pages to be had of the idle ones and the free ones, of which other models claim some.
+
+        Where something else took what was promised to all, those that live (`growing`) go on as if they were alone:
+        two that left each other what neither can have would wait for ever.
+        """
+        there, claimed = self.idle + pool.free_pages, pool.claimed(but=user)
+        return there if growing and claimed > 0 and there - claimed < self.owed else there - claimed
 
     def of_others(self, own: SectorUsage) -> int:
         """Pages that other engines have or were promised in sectors."""

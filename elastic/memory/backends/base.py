@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from elastic.errors import ConfigError
 from elastic.memory.backends.shared_file import SharedFile
 
 
@@ -75,3 +76,14 @@ def runs(pages: Sequence[int]) -> list[tuple[int, int]]:
     starts = [i for i, page in enumerate(pages) if not i or page != pages[i - 1] + 1]
     stops = [*starts[1:], len(pages)]
     return [(pages[start], stop - start) for start, stop in zip(starts, stops, strict=True)]
+
+
+def page_size(wanted: int | None, default: int, unit: int, where: str) -> int:
+    """Return the bytes of a page. Raises `ConfigError` for what is no multiple of those that a device can show."""
+    nbytes = default if wanted is None else wanted
+    if nbytes < 1 or nbytes % unit:
+        above = (max(0, nbytes) // unit + 1) * unit
+        raise ConfigError(
+            f"page_bytes={nbytes} must be a multiple of {unit} on {where}; give {above}, or None, which is {default}"
+        )
+    return nbytes

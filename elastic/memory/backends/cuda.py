@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from elastic.errors import BackendUnavailable, CapacityError, ConfigError, StateError
+from elastic.memory.backends.base import page_size
 from elastic.memory.backends.peers import can_access
 from elastic.memory.backends.streams import require_no_capture
 
@@ -65,9 +66,7 @@ class CudaBackend:
         self._access = [self._access_of(other) for other in devices if other == index or can_access(other, index)]
         minimum = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         granularity = int(self._call("cuMemGetAllocationGranularity", self._properties, minimum))
-        self.page_bytes = page_bytes or granularity
-        if self.page_bytes % granularity:
-            raise ConfigError(f"page_bytes={self.page_bytes} must be a multiple of {granularity} on {self.device}")
+        self.page_bytes = page_size(page_bytes, granularity, granularity, str(self.device))
         self._handles: dict[int, Any] = {}  # page -> driver handle
         self._mapped: dict[int, int] = {}  # address -> page
         self._closed = False

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from elastic.errors import BackendUnavailable, CapacityError, ConfigError, StateError
-from elastic.memory.backends.base import runs
+from elastic.errors import BackendUnavailable, CapacityError, StateError
+from elastic.memory.backends.base import page_size, runs
 from elastic.memory.backends.libc import FAILED, NO_RESERVE, libc, reserve
 from elastic.memory.backends.mapping_quota import AddressSpace, MappingQuota
 from elastic.memory.backends.page_table_cache import PageTableCache
@@ -43,9 +43,7 @@ class MemfdBackend:
         self, page_bytes: int | None = None, *, name: str = "elastic", quota: MappingQuota | None = None
     ) -> None:
         self.device = torch.device("cpu")
-        self.page_bytes = page_bytes or DEFAULT_PAGE_BYTES
-        if self.page_bytes % mmap.PAGESIZE:
-            raise ConfigError(f"page_bytes={self.page_bytes} must be a multiple of {mmap.PAGESIZE}")
+        self.page_bytes = page_size(page_bytes, DEFAULT_PAGE_BYTES, mmap.PAGESIZE, f"place {name}")
         if not hasattr(os, "memfd_create"):
             raise BackendUnavailable("CPU pages need Linux (memfd_create); on this system only CUDA places can be used")
         self.mappings = 0

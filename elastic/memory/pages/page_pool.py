@@ -57,6 +57,8 @@ class PagePool:
         self.budget_pages = budget_bytes // self.page_bytes
         self.ready_pages = ready_pages
         self.reclaimers: list[Callable[[int], int]] = []
+        self.claims: dict[object, Callable[[], int]] = {}
+        """By who has caches here: pages that others are to leave to it; below zero, what it would give them."""
         """Asked in turn, without the pool's own lock, to free some number of pages when the budget is short."""
         self.listeners: list[Callable[[], object]] = []
         """Called under `mapping_lock` when pages may be had that could not be before. They may only leave a note."""
@@ -81,6 +83,10 @@ class PagePool:
     def free_pages(self) -> int:
         """Pages that can still be taken, created or not."""
         return self.budget_pages - len(self._owner) - self._charged.total() - self._reserved.total()
+
+    def claimed(self, *, but: object) -> int:
+        """Count the pages that all others claim."""
+        return sum(count() for user, count in self.claims.items() if user is not but)
 
     @property
     def cached_pages(self) -> int:

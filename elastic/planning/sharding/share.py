@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, is_integer, is_list, require
 from elastic.planning.sharding.bounds import is_degree
 from elastic.planning.sharding.numbers import of_layers
 
@@ -56,10 +56,10 @@ def shares(tp: int, pp: int | Sequence[int]) -> tuple[Share, ...]:
     """
     if type(tp) is not int or not is_degree(tp):
         raise ConfigError(f"tp={tp!r} cannot be; it must be a power of two")
-    given = pp if isinstance(pp, int) else tuple(pp)
-    if not (given and min((given,) if isinstance(given, int) else given) >= 1):
-        raise ConfigError(f"pp={pp!r} cannot be; it must be a number of stages, or the layers of each, at least 1")
-    pp = given
+    given = [pp] if isinstance(pp, int) else pp
+    good = is_list(given, lambda number: is_integer(number) and number >= 1) and len(given) > 0
+    require(good, "pp", pp, "a number of stages, or the layers of each, at least 1")
+    pp = pp if isinstance(pp, int) else tuple(pp)
     stages = pp if isinstance(pp, int) else len(pp)
     return tuple(Share(stage, pp, part, tp) for stage in range(stages) for part in range(tp))
 

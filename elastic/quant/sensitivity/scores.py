@@ -126,8 +126,11 @@ class _RoundSearch:
         """Measure a candidate, unless it is clear before the last batch that it cannot win."""
         sums: list[float] = []
         logits: list[torch.Tensor] = []
-        for forward in self._forwards:
-            if self._lazy and self._cannot_win(sums, local):
+        tokens = sum(forward.tokens for forward in self._forwards)
+        for number, forward in enumerate(self._forwards):
+            unharmed = sum(later.tokens for later in self._forwards[number:])  # if all to come have a cosine of 1
+            most = local + self._beta * ((sum(sums) + unharmed) / tokens)
+            if self._lazy and most + _ROUNDING < self._highest:
                 break
             logits.append(forward.attempt(p))
             sums.append(cosine(forward.logits, logits[-1]))
@@ -144,12 +147,6 @@ class _RoundSearch:
         for forward, logits in zip(self._forwards, self._logits, strict=True):
             forward.choose(self._best, logits)
         return SearchRound(self._best, dict(sorted(self._mds.items())), dict(sorted(self._lis.items())))
-
-    def _cannot_win(self, sums: Sequence[float], local: float) -> bool:
-        """Return whether the LIS stays below the highest even if all batches to come have a cosine of 1."""
-        unharmed = sum(forward.tokens for forward in self._forwards[len(sums) :])
-        most = (sum(sums) + unharmed) / sum(forward.tokens for forward in self._forwards)
-        return local + self._beta * most + _ROUNDING < self._highest
 
 
 def _mean(forwards: Sequence[FullForward], sums: Sequence[float], p: int) -> float:

@@ -4,37 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from elastic.engines.base import Engine
 from elastic.errors import ConfigError, ElasticError, NotFound, StateError
 from elastic.runtime.runtime import Runtime
-from elastic.server.fleets.fleet import FleetEngine, as_fleet
+from elastic.server.fleets.fleet import as_fleet
 from elastic.server.protocol.errors import APIError
 from elastic.types import Action, PlanStep, Prepared, Result, Status
 
+if TYPE_CHECKING:
+    from elastic.cluster.fleet.fleet import Fleet
+
 WHY = "by HTTP"
 IDS_KEPT = 1000
-Done = list[tuple["Target", Action, Any]]
-
-
-class Target(Protocol):
-    """One wrapped model."""
-
-    @property
-    def name(self) -> str:
-        """The rank; empty: the model of this process."""
-
-    def status(self) -> Status: ...
-    def at_home(self) -> tuple[int, ...]:
-        """Return the layers that a restore without layers is about."""
-
-    def plan(self, actions: Sequence[Action]) -> Sequence[PlanStep]: ...
-    def apply(self, actions: Sequence[Action]) -> Sequence[Result]: ...
-    def prepare(self, actions: Sequence[Action], id: str, timeout_s: float) -> Prepared: ...
-    def commit(self, id: str) -> Sequence[Result]: ...
-    def rollback(self, id: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -42,6 +26,7 @@ class RuntimeTarget:
     """The model of this process."""
 
     name = ""
+    """Of the rank; empty: it is none."""
 
     runtime: Runtime
 
@@ -49,6 +34,7 @@ class RuntimeTarget:
         return self.runtime.status()
 
     def at_home(self) -> tuple[int, ...]:
+        """Return the layers that a restore without layers is about."""
         return self.runtime.at_home
 
     def plan(self, actions: Sequence[Action]) -> Sequence[PlanStep]:
@@ -72,7 +58,7 @@ class RuntimeTarget:
 class RankTarget:
     """The model of a rank."""
 
-    fleet: FleetEngine
+    fleet: Fleet
     name: str
 
     def status(self) -> Status:
@@ -100,6 +86,11 @@ class RankTarget:
 
     def rollback(self, id: str) -> None:
         self.fleet.rollback(self.name, id)
+
+
+Target = RuntimeTarget | RankTarget
+"""One wrapped model."""
+Done = list[tuple[Target, Action, Any]]
 
 
 class ActionTargets:

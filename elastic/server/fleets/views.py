@@ -7,10 +7,10 @@ import time
 from typing import TYPE_CHECKING
 
 from elastic.errors import ElasticError
-from elastic.server.fleets.fleet import FleetEngine
 
 if TYPE_CHECKING:
     from elastic.cluster.control.messages import RuntimeView
+    from elastic.cluster.fleet.fleet import Fleet
 
 FRESH_S = 0.5
 """A view is not asked for again sooner."""
@@ -21,7 +21,7 @@ PATIENCE_S = 0.5
 class RankViews:
     """The last view of each rank. Thread-safe; each rank is asked by one thread at most."""
 
-    def __init__(self, fleet: FleetEngine) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._changed = threading.Condition()
         self._views: dict[str, tuple[float, RuntimeView]] = {}

@@ -1,35 +1,13 @@
-"""What the formats have in common: the counts of tokens, and how long a document may take to make."""
+"""What the formats have in common: the counts of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from elastic.server.generation.metrics import Operation
-from elastic.server.generation.response_stream import ChoiceStream, TextDelta
+from elastic.server.generation.response_stream import ChoiceStream
 
 JSON = dict[str, Any]
-
-
-class AnswerFormat(Protocol):
-    """The JSON of the answers to one request over HTTP."""
-
-    operation: Operation
-    prefix: str
-    """Of ids."""
-    whole: str
-    """The `object` of a whole response."""
-    chunk: str
-    """The `object` of the chunks of a stream."""
-
-    def choices(self, delta: TextDelta, answer: ChoiceStream) -> list[JSON]:
-        """Return more of an answer, as choices of chunks."""
-
-    def choice(self, whole: TextDelta, answer: ChoiceStream) -> JSON:
-        """Return a whole answer."""
-
-    def extra(self, answers: Sequence[ChoiceStream]) -> JSON:
-        """Return further fields of a whole response."""
 
 
 def usage(answers: Sequence[ChoiceStream]) -> JSON:

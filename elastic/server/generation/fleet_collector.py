@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import Metric
 
-from elastic.server.fleets.fleet import FleetEngine
 from elastic.server.fleets.views import RankViews
 from elastic.server.generation.collector import ActionTotals, Families, Labels, memory, step_tokens
 
 if TYPE_CHECKING:
     from elastic.cluster.control.messages import RuntimeView
     from elastic.cluster.control.status import RankStatus
+    from elastic.cluster.fleet.fleet import Fleet
 
 _LOADS = {
     "running": "Sequences that have KV blocks.",
@@ -49,7 +49,7 @@ _WIRES_HELP = (
 class FleetCollector:
     """A collector for a registry of `prometheus_client`. A rank that hangs delays a scrape by half a second at most."""
 
-    def __init__(self, fleet: FleetEngine, ranks: RankViews, name: str) -> None:
+    def __init__(self, fleet: Fleet, ranks: RankViews, name: str) -> None:
         self._fleet, self._ranks = fleet, ranks
         self._all = Families(name)
         self._of_instance = Families(name, ("instance",))
@@ -72,7 +72,10 @@ class FleetCollector:
             yield self._of_instance.gauge(f"instance_{word}", help, loads)
         requests: dict[Labels, float] = {(each.name,): each.requests for each in now.instances}
         yield self._of_instance.gauge("instance_requests", "Requests that an instance has, and that live.", requests)
-        stages: dict[Labels, float] = {(each.name,): len(_holders(each.path)) or 1 for each in now.instances}
+        stages: dict[Labels, float] = {
+            (each.name,): len({frozenset(r.split("+")) for layer in each.path for r in layer.split("|")}) or 1
+            for each in now.instances  # `r0+r1` share a layer, of `r0|r1` both have it
+        }
         help = "Ranks that compute the layers of an instance; those that share a layer count as one."
         yield self._of_instance.gauge("instance_stages", help, stages)
         shards: dict[Labels, float] = {(each.name,): each.tp for each in now.instances}
@@ -115,8 +118,3 @@ class FleetCollector:
         wires = {(*labels, wire.rank): wire for labels, view in views.items() for wire in view.wires}
         nbytes = {(*of, kind): getattr(wire, field) for of, wire in wires.items() for kind, field in _WIRES.items()}
         yield self._of_rank.counter("wire_bytes", _WIRES_HELP, nbytes, "peer", "kind")
-
-
-def _holders(path: Sequence[str]) -> set[frozenset[str]]:
-    """Return who computes layers: one is of `r0+r1` where they share it, of `r0|r1` where both have it."""
-    return {frozenset(copy.split("+")) for layer in path for copy in layer.split("|")}

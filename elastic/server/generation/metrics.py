@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 
-from elastic.engines.base import Engine, FinishReason
+from elastic.engines.base import Engine
 from elastic.server.fleets.fleet import as_fleet
 from elastic.server.fleets.views import RankViews
 from elastic.server.generation.collector import Collector, Families, Histograms, Labels
@@ -127,8 +127,9 @@ class Metrics:
         prompt, cached = len(answer.request.prompt), answer.cached_tokens
         if answer.first is answer and cached is not None:
             self._prompt_tokens.observe(prompt, cached)
-        if last is not None:
-            self._success.labels(self._name, _reason(answer, last.finish)).inc()
+        if last is not None:  # which is cancelled, as the engine has it, where a stop string was met
+            whole = "length" if last.finish == "length" else "stop" if answer.complete else None
+            self._success.labels(self._name, whole or _UNFINISHED.get(last.finish or "", "error")).inc()
         if arrived is None or first is None or last is None or not answer.complete:
             return
         labels = operation, _PROVIDER, self._name
@@ -155,13 +156,6 @@ class Metrics:
         """
         encode, content_type = choose_encoder(accept)
         return encode(_Together([self.registry, *(each.registry for each in others)])), content_type
-
-
-def _reason(answer: ChoiceStream, finish: FinishReason | None) -> str:
-    """Return why an answer ended; the engine's word for one that a stop string ended is that it was cancelled."""
-    if finish == "length" or answer.complete:
-        return "length" if finish == "length" else "stop"
-    return _UNFINISHED.get(finish or "", "error")
 
 
 class _Together:

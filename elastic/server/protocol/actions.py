@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from elastic.errors import ConfigError
+from elastic.server.protocol.fields import StrictBody
+from elastic.types import Action, Evict, Migrate, MigrateKV, Release, Replicate, Restore, Swap
 
 Layers = Annotated[list[int], Field(min_length=1, max_length=10_000, fail_fast=True)]
 Names = Annotated[list[str], Field(max_length=100, fail_fast=True)]
 
 
-class ActionBody(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class SwapBody(ActionBody):
+class SwapBody(StrictBody):
     """Decoder layers, or parts of them, in another variant."""
 
     kind: Literal["swap"]
@@ -23,7 +24,7 @@ class SwapBody(ActionBody):
     parts: Names = []
 
 
-class RestoreBody(ActionBody):
+class RestoreBody(StrictBody):
     """The full weights; without `layers`, of all that were at their place when the model was wrapped."""
 
     kind: Literal["restore"]
@@ -31,14 +32,14 @@ class RestoreBody(ActionBody):
     parts: Names = []
 
 
-class ReleaseBody(ActionBody):
+class ReleaseBody(StrictBody):
     """The weights of layers leave for host memory."""
 
     kind: Literal["release"]
     layers: Layers
 
 
-class MigrateBody(ActionBody):
+class MigrateBody(StrictBody):
     """Layers, or parts of them, at another place from then on, in the variant that they are in."""
 
     kind: Literal["migrate"]
@@ -47,7 +48,7 @@ class MigrateBody(ActionBody):
     parts: Names = []
 
 
-class PlaceBody(ActionBody):
+class PlaceBody(StrictBody):
     """Layers, and the place where the action has them."""
 
     layers: Layers
@@ -72,7 +73,7 @@ class EvictBody(PlaceBody):
     kind: Literal["evict"]
 
 
-class ResizeKVBody(ActionBody):
+class ResizeKVBody(StrictBody):
     """The most bytes that new KV caches may hold: `limit` is bytes, text such as "4GiB", or "max"."""
 
     kind: Literal["resize_kv"]
@@ -81,13 +82,37 @@ class ResizeKVBody(ActionBody):
     """None: the only place there is."""
 
 
-AnyActionBody = Annotated[
-    SwapBody | RestoreBody | ReleaseBody | ResizeKVBody | MigrateBody | MigrateKVBody | ReplicateBody | EvictBody,
-    Field(discriminator="kind"),
-]
+LayersBody = SwapBody | RestoreBody | ReleaseBody | MigrateBody | MigrateKVBody | ReplicateBody | EvictBody
+AnyActionBody = Annotated[LayersBody | ResizeKVBody, Field(discriminator="kind")]
 
 
-class ActionsBody(ActionBody):
+def layers_action(body: LayersBody, home: Sequence[int], count: int) -> Action:
+    """Return an action on layers of a model that has so many; without layers, on those of `home`.
+
+    Raises `ConfigError` for layers that the model has not.
+    """
+    layers = tuple(home if body.layers is None else body.layers)
+    wrong = [layer for layer in layers if not 0 <= layer < count]
+    if wrong:
+        raise ConfigError(f"layers={wrong[:10]}: the model has layers 0 to {count - 1}")
+    match body:
+        case SwapBody():
+            return Swap(layers, body.variant, tuple(body.parts))
+        case RestoreBody():
+            return Restore(layers, tuple(body.parts))
+        case ReleaseBody():
+            return Release(layers)
+        case MigrateBody():
+            return Migrate(layers, body.place, tuple(body.parts))
+        case MigrateKVBody():
+            return MigrateKV(layers, body.place)
+        case ReplicateBody():
+            return Replicate(layers, body.place)
+        case EvictBody():
+            return Evict(layers, body.place)
+
+
+class ActionsBody(StrictBody):
     """`POST /elastic/actions`."""
 
     actions: Annotated[list[AnyActionBody], Field(min_length=1, max_length=100, fail_fast=True)]
@@ -96,7 +121,7 @@ class ActionsBody(ActionBody):
     """Of a fleet: the rank that is meant; None: all of them, all or none."""
 
 
-class PrepareBody(ActionBody):
+class PrepareBody(StrictBody):
     """`POST /elastic/actions/prepare`."""
 
     actions: Annotated[list[AnyActionBody], Field(min_length=1, max_length=100, fail_fast=True)]

@@ -9,9 +9,10 @@ from pydantic import Field
 from elastic.engines.base import Grammar
 from elastic.server.protocol.errors import invalid
 from elastic.server.protocol.fields import Count, JSONObject, Logprobs, RequestBody, Text
-from elastic.server.protocol.neutral_fields import CHAT, MESSAGE, PART, check_neutral
+from elastic.server.protocol.neutral_fields import CHAT, MESSAGE, PART
 from elastic.server.protocol.sampling import SamplingBody
-from elastic.server.protocol.tools import NamedTool, Tool, ToolCall, ToolChoice, Tools, arguments_grammar, calls_grammar
+from elastic.server.protocol.structured import json_grammar
+from elastic.server.protocol.tools import NO_ARGUMENTS, NamedTool, Tool, ToolCall, ToolChoice, Tools, calls_grammar
 
 MOST_MESSAGES = 4096
 _ROLES = {"developer": "system"}
@@ -20,12 +21,16 @@ _ROLES = {"developer": "system"}
 class TextPart(RequestBody):
     """One text of a message."""
 
+    neutral = PART
+
     type: Literal["text"]
     text: Text
 
 
 class Message(RequestBody):
     """One message of a chat."""
+
+    neutral = MESSAGE
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
@@ -54,17 +59,15 @@ class Message(RequestBody):
             message |= {} if self.name is None else {"name": self.name}
         return message
 
-    def check(self, path: str) -> None:
-        """Raise `APIError` for what is not supported; `path` is that to this message in the body."""
+    def check(self, path: str = "") -> None:
+        """Raise `APIError` for what is not supported."""
         if self.content is None and self.role != "assistant":
-            raise invalid(f"{path}.content", f"is null; a message of role {self.role!r} has a text or a list of texts")
+            raise invalid(f"{path}content", f"is null; a message of role {self.role!r} has a text or a list of texts")
         if self.tool_calls and self.role != "assistant":
-            raise invalid(f"{path}.tool_calls", f"a message of role {self.role!r} has none; the assistant calls tools")
+            raise invalid(f"{path}tool_calls", f"a message of role {self.role!r} has none; the assistant calls tools")
         if self.tool_call_id is not None and self.role != "tool":
-            raise invalid(f"{path}.tool_call_id", "goes with the role 'tool' only")
-        check_neutral(self.model_extra, MESSAGE, f"{path}.")
-        for i, part in enumerate(self.content if isinstance(self.content, list) else ()):
-            check_neutral(part.model_extra, PART, f"{path}.content.{i}.")
+            raise invalid(f"{path}tool_call_id", "goes with the role 'tool' only")
+        super().check(path)
 
 
 class PromptFields(RequestBody):
@@ -79,13 +82,9 @@ class PromptFields(RequestBody):
     chat_template_kwargs: JSONObject | None = None
     """More variables for the chat template, such as `enable_thinking`."""
 
-    def check_prompt(self) -> None:
+    def check(self, path: str = "") -> None:
         """Raise `APIError` for what is not supported."""
-        for i, message in enumerate(self.messages):
-            message.check(f"messages.{i}")
-        for i, tool in enumerate(self.tools or ()):
-            check_neutral(tool.model_extra, {}, f"tools.{i}.")
-            check_neutral(tool.function.model_extra, {}, f"tools.{i}.function.")
+        super().check(path)
         if self.continue_final_message and self.add_generation_prompt is not False:
             raise invalid("continue_final_message", "goes with add_generation_prompt=false only")
 
@@ -125,13 +124,12 @@ class ChatBody(PromptFields, SamplingBody):
         if rule is not None:
             raise invalid("tool_choice", "the answer is a call: it can have no other format; leave that, or the choice")
         if isinstance(choice, NamedTool):
-            return arguments_grammar(self._named(choice.function.name))
+            return json_grammar(self._named(choice.function.name).function.parameters or NO_ARGUMENTS)
         return calls_grammar(self.tools or (), several=self.parallel_tool_calls is not False)
 
-    def check(self) -> None:
+    def check(self, path: str = "") -> None:
         """Raise `APIError` for what is not supported."""
-        super().check()
-        self.check_prompt()
+        super().check(path)
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "goes with logprobs=true only")
         if not self.tools and (self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)):

@@ -42,9 +42,9 @@ class CompletionBody(SamplingBody):
         """Likeliest tokens to report with each new one; 0 where the best answers are to be found."""
         return 0 if self.logprobs is None and self.answers > (self.n or 1) else self.logprobs
 
-    def check(self) -> None:
+    def check(self, path: str = "") -> None:
         """Raise `APIError` for what is not supported."""
-        super().check()
+        super().check(path)
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise invalid("best_of", f"{self.best_of} is less than n={self.n or 1}: it must be at least as many")
         if self.stream and self.answers > (self.n or 1):

@@ -7,9 +7,11 @@ wrong elements is one error.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from elastic.server.protocol.neutral_fields import Neutral, check_neutral
 
 MOST_STOPS = 16
 LONGEST_STOP = 256
@@ -51,6 +53,26 @@ Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 
 
 class RequestBody(BaseModel):
-    """A part of a body: its fields by their types; those that nobody knows are kept, to be refused by name."""
+    """A body, or a part of one: its fields by their types; those that nobody knows are kept, to be refused by name."""
 
     model_config = ConfigDict(strict=True, extra="allow", serialize_by_alias=True)
+    neutral: ClassVar[Neutral | None] = None
+    """Fields that are not supported, with the values that are taken; None: all are taken, and ignored."""
+
+    def check(self, path: str = "") -> None:
+        """Raise `APIError` for what is not supported; `path` is what comes before the names of fields in the body."""
+        if self.neutral is not None:
+            check_neutral(self.model_extra, self.neutral, path)
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, RequestBody):
+                value.check(f"{path}{name}.")
+            elif isinstance(value, list) and value and isinstance(value[0], RequestBody):
+                for i, part in enumerate(value):
+                    part.check(f"{path}{name}.{i}.")
+
+
+class StrictBody(BaseModel):
+    """A part of a body of elastic's own endpoints: fields that nobody knows are refused as they are parsed."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")

@@ -9,7 +9,8 @@ from pydantic import Field
 from elastic.server.protocol.chat import MOST_MESSAGES, ChatBody, Message
 from elastic.server.protocol.errors import invalid
 from elastic.server.protocol.fields import Count, JSONObject, Logprobs, RequestBody, Share, Temperature, Text
-from elastic.server.protocol.neutral_fields import ITEM, RESPONSES, STREAM_OPTIONS, check_neutral
+from elastic.server.protocol.neutral_fields import ITEM, RESPONSES
+from elastic.server.protocol.sampling import EventOptions
 from elastic.server.protocol.structured import (
     JSONObjectFormat,
     JSONSchema,
@@ -28,6 +29,11 @@ from elastic.server.protocol.tools import (
     ToolCall,
 )
 
+_AS_IN_CHAT = (
+    *("temperature", "top_p", "top_k", "seed", "ignore_eos", "chat_template_kwargs", "top_logprobs"),
+    "parallel_tool_calls",
+)
+"""Fields that mean what those of a chat completion mean."""
 LOGPROBS = "message.output_text.logprobs"
 _STATELESS = "nothing is stored here: send all of the conversation as input"
 
@@ -42,7 +48,13 @@ class ContentPart(RequestBody):
 Content = Text | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
-class MessageItem(RequestBody):
+class Item(RequestBody):
+    """One element of the input."""
+
+    neutral = ITEM
+
+
+class MessageItem(Item):
     """A message."""
 
     type: Literal["message"] = "message"
@@ -50,7 +62,7 @@ class MessageItem(RequestBody):
     content: Content
 
 
-class CallItem(RequestBody):
+class CallItem(Item):
     """A call that the model had made."""
 
     type: Literal["function_call"]
@@ -59,7 +71,7 @@ class CallItem(RequestBody):
     arguments: Text
 
 
-class CallOutputItem(RequestBody):
+class CallOutputItem(Item):
     """What a call returned."""
 
     type: Literal["function_call_output"]
@@ -69,6 +81,8 @@ class CallOutputItem(RequestBody):
 
 class FunctionTool(RequestBody):
     """A function that can be called."""
+
+    neutral = {}
 
     type: Literal["function"]
     name: FunctionName
@@ -87,11 +101,15 @@ class NamedChoice(RequestBody):
 class JSONSchemaText(JSONSchema):
     """Text that is JSON of a schema."""
 
+    neutral = None
+
     type: Literal["json_schema"]
 
 
 class TextOptions(RequestBody):
     """What the text must be."""
+
+    neutral = {}
 
     format: Annotated[TextFormat | JSONObjectFormat | JSONSchemaText, Field(discriminator="type")] | None = None
     verbosity: str | None = None
@@ -99,6 +117,8 @@ class TextOptions(RequestBody):
 
 class ResponsesBody(RequestBody):
     """`POST /v1/responses`."""
+
+    neutral = RESPONSES
 
     input: (
         Text
@@ -124,7 +144,7 @@ class ResponsesBody(RequestBody):
     store: bool | None = None
     previous_response_id: str | None = None
     stream: bool | None = None
-    stream_options: RequestBody | None = None
+    stream_options: EventOptions | None = None
     metadata: JSONObject | None = None
 
     @property
@@ -132,9 +152,9 @@ class ResponsesBody(RequestBody):
         """True when log-probabilities are asked for."""
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
-    def check(self) -> None:
+    def check(self, path: str = "") -> None:
         """Raise `APIError` for what is not supported."""
-        check_neutral(self.model_extra, RESPONSES)
+        super().check(path)
         if self.store:
             raise invalid("store", f"true is not supported: {_STATELESS}, and store=false", "unsupported_value")
         if self.previous_response_id is not None:
@@ -142,39 +162,21 @@ class ResponsesBody(RequestBody):
         for name in self.include or ():
             if name not in (LOGPROBS, "reasoning.encrypted_content"):
                 raise invalid("include", f"only {LOGPROBS} is supported", "unsupported_value")
-        if self.stream_options is not None:
-            check_neutral(self.stream_options.model_extra, STREAM_OPTIONS, "stream_options.")
-        if self.text is not None:
-            check_neutral(self.text.model_extra, {}, "text.")
-        for i, tool in enumerate(self.tools or ()):
-            check_neutral(tool.model_extra, {}, f"tools.{i}.")
-        for i, item in enumerate(self.input if not isinstance(self.input, str) else ()):
-            check_neutral(item.model_extra, ITEM, f"input.{i}.")
 
     def as_chat(self) -> ChatBody:
         """Return the chat completion that answers it. Raises `APIError`."""
-        functions = [
-            Function(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
-            for tool in self.tools or ()
-        ]
+        functions = [Function(**_fields(tool, tuple(Function.model_fields))) for tool in self.tools or ()]
         choice: Any = self.tool_choice
         if isinstance(choice, NamedChoice):
             choice = NamedTool(type="function", function=NamedFunction(name=choice.name))
         chat = ChatBody(
             messages=self._messages(),
             max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            seed=self.seed,
-            ignore_eos=self.ignore_eos,
-            chat_template_kwargs=self.chat_template_kwargs,
             logprobs=self.reports_logprobs,
-            top_logprobs=self.top_logprobs,
             response_format=self._response_format(),
             tools=[Tool(type="function", function=function) for function in functions] or None,
             tool_choice=choice,
-            parallel_tool_calls=self.parallel_tool_calls,
+            **_fields(self, _AS_IN_CHAT),
         )
         chat.check()
         return chat
@@ -204,8 +206,12 @@ class ResponsesBody(RequestBody):
         form = self.text.format if self.text is not None else None
         if not isinstance(form, JSONSchemaText):
             return form
-        fields: dict[str, Any] = {"name": form.name, "schema": form.schema_, "strict": form.strict}
-        return JSONSchemaFormat(type="json_schema", json_schema=JSONSchema(**fields))
+        schema = JSONSchema(**{"schema": form.schema_, **_fields(form, ("name", "strict"))})
+        return JSONSchemaFormat(type="json_schema", json_schema=schema)
+
+
+def _fields(part: RequestBody, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(part, name) for name in names}
 
 
 def _text(content: Content) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field
 
@@ -19,11 +19,17 @@ from elastic.server.protocol.fields import (
     Temperature,
     Token,
 )
-from elastic.server.protocol.neutral_fields import STREAM_OPTIONS, STRUCTURED_OUTPUTS, Neutral, check_neutral
-from elastic.server.protocol.structured import JSONSchemaFormat, StructuredFields
+from elastic.server.protocol.neutral_fields import STREAM_OPTIONS
+from elastic.server.protocol.structured import StructuredFields
 
 
-class StreamOptions(RequestBody):
+class EventOptions(RequestBody):
+    """Options of a stream of events: none that is supported."""
+
+    neutral = STREAM_OPTIONS
+
+
+class StreamOptions(EventOptions):
     """Options of a stream."""
 
     include_usage: bool | None = None
@@ -34,8 +40,6 @@ class StreamOptions(RequestBody):
 
 class SamplingBody(StructuredFields):
     """The fields that completions and chat completions have in common."""
-
-    neutral: ClassVar[Neutral]
 
     model: str | None = None
     """None: the one there is."""
@@ -107,18 +111,10 @@ class SamplingBody(StructuredFields):
             biases.append((int(token), bias))
         return tuple(biases)
 
-    def check(self) -> None:
+    def check(self, path: str = "") -> None:
         """Raise `APIError` for what is not supported."""
-        check_neutral(self.model_extra, self.neutral)
-        if self.stream_options is not None:
-            if not self.stream:
-                raise invalid("stream_options", "goes with stream=true only")
-            check_neutral(self.stream_options.model_extra, STREAM_OPTIONS, "stream_options.")
-        if self.structured_outputs is not None:
-            check_neutral(self.structured_outputs.model_extra, STRUCTURED_OUTPUTS, "structured_outputs.")
-        if self.response_format is not None:
-            check_neutral(self.response_format.model_extra, {}, "response_format.")
-        if isinstance(self.response_format, JSONSchemaFormat):
-            check_neutral(self.response_format.json_schema.model_extra, {}, "response_format.json_schema.")
+        super().check(path)
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options", "goes with stream=true only")
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs", "does not go with stream=true")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from elastic.engines.base import Grammar
 from elastic.server.protocol.errors import invalid
 from elastic.server.protocol.fields import JSONObject, RequestBody, Text
+from elastic.server.protocol.neutral_fields import STRUCTURED_OUTPUTS, Neutral
 
 LONGEST_GRAMMAR = 65_536
 MOST_CHOICES = 1024
@@ -27,6 +28,8 @@ Schema = JSONObject | bool | Text
 class JSONSchema(RequestBody):
     """The `json_schema` of a `response_format`."""
 
+    neutral: ClassVar[Neutral | None] = {}
+
     name: Text
     schema_: JSONObject | None = Field(None, alias="schema")
     description: Text | None = None
@@ -37,17 +40,23 @@ class JSONSchema(RequestBody):
 class TextFormat(RequestBody):
     """`response_format` without a rule."""
 
+    neutral = {}
+
     type: Literal["text"]
 
 
 class JSONObjectFormat(RequestBody):
     """Any JSON object."""
 
+    neutral = {}
+
     type: Literal["json_object"]
 
 
 class JSONSchemaFormat(RequestBody):
     """JSON of a schema."""
+
+    neutral = {}
 
     type: Literal["json_schema"]
     json_schema: JSONSchema
@@ -58,6 +67,8 @@ ResponseFormat = Annotated[TextFormat | JSONObjectFormat | JSONSchemaFormat, Fie
 
 class StructuredOutputs(RequestBody):
     """vLLM's `structured_outputs`: one of its fields."""
+
+    neutral = STRUCTURED_OUTPUTS
 
     json_: Schema | None = Field(None, alias="json")
     regex: Pattern | None = None

@@ -7,11 +7,13 @@ from pydantic import Field
 from elastic.server.protocol.chat import Message, PromptFields
 from elastic.server.protocol.errors import invalid
 from elastic.server.protocol.fields import RequestBody, Text, Tokens
-from elastic.server.protocol.neutral_fields import TOKENIZE, check_neutral
+from elastic.server.protocol.neutral_fields import TOKENIZE
 
 
 class TokenizeBody(PromptFields):
     """`POST /tokenize`: the tokens of a prompt, or of the messages of a chat."""
+
+    neutral = TOKENIZE
 
     model: str | None = None
     prompt: Text | None = None
@@ -19,10 +21,9 @@ class TokenizeBody(PromptFields):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
-    def check(self) -> None:
+    def check(self, path: str = "") -> None:
         """Raise `APIError` for what is not supported."""
-        check_neutral(self.model_extra, TOKENIZE)
-        self.check_prompt()
+        super().check(path)
         if (self.prompt is None) == (not self.messages):
             raise invalid("prompt", "give either a prompt or messages")
 
@@ -30,9 +31,7 @@ class TokenizeBody(PromptFields):
 class DetokenizeBody(RequestBody):
     """`POST /detokenize`: the text of tokens."""
 
+    neutral = {}
+
     model: str | None = None
     tokens: Tokens
-
-    def check(self) -> None:
-        """Raise `APIError` for fields that nobody knows."""
-        check_neutral(self.model_extra, {})

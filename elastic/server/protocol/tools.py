@@ -14,12 +14,14 @@ from elastic.server.protocol.fields import JSONObject, RequestBody, Text
 from elastic.server.protocol.structured import json_grammar
 
 MOST_TOOLS = 128
-_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 FunctionName = Annotated[Text, Field(min_length=1, max_length=256)]
 
 
 class Function(RequestBody):
     """A function that can be called."""
+
+    neutral = {}
 
     name: FunctionName
     description: Text | None = None
@@ -30,6 +32,8 @@ class Function(RequestBody):
 
 class Tool(RequestBody):
     """One tool; there are functions only."""
+
+    neutral = {}
 
     type: Literal["function"]
     function: Function
@@ -90,19 +94,14 @@ def calls_grammar(tools: Sequence[Tool], *, several: bool) -> Grammar:
     definitions: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
     calls = []
     for i, tool in enumerate(tools):
-        schema = dict(tool.function.parameters or _NO_ARGUMENTS)
+        schema = dict(tool.function.parameters or NO_ARGUMENTS)
         for kind, schemas in definitions.items():
             for name, definition in (schema.pop(kind, None) or {}).items():
                 if schemas.setdefault(name, definition) != definition:
                     raise invalid(f"tools.{i}.function.parameters", f"another tool defines {name[:100]!r} otherwise")
         call = {"name": {"type": "string", "enum": [tool.function.name]}, "parameters": schema}
-        calls.append({**_NO_ARGUMENTS, "properties": call, "required": ["name", "parameters"]})
+        calls.append({**NO_ARGUMENTS, "properties": call, "required": ["name", "parameters"]})
     bound = {} if several else {"maxItems": 1}
     items = {"anyOf": calls} if len(calls) > 1 else calls[0]
     kept = {kind: schemas for kind, schemas in definitions.items() if schemas}
     return json_grammar({"type": "array", "minItems": 1, **bound, "items": items, **kept})
-
-
-def arguments_grammar(tool: Tool) -> Grammar:
-    """Return the rule of the arguments of one function."""
-    return json_grammar(tool.function.parameters or _NO_ARGUMENTS)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from fastapi import Request, Response
+from fastapi import APIRouter, Request, Response
 
 from elastic.errors import CapacityError, StateError
 from elastic.server.generation.bodies import JSONRoute
 from elastic.server.protocol.errors import APIError
+from elastic.server.protocol.fields import StrictBody
+from elastic.server.routes.status import plain
+
+T = TypeVar("T")
+B = TypeVar("B", bound=StrictBody)
 
 
 class ActingRoute(JSONRoute):
@@ -41,3 +46,29 @@ async def act(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         raise APIError(409, str(error), code="capacity_exceeded") from error
     except StateError as error:
         raise APIError(409, str(error), code="conflict") from error
+
+
+class ActingRoutes(Generic[T]):
+    """The endpoints below `/elastic/fleet` that act on one object, where the server has it."""
+
+    def __init__(self, served: T | None, absent: str, then: Callable[[], None] = lambda: None) -> None:
+        """`absent` is the answer where there is none; `then` is called on the thread after each act."""
+        self.router = APIRouter(route_class=ActingRoute)
+        self._served, self._absent, self._then = served, absent, then
+
+    def add(self, verb: str, kind: type[B], work: Callable[[T, B], dict[str, Any]]) -> None:
+        """Add the endpoint of a verb: `work` does what a body says, on a thread, and returns the answer's records."""
+
+        async def endpoint(body: Any) -> dict[str, Any]:
+            if (served := self._served) is None:
+                raise APIError(404, self._absent, code="not_found")
+
+            def done() -> dict[str, Any]:
+                answer: dict[str, Any] = plain(work(served, body))
+                self._then()
+                return answer
+
+            return await act(done)
+
+        endpoint.__annotations__["body"] = kind
+        self.router.add_api_route(f"/elastic/fleet/{verb}", endpoint, methods=["POST"], name=verb)

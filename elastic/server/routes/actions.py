@@ -21,24 +21,12 @@ from elastic.config import parse_limit
 from elastic.errors import CapacityError, ConfigError
 from elastic.server.fleets.targets import ActionTargets, Target
 from elastic.server.generation.state import ServerState
-from elastic.server.protocol.actions import (
-    ActionBody,
-    ActionsBody,
-    AnyActionBody,
-    EvictBody,
-    MigrateBody,
-    MigrateKVBody,
-    PrepareBody,
-    ReleaseBody,
-    ReplicateBody,
-    ResizeKVBody,
-    RestoreBody,
-    SwapBody,
-)
+from elastic.server.protocol.actions import ActionsBody, AnyActionBody, PrepareBody, ResizeKVBody, layers_action
 from elastic.server.protocol.errors import APIError
+from elastic.server.protocol.fields import StrictBody
 from elastic.server.routes import acting
 from elastic.server.routes.status import plain, with_kind
-from elastic.types import Action, Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Swap
+from elastic.types import Action, ResizeKV
 
 
 def closed() -> APIRouter:
@@ -95,7 +83,7 @@ async def _answered(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         raise APIError(409, str(error), code="capacity_exceeded") from error
 
 
-def _described(model: type[ActionBody]) -> tuple[str, dict[str, Any]]:
+def _described(model: type[StrictBody]) -> tuple[str, dict[str, Any]]:
     """Return the kind of an action, and its description for clients."""
     schema = model.model_json_schema()
     properties: dict[str, dict[str, Any]] = schema["properties"]
@@ -109,7 +97,7 @@ def _described(model: type[ActionBody]) -> tuple[str, dict[str, Any]]:
 
 def _act(targets: ActionTargets, body: ActionsBody) -> dict[str, Any]:
     """Plan the actions, or do them."""
-    asked = {target: [_action(action, target) for action in body.actions] for target in targets.named(body.rank)}
+    asked = _asked(targets, body)
     if body.dry_run:
         steps = [(target, step) for target, actions in asked.items() for step in target.plan(actions)]
         return {"dry_run": True, "steps": [_record(target, step.action, step) for target, step in steps]}
@@ -117,7 +105,7 @@ def _act(targets: ActionTargets, body: ActionsBody) -> dict[str, Any]:
 
 
 def _prepare(targets: ActionTargets, body: PrepareBody) -> dict[str, Any]:
-    asked = {target: [_action(action, target) for action in body.actions] for target in targets.named(body.rank)}
+    asked = _asked(targets, body)
     prepared = targets.prepare(asked, body.id, body.timeout_s)
     steps = [_record(target, step.action, step) for target, told in prepared.items() for step in told.steps]
     told = list(prepared.values())
@@ -128,6 +116,10 @@ def _prepare(targets: ActionTargets, body: PrepareBody) -> dict[str, Any]:
         "pages": sum(each.pages for each in told),
         "steps": steps,
     }
+
+
+def _asked(targets: ActionTargets, body: ActionsBody | PrepareBody) -> dict[Target, list[Action]]:
+    return {target: [_action(action, target) for action in body.actions] for target in targets.named(body.rank)}
 
 
 def _results(done: list[tuple[Target, Action, Any]]) -> list[dict[str, Any]]:
@@ -149,22 +141,4 @@ def _action(body: AnyActionBody, target: Target) -> Action:
         if place not in places:
             raise ConfigError(f"place={place!r}: choose one of {places}")
         return ResizeKV(str(place), parse_limit(body.limit, option="limit"))
-    layers = target.at_home() if body.layers is None else tuple(body.layers)
-    wrong = [layer for layer in layers if not 0 <= layer < status.layers]
-    if wrong:
-        raise ConfigError(f"layers={wrong[:10]}: the model has layers 0 to {status.layers - 1}")
-    match body:
-        case SwapBody():
-            return Swap(layers, body.variant, tuple(body.parts))
-        case RestoreBody():
-            return Restore(layers, tuple(body.parts))
-        case ReleaseBody():
-            return Release(layers)
-        case MigrateBody():
-            return Migrate(layers, body.place, tuple(body.parts))
-        case MigrateKVBody():
-            return MigrateKV(layers, body.place)
-        case ReplicateBody():
-            return Replicate(layers, body.place)
-        case EvictBody():
-            return Evict(layers, body.place)
+    return layers_action(body, target.at_home() if body.layers is None else (), status.layers)

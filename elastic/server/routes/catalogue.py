@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from elastic.server.fleets.deployments import ServedDeployments
 from elastic.server.generation.state import ServerState
 from elastic.server.protocol.errors import APIError
+
+if TYPE_CHECKING:
+    from elastic.cluster.deployment.deployments import Deployments
 
 ModelOptions = Callable[[str], Mapping[str, Any]]
 """Path of a deployed model -> options of its `ServerState`: `tokenizer`, `max_model_len`, and such."""
@@ -18,7 +20,7 @@ class Catalogue:
     """The server's own model, and those that are deployed beside it. Thread-safe."""
 
     def __init__(
-        self, own: ServerState, deployments: ServedDeployments | None = None, options: ModelOptions | None = None
+        self, own: ServerState, deployments: Deployments | None = None, options: ModelOptions | None = None
     ) -> None:
         """With `deployments`, `options` reads what is needed to answer for one of them."""
         self.own, self.deployments, self._options = own, deployments, options

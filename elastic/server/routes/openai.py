@@ -14,7 +14,7 @@ from fastapi import APIRouter, Response
 from fastapi import Request as HTTPRequest
 
 from elastic.engines.base import Request
-from elastic.server.formats.base import AnswerFormat, usage
+from elastic.server.formats.base import usage
 from elastic.server.formats.chat import ChatFormat
 from elastic.server.formats.completions import CompletionFormat
 from elastic.server.formats.logprobs import LogprobsFormat
@@ -32,6 +32,7 @@ from elastic.server.tools.base import ToolParser
 from elastic.server.tools.forced import ArgumentsParser, ListParser
 
 JSON = dict[str, Any]
+AnswerFormat = ChatFormat | CompletionFormat
 _MANY = 4096
 """Reported log-probabilities from which a document is made apart from the event loop."""
 _LONG = 65_536

@@ -40,22 +40,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HTTPRequest
 from fastapi.responses import JSONResponse
 
-from elastic.server.fleets.fleet import FleetEngine
+from elastic.controller.snapshot import RequestStats
 from elastic.server.generation.collector import variants
 from elastic.server.generation.state import ServerState
 from elastic.server.protocol.errors import RETRY_AFTER_S
 from elastic.server.routes import STATUS_VERSION
 from elastic.server.routes.catalogue import Catalogue
 from elastic.types import KINDS, Event, Fetch, Status
+
+if TYPE_CHECKING:
+    from elastic.cluster.fleet.fleet import Fleet
 
 EVENTS_SHOWN = 100
 
@@ -94,33 +97,40 @@ def routes(models: Catalogue) -> APIRouter:
 
 def document(serving: ServerState) -> dict[str, Any]:
     """Return the status document of a server."""
-    engine, now = serving.engine, time.time()
-    runtime = engine.runtime
+    runtime = serving.engine.runtime
     ranks = _ranks(serving)
     if runtime is not None:
-        model = _of_model(runtime.status(), runtime.events(), runtime.health())
+        model = about_model(runtime.status(), runtime.events(), runtime.health())
     elif len(ranks) == 1:
         model = {key: ranks[0][key] for key in _NOTHING}
     else:
         model = _NOTHING
+    traffic = serving.engine.counters.read()
+    about = about_server(serving.name, serving.state, serving.since_s, traffic, serving.token_layers())
+    return {**about, **model, "ranks": ranks, **_of_fleet(serving.fleet)}
+
+
+def about_server(
+    name: str, state: str, since_s: float, traffic: RequestStats, token_layers: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the keys of the document that are not of its model."""
+    now = time.time()
     return {
         "version": STATUS_VERSION,
-        "model": serving.name,
-        "state": serving.state,
+        "model": name,
+        "state": state,
         "at_s": now,
-        "uptime_s": now - serving.since_s,
-        "traffic": plain(engine.counters.read()),
-        "token_layers": serving.token_layers(),
-        **model,
-        "ranks": ranks,
-        **_of_fleet(serving.fleet),
+        "uptime_s": now - since_s,
+        "traffic": plain(traffic),
+        "token_layers": token_layers,
     }
 
 
 _NOTHING: dict[str, Any] = {"layers": [], "status": None, "events": [], "controller": None}
 
 
-def _of_model(status: Status, events: Sequence[Event], controller: Any) -> dict[str, Any]:
+def about_model(status: Status, events: Sequence[Event], controller: Any) -> dict[str, Any]:
+    """Return the keys of the document that are of a model."""
     return {
         "layers": variants(status),
         "status": plain(status),
@@ -137,14 +147,14 @@ def _ranks(serving: ServerState) -> list[dict[str, Any]]:
     ranks = []
     for rank in serving.fleet.status().ranks:
         view = views.get(rank.name)
-        model = _NOTHING if view is None else _of_model(view.status, view.events, view.controller)
+        model = _NOTHING if view is None else about_model(view.status, view.events, view.controller)
         told = {"traffic": "stats", "times": "times", "wires": "wires", "utilization": "utilization"}
         of_view = {key: None if view is None else plain(getattr(view, name)) for key, name in told.items()}
         ranks.append({**plain(rank), **model, **of_view})
     return ranks
 
 
-def _of_fleet(fleet: FleetEngine | None) -> dict[str, Any]:
+def _of_fleet(fleet: Fleet | None) -> dict[str, Any]:
     if fleet is None:
         return {"instances": [], "fleet_events": [], "fleet": None}
     status = fleet.status()

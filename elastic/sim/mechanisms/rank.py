@@ -10,7 +10,7 @@ from typing import Any
 
 from elastic.cluster.control import stage_questions as ask
 from elastic.cluster.control.messages import Apply, Check, Drain, Look
-from elastic.engines.continuous.layer_exchange import Flipped
+from elastic.engines.continuous.ranks.layer_exchange import Flipped
 from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.pipeline.batches import BatchCount
 from elastic.engines.pipeline.path import LayerPath

@@ -104,10 +104,10 @@ def test_a_request_comes_from_a_cpu_with_its_keys_and_values() -> None:
     heard, request = Collector(), Request(prompt, tokens, ignore_eos=True)
     here.engine.submit(request, heard)
     heard.wait_for_tokens(request.id, 3)
-    states, kv = here.engine.hand_over(request.id)
-    there.engine.receive(states, kv, here.sources_of(kv))
+    states, kv = here.engine.moves.hand_over(request.id)
+    there.engine.moves.receive(states, kv, here.sources_of(kv))
     there.engine.adopt(states, heard, kv=kv)
-    here.engine.release(request.id)
+    here.engine.moves.release(request.id)
     heard.wait([request.id])
     assert len(heard.tokens[request.id]) == tokens
     assert same_unless_close(architectures.build("llama-gqa"), prompt, heard.tokens[request.id])

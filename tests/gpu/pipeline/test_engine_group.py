@@ -60,7 +60,7 @@ def test_layers_go_there_and_back_while_requests_run(
     ranks = group("ab", architecture)
     for home, guest in ("ab", "ba"):
         ranks.join(home, guest)
-        ranks[home].set_cohorts(cohorts)
+        ranks[home].cohorts.set_cohorts(cohorts)
     heard = {home: Collector() for home in "ab"}
     for home in "ab":
         for request in requests(30):
@@ -84,7 +84,7 @@ def live_blocks(ranks: EngineGroup, home: str) -> dict[tuple[str, int], torch.Te
     """What is in the blocks of each sequence, by layer, wherever that is; nothing of the home is in flight."""
     engine, found = ranks[home], {}
     for layer, owner in enumerate(engine.path.ranks):
-        memory = engine._memory if owner == home else ranks[owner]._stages[home].memory
+        memory = engine._memory if owner == home else ranks[owner].stages.by_home[home].memory
         group = engine._memory.group_of(layer)
         size = memory.groups[group].group.block_bytes
         shown = memory.groups[group].view(layer, torch.uint8)
@@ -149,11 +149,11 @@ def test_hidden_states_go_over_sockets_as_well(group: Callable[..., EngineGroup]
     expected = plain("llama-gqa", 20)
     ranks = group("ab")
     ranks.join("a", "b")
-    stage = ranks["b"]._stages["a"]
-    ranks["a"].use_transport(ranks.hubs["a"].transport("a"))
+    stage = ranks["b"].stages.by_home["a"]
+    ranks["a"].ranks.use_transport(ranks.hubs["a"].transport("a"))
     stage._transport.close()
     stage._transport = ranks.hubs["b"].transport("a")
-    ranks["a"].set_cohorts(cohorts)
+    ranks["a"].cohorts.set_cohorts(cohorts)
     ranks.move("a", (1,), "b")
     heard = Collector()
     for request in requests(20):
@@ -168,9 +168,9 @@ def test_blocks_of_ended_requests_go_to_others_at_every_rank(group: Callable[...
     expected = plain("llama-gqa", 12)
     ranks = group("ab")
     ranks.join("a", "b")
-    ranks["a"].set_cohorts(2)
+    ranks["a"].cohorts.set_cohorts(2)
     ranks.move("a", (1, 2), "b")
-    engine, memory, others = ranks["a"], ranks["b"]._stages["a"].memory, ("r0", "r1", "r3")
+    engine, memory, others = ranks["a"], ranks["b"].stages.by_home["a"].memory, ("r0", "r1", "r3")
     for turn in range(4):
         heard = Collector()
         for request in requests(12):
@@ -181,7 +181,7 @@ def test_blocks_of_ended_requests_go_to_others_at_every_rank(group: Callable[...
         assert {name: heard.tokens[name] for name in others} == {name: expected[name] for name in others}
         if turn % 2:
             engine.runtime.kv.resize(0)
-            wait_until(lambda: engine.cap_reached() and not memory.mapped_sectors)
+            wait_until(lambda: engine.ranks.cap_reached() and not memory.mapped_sectors)
             engine.runtime.kv.resize("max")
         ranks.check()
     ranks.part("a")
@@ -196,7 +196,7 @@ def test_requests_go_on_after_a_step_that_failed_half_way(
     ranks = group("ab")
     ranks.join("a", "b")
     ranks.move("a", (1, 2), "b")
-    ranks["a"].set_cohorts(cohorts)
+    ranks["a"].cohorts.set_cohorts(cohorts)
     layer = ranks.tracked[failing].model.model.layers["ab".index(failing)]
 
     def fail(*_: Any) -> None:
@@ -229,8 +229,8 @@ def test_a_lost_rank_costs_no_token(group: Callable[..., EngineGroup]) -> None:
             ranks[home].submit(request, heard[home])
     heard["a"].wait_for_tokens("r3", 4)
     ranks.lose("c")
-    wait_until(lambda: ranks["a"].lost_rank is not None)
-    assert ranks["a"].recover("c", lambda layers: None) > 0
+    wait_until(lambda: ranks["a"].recovery.lost_rank is not None)
+    assert ranks["a"].recovery.recover("c", lambda layers: None) > 0
     for home in "ab":
         heard[home].wait(list(expected))
         assert heard[home].tokens == expected
@@ -293,7 +293,7 @@ RANKS = """
     alone("joined")
     ranks.move("a", last, "b")
     alone("moved")
-    ranks["a"].set_cohorts(2)
+    ranks["a"].cohorts.set_cohorts(2)
     request = Request(prompts([7], VOCAB)[0], 6)
     ranks["a"].submit(request, heard)
     heard.wait([request.id])

@@ -43,14 +43,14 @@ def group(request: pytest.FixtureRequest) -> Iterator[Callable[..., EngineGroup]
 def replicate(ranks: EngineGroup, layers: tuple[int, ...], rank: str) -> None:
     """Have a rank have the second copy of layers of "a"."""
     if ranks["a"].path.copies == 1:
-        ranks["a"].set_copies(2)
+        ranks["a"].cohorts.set_copies(2)
     ranks.move("a", tuple(LAYERS + layer for layer in layers), rank)
 
 
 def evict(ranks: EngineGroup, *layers: int) -> None:
     ranks.move("a", tuple(LAYERS + layer for layer in layers), "a")
     if ranks["a"].path.alike:
-        ranks["a"].set_copies(1)
+        ranks["a"].cohorts.set_copies(1)
 
 
 @pytest.mark.parametrize("architecture", ["llama-gqa", "gemma3"])
@@ -81,7 +81,7 @@ def live_blocks(ranks: EngineGroup) -> dict[tuple[str, int], torch.Tensor]:
     for name, sequence in scheduler.sequences.items():
         ranks_of = engine.path.of_copy(scheduler.copy_of(sequence)).ranks
         for layer, owner in enumerate(ranks_of):
-            memory = engine._memory if owner == "a" else ranks[owner]._stages["a"].memory
+            memory = engine._memory if owner == "a" else ranks[owner].stages.by_home["a"].memory
             group = engine._memory.group_of(layer)
             size = memory.groups[group].group.block_bytes
             shown = memory.groups[group].view(layer, torch.uint8)
@@ -137,10 +137,10 @@ def test_a_lost_replica_costs_no_token(group: Callable[..., EngineGroup]) -> Non
         heard["a"].wait_for_tokens(name, 4)
     ranks.lose("b")
     until_s = time.monotonic() + 60
-    while ranks["a"].lost_rank is None:
+    while ranks["a"].recovery.lost_rank is None:
         assert time.monotonic() < until_s
         time.sleep(0.002)
-    again = ranks["a"].recover("b", lambda shards: None)
+    again = ranks["a"].recovery.recover("b", lambda shards: None)
     assert 0 < again < sum(len(prompt) + TOKENS for prompt in PROMPTS), "the home's own half goes on as it was"
     require_plain_tokens(heard, PROMPTS, TOKENS, "llama-gqa")
     assert (ranks["a"].path.copies, ranks["a"].path.helpers) == (1, ())

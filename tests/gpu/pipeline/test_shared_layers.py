@@ -67,7 +67,7 @@ def test_two_instances_share_every_layer_and_part_again(
     ranks = group("ab", shards, architecture)
     for home, guest in ("ab", "ba"):
         ranks.join(home, guest)
-        ranks[home].set_cohorts(cohorts)
+        ranks[home].cohorts.set_cohorts(cohorts)
     heard = begin(ranks, "ab")
     half, layers = shards // 2, len(ranks["a"].path.ranks) // shards
     for layer in range(layers):
@@ -91,7 +91,7 @@ def test_steps_of_instances_that_share_layers_stop_no_device_and_map_no_page(
     ranks = group("ab", 4)
     share(ranks, 4)
     for home in "ab":
-        ranks[home].set_cohorts(2)
+        ranks[home].cohorts.set_cohorts(2)
     heard = begin(ranks, "ab")
     for home in "ab":
         for name in NAMES:
@@ -129,7 +129,7 @@ def live_blocks(ranks: EngineGroup, home: str) -> dict[tuple[str, int], torch.Te
     engine, found = ranks[home], dict[tuple[str, int], torch.Tensor]()
     for shard, owner in enumerate(engine.path.ranks):
         (part,) = kv_parts([shard], engine.path.shards, engine.kv_format.kv_shards)
-        memory = engine._memory if owner == home else ranks[owner]._stages[home].memory
+        memory = engine._memory if owner == home else ranks[owner].stages.by_home[home].memory
         group = engine._memory.group_of(part)
         size = memory.groups[group].group.block_bytes
         shown = memory.groups[group].view(part, torch.uint8)
@@ -169,11 +169,11 @@ def test_a_flip_of_shards_changes_no_bit_of_keys_and_values(
 def test_heads_and_sums_go_over_sockets_as_well(group: Callable[..., EngineGroup], cohorts: int) -> None:
     ranks = group("ab", 2)
     ranks.join("a", "b")
-    stage = ranks["b"]._stages["a"]
-    ranks["a"].use_transport(ranks.hubs["a"].transport("a"))
+    stage = ranks["b"].stages.by_home["a"]
+    ranks["a"].ranks.use_transport(ranks.hubs["a"].transport("a"))
     stage._transport.close()
     stage._transport = ranks.hubs["b"].transport("a")
-    ranks["a"].set_cohorts(cohorts)
+    ranks["a"].cohorts.set_cohorts(cohorts)
     ranks.move("a", shards_of(range(1, 2), 2), "b")
     end(begin(ranks, "a"))
     ranks.part("a")
@@ -183,13 +183,13 @@ def test_blocks_of_ended_requests_go_to_others_at_every_rank(group: Callable[...
     """Sectors come and go at both ranks while steps of two cohorts, and their copies, are queued."""
     ranks = group("ab", 2)
     share(ranks, 2)
-    engine, memory = ranks["a"], ranks["b"]._stages["a"].memory
-    engine.set_cohorts(2)
+    engine, memory = ranks["a"], ranks["b"].stages.by_home["a"].memory
+    engine.cohorts.set_cohorts(2)
     for _ in range(2):
         end(begin(ranks, "ab", 12), tokens=12)
         engine.runtime.kv.resize(0)
         until_s = time.monotonic() + 60
-        while not engine.cap_reached() or memory.mapped_sectors:
+        while not engine.ranks.cap_reached() or memory.mapped_sectors:
             assert time.monotonic() < until_s
             time.sleep(0.002)
         engine.runtime.kv.resize("max")
@@ -231,11 +231,11 @@ def test_a_lost_rank_costs_no_token(group: Callable[..., EngineGroup]) -> None:
     heard["a"].wait_for_tokens("r3", 4)
     ranks.lose("c")
     until_s = time.monotonic() + 60
-    while ranks["a"].lost_rank is None:
+    while ranks["a"].recovery.lost_rank is None:
         assert time.monotonic() < until_s
         time.sleep(0.002)
     restored: list[tuple[int, ...]] = []
-    assert ranks["a"].recover("c", restored.append) > 0
+    assert ranks["a"].recovery.recover("c", restored.append) > 0
     assert restored == [shards_of(range(1, 4), 4)]
     end(heard)
     ranks["a"].check()

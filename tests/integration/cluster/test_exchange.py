@@ -22,7 +22,7 @@ from elastic.cluster.fleet.moves import Mover
 from elastic.cluster.launch.join import JoinLauncher
 from elastic.cluster.peers.memory.reader import RankMemoryReader
 from elastic.engines.base import Request
-from elastic.engines.continuous import ContinuousEngine
+from elastic.engines.continuous.ranks.layer_exchange import LayerExchange
 from elastic.errors import RankLost, StateError
 from elastic.memory.backends import rank_memory
 from elastic.memory.backends.memfd import MemfdBackend
@@ -133,13 +133,13 @@ def test_instances_go_on_or_stop_while_layers_change_their_rank(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the number of steps that the engine which gets a layer has begun at each of its copies."""
-    copy, steps = ContinuousEngine.copy_layers, defaultdict[str, set[int]](set)
+    copy, steps = LayerExchange.copy, defaultdict[str, set[int]](set)
 
-    def look(engine: ContinuousEngine, *args: Any, **options: Any) -> int:
-        steps[engine.rank].add(engine.load().steps)
-        return copy(engine, *args, **options)
+    def look(exchange: LayerExchange, *args: Any, **options: Any) -> int:
+        steps[exchange._home.rank].add(exchange._loop.scheduler.steps)
+        return copy(exchange, *args, **options)
 
-    monkeypatch.setattr(ContinuousEngine, "copy_layers", look)
+    monkeypatch.setattr(LayerExchange, "copy", look)
     exchanges: tuple[Literal["live", "stall"], ...] = ("live", "stall")
     for exchange in exchanges:
         served.submit()

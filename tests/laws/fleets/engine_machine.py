@@ -61,7 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
             with suppress(CapacityError):  # layers have no room while so many requests live
                 self.gather(home)
                 self.group.part(home)
-            self.group[home].set_cap(None)
+            self.group[home].ranks.set_cap(None)
         for home, sent in self.sent.items():
             heard = self.heard[home]
             heard.wait(list(sent), 60)
@@ -163,7 +163,7 @@ class EngineMachine(RuleBasedStateMachine):
         name = self.ranks[home % len(self.ranks)]
         path = self.group[name].path
         if path.alike and self.helpers(name):
-            self.group[name].set_copies(3 - path.copies)
+            self.group[name].cohorts.set_copies(3 - path.copies)
 
     def gather(self, home: str) -> None:
         """Have all layers be at their home, in one copy."""
@@ -173,7 +173,7 @@ class EngineMachine(RuleBasedStateMachine):
             if away := [shard for shard in shards if path.ranks[shard] != home]:
                 self.group.move_all(home, dict.fromkeys(away, home))
         if path.copies > 1:
-            self.group[home].set_copies(1)
+            self.group[home].cohorts.set_copies(1)
 
     @rule(home=NUMBER)
     def part(self, home: int) -> None:
@@ -188,7 +188,7 @@ class EngineMachine(RuleBasedStateMachine):
     def set_cohorts(self, home: int, cohorts: int) -> None:
         engine = self.group[self.ranks[home % len(self.ranks)]]
         if engine.path.copies == 1:
-            engine.set_cohorts(cohorts)
+            engine.cohorts.set_cohorts(cohorts)
 
     # -- memory
 
@@ -206,13 +206,13 @@ class EngineMachine(RuleBasedStateMachine):
         with suppress(CapacityError):
             if sectors > before:
                 self.allot(name, helpers, sectors)
-                engine.set_cap(sectors)
+                engine.ranks.set_cap(sectors)
                 return
-            engine.set_cap(sectors)
+            engine.ranks.set_cap(sectors)
             until_s = time.monotonic() + PATIENCE_S
-            while not engine.cap_reached():
+            while not engine.ranks.cap_reached():
                 if time.monotonic() > until_s:
-                    engine.set_cap(before)
+                    engine.ranks.set_cap(before)
                     return
                 time.sleep(0.005)
             self.compare(name)  # so that they know what came free
@@ -220,7 +220,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def allot(self, home: str, helpers: list[str], sectors: int) -> None:
         for helper in helpers:
-            self.group[helper].allot(home, sectors)
+            self.group[helper].stages.allot(home, sectors)
 
     # -- losses
 
@@ -231,20 +231,20 @@ class EngineMachine(RuleBasedStateMachine):
         if not engine.path.helpers:
             return
         helper = engine.path.helpers[which % len(engine.path.helpers)]
-        stage, log = self.group[helper]._stages[name], self.group.logs.pop((name, helper))
+        stage, log = self.group[helper].stages.by_home[name], self.group.logs.pop((name, helper))
         close = stage.memory.close
         if readable:
             stage.memory.close = lambda: None  # type: ignore[method-assign]
         log.close()
-        self.group[helper].close_stage(name)
-        source = self.group[helper].kv_source()
+        self.group[helper].stages.close(name)
+        source = self.group[helper].reports.kv_source()
         assert source is not None
-        engine.recover(helper, lambda layers: None, {helper: source} if readable else None)
+        engine.recovery.recover(helper, lambda layers: None, {helper: source} if readable else None)
         stage.memory.close = close  # type: ignore[method-assign]
         close()
         for other in self.helpers(name):
             self.group.logs.pop((name, other), None)
-            self.group[other].close_stage(name)
+            self.group[other].stages.close(name)
         self.joined = [pair for pair in self.joined if pair[0] != name]
         assert engine.path.helpers == ()
 
@@ -258,16 +258,16 @@ class EngineMachine(RuleBasedStateMachine):
     def compare(self, home: str) -> None:
         """Between two steps, compare what a home has with what its helpers have for it."""
         engine = self.group[home]
-        engine._between_steps(partial(self.compare_now, home))
+        engine._loop.between_steps(partial(self.compare_now, home))
 
     def compare_now(self, home: str) -> None:
         engine = self.group[home]
-        engine._settle()
+        engine._loop.settle_intact()
         engine._home.flush()
         if engine.path.helpers:
             engine._home.remove(engine._loop.scheduler.take_removed())
         for helper, link in engine._home.links.items():
-            stage, until_s = self.group[helper]._stages[home], time.monotonic() + 20
+            stage, until_s = self.group[helper].stages.by_home[home], time.monotonic() + 20
             while stage._handled < link.sent:
                 assert time.monotonic() < until_s
                 time.sleep(0.001)

@@ -15,7 +15,7 @@ from elastic.cluster.control.connection import QueueConnection, queue_pair
 from elastic.cluster.peers.hub import PeerHub
 from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
-from elastic.engines.continuous.layer_exchange import Flipped
+from elastic.engines.continuous.ranks.layer_exchange import Flipped
 from elastic.engines.core.kv_state import KVSource
 from elastic.engines.pipeline.path import ShardMove
 from elastic.engines.pipeline.written_blocks import Blocks
@@ -86,7 +86,7 @@ class EngineGroup:
         for rank, hub in self.hubs.items():
             hub.meet({name: other.address for name, other in self.hubs.items() if name != rank})
             hub.serve_memory(self[rank].runtime.pools)
-            self[rank].use_peers(hub)
+            self[rank].ranks.use_peers(hub)
 
     def __getitem__(self, rank: str) -> ContinuousEngine:
         return self.tracked[rank].engine
@@ -107,13 +107,13 @@ class EngineGroup:
         here, there = queue_pair()
         sectors = self.sectors_alone(home) // 4 if sectors is None else sectors
         end = self.exchange.transport(guest, home)
-        self[home].set_cap(sectors)
-        while not self[home].cap_reached():
+        self[home].ranks.set_cap(sectors)
+        while not self[home].ranks.cap_reached():
             time.sleep(0.001)
-        self[guest].open_stage(home, there, end, self[home].path, sectors)
+        self[guest].stages.open(home, there, end, self[home].path, sectors)
         if self[home]._home.transport is None:
-            self[home].use_transport(self.exchange.transport(home, home))
-        self[home].attach_stage(guest, here)
+            self[home].ranks.use_transport(self.exchange.transport(home, home))
+        self[home].ranks.attach(guest, here)
         self.logs[home, guest] = there
 
     def move(
@@ -134,27 +134,27 @@ class EngineGroup:
         engine = self[home]
         path = engine.path.redirected(ranks)
         moves, prepared = engine.path.moves_to(path), dict[str, list[int]]()
-        began = engine.begin_exchange(tuple(ranks))
+        began = engine.exchange.begin(tuple(ranks))
         try:
             try:
                 for rank in dict.fromkeys(ranks.values()):
                     coming = [layer for layer, to in ranks.items() if to == rank]
-                    self[rank].prepare_layers(home, coming, began)
+                    self[rank].exchange.prepare(home, coming, began)
                     prepared[rank] = coming
-                blocks = engine.written_blocks()
+                blocks = engine.exchange.written_blocks()
                 for _ in range(rounds):
                     meanwhile()
                     self._copy(home, moves, blocks)
-                    blocks = engine.written_blocks()
+                    blocks = engine.exchange.written_blocks()
                 if any(blocks):
                     self._copy(home, moves, blocks)
-                return engine.flip(path)
+                return engine.exchange.flip(path)
             except BaseException:
                 for rank, coming in prepared.items():
-                    self[rank].give_up_layers(home, coming)
+                    self[rank].exchange.give_up(home, coming)
                 raise
         finally:
-            engine.end_exchange()
+            engine.exchange.end()
 
     def submit(self, homes: str, prompts: Sequence[list[int]], tokens: int) -> dict[str, Collector]:
         """Submit prompts as r0, r1 and so on at each home; return who hears of them."""
@@ -167,23 +167,23 @@ class EngineGroup:
     def record_flips(self, home: str, read: Callable[[], T], monkeypatch: pytest.MonkeyPatch) -> list[tuple[T, T]]:
         """Have a home read something before and after each flip, when nothing is in flight; return the pairs so far."""
         engine, pairs = self[home], list[tuple[T, T]]()
-        flip = engine._flip
+        flip = engine.exchange._flip
 
         def record(*args: Any) -> tuple[float, int]:
-            engine._settle()
+            engine._loop.settle_intact()
             before = read()
             flipped = flip(*args)
             engine._home.confirm()
             pairs.append((before, read()))
             return flipped
 
-        monkeypatch.setattr(engine, "_flip", record)
+        monkeypatch.setattr(engine.exchange, "_flip", record)
         return pairs
 
     def _copy(self, home: str, moves: Iterable[ShardMove], blocks: Blocks) -> None:
         for layers, owner, rank in moves:
-            source = self[home].layers_kv(layers) if owner == home else self[owner].stage_kv(home, layers)
-            self[rank].copy_layers(home, layers, source, blocks, coordinated=False)
+            source = self[home].kv.locate(layers) if owner == home else self[owner].stages.locate(home, layers)
+            self[rank].exchange.copy(home, layers, source, blocks, coordinated=False)
 
     def part(self, home: str) -> None:
         """Have all layers of a home come back to it, and other ranks forget it."""
@@ -192,10 +192,10 @@ class EngineGroup:
             self.move_all(home, dict.fromkeys(away, home))
         for known, guest in [*self.logs]:
             if known == home:
-                engine.detach_stage(guest)
-                self[guest].close_stage(home)
+                engine.ranks.detach(guest)
+                self[guest].stages.close(home)
                 del self.logs[home, guest]
-        engine.set_cap(None)
+        engine.ranks.set_cap(None)
 
     def lose(self, rank: str) -> None:
         """Have a rank be gone for all others, as when its process was killed."""
@@ -207,11 +207,11 @@ class EngineGroup:
 
     def kill(self, rank: str) -> dict[str, KVSource]:
         """Have a rank be gone, but what others had of keys and values there stay as it was; return its memory."""
-        for stage in self[rank]._stages.values():
+        for stage in self[rank].stages.by_home.values():
             self._left.append((stage.memory, stage.memory.close))
             stage.memory.close = nothing  # type: ignore[method-assign]
         self.lose(rank)
-        source = self[rank].kv_source()
+        source = self[rank].reports.kv_source()
         assert source is not None
         return {rank: source}
 

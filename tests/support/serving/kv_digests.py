@@ -12,7 +12,7 @@ from elastic.engines.continuous import ContinuousEngine
 
 def kv_digests(engine: ContinuousEngine, request: str) -> dict[str, list[str]]:
     """For each answer that has blocks a digest of each layer's keys and values, of the tokens that can be seen."""
-    return {kv.sequence: layer_digests(engine, kv) for kv in engine.locate(request)}
+    return {kv.sequence: layer_digests(engine, kv) for kv in engine.moves.locate(request)}
 
 
 def layer_digests(engine: ContinuousEngine, kv: Any) -> list[str]:

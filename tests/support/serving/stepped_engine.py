@@ -25,6 +25,7 @@ class SteppedEngine:
         self.counters = RequestMetrics()
         self.runtime: Any = SlowRuntime()
         self.weights: tuple[tuple[str, ...], ...] = (("float32",),)
+        self.reports = self.moves = self
         self.on_step: Callable[[KVReport], None] | None = None
         self.on_room: Callable[[], object] | None = None
         self.serving = False

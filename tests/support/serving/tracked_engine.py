@@ -45,12 +45,12 @@ class TrackedEngine:
         self._left = math.inf  # steps that may begin
         self._more = threading.Condition()
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
-        source = self.engine.kv_source()
+        source = self.engine.reports.kv_source()
         if source is not None:  # else no other process can read its blocks
             self.source = source
             self.directory = KVDirectory(source)
-        self.engine.on_step = self._hear
-        self.engine.on_room = lambda: self.rooms.append(self.engine.load())
+        self.engine.reports.on_step = self._hear
+        self.engine.reports.on_room = lambda: self.rooms.append(self.engine.reports.load())
         self.engine.start()
 
     def sources_of(self, kv: Iterable[SequenceKV]) -> KVSource:
@@ -104,6 +104,6 @@ class TrackedEngine:
             self.steps_without_report += 1
             return
         self.reports.append(report)
-        self.loads.append(self.engine.load())
+        self.loads.append(self.engine.reports.load())
         if hasattr(self, "source"):
             self.directory.apply(report)

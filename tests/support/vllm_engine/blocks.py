@@ -207,7 +207,7 @@ class CapacityMachine(RuleBasedStateMachine):
     @rule(late=st.booleans(), away=st.booleans())
     def step(self, late: bool, away: bool) -> None:
         """Step; `away`: one request is not in this step."""
-        orders = self.coordinator.next_orders(idle=not self.requests)
+        orders = self.coordinator.next_orders()
         scheduled = set(self.requests) - ({min(self.requests)} if away and self.requests else set())
         tables = [{name: request.blocks for name, request in self.requests.items()}]
         moves = move_blocks(self.coordinator.capacity, tables, scheduled) if self.coordinator.moving else None

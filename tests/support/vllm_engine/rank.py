@@ -67,6 +67,6 @@ def finish_background() -> None:
 def settle(channel: WorkerChannel, coordinator: CapacityCoordinator) -> None:
     """Have a rank come to what its limit allows, by steps that compute nothing."""
     for _ in range(4):
-        channel.before_step(coordinator.next_orders(idle=True))
+        channel.before_step(coordinator.next_orders())
         finish_background()
         coordinator.receive(channel.report() or StepReport({}))

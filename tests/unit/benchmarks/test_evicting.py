@@ -15,6 +15,7 @@ import elastic
 from elastic.assets import MODEL_DIR
 from elastic.engines.base import Output, Request
 from elastic.engines.continuous import engine as engine_module
+from elastic.engines.continuous.reports import EngineReports
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
@@ -28,8 +29,7 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have what a way replaces be as it was after each test."""
     for name in ("BlockManager", "RestartingScheduler"):
         monkeypatch.setattr(engine_module, name, getattr(engine_module, name))
-    engine = engine_module.ContinuousEngine
-    monkeypatch.setattr(engine, "_tell_kv", engine._tell_kv)
+    monkeypatch.setattr(EngineReports, "begin", EngineReports.begin)
 
 
 def answers(place: str) -> tuple[list[tuple[int, ...]], int]:

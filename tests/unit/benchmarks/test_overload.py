@@ -121,7 +121,7 @@ def test_a_setting_reaches_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OptimisticBlocks, "spare", 1)
     monkeypatch.setattr(evicting.engine_module, "BlockManager", evicting.engine_module.BlockManager)
     monkeypatch.setattr(evicting.engine_module, "RestartingScheduler", evicting.engine_module.RestartingScheduler)
-    monkeypatch.setattr(evicting.ContinuousEngine, "_tell_kv", evicting.ContinuousEngine._tell_kv)
+    monkeypatch.setattr(evicting.EngineReports, "begin", evicting.EngineReports.begin)
 
     @contextmanager
     def fleet(path: Path, cores: Any, *, engine: dict[str, Any], **options: Any) -> Any:

@@ -367,7 +367,10 @@ def test_what_the_caller_must_change(
     assert "give --token-file FILE, or set ELASTIC_TOKEN" in capsys.readouterr().err
     monkeypatch.setenv("ELASTIC_TOKEN", "wrong")
     assert main(["fleet", "remove", served.url, "a"]) == 2
-    assert "answers 401: send the key of this server" in capsys.readouterr().err
+    assert (
+        "answers 401: send the token for actions, not the API key, as Authorization: Bearer TOKEN"
+        in capsys.readouterr().err
+    )
     monkeypatch.setenv("ELASTIC_TOKEN", TOKEN)
     assert main(["fleet", "remove", served.url, "c"]) == 2
     assert "answers 404: there is no rank 'c'" in capsys.readouterr().err

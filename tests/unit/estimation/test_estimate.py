@@ -97,7 +97,7 @@ def test_the_chosen_configuration_computes_as_many_requests_at_a_time_as_it_says
             model.elastic.swap(range(3), weights)
         engine = ContinuousEngine(model, share_prefixes=False, kv_cache_dtype="auto" if kv == "full" else kv)
         together: list[int] = []
-        engine.on_step = lambda report: together.append(engine.load().running)
+        engine.reports.on_step = lambda report: together.append(engine.reports.load().running)
         with engine:
             requests = [Request((5,) * 60, 40, ignore_eos=True) for _ in range(best.requests)]
             heard = serve(engine, requests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 
 import elastic
 from elastic.config import Place
-from elastic.errors import ConfigError
+from elastic.errors import CapacityError, ConfigError
 from elastic.memory.backends.cgroup import memory_limit
+from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.places import free_bytes, require_memory, total_bytes
+from support.architectures import build
 
 CPU = torch.device("cpu")
 
@@ -39,6 +42,35 @@ def test_wrap_refuses_it_with_the_model_as_it_was(assets: Any) -> None:
 
 def test_no_more_is_free_than_there_is() -> None:
     assert 0 < free_bytes(CPU) <= total_bytes(CPU)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama-gqa"])
+@pytest.mark.parametrize("budget", [0, 65536, 262144])
+def test_a_budget_that_is_too_small_names_the_least_that_suffices(budget: int, architecture: str, wrapped: Any) -> None:
+    model = build(architecture)
+    with pytest.raises(CapacityError, match="place cpu#small is too small for this model") as refused:
+        elastic.wrap(model, places=[f"cpu#small={budget}"])
+    told = re.search(r"at least ([\d,]+) bytes in pages of ([\d,]+)", str(refused.value))
+    assert told is not None
+    least, page = (int(number.replace(",", "")) for number in told.groups())
+    with pytest.raises(CapacityError, match=f"at least {least:,} bytes"):
+        elastic.wrap(model, places=[f"cpu#small={least - page}"])
+    assert wrapped(model, [f"cpu#small={least}"]).elastic.status().places[0].budget_bytes == least
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        (0, "page_bytes of place cpu#odd=0 cannot be; it must be whole bytes above 0, a multiple of 4096 on a CPU"),
+        (1, "page_bytes=1 must be a multiple of 4096 on place cpu#odd; give 4096"),
+        (5120, "page_bytes=5120 must be a multiple of 4096 on place cpu#odd; give 8192"),
+    ],
+)
+def test_a_page_size_that_cannot_be_names_one_that_can(page: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        elastic.wrap(build("llama-gqa"), places=[f"cpu#odd=8MiB/{page}"])
+    with pytest.raises(ConfigError, match=f"page_bytes={page} must be a multiple of 4096"):
+        MemfdBackend(page)
 
 
 def test_a_budget_is_whole_bytes() -> None:

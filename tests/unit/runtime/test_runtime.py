@@ -20,7 +20,7 @@ from elastic.actions.transactions import transaction
 from elastic.hooks import forward_gate
 from elastic.memory.backends import streams
 from support.architectures import build, prompt
-from support.child_process import in_fork, wait_for_the_janitor
+from support.child_process import in_child, in_fork, wait_for_the_janitor
 
 MIB = 1 << 20
 
@@ -248,6 +248,22 @@ def test_the_interpreter_exits_with_a_wrapped_model() -> None:
 
 
 @pytest.mark.slow
+def test_a_thread_that_python_waits_for_at_its_end_generates_to_the_end() -> None:
+    out = in_child(
+        WRAP.format(tests=str(Path(__file__).parents[2]))
+        + """
+    import threading
+    model.elastic.release([0])
+    def generate():
+        threading.main_thread().join()  # its end is when executors take no more
+        print(model.generate(**prompt(), max_new_tokens=4, do_sample=False).shape[1] - prompt()["input_ids"].shape[1])
+    threading.Thread(target=generate).start()
+    """
+    )
+    assert out.strip() == "4"
+
+
+@pytest.mark.slow
 def test_a_forked_child_cannot_touch_the_parents_pages() -> None:
     out = child("""
     pid = os.fork()
@@ -263,7 +279,7 @@ def test_a_forked_child_cannot_touch_the_parents_pages() -> None:
         try:
             elastic.unwrap(model)
         except elastic.StateError as error:
-            print("child:", "load it again in the child" in str(error), flush=True)
+            print("child:", "load and wrap it again in the child" in str(error), flush=True)
         os._exit(0)
     print("parent:", os.waitpid(pid, 0)[1], flush=True)
     model.elastic.check()

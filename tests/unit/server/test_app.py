@@ -200,7 +200,9 @@ def test_a_mounted_app_asks_for_its_key_too() -> None:
 def test_the_api_key(client: TestClient) -> None:
     assert client.post("/v1/completions", json=ASKED).status_code == 200
     client.headers["Authorization"] = "Bearer kez"
-    assert client.post("/v1/completions", json=ASKED).json()["error"]["code"] == "invalid_api_key"
+    error = client.post("/v1/completions", json=ASKED).json()["error"]
+    assert error["code"] == "invalid_api_key"
+    assert error["message"] == "send the key of this server as Authorization: Bearer KEY"
     assert client.get("/health").status_code == 200
 
 

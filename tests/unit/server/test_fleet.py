@@ -472,7 +472,10 @@ def test_whoever_has_no_token_changes_nothing(client: TestClient, fleet: FakeFle
         "actions/x/commit",
         "actions/x/rollback",
     ):
-        assert client.post(f"/elastic/{path}", json={}).status_code == 401
+        refused = client.post(f"/elastic/{path}", json={})
+        assert refused.status_code == 401
+        assert "the token for actions, not the API key" in refused.json()["error"]["message"]
+        assert "--token-file" in refused.json()["error"]["message"]
     with TestClient(app_for(FakeFleet("a"))) as closed:
         for path in ("fleet/move", "actions/prepare", "actions/x/commit"):
             assert closed.post(f"/elastic/{path}", json={}).json()["error"]["code"] == "not_found"

@@ -98,6 +98,16 @@ def sheet(**config: Any) -> dict[str, Any]:
     ("change", "words"),
     [
         (lambda d: d["fleet"].update(instance=2), "fleet.instance is not known; did you mean 'instances'"),
+        (lambda d: d.update(flete=d.pop("fleet")), "; flete is there: did you mean 'fleet'"),
+        (lambda d: d["fleet"].update(instanse=d["fleet"].pop("instances")), "fleet.instanse is there: did you mean"),
+        (lambda d: d.update(request=d.pop("requests")), "request is there: did you mean 'requests'"),
+        (lambda d: d.update(step=d.pop("steps")), "step is there: did you mean 'steps'"),
+        (lambda d: d.update(duration=d.pop("duration_s")), "duration is there: did you mean 'duration_s'"),
+        (
+            lambda d: d["requests"][0].update(promt_median=d["requests"][0].pop("prompt_median")),
+            "requests[0].promt_median is there: did you mean 'prompt_median'",
+        ),
+        (lambda d: d["requests"][0].update(arrivals="bursts", rate=0), "bursts without a rate above 0"),
         (lambda d: d["fleet"].update(instances=0), "fleet.instances = 0 must be a whole number, at least 1"),
         (lambda d: d["fleet"].update(routing="best"), "fleet.routing = 'best' must be one of"),
         (lambda d: d.pop("duration_s"), "duration_s is missing"),

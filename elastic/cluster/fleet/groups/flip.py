@@ -23,7 +23,7 @@ from elastic.config import require
 from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.pipeline.path import LayerPath, Way
 from elastic.engines.pipeline.written_blocks import Blocks
-from elastic.errors import ElasticError
+from elastic.errors import ElasticError, require_count, require_flag
 
 MOST_ROUNDS = 5
 
@@ -44,8 +44,8 @@ class ExchangeForm:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for an unknown form."""
         require(self.exchange in ("live", "stall"), "exchange", self.exchange, "'live' or 'stall'")
-        most = self.layers_per_step
-        require(most is None or (type(most) is int and most >= 1), "layers_per_step", most, "a whole number, or None")
+        require_flag(self.coordinated, "coordinated")
+        require_count(self.layers_per_step, "layers_per_step")
 
 
 @dataclass(frozen=True)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.groups import Groups
 from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Migrated, Replicated, Resharded, Restored
 from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.cluster.fleet.records.delivery import Delivery
-from elastic.config import parse_bytes, require
-from elastic.errors import ConfigError, StateError
+from elastic.cluster.fleet.refusals import VerbChecks, layer_numbers
+from elastic.config import parse_bytes
+from elastic.errors import ConfigError, StateError, is_integer, is_list, require
 from elastic.planning.arrangement.drop import DropPlan
 
 TIMEOUT_S = 60.0
 """How long live requests may take to fit in what the caches are lowered to while layers change their rank."""
 
 
-class GroupVerbs:
+class GroupVerbs(VerbChecks):
     """Each verb blocks its caller and waits for the one before; requests are served on meanwhile. Not for listeners."""
 
     _groups: Groups
@@ -28,6 +29,7 @@ class GroupVerbs:
 
         What a policy of drops asks for again and again: a rank may have joined, or a request wait that needs that room.
         """
+        self._require_started()
         self._groups.keep_staging()
 
     def get_ready(self) -> None:
@@ -35,6 +37,7 @@ class GroupVerbs:
 
         What policies that may need it ask for, again and again: a rank may have joined.
         """
+        self._require_started()
         self._groups.get_ready()
 
     def drop(
@@ -66,7 +69,7 @@ class GroupVerbs:
         Raises `CapacityError` if no drop frees so much, or the ranks have no memory for what is asked; `ConfigError`
         for ranks that cannot reach each other, and layers that none would keep; `RankLost`.
         """
-        _require_no_listener()
+        self._begin(whole=whole, most=most, timeout_s=timeout_s, dry_run=dry_run, why=why)
         if sum(given is not None for given in (need, layers, plan)) != 1:
             raise ConfigError("drop: give one of need=, layers= and plan=")
         if need is None and (whole or most is not None):
@@ -74,9 +77,10 @@ class GroupVerbs:
         require(plan is None or isinstance(plan, DropPlan), "plan", plan, "a DropPlan, as `Fleet.plan` has them")
         form = ExchangeForm(exchange, coordinated, layers_per_step)
         if layers is not None:
-            wanted = {rank: frozenset(each) for rank, each in layers.items()}
+            require(isinstance(layers, Mapping), "layers", layers, "a mapping from ranks to the layers that each drops")
+            wanted = {rank: frozenset(layer_numbers(each)) for rank, each in layers.items()}
             return self._groups.drop_layers(wanted, timeout_s, why, dry_run=dry_run, form=form)
-        goal = plan if plan is not None else parse_bytes(need or 0, option="need")
+        goal = plan if plan is not None else parse_bytes(need, option="need")  # type: ignore[arg-type]
         return self._groups.drop(goal, timeout_s, why, whole=whole, most=most, dry_run=dry_run, form=form)
 
     def restore(
@@ -98,17 +102,22 @@ class GroupVerbs:
         them, or from the checkpoint; keys and values come back layer by layer. With `dry_run` nothing is done.
         (KunServe, section 4.4)
         """
-        _require_no_listener()
+        self._begin(timeout_s=timeout_s, dry_run=dry_run, why=why, sharing=sharing)
+        if rank is not None:
+            self._require_verb(rank=rank)
         form = ExchangeForm(exchange, coordinated, layers_per_step)
         return self._groups.restore(rank, timeout_s, why, sharing=sharing, dry_run=dry_run, form=form)
 
     def merge(self, *ranks: str) -> GroupStatus:
         """Have instances be one group, with nothing dropped: their ranks know each other then."""
-        _require_no_listener()
+        self._begin()
+        for rank in ranks:
+            self._require_verb(rank=rank)
         return self._groups.merge(ranks)
 
     def split(self, rank: str, *, timeout_s: float = TIMEOUT_S) -> Restored:
         """End the group of a rank: what was dropped is restored, and the instances part."""
+        self._begin(rank=rank, timeout_s=timeout_s)
         return self.restore(rank, timeout_s=timeout_s)
 
     def migrate(
@@ -128,9 +137,9 @@ class GroupVerbs:
         Its keys and values are there then, and count against that rank's memory. With `dry_run` nothing is done.
         (CoCoServe, section 3.3)
         """
-        _require_no_listener()
+        self._begin(home=home, rank=rank, timeout_s=timeout_s, dry_run=dry_run)
         form = ExchangeForm(exchange, coordinated, layers_per_step)
-        return self._groups.migrate(home, layers, rank, timeout_s, dry_run=dry_run, form=form)
+        return self._groups.migrate(home, layer_numbers(layers), rank, timeout_s, dry_run=dry_run, form=form)
 
     def replicate(
         self, home: str, layers: Iterable[int], rank: str, *, timeout_s: float = TIMEOUT_S, dry_run: bool = False
@@ -145,16 +154,16 @@ class GroupVerbs:
         Raises `ConfigError` for layers that have a replica, or are that rank's; `CapacityError` if it has no memory for
         their keys and values, `RankLost`.
         """
-        _require_no_listener()
-        return self._groups.replicate(home, tuple(layers), rank, timeout_s, dry_run=dry_run)
+        self._begin(home=home, rank=rank, timeout_s=timeout_s, dry_run=dry_run)
+        return self._groups.replicate(home, layer_numbers(layers), rank, timeout_s, dry_run=dry_run)
 
     def evict(self, home: str, layers: Iterable[int] | None = None, *, timeout_s: float = TIMEOUT_S) -> Replicated:
         """Have layers of an instance (None: all) be computed by one rank for all of its requests again.
 
         Keys and values come back from the replicas, nothing is computed again. Raises `ConfigError`, `RankLost`.
         """
-        _require_no_listener()
-        return self._groups.evict(home, None if layers is None else tuple(layers), timeout_s)
+        self._begin(home=home, timeout_s=timeout_s)
+        return self._groups.evict(home, None if layers is None else layer_numbers(layers), timeout_s)
 
     def reshard(
         self,
@@ -179,8 +188,10 @@ class GroupVerbs:
         Raises `ConfigError` where layers were not cut for it (`Fleet(shards=4)`), or the ranks are no multiple of
         `tp`; `CapacityError` if they have no memory for it, `RankLost`.
         """
-        _require_no_listener()
-        names = (instances,) if isinstance(instances, str) else tuple(instances)
+        self._begin(timeout_s=timeout_s, dry_run=dry_run, why=why)
+        names = [instances] if isinstance(instances, str) else instances
+        is_names = is_list(names, lambda name: isinstance(name, str))
+        require(is_names, "instances", instances, "the name of an instance, or a list of them")
         form = ExchangeForm(exchange, coordinated, layers_per_step)
         return self._groups.reshard(names, tp, timeout_s, why, dry_run=dry_run, form=form)
 
@@ -190,16 +201,20 @@ class GroupVerbs:
         On a GPU there is room left for what steps take over so many, where a rank keeps it; on a CPU a budget is of
         pages alone. Degrees for which layers were not cut are left out. Raises `ConfigError` for what is no degree.
         """
+        self._require_started()
+        require(is_list(degrees, lambda _: True), "degrees", degrees, "a list of whole numbers, at least 1")
         for degree in degrees:
-            require(type(degree) is int and degree >= 1, "degrees", degree, "whole numbers, at least 1")
+            require(is_integer(degree) and degree >= 1, "degrees", degree, "whole numbers, at least 1")
         return self._groups.capacity(degrees)
 
     def layer_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each decoder layer's weights, of which a drop frees some."""
+        self._require_started()
         return self._groups.layer_bytes()
 
     def budgets(self) -> Budgets:
         """Return what a plan of drops must fit: the memory of ranks, and the keys and values there, as they say now."""
+        self._require_started()
         return self._groups.budgets()
 
     @property
@@ -211,7 +226,10 @@ class GroupVerbs:
         """Return the groups of instances that compute each other's layers; others are by themselves."""
         return self._groups.status()
 
+    # -- inside
 
-def _require_no_listener() -> None:
-    if Delivery.on_this_thread():
-        raise StateError("layers cannot change their rank by a listener; use another thread")
+    def _begin(self, **arguments: Any) -> None:
+        """Raise in a listener, without ranks, and for arguments that cannot be; see `VerbChecks`."""
+        if Delivery.on_this_thread():
+            raise StateError("layers cannot change their rank by a listener; use another thread")
+        self._require_verb(**arguments)

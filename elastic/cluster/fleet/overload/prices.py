@@ -35,11 +35,14 @@ class PricedVerbs(GroupVerbs, RankVerbs):
         is not possible now is left out. What one action would come to, say `drop`, `restore`, `migrate`, `replicate`
         and `reshard` with `dry_run`. Raises `StateError` while no rank serves.
         """
+        self._require_started()
         needed, settings = parse_bytes(need, option="need"), Overload()
         now = FleetReadings(self._dispatcher).read(self.groups(), self.layer_bytes())
         if now is None:
             raise StateError("no rank serves now; try again when one does")
-        short = _short_of(now, needed)
+        least = min(now.groups, key=lambda group: (len(group.members), group.free_bytes))
+        waits = replace(least, waiting_bytes=least.free_bytes + needed)  # the fullest one, for more than is free
+        short = replace(now, groups=tuple(waits if group is least else group for group in now.groups))
         offers = [move_offer(short, settings.kv_high, learned_cost(self._log.events(), MOVED))]
         with suppress(CapacityError, ConfigError):  # no drop frees so much, or ranks cannot reach each other
             offers.append(drop_offer(self.drop(needed, dry_run=True)))
@@ -53,13 +56,6 @@ class PricedVerbs(GroupVerbs, RankVerbs):
         if back.fetched_bytes:
             offers.append(Offer("restore", back.price.seconds, back.price.relieved_bytes))
         return tuple(offers)
-
-
-def _short_of(snapshot: FleetSnapshot, needed: int) -> FleetSnapshot:
-    """Return a snapshot as if so many bytes more than are free were waited for at the fullest instance."""
-    least = min(snapshot.groups, key=lambda group: (len(group.members), group.free_bytes))
-    short = replace(least, waiting_bytes=least.free_bytes + needed)
-    return replace(snapshot, groups=tuple(short if group is least else group for group in snapshot.groups))
 
 
 def _reshards(fleet: GroupVerbs, snapshot: FleetSnapshot, needed: int) -> Iterator[Offer]:

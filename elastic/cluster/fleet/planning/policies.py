@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from elastic.config import Lengths, Overload
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, is_list
 from elastic.planning.sharding.share import Share
 from elastic.runtime.options import check_shards
 
@@ -64,12 +64,15 @@ class FleetPolicies:
 
 def chosen(policy: FleetPolicy | Sequence[FleetPolicy] | None) -> FleetPolicies:
     """Return one policy or several as a record. Raises `ConfigError` for what is none, or is given twice."""
-    given = () if policy is None else (policy,) if isinstance(policy, str | Overload | Lengths) else tuple(policy)
+    given = () if policy is None else (policy,) if isinstance(policy, str | Overload | Lengths) else policy
     named = {"balance": None, "drop": Overload(), "lengths": Lengths()}
-    unknown = [each for each in given if not isinstance(each, Overload | Lengths) and each not in named]
-    if unknown:
+
+    def is_policy(each: Any) -> bool:
+        return isinstance(each, Overload | Lengths) or (isinstance(each, str) and each in named)
+
+    if not is_list(given, is_policy):
         raise ConfigError(
-            f"policy={unknown[0]!r} must be 'balance', 'drop', 'lengths', an elastic.Overload, an elastic.Lengths, or "
+            f"policy={policy!r} must be 'balance', 'drop', 'lengths', an elastic.Overload, an elastic.Lengths, or "
             "several of these"
         )
     meant = [named[each] if isinstance(each, str) else each for each in given]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import is_dataclass, replace
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from operator import index
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from elastic.config import require
 from elastic.controller.loop import ControllerHealth
@@ -18,6 +18,7 @@ from elastic.runtime.verbs import Layers
 from elastic.types import Action, Change, Event, KVStatus, PlanStep, Resize, Result, Status
 
 Answer = TypeVar("Answer")
+Arguments = ParamSpec("Arguments")
 POLL_S = 0.002
 """Between two questions whether an action is done."""
 
@@ -152,71 +153,50 @@ class RemoteKV:
         return self._runtime.status().kv[0]
 
 
-class AsyncRemoteRuntime:
-    """The same for an `AsyncLLM`: every word is awaited, as in `await rt.swap([3], "int4")`."""
+def _awaited(
+    word: Callable[Concatenate[RemoteRuntime, Arguments], Answer],
+) -> Callable[Concatenate[AsyncRemoteRuntime, Arguments], Coroutine[Any, Any, Answer]]:
+    """Return a method that says a word of `RemoteRuntime` on a thread; its calls to the ranks run in the event loop."""
 
-    def __init__(self, call: Callable[..., Awaitable[list[Any]]]) -> None:
-        self._call = call
-
-    async def status(self) -> Status:
-        """As `RemoteRuntime.status`."""
-        return await self._run(RemoteRuntime.status)
-
-    async def form(self) -> tuple[str, ...]:
-        """As `RemoteRuntime.form`."""
-        return await self._run(RemoteRuntime.form)
-
-    async def events(self) -> tuple[Event, ...]:
-        """As `RemoteRuntime.events`."""
-        return await self._run(RemoteRuntime.events)
-
-    async def health(self) -> ControllerHealth:
-        """As `RemoteRuntime.health`."""
-        return await self._run(RemoteRuntime.health)
-
-    async def snapshot(self) -> Any:
-        """As `RemoteRuntime.snapshot`."""
-        return await self._run(RemoteRuntime.snapshot)
-
-    async def check(self) -> None:
-        """As `RemoteRuntime.check`."""
-        await self._run(RemoteRuntime.check)
-
-    async def plan(self, actions: Action | Sequence[Action]) -> tuple[PlanStep, ...]:
-        """As `RemoteRuntime.plan`."""
-        return await self._run(RemoteRuntime.plan, actions)
-
-    async def release(self, layers: Layers) -> Change:
-        """As `RemoteRuntime.release`."""
-        return await self._run(RemoteRuntime.release, layers)
-
-    async def swap(self, layers: Layers, variant: str) -> Change:
-        """As `RemoteRuntime.swap`."""
-        return await self._run(RemoteRuntime.swap, layers, variant)
-
-    async def restore(self, layers: Layers | None = None) -> Change:
-        """As `RemoteRuntime.restore`."""
-        return await self._run(RemoteRuntime.restore, layers)
-
-    async def apply(self, actions: Action | Sequence[Action]) -> tuple[Result, ...]:
-        """As `RemoteRuntime.apply`."""
-        return await self._run(RemoteRuntime.apply, actions)
-
-    async def resize_kv(self, size: int | str) -> Resize:
-        """As `RemoteRuntime.kv.resize`."""
-        return await self._run(lambda runtime: runtime.kv.resize(size))
-
-    async def _run(self, word: Callable[..., Answer], *arguments: Any) -> Answer:
-        """Say a word on a thread; its calls to the ranks run in this event loop."""
+    async def awaited(self: AsyncRemoteRuntime, /, *args: Arguments.args, **named: Arguments.kwargs) -> Answer:
         loop = asyncio.get_running_loop()
 
         async def call(method: str, args: tuple[Any, ...]) -> list[Any]:
-            return await self._call(method, args=args)
+            return await self.call(method, args=args)
 
         def call_from_thread(method: str, *, args: tuple[Any, ...]) -> list[Any]:
             return asyncio.run_coroutine_threadsafe(call(method, args), loop).result()
 
-        return await asyncio.to_thread(word, RemoteRuntime(call_from_thread), *arguments)
+        return await asyncio.to_thread(word, RemoteRuntime(call_from_thread), *args, **named)
+
+    awaited.__doc__ = word.__doc__
+    return awaited
+
+
+def _resize_kv(runtime: RemoteRuntime, size: int | str) -> Resize:
+    """Say `RemoteKV.resize`."""
+    return runtime.kv.resize(size)
+
+
+@dataclass(frozen=True)
+class AsyncRemoteRuntime:
+    """The same for an `AsyncLLM`: every word is awaited, as in `await rt.swap([3], "int4")`."""
+
+    call: Callable[..., Awaitable[list[Any]]]
+    """Its `collective_rpc`."""
+
+    status = _awaited(RemoteRuntime.status)
+    form = _awaited(RemoteRuntime.form)
+    events = _awaited(RemoteRuntime.events)
+    health = _awaited(RemoteRuntime.health)
+    snapshot = _awaited(RemoteRuntime.snapshot)
+    check = _awaited(RemoteRuntime.check)
+    plan = _awaited(RemoteRuntime.plan)
+    release = _awaited(RemoteRuntime.release)
+    swap = _awaited(RemoteRuntime.swap)
+    restore = _awaited(RemoteRuntime.restore)
+    apply = _awaited(RemoteRuntime.apply)
+    resize_kv = _awaited(_resize_kv)
 
 
 def runtime(llm: Any) -> Any:

@@ -65,14 +65,14 @@ class CapacityCoordinator:
         self._adjust()
 
     def next_orders(
-        self, *, idle: bool, actions: ActionOrders | None = None, requests: Iterable[RequestEvent | StepTokens] = ()
+        self, *, actions: ActionOrders | None = None, requests: Iterable[RequestEvent | StepTokens] = ()
     ) -> StepOrders:
-        """Decide what all ranks do before the step that was just scheduled; `idle`: it computes no token."""
+        """Decide what all ranks do before the step that was just scheduled."""
         self._adjust()
         if self.settled:
             self._order()
         usable, actions = self.capacity.usable, actions or ActionOrders()
-        return StepOrders(self.sequence, self.ordered, self.taken, usable, idle, actions, tuple(requests))
+        return StepOrders(self.sequence, self.ordered, self.taken, usable, actions, tuple(requests))
 
     @property
     def weights(self) -> list[Weights]:

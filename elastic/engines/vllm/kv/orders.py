@@ -52,8 +52,6 @@ class StepOrders:
     """That requests have, or were promised."""
     capacity_blocks: int = 0
     """That requests may have, the null block left out."""
-    idle: bool = False
-    """Whether no token is computed in this step."""
     actions: ActionOrders = field(default_factory=ActionOrders)
     requests: tuple[RequestEvent | StepTokens, ...] = ()
     """What happened since the last orders, in its order."""

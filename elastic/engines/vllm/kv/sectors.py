@@ -62,6 +62,9 @@ def blocks_per_sector(block_bytes: Sequence[int], page_bytes: int) -> int:
 class KVSectors:
     """Sectors of vLLM's KV cache at one rank. Guarded by the lock of its KV pool."""
 
+    idle_pages = promised_pages = owed_pages = 0
+    """None: vLLM's scheduler must give blocks up before, and what requests were promised is mapped."""
+
     def __init__(self, kv: KVPool, tensors: Sequence[TensorPlacement], blocks: int) -> None:
         if not tensors:
             raise ConfigError(
@@ -148,16 +151,6 @@ class KVSectors:
     def used_pages(self) -> int:
         """Pages of mapped sectors: what vLLM's scheduler has not given back may not be taken."""
         return self.mapped * self.sector_pages
-
-    @property
-    def idle_pages(self) -> int:
-        """None: vLLM's scheduler must give blocks up before."""
-        return 0
-
-    @property
-    def promised_pages(self) -> int:
-        """None: what requests were promised is mapped."""
-        return 0
 
     def trim(self, pages: int) -> int:
         """Give nothing back: that is ordered by the scheduler's side."""

@@ -7,10 +7,10 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from elastic.controller.sensors.request_metrics import RequestMetrics
-from elastic.engines.vllm.agreement import RankAgreement, RankReport
+from elastic.engines.vllm.agreement import RankReport
 from elastic.engines.vllm.kv.orders import (
     Handshake,
     RankState,
@@ -20,36 +20,16 @@ from elastic.engines.vllm.kv.orders import (
     StepTokens,
     find_orders,
 )
-from elastic.engines.vllm.kv.prefixes import Weights
 from elastic.engines.vllm.kv.sectors import KVSectors
 from elastic.errors import ElasticError
-from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.pages.background import janitor
+
+if TYPE_CHECKING:
+    from elastic.engines.vllm.assembly import ElasticModel
 
 logger = logging.getLogger(__name__)
 RETRY_S = 1.0
 """After pages could not be mapped though the budget has them, none are asked for so long; then they are again."""
-
-
-class WorkerModel(Protocol):
-    """What is used of the elastic model of a worker."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def kv(self) -> KVPool: ...
-    @property
-    def counters(self) -> RequestMetrics: ...
-    @property
-    def actions(self) -> RankAgreement: ...
-    @property
-    def weights(self) -> Callable[[], Weights]: ...
-    @property
-    def unsettled(self) -> bool:
-        """Whether actions are under way, or layers are not where a policy will want them at rest."""
-
-    def close(self) -> None:
-        """Give every page back."""
 
 
 class WorkerChannel:
@@ -58,7 +38,7 @@ class WorkerChannel:
     local: ClassVar[dict[str, WorkerChannel]] = {}
     """Those of this process, by the name in their handshake."""
 
-    def __init__(self, model: WorkerModel, sectors: KVSectors) -> None:
+    def __init__(self, model: ElasticModel, sectors: KVSectors) -> None:
         self._model = model
         self.sectors = sectors
         self.process = f"{os.getpid()}:{id(self)}"

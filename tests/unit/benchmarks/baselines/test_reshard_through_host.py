@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Have ranks of this process go through host memory; count the bytes that go there and come back to their rank."""
-    for owner, name in ((KVExchange, "locate"), (ModelWeights, "source"), (ContinuousEngine, "flip")):
+    for owner, name in ((KVExchange, "locate"), (ModelWeights, "source"), (ContinuousEngine, "_put_together")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(reshard_through_host, "_files", {})
     reshard_through_host.install()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -128,6 +130,46 @@ def test_a_launcher_needs_a_key(key_file: Path, monkeypatch: pytest.MonkeyPatch)
         JoinLauncher()
     monkeypatch.setenv("ELASTIC_KEY_FILE", str(key_file))
     JoinLauncher().close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"key": True}, "key=True cannot be"),
+        ({"key": b"short"}, "key holds 5 bytes; a key has 16 to 4096"),
+        ({"host": None}, "host=None cannot be"),
+        ({"port": 70000}, "port=70000 cannot be"),
+        ({"port": "4000"}, "port='4000' cannot be"),
+        ({"start_timeout_s": float("nan")}, "start_timeout_s=nan cannot be"),
+        ({"refused": "print"}, "refused='print' cannot be"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_in_words(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        JoinLauncher(**{"key": b"k" * 32, **options})
+
+
+def test_one_that_nobody_keeps_leaves_its_port(key_file: Path) -> None:
+    launcher = JoinLauncher(key_file)
+    Fleet("model", ranks=1, launch=launcher)  # that is never started
+    address = launcher.address
+    del launcher
+    gc.collect()
+    wait_until(lambda: not listens(address), "it listens on")
+
+
+def test_one_listens_to_the_end_of_its_block(key_file: Path) -> None:
+    with JoinLauncher(key_file) as launcher:
+        assert listens(launcher.address)
+    assert not listens(launcher.address)
+
+
+def listens(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 def said(capsys: pytest.CaptureFixture[str], *options: str) -> str:

@@ -145,7 +145,7 @@ def test_no_round_but_the_first_begins_late(engine: ContinuousEngine) -> None:
 
 def test_steps_are_of_equal_cost_only_while_other_ranks_compute_layers(engine: ContinuousEngine) -> None:
     count = len(engine._model.model.layers)
-    engine.use_cost(ChunkCost(prefix=1.0, own=0.0, token=0.0, chunk=0.0, shared=0.0))
+    engine.cohorts.use_cost(ChunkCost(prefix=1.0, own=0.0, token=0.0, chunk=0.0, shared=0.0))
     budget, queue = engine._loop.scheduler.budget, [Chunk("a", 0, 40), Chunk("b", 100, 10)]
     assert budget.tokens((), queue) == 64
     engine._home.path = LayerPath("", ("",) * (count - 1) + ("other",), 1)
@@ -174,7 +174,7 @@ def test_what_serves_in_a_pipeline_is_held_against_figure_11(wrapped: Any, most:
     wrapped(model, small(64 << 20))
     engine = ContinuousEngine(model, block_tokens=32, max_batch_tokens=most, share_prefixes=False)
     cost = ChunkCost(prefix=1e-6, own=1e-6, token=2e-4, chunk=1e-3, shared=5e-4)
-    engine.use_cost(cost)
+    engine.cohorts.use_cost(cost)
     count, ours, theirs = len(model.model.layers), 0.0, 0.0
     engine._home.path = LayerPath("", ("",) * (count - 1) + ("other",), 1)
     for seed in range(8):

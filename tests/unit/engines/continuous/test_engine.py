@@ -65,17 +65,31 @@ def test_a_request_ends_that_never_fits_any_more_beside_another_model(
     first, large = Request(prompt, 2), Request(prompt, 512 - len(prompt))
     engine.submit(first, hold)
     engine.submit(large, heard)
-    before = engine.load().total_blocks
+    before = engine.reports.load().total_blocks
     assert inside.wait(60)
     wrapped(architectures.build("qwen3"), place)
     go_on.set()
     heard.wait([first.id, large.id], 60)
     assert heard.ends[first.id].finish == "length"
     assert "beside the weights of other models" in str(heard.ends[large.id].error)
-    assert engine.load().total_blocks < before
+    assert engine.reports.load().total_blocks < before
     with pytest.raises(CapacityError, match="a larger budget"):
         engine.submit(large, heard)
     serve(engine, [Request(prompt, 8)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("each", [1, 3])
+def test_requests_of_two_models_on_one_place_all_end(each: int, engines: Any, wrapped: Any) -> None:
+    """Each fits alone, no two of them together: none takes what one that lives elsewhere was promised."""
+    models = [wrapped(architectures.build("qwen3", seed=seed), ["cpu#shared=540KiB/4KiB"]) for seed in range(2)]
+    both = [engines(model) for model in models]
+    heard, tokens = Collector(), int(0.7 * both[0].longest_request(500))
+    requests = [Request(p, tokens) for p in prompts([5, 9] * each, architectures.VOCAB)]
+    for number, request in enumerate(requests):
+        both[number % 2].submit(request, heard)
+    heard.wait([request.id for request in requests], 120)
+    assert {heard.ends[request.id].finish for request in requests} == {"length"}
 
 
 @pytest.mark.parametrize("name", sorted(architectures.CONFIGS))
@@ -163,7 +177,9 @@ def test_a_cache_in_parts_gives_the_same_tokens(name: str, layout: str | None, e
     engine = engines(model, wrap={"shards": 4}, block_layout=layout or "head_centric")
     form, kv_heads = engine.kv_format, {"opt": 4, "deepseek-v3": 4}.get(name, 2)
     assert (engine.shards, form.kv_shards, form.heads) == (4, kv_heads, 1)
-    assert sorted(n for layers, _ in form.groups for n in layers) == list(range(len(engine.kv_room().sector_pages)))
+    assert sorted(n for layers, _ in form.groups for n in layers) == list(
+        range(len(engine.reports.kv_room().sector_pages))
+    )
     heard, plain = serve(engine, requests), architectures.build(name)
     for request in requests:
         assert len(heard.tokens[request.id]) == 20
@@ -323,6 +339,17 @@ def test_requests_that_make_no_sense_are_refused_in_words(prompt: Any, tokens: i
 def test_outputs_need_somebody_to_listen(engines: Any) -> None:
     with pytest.raises(ConfigError, match="listener=None cannot be"):
         engines(architectures.build("llama-gqa")).submit(Request((1,), 2), None)
+
+
+def test_what_is_no_request_is_refused_in_words(engines: Any) -> None:
+    engine = engines(architectures.build("llama-gqa"))
+    for request in (5, None, "request", [1]):
+        with pytest.raises(ConfigError, match=r"request=.* cannot be; it must be an elastic.Request"):
+            engine.submit(request, Collector())
+    with pytest.raises(ConfigError, match=r"request=\[\] cannot be; it must be the id"):
+        engine.cancel([])
+    with pytest.raises(ConfigError, match=r"most=2.5 cannot be"):
+        engine.longest_request(2.5)
 
 
 @pytest.mark.parametrize("option", ["max_queue", "max_requests", "max_batch_tokens", "block_tokens"])

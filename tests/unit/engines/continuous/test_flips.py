@@ -49,9 +49,9 @@ def begin_answers(ranks: EngineGroup) -> tuple[Collector, dict[str, list[int]]]:
 def prepare(ranks: EngineGroup, layer: int, rank: str) -> None:
     """Have a layer of a, where it is now, be copied to another rank: all but what steps write from now on."""
     owner = ranks["a"].path.ranks[layer]
-    ranks[rank].prepare_layers("a", (layer,), ranks["a"].begin_exchange((layer,)))
-    there = ranks["a"].layers_kv((layer,)) if owner == "a" else ranks[owner].stage_kv("a", (layer,))
-    ranks[rank].copy_layers("a", (layer,), there, ranks["a"].written_blocks())
+    ranks[rank].exchange.prepare("a", (layer,), ranks["a"].exchange.begin((layer,)))
+    there = ranks["a"].kv.locate((layer,)) if owner == "a" else ranks[owner].stages.locate("a", (layer,))
+    ranks[rank].exchange.copy("a", (layer,), there, ranks["a"].exchange.written_blocks())
 
 
 def test_a_step_is_begun_before_the_other_rank_has_copied(ranks: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,13 +96,13 @@ def test_a_last_copy_that_fails_loses_a_rank_but_no_token(
     monkeypatch.setattr(GuestStage, "_copied", fail)
     prepare(ranks, 1, "b")
     with pytest.raises(RankLost, match="disk"):
-        ranks["a"].flip(ranks["a"].path.moved((1,), "b"))
+        ranks["a"].exchange.flip(ranks["a"].path.moved((1,), "b"))
     end = time.monotonic() + 60
-    while ranks["a"].lost_rank is None:
+    while ranks["a"].recovery.lost_rank is None:
         assert time.monotonic() < end
         time.sleep(0.002)
-    assert ranks["a"].lost_rank == "b"
-    assert ranks["a"].recover("b", lambda shards: None, {}) == 0
+    assert ranks["a"].recovery.lost_rank == "b"
+    assert ranks["a"].recovery.recover("b", lambda shards: None, {}) == 0
     assert ranks["a"].path.ranks == ("a", "a", "a")
     heard.wait(list(expected))
     assert heard.tokens == expected
@@ -120,14 +120,14 @@ def test_a_rank_keeps_what_it_gave_until_it_was_copied_and_no_longer(ranks: Engi
     confirm = ranks["a"]._home.confirm
 
     def look() -> int:
-        seen.append(ranks["c"]._stages["a"].memory.layers)
+        seen.append(ranks["c"].stages.by_home["a"].memory.layers)
         return confirm()
 
     ranks["a"]._home.confirm = look  # type: ignore[method-assign]
     ranks.move("a", (1,), "b")
     assert seen[0] == (1,)
     ranks["a"]._home.still_at("c", (), 10.0)  # it has done what it was told
-    assert ranks["c"]._stages["a"].memory.layers == ()
+    assert ranks["c"].stages.by_home["a"].memory.layers == ()
     heard.wait(list(expected))
     assert heard.tokens == expected
     ranks.part("a")
@@ -146,28 +146,28 @@ def test_sectors_that_were_given_back_since_their_rank_told_of_them_are_asked_fo
     heard.wait(["r0", "r1"])
     a.submit(Request(PROMPTS[2], 120, id="r2"), heard)
     heard.wait_for_tokens("r2", 3)
-    a.pause_steps()
+    a.exchange.pause()
     do = GuestStage._do
 
     def do_late(stage: GuestStage, item: Any) -> bool:
-        return (stage is not c._stages["a"] or told_of.wait(30)) and do(stage, item)
+        return (stage is not c.stages.by_home["a"] or told_of.wait(30)) and do(stage, item)
 
     with monkeypatch.context() as patch:
         patch.setattr(GuestStage, "_do", do_late)
         a._memory.trim(a._memory.mapped_pages)  # as weights that come back have it do
-        b.prepare_layers("a", layers, a.begin_exchange(layers))
-        blocks, told = a.written_blocks(), c.stage_kv("a", layers)
-        b.copy_layers("a", layers, told, blocks)
+        b.exchange.prepare("a", layers, a.exchange.begin(layers))
+        blocks, told = a.exchange.written_blocks(), c.stages.locate("a", layers)
+        b.exchange.copy("a", layers, told, blocks)
         told_of.set()
-    while c._stages["a"].memory.mapped_count > a._memory.mapped_count:
+    while c.stages.by_home["a"].memory.mapped_count > a._memory.mapped_count:
         time.sleep(0.001)
     c.submit(Request(PROMPTS[0], 5, id="own"), heard)  # it gets their pages
     heard.wait(["own"])
-    a.resume_steps()
+    a.exchange.resume()
     heard.wait_for_tokens("r2", 100)
-    now = c.stage_kv("a", layers).pages[1]
+    now = c.stages.locate("a", layers).pages[1]
     assert any(told.pages[1].get(sector, pages) != pages for sector, pages in now.items())
-    a.flip(a.path.moved(layers, "b"), {("c", "b"): told})
+    a.exchange.flip(a.path.moved(layers, "b"), {("c", "b"): told})
     heard.wait(["r2"])
     assert heard.tokens["r2"] == expected
     ranks.part("a")
@@ -207,7 +207,7 @@ def test_models_whose_layers_were_exchanged_go_when_their_engines_have_ended() -
     """What copies let pass is an engine, which has its model."""
     group = EngineGroup("ab")
     for rank in "ab":
-        group[rank].use_peers(FakePeers())
+        group[rank].ranks.use_peers(FakePeers())
     group.join("a", "b")
     models = [weakref.ref(group.tracked[rank].model) for rank in "ab"]
     group.close()

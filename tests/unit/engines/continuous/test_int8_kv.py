@@ -67,13 +67,13 @@ def test_a_request_moves_with_its_scales(name: str, shards: int, engines: Any) -
     expected, heard, request = answers(c.engine, ASKED[3:])[0], Collector(), Request(ASKED[3], TOKENS)
     a.engine.submit(request, heard)
     heard.wait_for_tokens(request.id, 5)
-    states, kv = a.engine.hand_over(request.id)
-    b.engine.receive(states, kv, a.sources_of(kv))
-    table = b.engine._received._requests[request.id].sequences[request.id].table
+    states, kv = a.engine.moves.hand_over(request.id)
+    b.engine.moves.receive(states, kv, a.sources_of(kv))
+    table = b.engine.moves._received._requests[request.id].sequences[request.id].table
     there = SequenceKV(request.id, kv[0].computed, tuple(map(tuple, table.blocks)))
     assert layer_digests(b.engine, there) == kv_digests(a.engine, request.id)[request.id]
     assert b.engine.adopt(states, heard, kv=kv) == kv[0].computed
-    a.engine.release(request.id)
+    a.engine.moves.release(request.id)
     heard.wait([request.id])
     assert heard.tokens[request.id] == expected
     assert a.computed + b.computed == len(ASKED[3]) + TOKENS - 1
@@ -84,11 +84,11 @@ def test_blocks_of_another_dtype_are_not_taken(engines: Any) -> None:
     heard, request = Collector(), Request(ASKED[3], TOKENS)
     a.engine.submit(request, heard)
     heard.wait_for_tokens(request.id, 2)
-    states, kv = a.engine.hand_over(request.id)
+    states, kv = a.engine.moves.hand_over(request.id)
     with pytest.raises(ConfigError, match=r"'int8'.*'float32'"):
-        b.engine.receive(states, kv, a.sources_of(kv))
+        b.engine.moves.receive(states, kv, a.sources_of(kv))
     assert b.engine.adopt(states, heard, kv=kv, source=a.sources_of(kv)) == 0, "it is computed anew"
-    a.engine.release(request.id)
+    a.engine.moves.release(request.id)
     heard.wait([request.id])
 
 
@@ -153,7 +153,7 @@ def held_tokens(engine: ContinuousEngine) -> tuple[int, int]:
     assert engine._blocks.admit("r", [0] * 100, 100, share=False) is not None
     used = engine.runtime.kv.used_bytes
     engine._blocks.forget("r")
-    return engine.load().total_blocks * engine.kv_format.block_tokens, used
+    return engine.reports.load().total_blocks * engine.kv_format.block_tokens, used
 
 
 def test_there_is_room_for_nearly_twice_the_tokens_of_16_bits() -> None:

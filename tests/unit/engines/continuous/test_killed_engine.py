@@ -56,9 +56,9 @@ CHILD = """
         outputs.clear()
         send((told, report))
 
-    engine.on_step = step
+    engine.reports.on_step = step
     engine.start()
-    send(engine.kv_source())
+    send(engine.reports.kv_source())
     for i, prompt in enumerate(prompts(LENGTHS, architectures.VOCAB)):
         engine.submit(Request(prompt, MOST, id=f"r{i}"), outputs.append)
     signal.pause()
@@ -147,7 +147,7 @@ class KilledHome:
     def __init__(self, ranks: EngineGroup) -> None:
         self.heard, self.gone, self.lock = Collector(), False, threading.Lock()
         self.tracked = ranks.tracked["a"]
-        ranks["a"].on_step = self.hear
+        ranks["a"].reports.on_step = self.hear
         for i, prompt in enumerate(prompts(LENGTHS, architectures.VOCAB)):
             ranks["a"].submit(Request(prompt, MOST, id=f"r{i}"), self.heard)
         self.heard.wait_for_tokens("r0", 2)
@@ -185,11 +185,11 @@ def test_what_a_killed_home_and_its_guests_have_is_adopted_layer_by_layer(cut: t
         killed = KilledHome(ranks)
         epoch, heard = killed.tracked.directory.epoch, Collector()
         for guest in "bc":
-            ranks[guest].close_stage("a", keep=True)
+            ranks[guest].stages.close("a", keep=True)
         with pytest.raises(StateError, match=f"of epoch {epoch}, not {epoch - 1}"):
-            ranks["b"].kept_layers("a", epoch - 1)
-        kept = [ranks[guest].kept_layers("a", epoch) for guest in "bc"]
-        ranks["b"]._free_kept()  # somebody knows of it now
+            ranks["b"].stages.kept("a", epoch - 1)
+        kept = [ranks[guest].stages.kept("a", epoch) for guest in "bc"]
+        ranks["b"].stages.free_kept()  # somebody knows of it now
         before = {rank: ranks.tracked[rank].computed for rank in "bc"}
         for number in range(len(LENGTHS)):
             state, kv = killed.state(number)
@@ -205,9 +205,9 @@ def test_what_a_killed_home_and_its_guests_have_is_adopted_layer_by_layer(cut: t
         assert computed == sum(MOST - len(tokens) for tokens in killed.tokens.values())
         for guest in "bc":
             ranks[guest].check()
-            ranks[guest].close_stage("a")
+            ranks[guest].stages.close("a")
             with pytest.raises(StateError, match="nothing that was computed for 'a' is kept"):
-                ranks[guest].kept_layers("a", epoch)
+                ranks[guest].stages.kept("a", epoch)
             assert ranks[guest].runtime.kv.used_bytes == 0
 
 
@@ -218,12 +218,12 @@ def test_layers_of_a_killed_home_that_nobody_has_are_computed_anew() -> None:
             ranks.join("a", guest)
         killed, heard = KilledHome(ranks), Collector()
         for guest in "bc":
-            ranks[guest].close_stage("a", keep=True)
-        kept = ranks["c"].kept_layers("a", killed.tracked.directory.epoch)
-        ranks["b"]._free_kept()
+            ranks[guest].stages.close("a", keep=True)
+        kept = ranks["c"].stages.kept("a", killed.tracked.directory.epoch)
+        ranks["b"].stages.free_kept()
         assert ranks["b"].runtime.kv.used_bytes == 0
         with pytest.raises(StateError, match="not prepared"):
-            ranks["b"].kept_layers("a", killed.tracked.directory.epoch)
+            ranks["b"].stages.kept("a", killed.tracked.directory.epoch)
         state, kv = killed.state(0)
         source = replace(killed.tracked.sources_of([kv]), others=(kept.with_blocks_of([kv]),))
         assert ranks["c"].adopt([state], heard, kv=[kv], source=source) == 0

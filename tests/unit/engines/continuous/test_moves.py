@@ -70,9 +70,9 @@ def in_flight(call: Callable[[], Any]) -> Future[Any]:
 def hand_over_after(source: TrackedEngine, request: str, steps: int) -> Any:
     """Stop a request when so many steps are over, the first of an engine, none of which may begin before."""
     source.go_on(steps - 1)
-    while source.engine.load().steps < steps:
+    while source.engine.reports.load().steps < steps:
         time.sleep(0.001)
-    asked = in_flight(lambda: source.engine.hand_over(request))
+    asked = in_flight(lambda: source.engine.moves.hand_over(request))
     while not source.engine._loop._commands and not asked.done():
         time.sleep(0.001)
     source.go_on(1)
@@ -81,17 +81,17 @@ def hand_over_after(source: TrackedEngine, request: str, steps: int) -> Any:
 
 def move(source: TrackedEngine, target: TrackedEngine, request: str, listener: Any) -> tuple[SequenceState, ...]:
     """The rest of a move: hand over, copy, adopt, release."""
-    handed = source.engine.hand_over(request)
+    handed = source.engine.moves.hand_over(request)
     assert handed is not None
     states, kv = handed
     told = tuple(replace(each, exact=False) for each in kv)
     assert source.mirrored(states) == told or any(w for _, w in source.engine.kv_format.groups)
     if kv:
-        target.engine.receive(states, kv, source.sources_of(kv))
+        target.engine.moves.receive(states, kv, source.sources_of(kv))
     last = {state.id: len(state.request.prompt) + len(state.generated) - 1 for state in states}
     taken = target.engine.adopt(states, listener, kv=kv)
     assert taken >= sum(min(one.computed, last[one.sequence]) for one in kv)
-    source.engine.release(request)
+    source.engine.moves.release(request)
     return states
 
 
@@ -118,19 +118,19 @@ def test_a_request_moves_while_it_generates_and_no_token_is_computed_twice(
     rounds = []
     for tokens in (1, 9, 30):
         heard.wait_for_tokens(request.id, tokens)
-        kv = a.engine.locate(request.id)
-        rounds.append(b.engine.receive(begun, kv, a.sources_of(kv), coordinated=tokens > 1))
+        kv = a.engine.moves.locate(request.id)
+        rounds.append(b.engine.moves.receive(begun, kv, a.sources_of(kv), coordinated=tokens > 1))
     assert all(rounds)
     if all(window is None for _, window in a.engine.kv_format.groups):
         assert rounds[0] > sum(rounds[1:]), "what is there is not copied again"
-    states, kv = a.engine.hand_over(request.id)
-    assert b.engine.receive(states, kv, a.sources_of(kv)) >= 0
-    table = b.engine._received._requests[request.id].sequences[request.id].table
+    states, kv = a.engine.moves.hand_over(request.id)
+    assert b.engine.moves.receive(states, kv, a.sources_of(kv)) >= 0
+    table = b.engine.moves._received._requests[request.id].sequences[request.id].table
     there = SequenceKV(request.id, kv[0].computed, tuple(map(tuple, table.blocks)))
     assert layer_digests(b.engine, there) == kv_digests(a.engine, request.id)[request.id]
     assert b.engine.adopt(states, heard, kv=kv) == kv[0].computed == len(PROMPT) + len(states[0].generated) - 1
     heard.wait([request.id])
-    a.engine.release(request.id)
+    a.engine.moves.release(request.id)
     assert is_continuation(architectures.build(name), PROMPT, 60, heard.tokens[request.id])
     assert a.computed + b.computed == len(PROMPT) + 59
 
@@ -154,10 +154,10 @@ def test_a_prompt_goes_on_elsewhere_where_it_stopped(name: str, steps: int, engi
     states, kv = hand_over_after(a, request.id, steps)
     assert kv == (replace(kv[0], computed=32 * steps, decoding=False),)
     assert states[0].generated == ()
-    b.engine.receive(states, kv, a.sources_of(kv))
+    b.engine.moves.receive(states, kv, a.sources_of(kv))
     b.engine.adopt(states, heard, kv=kv)
     heard.wait([request.id])
-    a.engine.release(request.id)
+    a.engine.moves.release(request.id)
     assert is_continuation(architectures.build(name), PROMPT, 20, heard.tokens[request.id])
     assert (a.computed, b.computed) == (32 * steps, 70 - 32 * steps + 19)
 
@@ -195,9 +195,9 @@ def test_blocks_that_answers_share_are_shared_where_they_go(engines: Any) -> Non
     a.engine.submit(request, heard)
     for i in range(3):
         heard.wait_for_tokens(f"{request.id}/{i}", 4)
-    states, kv = a.engine.hand_over(request.id)
-    copied = b.engine.receive(states, kv, a.sources_of(kv))
-    taken = b.engine._received._requests[request.id].sequences
+    states, kv = a.engine.moves.hand_over(request.id)
+    copied = b.engine.moves.receive(states, kv, a.sources_of(kv))
+    taken = b.engine.moves._received._requests[request.id].sequences
     tables = [taken[one.sequence].table.blocks[0] for one in kv]
     full = len(PROMPT) // 8
     assert tables[0][:full] == tables[1][:full] == tables[2][:full]
@@ -205,7 +205,7 @@ def test_blocks_that_answers_share_are_shared_where_they_go(engines: Any) -> Non
     assert copied == len({b for one in kv for b in one.blocks[0]}) * 3 * a.engine.kv_format.block_bytes
     b.engine.check()
     b.engine.adopt(states, heard, kv=kv)
-    a.engine.release(request.id)
+    a.engine.moves.release(request.id)
     heard.wait([f"{request.id}/{i}" for i in range(3)])
 
 
@@ -216,10 +216,10 @@ def test_answers_that_wait_for_the_prompt_wait_for_it_elsewhere_too(engines: Any
     a.engine.submit(request, heard)
     states, kv = hand_over_after(a, request.id, 1)
     assert (len(states), len(kv)) == (3, 1)
-    b.engine.receive(states, kv, a.sources_of(kv))
+    b.engine.moves.receive(states, kv, a.sources_of(kv))
     b.engine.adopt(states, heard, kv=kv)
     heard.wait([f"{request.id}/{i}" for i in range(3)])
-    a.engine.release(request.id)
+    a.engine.moves.release(request.id)
     expected = continuation(architectures.build("llama-gqa"), PROMPT, 10)
     assert [heard.tokens[f"{request.id}/{i}"] for i in range(3)] == [expected] * 3
     assert b.computed == (70 - 32) + 2 * (70 - 64) + 3 * 9, "the prompt is computed once"
@@ -233,12 +233,12 @@ def test_what_the_target_has_of_a_prompt_is_not_copied(engines: Any) -> None:
     computed = b.computed
     a.engine.submit(request, heard)
     heard.wait_for_tokens(request.id, 2)
-    states, kv = a.engine.hand_over(request.id)
-    copied = b.engine.receive(states, kv, a.sources_of(kv))
+    states, kv = a.engine.moves.hand_over(request.id)
+    copied = b.engine.moves.receive(states, kv, a.sources_of(kv))
     assert copied == (len(kv[0].blocks[0]) - len(PROMPT) // 8) * 3 * a.engine.kv_format.block_bytes
     b.engine.adopt(states, heard, kv=kv)
     heard.wait([request.id])
-    a.engine.release(request.id)
+    a.engine.moves.release(request.id)
     assert is_continuation(architectures.build("llama-gqa"), PROMPT, 40, heard.tokens[request.id])
     assert b.computed - computed == 40 - len(states[0].generated)
 
@@ -249,13 +249,13 @@ def test_what_was_copied_of_a_request_that_ended_meanwhile_is_nobodys_prefix(eng
     heard, request, other = Collector(), Request(PROMPT, 20), Request(prompts([100], architectures.VOCAB, 3)[0], 2)
     a.engine.submit(request, heard)
     heard.wait_for_tokens(request.id, 2)
-    kv = a.engine.locate(request.id)
+    kv = a.engine.moves.locate(request.id)
     source = a.sources_of(kv)
     heard.wait([request.id])
     a.engine.submit(other, heard)
     heard.wait([other.id])
-    b.engine.receive((SequenceState(request.id, request, 0, 0),), kv, source)
-    b.engine.give_up(request.id)
+    b.engine.moves.receive((SequenceState(request.id, request, 0, 0),), kv, source)
+    b.engine.moves.give_up(request.id)
     again = Request(PROMPT, 20)
     b.engine.submit(again, heard)
     heard.wait([again.id])
@@ -269,9 +269,9 @@ def test_a_request_that_began_anew_is_copied_anew(engines: Any) -> None:
         a = engines()
         request = Request(prompt, 20, id="again")
         a.engine.submit(request, Collector())
-        while not (kv := a.engine.locate(request.id)) or not kv[0].decoding:
+        while not (kv := a.engine.moves.locate(request.id)) or not kv[0].decoding:
             time.sleep(0.001)
-        b.engine.receive((SequenceState(request.id, request, 0, 0),), kv, a.sources_of(kv))
+        b.engine.moves.receive((SequenceState(request.id, request, 0, 0),), kv, a.sources_of(kv))
     state = SequenceState(request.id, request, 0, 0)
     assert b.engine.adopt([state], heard, kv=kv) == 69
     heard.wait([request.id])
@@ -315,10 +315,10 @@ def test_a_prompt_whose_scores_were_begun_is_computed_anew_elsewhere(engines: An
     heard, request = Collector(), Request(PROMPT, 5, prompt_logprobs=1)
     a.engine.submit(request, heard)
     states, kv = hand_over_after(a, request.id, 1)
-    assert b.engine.receive(states, kv, a.sources_of(kv)) == 0
+    assert b.engine.moves.receive(states, kv, a.sources_of(kv)) == 0
     assert b.engine.adopt(states, heard, kv=kv) == 0
     heard.wait([request.id])
-    a.engine.release(request.id)
+    a.engine.moves.release(request.id)
     scores = heard.first[request.id].prompt_logprobs
     assert scores is not None
     assert [score and score.token for score in scores] == [None, *PROMPT[1:]]
@@ -331,9 +331,9 @@ def test_a_request_that_is_taken_back_goes_on_as_if_nothing_had_been(engines: An
     heard, request = Answers(), Request(PROMPT, 5, prompt_logprobs=1, n=2)
     a.engine.submit(request, heard)
     hand_over_after(a, request.id, 1)
-    assert a.engine.locate(request.id)
+    assert a.engine.moves.locate(request.id)
     a.go_on()
-    a.engine.take_back(request.id)
+    a.engine.moves.take_back(request.id)
     heard.wait([f"{request.id}/0", f"{request.id}/1"])
     scores = heard.first[f"{request.id}/0"].prompt_logprobs
     assert scores is not None
@@ -349,17 +349,17 @@ def test_a_request_that_is_taken_back_goes_on_as_if_nothing_had_been(engines: An
 def test_a_request_is_handed_over_once_and_only_while_it_lives(engines: Any) -> None:
     a = engines()
     heard, request = Collector(), Request(PROMPT, 200)
-    assert a.engine.hand_over("unknown") is None
-    assert a.engine.locate("unknown") == ()
-    a.engine.release("unknown")
-    a.engine.give_up("unknown")
+    assert a.engine.moves.hand_over("unknown") is None
+    assert a.engine.moves.locate("unknown") == ()
+    a.engine.moves.release("unknown")
+    a.engine.moves.give_up("unknown")
     with pytest.raises(StateError, match="was not handed over"):
-        a.engine.take_back(request.id)
+        a.engine.moves.take_back(request.id)
     a.engine.submit(request, heard)
     heard.wait_for_tokens(request.id, 2)
-    handed = a.engine.hand_over(request.id)
+    handed = a.engine.moves.hand_over(request.id)
     assert handed is not None
-    assert a.engine.hand_over(request.id) == handed
+    assert a.engine.moves.hand_over(request.id) == handed
     told = len(heard.tokens[request.id])
     assert told == len(handed[0][0].generated), "tokens of a step in flight are told"
     a.engine.cancel(request.id)
@@ -367,11 +367,11 @@ def test_a_request_is_handed_over_once_and_only_while_it_lives(engines: Any) -> 
     with pytest.raises(ConfigError, match="in use"):
         a.engine.submit(request, heard)
     with pytest.raises(ConfigError, match="in use"):
-        a.engine.receive(handed[0], handed[1], a.source)
-    a.engine.take_back(request.id)
+        a.engine.moves.receive(handed[0], handed[1], a.source)
+    a.engine.moves.take_back(request.id)
     heard.wait([request.id])
     assert heard.ends[request.id].finish == "length"
-    assert a.engine.hand_over(request.id) is None
+    assert a.engine.moves.hand_over(request.id) is None
 
 
 def test_a_listener_may_not_move_a_request(engines: Any) -> None:
@@ -380,7 +380,7 @@ def test_a_listener_may_not_move_a_request(engines: Any) -> None:
 
     def listener(output: Output) -> None:
         with pytest.raises(StateError, match="another thread") as caught:
-            a.engine.hand_over(output.request)
+            a.engine.moves.hand_over(output.request)
         errors.append(caught.value)
         if output.finish is not None:
             ended.set()
@@ -395,23 +395,23 @@ def test_a_target_without_room_says_so_and_keeps_nothing(engines: Any) -> None:
     heard, request = Collector(), Request(PROMPT, 100)
     a.engine.submit(request, heard)
     heard.wait_for_tokens(request.id, 2)
-    states, kv = a.engine.hand_over(request.id)
+    states, kv = a.engine.moves.hand_over(request.id)
     source = a.sources_of(kv)
     b.engine.runtime.kv.resize(b.engine._memory.sector_bytes * 3)
     with pytest.raises(Overloaded):
-        b.engine.receive(states, kv, source)
+        b.engine.moves.receive(states, kv, source)
     with pytest.raises(Overloaded):
         b.engine.adopt(states, heard, kv=kv, source=source)
-    assert b.engine.load().running == 0
+    assert b.engine.reports.load().running == 0
     assert b.engine.runtime.kv.used_bytes == 0
-    assert not b.engine._received._requests
-    a.engine.take_back(request.id)
+    assert not b.engine.moves._received._requests
+    a.engine.moves.take_back(request.id)
     heard.wait([request.id])
     assert is_continuation(architectures.build("llama-gqa"), PROMPT, 100, heard.tokens[request.id])
     never = replace(request, max_tokens=400, id="never")
     tiny = engines(nbytes=300_000)
     with pytest.raises(CapacityError, match="never fits"):
-        tiny.engine.receive([replace(states[0], request=never)], kv, source)
+        tiny.engine.moves.receive([replace(states[0], request=never)], kv, source)
 
 
 def test_blocks_that_were_received_are_in_use_until_they_are_given_up(engines: Any) -> None:
@@ -419,24 +419,24 @@ def test_blocks_that_were_received_are_in_use_until_they_are_given_up(engines: A
     heard, request = Collector(), Request(PROMPT, 100)
     a.engine.submit(request, heard)
     heard.wait_for_tokens(request.id, 2)
-    states, kv = a.engine.hand_over(request.id)
-    before = b.engine.load()
-    b.engine.receive(states, kv, a.sources_of(kv))
-    after = b.engine.load()
+    states, kv = a.engine.moves.hand_over(request.id)
+    before = b.engine.reports.load()
+    b.engine.moves.receive(states, kv, a.sources_of(kv))
+    after = b.engine.reports.load()
     assert (before.running, after.running) == (0, 1)
     assert before.free_blocks - after.free_blocks >= -(-170 // 8), "all that it may still need is promised"
     kv_of_b = b.engine.runtime.kv
     assert kv_of_b.used_bytes > 0
     kv_of_b.resize(0)
     kv_of_b.trim()
-    table = b.engine._received._requests[request.id].sequences[request.id].table
+    table = b.engine.moves._received._requests[request.id].sequences[request.id].table
     there = SequenceKV(request.id, kv[0].computed, tuple(map(tuple, table.blocks)))
     assert layer_digests(b.engine, there) == kv_digests(a.engine, request.id)[request.id], "nobody took the blocks"
-    b.engine.give_up(request.id)
+    b.engine.moves.give_up(request.id)
     assert kv_of_b.used_bytes == 0
     kv_of_b.resize("max")
     assert b.engine.adopt(states, heard, kv=kv) == 0, "it is computed anew"
-    a.engine.release(request.id)
+    a.engine.moves.release(request.id)
     heard.wait([request.id])
     assert is_continuation(architectures.build("llama-gqa"), PROMPT, 100, heard.tokens[request.id])
 
@@ -446,11 +446,11 @@ def test_blocks_of_another_form_are_not_taken(engines: Any) -> None:
     heard, request = Collector(), Request(PROMPT, 30)
     a.engine.submit(request, heard)
     heard.wait_for_tokens(request.id, 2)
-    states, kv = a.engine.hand_over(request.id)
+    states, kv = a.engine.moves.hand_over(request.id)
     with pytest.raises(ConfigError, match="token_major"):
-        b.engine.receive(states, kv, a.sources_of(kv))
+        b.engine.moves.receive(states, kv, a.sources_of(kv))
     assert b.engine.adopt(states, heard, kv=kv, source=a.sources_of(kv)) == 0
-    a.engine.release(request.id)
+    a.engine.moves.release(request.id)
     heard.wait([request.id])
     assert is_continuation(architectures.build("llama-gqa"), PROMPT, 30, heard.tokens[request.id])
 
@@ -461,7 +461,7 @@ def test_what_cannot_be_read_is_computed_anew(wrong: str, engines: Any) -> None:
     heard, request = Collector(), Request(PROMPT, 30)
     a.engine.submit(request, heard)
     heard.wait_for_tokens(request.id, 2)
-    states, kv = a.engine.hand_over(request.id)
+    states, kv = a.engine.moves.hand_over(request.id)
     source = a.sources_of(kv)
     if wrong == "file":
         source = replace(source, file=replace(source.file, descriptor=1 << 20))
@@ -470,10 +470,10 @@ def test_what_cannot_be_read_is_computed_anew(wrong: str, engines: Any) -> None:
     else:
         kv = (replace(kv[0], blocks=(kv[0].blocks[0][:2],)),)
     with pytest.raises(StateError):
-        b.engine.receive(states, kv, source)
-    assert b.engine.load().running == 0
+        b.engine.moves.receive(states, kv, source)
+    assert b.engine.reports.load().running == 0
     assert b.engine.adopt(states, heard, kv=kv, source=source) == 0
-    a.engine.release(request.id)
+    a.engine.moves.release(request.id)
     heard.wait([request.id])
     assert is_continuation(architectures.build("llama-gqa"), PROMPT, 30, heard.tokens[request.id])
     assert heard.first[request.id].cached_tokens == 0
@@ -484,10 +484,10 @@ def test_an_adopted_answer_says_how_many_tokens_it_came_with(engines: Any) -> No
     heard, there, request = Collector(), Collector(), Request(PROMPT, 30)
     a.engine.submit(request, heard)
     heard.wait_for_tokens(request.id, 2)
-    states, kv = a.engine.hand_over(request.id)
+    states, kv = a.engine.moves.hand_over(request.id)
     assert b.engine.adopt(states, there, kv=kv, source=a.sources_of(kv), waited_s=5.0) == kv[0].computed
     there.wait([request.id])
-    a.engine.release(request.id)
+    a.engine.moves.release(request.id)
     assert there.first[request.id].cached_tokens == kv[0].computed
     assert b.engine.counters.read().ttft_s.mean >= 5.0
 
@@ -500,7 +500,7 @@ def test_an_engine_goes_on_while_blocks_are_copied_into_it(engines: Any, monkeyp
     heard, request, other = Collector(), Request(PROMPT, 20), Request(PROMPT[:9], 60)
     a.engine.submit(request, heard)
     heard.wait_for_tokens(request.id, 2)
-    states, kv = a.engine.hand_over(request.id)
+    states, kv = a.engine.moves.hand_over(request.id)
     copying, go_on, read = threading.Event(), threading.Event(), OpenFile.read_into
 
     def slow(self: OpenFile, *args: int) -> None:
@@ -509,18 +509,18 @@ def test_an_engine_goes_on_while_blocks_are_copied_into_it(engines: Any, monkeyp
         read(self, *args)
 
     monkeypatch.setattr(OpenFile, "read_into", slow)
-    copied = in_flight(lambda: b.engine.receive(states, kv, a.sources_of(kv)))
+    copied = in_flight(lambda: b.engine.moves.receive(states, kv, a.sources_of(kv)))
     assert copying.wait(60)
     b.engine.submit(other, heard)
     heard.wait([other.id])
-    given_up = in_flight(lambda: b.engine.give_up(request.id))
-    assert b.engine.load().running == 1, "nothing comes free under a copy"
+    given_up = in_flight(lambda: b.engine.moves.give_up(request.id))
+    assert b.engine.reports.load().running == 1, "nothing comes free under a copy"
     go_on.set()
     given_up.result(60)
     with pytest.raises(StateError, match="given up"):
         copied.result(60)
-    assert b.engine.load().running == 0
-    a.engine.take_back(request.id)
+    assert b.engine.reports.load().running == 0
+    a.engine.moves.take_back(request.id)
     heard.wait([request.id])
 
 
@@ -531,8 +531,8 @@ def test_an_engine_that_stops_leaves_nothing_of_what_it_held_or_received(drain: 
     descriptors = len(os.listdir("/proc/self/fd"))
     a.engine.submit(request, heard)
     heard.wait_for_tokens(request.id, 2)
-    states, kv = a.engine.hand_over(request.id)
-    b.engine.receive(states, kv, a.sources_of(kv))
+    states, kv = a.engine.moves.hand_over(request.id)
+    b.engine.moves.receive(states, kv, a.sources_of(kv))
     told = len(heard.tokens[request.id])
     for each in (a, b):
         each.engine.stop(drain=drain)
@@ -544,9 +544,9 @@ def test_an_engine_that_stops_leaves_nothing_of_what_it_held_or_received(drain: 
     assert len(heard.tokens[request.id]) == told
     assert len(os.listdir("/proc/self/fd")) == descriptors
     with pytest.raises(StateError):
-        b.engine.receive(states, kv, a.sources_of(kv))
+        b.engine.moves.receive(states, kv, a.sources_of(kv))
     with pytest.raises(StateError):
-        a.engine.hand_over(request.id)
+        a.engine.moves.hand_over(request.id)
 
 
 # -- what is told after each step
@@ -559,7 +559,7 @@ def test_what_ended_is_told_before_its_blocks_can_be_anybody_elses(engines: Any)
     requests = [Request(p, 12) for p in prompts([30, 30, 30], architectures.VOCAB)]
     where: dict[str, SequenceKV] = {}
     seen: list[str] = []
-    mirror = engine.on_step
+    mirror = engine.reports.on_step
 
     def hear(report: Any) -> None:
         mirror(report)
@@ -579,7 +579,7 @@ def test_what_ended_is_told_before_its_blocks_can_be_anybody_elses(engines: Any)
     for request in requests:
         engine.submit(request, heard)
     heard.wait([request.id for request in requests])
-    while engine.load().running:
+    while engine.reports.load().running:
         time.sleep(0.001)
     assert sorted(seen) == sorted(request.id for request in requests)
     assert engine.runtime.kv.used_bytes == 0
@@ -590,7 +590,7 @@ def test_reports_tell_what_changed_and_no_more(engines: Any) -> None:
     heard, request = Collector(), Request(PROMPT, 40)
     a.engine.submit(request, heard)
     heard.wait([request.id])
-    while a.engine.load().running:
+    while a.engine.reports.load().running:
         time.sleep(0.001)
     told = [report.sequences for report in a.reports]
     assert [kv.computed for (kv,) in told[:3]] == [32, 64, 70]

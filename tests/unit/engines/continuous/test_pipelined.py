@@ -74,7 +74,7 @@ def test_layers_go_there_and_back_while_requests_run(
     expected = plain(ranks, 48)
     for home, guest in ("ab", "ba"):
         ranks.join(home, guest)
-        ranks[home].set_cohorts(cohorts)
+        ranks[home].cohorts.set_cohorts(cohorts)
     heard = {home: Collector() for home in "ab"}
     for home in "ab":
         for request in requests(48):
@@ -99,7 +99,7 @@ def live_bytes(ranks: EngineGroup, home: str) -> dict[tuple[str, int], list[byte
     engine = ranks[home]
     found: dict[tuple[str, int], list[bytes]] = {}
     for layer, owner in enumerate(engine.path.ranks):
-        kv = engine.layers_kv([layer]) if owner == home else ranks[owner].stage_kv(home, [layer])
+        kv = engine.kv.locate([layer]) if owner == home else ranks[owner].stages.locate(home, [layer])
         group, size = engine._memory.group_of(layer), kv.format.block_bytes
         per_sector = engine._memory.blocks_per_sector(group)
         with open_shared(kv.file) as file:
@@ -148,10 +148,10 @@ def test_what_is_kept_for_reuse_goes_with_its_layers_and_what_is_free_does_not(
     heard.wait(["first"])
     held, layers = engine._blocks.pools[0].held, (1, 2)
     assert 0 < held < engine._memory.mapped_count * engine._memory.blocks_per_sector(0)
-    assert engine.kv_room().held_bytes == (held * engine.kv_format.block_bytes,) * 3
+    assert engine.reports.kv_room().held_bytes == (held * engine.kv_format.block_bytes,) * 3
     copies = list[int]()
-    copy = ranks["b"].copy_layers
-    ranks["b"].copy_layers = lambda *args, **options: copies.append(copy(*args, **options))  # type: ignore[assignment,func-returns-value]
+    copy = ranks["b"].exchange.copy
+    ranks["b"].exchange.copy = lambda *args, **options: copies.append(copy(*args, **options))  # type: ignore[method-assign,func-returns-value]
     ranks.move("a", layers, "b", rounds=1)
     assert copies == [len(layers) * held * engine.kv_format.block_bytes]
     before = ranks.tracked["a"].computed
@@ -196,16 +196,16 @@ def test_prepared_layers_that_are_given_up_leave_nothing(group: Callable[..., En
     ranks = group("ab")
     ranks.join("a", "b")
     pages = ranks["b"].runtime.status().places[0].owners
-    began = ranks["a"].begin_exchange((1, 2))
-    ranks["b"].prepare_layers("a", (1, 2), began)
+    began = ranks["a"].exchange.begin((1, 2))
+    ranks["b"].exchange.prepare("a", (1, 2), began)
     assert ranks["b"].runtime.status().places[0].owners != pages
-    ranks["b"].give_up_layers("a", (1, 2))
-    ranks["a"].end_exchange()
+    ranks["b"].exchange.give_up("a", (1, 2))
+    ranks["a"].exchange.end()
     assert ranks["b"].runtime.status().places[0].owners == pages
     ranks.move("a", (1, 2), "b")
-    wait_until(lambda: ranks["b"]._stages["a"].path == ranks["a"].path)  # the log is read by another thread
+    wait_until(lambda: ranks["b"].stages.by_home["a"].path == ranks["a"].path)  # the log is read by another thread
     with pytest.raises(StateError, match="are computed here"):
-        ranks["b"].give_up_layers("a", (1,))
+        ranks["b"].exchange.give_up("a", (1,))
     ranks.part("a")
 
 
@@ -213,17 +213,17 @@ def test_a_flip_ends_its_exchange_and_one_that_fails_does_not(group: Callable[..
     ranks = group("ab")
     ranks.join("a", "b")
     engine = ranks["a"]
-    began = engine.begin_exchange((1, 2))
+    began = engine.exchange.begin((1, 2))
     with pytest.raises(StateError, match="not prepared"):
-        engine.flip(engine.path.moved((1, 2), "b"))
-    assert engine.written_blocks() == ((),)
-    ranks["b"].prepare_layers("a", (1, 2), began)
-    ranks["b"].copy_layers("a", (1, 2), engine.layers_kv((1, 2)), engine.written_blocks())
-    engine.flip(engine.path.moved((1, 2), "b"))
+        engine.exchange.flip(engine.path.moved((1, 2), "b"))
+    assert engine.exchange.written_blocks() == ((),)
+    ranks["b"].exchange.prepare("a", (1, 2), began)
+    ranks["b"].exchange.copy("a", (1, 2), engine.kv.locate((1, 2)), engine.exchange.written_blocks())
+    engine.exchange.flip(engine.path.moved((1, 2), "b"))
     with pytest.raises(StateError, match="no exchange has begun"):
-        engine.written_blocks()
-    engine.begin_exchange((1,))
-    engine.end_exchange()
+        engine.exchange.written_blocks()
+    engine.exchange.begin((1,))
+    engine.exchange.end()
     ranks.part("a")
 
 
@@ -247,8 +247,8 @@ def test_a_path_that_does_not_follow_is_refused(group: Callable[..., EngineGroup
         ranks.join("a", guest)
     engine = ranks["a"]
     with pytest.raises(StateError, match="no exchange"):
-        engine.flip(engine.path.moved((1,), "b"))
-    engine.begin_exchange((1,))
+        engine.exchange.flip(engine.path.moved((1,), "b"))
+    engine.exchange.begin((1,))
     for path, words in (
         (replace(engine.path, ranks=("a", "b", "b"), epoch=5), "does not follow"),
         (replace(engine.path, ranks=("a", "a", "a"), epoch=1), "changes no shard"),
@@ -257,9 +257,9 @@ def test_a_path_that_does_not_follow_is_refused(group: Callable[..., EngineGroup
         (replace(engine.path, ranks=("a", "b", "a"), epoch=1), "not prepared"),
     ):
         with pytest.raises((ConfigError, StateError), match=words):
-            engine.flip(path)
+            engine.exchange.flip(path)
         assert engine.path.epoch == 0
-    engine.end_exchange()
+    engine.exchange.end()
     ranks.part("a")
 
 
@@ -269,12 +269,12 @@ def test_requests_of_a_group_are_not_moved_with_their_keys_and_values(group: Cal
     heard = Collector()
     ranks["a"].submit(requests(30)[0], heard)
     heard.wait_for_tokens("r0", 1)
-    for asked in (ranks["a"].locate, ranks["a"].hand_over):
+    for asked in (ranks["a"].moves.locate, ranks["a"].moves.hand_over):
         with pytest.raises(StateError, match="shared with other ranks"):
             asked("r0")
     heard.wait(["r0"])
     ranks.part("a")
-    assert ranks["a"].locate("r0") == ()
+    assert ranks["a"].moves.locate("r0") == ()
 
 
 @pytest.mark.parametrize("cohorts", [1, 2])
@@ -288,13 +288,13 @@ def test_what_is_told_of_the_cache_begins_anew_whenever_layers_have_changed_thei
     heard.wait_for_tokens("r3", 2)
     ranks.join("a", "b")
     ranks.move("a", (1,), "b")
-    ranks["a"]._between_steps(partial(told_is_there, ranks, (0, 2)))
+    ranks["a"]._loop.between_steps(partial(told_is_there, ranks, (0, 2)))
     heard.wait_for_tokens("r3", 12)
     ranks["a"].cancel("r0")
     heard.wait(["r0"])
-    ranks["a"]._between_steps(partial(told_is_there, ranks, (0, 2)))
+    ranks["a"]._loop.between_steps(partial(told_is_there, ranks, (0, 2)))
     ranks.part("a")
-    ranks["a"]._between_steps(partial(told_is_there, ranks, (0, 1, 2)))
+    ranks["a"]._loop.between_steps(partial(told_is_there, ranks, (0, 1, 2)))
     heard.wait(list(expected))
     assert {name: heard.tokens[name] for name in ("r1", "r2", "r3")} == {n: expected[n] for n in ("r1", "r2", "r3")}
 
@@ -302,7 +302,7 @@ def test_what_is_told_of_the_cache_begins_anew_whenever_layers_have_changed_thei
 def told_is_there(ranks: EngineGroup, layers: tuple[int, ...]) -> None:
     """Between two steps of a: it has told where all of its sequences are, in the layers that it computes."""
     tracked = ranks.tracked["a"]
-    ranks["a"]._settle()
+    ranks["a"]._loop.settle_intact()
     ranks["a"]._loop._tell(always=True)
     sequences = list(ranks["a"]._loop.scheduler.sequences.values())
     assert sequences
@@ -365,17 +365,17 @@ def test_no_token_comes_while_steps_are_paused_and_layers_change_their_rank_mean
     for request in requests(60)[:2]:
         ranks["a"].submit(request, heard)
     heard.wait_for_tokens("r1", 2)
-    ranks["a"].pause_steps()
+    ranks["a"].exchange.pause()
     told = {name: list(tokens) for name, tokens in heard.tokens.items()}
     for request in requests(60)[2:]:
         ranks["a"].submit(request, heard)
     assert ranks.move("a", (1, 2), "b").copied_bytes == 0  # nothing was written since the first copy
     ranks.check()
     assert heard.tokens == told
-    ranks["a"].resume_steps()
+    ranks["a"].exchange.resume()
     heard.wait(list(expected))
     assert heard.tokens == expected
-    ranks["a"].resume_steps()
+    ranks["a"].exchange.resume()
     ranks.part("a")
 
 
@@ -387,18 +387,18 @@ def test_a_rank_that_waits_for_the_next_step_of_live_requests_is_in_a_bubble(
     ranks.join("a", "b")
     ranks.move("a", (0,), "b")
     (request,) = requests(60)[:1]
-    heard, rows = Collector(), ranks["b"]._stages["a"]._runner.batch.rows
+    heard, rows = Collector(), ranks["b"].stages.by_home["a"]._runner.batch.rows
     ranks["a"].submit(request, heard)
     heard.wait_for_tokens("r0", 2)
-    ranks["a"].pause_steps()
-    before = ranks["b"].stage_times
-    wait_until(lambda: ranks["b"].stage_times.bubble_s > before.bubble_s, "the time is not counted")
-    assert ranks["b"].stage_times.waiting_s == before.waiting_s, "no step waits in it"
-    ranks["a"].resume_steps()
+    ranks["a"].exchange.pause()
+    before = ranks["b"].stages.turn.times
+    wait_until(lambda: ranks["b"].stages.turn.times.bubble_s > before.bubble_s, "the time is not counted")
+    assert ranks["b"].stages.turn.times.waiting_s == before.waiting_s, "no step waits in it"
+    ranks["a"].exchange.resume()
     heard.wait(["r0"])
     wait_until(lambda: not rows, "it has not heard that the request has ended")
-    ended = ranks["b"].stage_times
-    assert ranks["b"].stage_times.bubble_s == ended.bubble_s, "there is no work"
+    ended = ranks["b"].stages.turn.times
+    assert ranks["b"].stages.turn.times.bubble_s == ended.bubble_s, "there is no work"
     ranks.part("a")
 
 
@@ -411,12 +411,12 @@ def test_who_recovers_is_paused_no_more(group: Callable[..., EngineGroup]) -> No
     ranks.join("a", "b")
     ranks.move("a", (1,), "b")
     heard = Collector()
-    ranks["a"].pause_steps()
+    ranks["a"].exchange.pause()
     for request in requests(30):
         ranks["a"].submit(request, heard)
     ranks.lose("b")
-    wait_until(lambda: ranks["a"].lost_rank is not None)
-    ranks["a"].recover("b", lambda layers: None)
+    wait_until(lambda: ranks["a"].recovery.lost_rank is not None)
+    ranks["a"].recovery.recover("b", lambda layers: None)
     heard.wait(list(expected))
     assert heard.tokens == expected
 
@@ -435,19 +435,19 @@ def test_a_lost_rank_costs_no_token_and_only_what_was_computed(group: Callable[.
             ranks[home].submit(request, heard[home])
     heard["a"].wait_for_tokens("r3", 4)
     ranks.lose("c")
-    wait_until(lambda: ranks["a"].lost_rank is not None)
+    wait_until(lambda: ranks["a"].recovery.lost_rank is not None)
     restored: list[tuple[int, ...]] = []
-    again = ranks["a"].recover("c", restored.append)
+    again = ranks["a"].recovery.recover("c", restored.append)
     assert restored == [(1, 2)]
     assert ranks["a"].path.ranks == ("a", "a", "a")
-    assert ranks["a"].lost_rank is None
+    assert ranks["a"].recovery.lost_rank is None
     for home in "ab":
         heard[home].wait(list(expected))
         assert heard[home].tokens == expected
     least = sum(len(prompt) + 59 for prompt in PROMPTS)
     assert 0 < again < least
-    wait_until(lambda: ranks["b"]._stages["a"].ended)
-    ranks["b"].close_stage("a")
+    wait_until(lambda: ranks["b"].stages.by_home["a"].ended)
+    ranks["b"].stages.close("a")
     ranks.join("a", "b")
     ranks.move("a", (1,), "b")
     ranks.part("a")
@@ -467,15 +467,15 @@ def test_what_a_killed_rank_had_is_read_from_its_memory_and_not_computed_again(
     ranks.move("a", (1,), "b")
     ranks.move("a", (0, 2), "c")
     ranks.move("b", (0,), "a")
-    ranks["a"].set_cohorts(cohorts)
+    ranks["a"].cohorts.set_cohorts(cohorts)
     heard = Collector()
     for request in requests(60):
         ranks["a"].submit(request, heard)
     for request in requests(60):
         heard.wait_for_tokens(request.id, 6)
     memories = ranks.kill("c")
-    wait_until(lambda: ranks["a"].lost_rank is not None)
-    assert ranks["a"].recover("c", lambda layers: None, memories) == 0
+    wait_until(lambda: ranks["a"].recovery.lost_rank is not None)
+    assert ranks["a"].recovery.recover("c", lambda layers: None, memories) == 0
     assert ranks["a"].path.helpers == ()
     heard.wait(list(expected))
     assert heard.tokens == expected
@@ -497,8 +497,8 @@ def test_what_a_killed_rank_did_not_tell_is_computed_again(
         ranks["a"].submit(request, heard)
     heard.wait_for_tokens("r3", 4)
     memories = ranks.kill("b")
-    wait_until(lambda: ranks["a"].lost_rank is not None)
-    assert ranks["a"].recover("b", lambda layers: None, memories) > 0
+    wait_until(lambda: ranks["a"].recovery.lost_rank is not None)
+    assert ranks["a"].recovery.recover("b", lambda layers: None, memories) > 0
     heard.wait(list(expected))
     assert heard.tokens == expected
 
@@ -512,8 +512,8 @@ def test_a_request_that_never_fits_alone_fails_or_leaves_when_its_group_is_lost(
     expected = Continuation(architectures.plain("llama-gqa"), PROMPTS[1], 30)
     ranks.join("a", "b", sectors=1)
     ranks.move("a", (1, 2), "b")
-    ranks["b"].allot("a", alone + alone // 2)
-    engine.set_cap(alone + alone // 2)
+    ranks["b"].stages.allot("a", alone + alone // 2)
+    engine.ranks.set_cap(alone + alone // 2)
     tokens = engine._memory.blocks_per_sector(0) * engine.kv_format.block_tokens * (alone + 1)
     long, short = Request(PROMPTS[0], tokens - len(PROMPTS[0]), id="long"), Request(PROMPTS[1], 30, id="short")
     heard = Collector()
@@ -521,11 +521,11 @@ def test_a_request_that_never_fits_alone_fails_or_leaves_when_its_group_is_lost(
         engine.submit(request, heard)
     heard.wait_for_tokens("long", 1)
     ranks.lose("b")
-    wait_until(lambda: engine.lost_rank is not None)
+    wait_until(lambda: engine.recovery.lost_rank is not None)
     left = list[str]()
     if others:
-        engine.on_impossible = lambda request, error: left.append(f"{request}: {type(error).__name__}")
-    engine.recover("b", lambda layers: None)
+        engine.moves.on_impossible = lambda request, error: left.append(f"{request}: {type(error).__name__}")
+    engine.recovery.recover("b", lambda layers: None)
     heard.wait(["short"] if others else ["short", "long"])
     assert left == (["long: CapacityError"] if others else [])
     assert others or heard.ends["long"].finish == "failed"
@@ -543,11 +543,11 @@ def test_weights_that_cannot_be_restored_leave_the_engine_waiting(group: Callabl
     heard.wait_for_tokens("r3", 2)
     ranks.lose("b")
     with pytest.raises(CapacityError):
-        ranks["a"].recover("b", no_room)
-    assert ranks["a"].lost_rank == "b"
+        ranks["a"].recovery.recover("b", no_room)
+    assert ranks["a"].recovery.lost_rank == "b"
     with pytest.raises(RankLost):
-        ranks["a"].begin_exchange((0,))
-    ranks["a"].recover("b", lambda layers: None)
+        ranks["a"].exchange.begin((0,))
+    ranks["a"].recovery.recover("b", lambda layers: None)
     heard.wait(list(expected))
     assert heard.tokens == expected
 
@@ -566,7 +566,7 @@ def test_an_error_of_the_model_anywhere_ends_its_step_and_no_other(
         ranks.join("a", guest)
     for layer, rank in ((1, "b"), (2, "c")):
         ranks.move("a", (layer,), rank)
-    ranks["a"].set_cohorts(cohorts)
+    ranks["a"].cohorts.set_cohorts(cohorts)
     own = {"a": 0, "b": 1, "c": 2}[failing]
     layer = decoder_layers(ranks.tracked[failing].model)[own]
 
@@ -602,15 +602,15 @@ def test_a_rank_that_does_not_answer_counts_as_lost(
     go_on = threading.Event()
     copied = GuestStage._copied
     monkeypatch.setattr(GuestStage, "_copied", lambda stage, item: (go_on.wait(60), copied(stage, item))[1])
-    began = ranks["a"].begin_exchange((1,))
-    ranks["b"].prepare_layers("a", (1,), began)
-    ranks["b"].copy_layers("a", (1,), ranks["a"].layers_kv((1,)), ranks["a"].written_blocks())
+    began = ranks["a"].exchange.begin((1,))
+    ranks["b"].exchange.prepare("a", (1,), began)
+    ranks["b"].exchange.copy("a", (1,), ranks["a"].kv.locate((1,)), ranks["a"].exchange.written_blocks())
     with pytest.raises(RankLost, match="did not answer"):
-        ranks["a"].flip(ranks["a"].path.moved((1,), "b"), timeout_s=0.1)
-    wait_until(lambda: ranks["a"].lost_rank == "b")
+        ranks["a"].exchange.flip(ranks["a"].path.moved((1,), "b"), timeout_s=0.1)
+    wait_until(lambda: ranks["a"].recovery.lost_rank == "b")
     assert ranks["a"].path.ranks == ("a", "a", "b")
     go_on.set()
-    ranks["a"].recover("b", lambda layers: None)
+    ranks["a"].recovery.recover("b", lambda layers: None)
     heard.wait(list(expected))
     assert heard.tokens == expected
 
@@ -620,15 +620,15 @@ def test_a_stage_refuses_a_step_of_another_epoch(group: Callable[..., EngineGrou
     ranks.join("a", "b")
     ranks.move("a", (2,), "b")
     engine = ranks["a"]
-    engine._between_steps(lambda: setattr(engine._home, "path", replace(engine.path, epoch=7)))
+    engine._loop.between_steps(lambda: setattr(engine._home, "path", replace(engine.path, epoch=7)))
     heard = Collector()
     expected = plain(ranks, 8)
     for request in requests(8):
         engine.submit(request, heard)
-    wait_until(lambda: engine.lost_rank == "b")
-    assert ranks["b"]._stages["a"].ended
+    wait_until(lambda: engine.recovery.lost_rank == "b")
+    assert ranks["b"].stages.by_home["a"].ended
     assert not heard.tokens
-    engine.recover("b", lambda layers: None)
+    engine.recovery.recover("b", lambda layers: None)
     heard.wait(list(expected))
     assert heard.tokens == expected
 
@@ -637,7 +637,7 @@ def test_cancelled_requests_leave_nothing_at_any_rank(group: Callable[..., Engin
     ranks = group("ab")
     ranks.join("a", "b")
     ranks.move("a", (1, 2), "b")
-    ranks["a"].set_cohorts(2)
+    ranks["a"].cohorts.set_cohorts(2)
     heard = Collector()
     for request in requests(200):
         ranks["a"].submit(request, heard)
@@ -645,10 +645,10 @@ def test_cancelled_requests_leave_nothing_at_any_rank(group: Callable[..., Engin
     for number in range(4):
         ranks["a"].cancel(f"r{number}")
     heard.wait([f"r{number}" for number in range(4)])
-    wait_until(lambda: not ranks["b"]._stages["a"]._runner.batch.rows)
+    wait_until(lambda: not ranks["b"].stages.by_home["a"]._runner.batch.rows)
     ranks["a"].runtime.kv.resize(0)
-    assert ranks["a"].cap_reached()
-    wait_until(lambda: not ranks["b"]._stages["a"].memory.mapped_sectors)
+    assert ranks["a"].ranks.cap_reached()
+    wait_until(lambda: not ranks["b"].stages.by_home["a"].memory.mapped_sectors)
     ranks["a"].runtime.kv.resize("max")
     ranks.part("a")
 
@@ -660,8 +660,8 @@ def test_the_model_is_as_it_was_when_nothing_is_shared_any_more(group: Callable[
     ranks.move("a", (1,), "b")
     ranks.part("a")
     assert [set(layer.__dict__) for rank in "ab" for layer in decoder_layers(ranks.tracked[rank].model)] == before
-    assert ranks["a"]._forward is None
-    assert ranks["b"]._forward is None
+    assert ranks["a"].stages._forward is None
+    assert ranks["b"].stages._forward is None
 
 
 def test_the_seconds_of_a_step_are_those_of_steps_that_a_rank_computes_by_itself(

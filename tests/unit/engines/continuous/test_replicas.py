@@ -40,14 +40,14 @@ def submit(ranks: EngineGroup, tokens: int) -> Collector:
 def replicate(ranks: EngineGroup, layers: tuple[int, ...], rank: str) -> None:
     """Have a rank have the second copy of layers of "a"."""
     if ranks["a"].path.copies == 1:
-        ranks["a"].set_copies(2)
+        ranks["a"].cohorts.set_copies(2)
     ranks.move("a", tuple(LAYERS + layer for layer in layers), rank)
 
 
 def evict(ranks: EngineGroup, layers: tuple[int, ...]) -> None:
     ranks.move("a", tuple(LAYERS + layer for layer in layers), "a")
     if ranks["a"].path.alike:
-        ranks["a"].set_copies(1)
+        ranks["a"].cohorts.set_copies(1)
 
 
 @pytest.mark.parametrize("architecture", ["llama-gqa", "gemma3", "qwen3-moe"])
@@ -126,14 +126,14 @@ def test_copies_at_different_ranks_stay_as_many(group: Callable[..., EngineGroup
     ranks = group("ab")
     ranks.join("a", "b")
     with pytest.raises(ConfigError, match="copies=0 must be at least 1"):
-        ranks["a"].set_copies(0)
+        ranks["a"].cohorts.set_copies(0)
     replicate(ranks, (2,), "b")
     with pytest.raises(ConfigError, match="at other ranks"):
-        ranks["a"].set_copies(1)
+        ranks["a"].cohorts.set_copies(1)
     with pytest.raises(StateError, match="2 copies"):
-        ranks["a"].set_cohorts(3)
+        ranks["a"].cohorts.set_cohorts(3)
     with pytest.raises(ConfigError, match="of 2 copies; exchange those of one"):
-        ranks["a"].begin_exchange((1, LAYERS + 1))
+        ranks["a"].exchange.begin((1, LAYERS + 1))
     evict(ranks, (2,))
     ranks.part("a")
 
@@ -152,9 +152,9 @@ def test_a_killed_replica_costs_no_token_and_what_can_be_read_is_not_computed_ag
     memories = ranks.kill("b") if readable else None
     if not readable:
         ranks.lose("b")
-    while ranks["a"].lost_rank is None:
+    while ranks["a"].recovery.lost_rank is None:
         time.sleep(0.002)
-    again = ranks["a"].recover("b", lambda shards: None, memories)
+    again = ranks["a"].recovery.recover("b", lambda shards: None, memories)
     heard.wait(list(expected))
     assert heard.tokens == expected
     if readable:
@@ -172,7 +172,7 @@ def test_what_is_kept_for_reuse_is_not_shared_while_its_copy_of_the_layers_moves
     ranks = group("ab", "llama-gqa", nbytes=8 << 20)
     expected, heard, a = plain(ranks, 40)["r0"], Collector(), ranks["a"]
     ranks.join("a", "b")
-    a.set_copies(2)
+    a.cohorts.set_copies(2)
     for number in range(2):  # one goes by each copy
         a.submit(Request(PROMPTS[0], 4, id=f"kept{number}"), heard)
     heard.wait(["kept0", "kept1"])

@@ -67,7 +67,7 @@ def test_two_instances_share_every_layer_and_part_again(
     ranks = group("ab", shards, architecture, nbytes=8 << 20)
     for home, guest in ("ab", "ba"):
         ranks.join(home, guest)
-        ranks[home].set_cohorts(cohorts)
+        ranks[home].cohorts.set_cohorts(cohorts)
     heard = begin(ranks, "ab")
     half, layers = shards // 2, len(ranks["a"].path.ranks) // shards
     for layer in range(layers):
@@ -126,7 +126,7 @@ def test_nothing_changes_where_one_of_several_ranks_cannot_copy(
     for guest in "bcd":
         ranks.join("a", guest)
     pages = {rank: ranks[rank].runtime.pools[0].free_pages for rank in "bcd"}
-    stage, copied = ranks[fails]._stages["a"], GuestStage._copied
+    stage, copied = ranks[fails].stages.by_home["a"], GuestStage._copied
     monkeypatch.setattr(GuestStage, "_copied", lambda s, item: Copied(0, "no") if s is stage else copied(s, item))
     heard = begin(ranks, "a")
     heard["a"].wait_for_tokens("r2", 3)
@@ -147,10 +147,10 @@ def test_a_rank_does_not_give_and_get_at_one_pause(group: Callable[..., EngineGr
     ranks.join("a", "b")
     ranks.move("a", (1,), "b")
     engine = ranks["a"]
-    engine.begin_exchange((1, 3))
+    engine.exchange.begin((1, 3))
     with pytest.raises(ConfigError, match="'a' would give shards and get some"):
-        engine.flip(engine.path.redirected({1: "a", 3: "b"}))
-    engine.end_exchange()
+        engine.exchange.flip(engine.path.redirected({1: "a", 3: "b"}))
+    engine.exchange.end()
     ranks.part("a")
 
 
@@ -160,7 +160,7 @@ def live_bytes(ranks: EngineGroup, home: str) -> dict[tuple[str, int], list[byte
     found: dict[tuple[str, int], list[bytes]] = {}
     for shard, owner in enumerate(engine.path.ranks):
         (part,) = kv_parts([shard], engine.path.shards, engine.kv_format.kv_shards)
-        kv = engine.layers_kv([shard]) if owner == home else ranks[owner].stage_kv(home, [shard])
+        kv = engine.kv.locate([shard]) if owner == home else ranks[owner].stages.locate(home, [shard])
         group, size = engine._memory.group_of(part), kv.format.block_bytes
         per_sector = engine._memory.blocks_per_sector(group)
         assert kv.file is not None
@@ -208,7 +208,7 @@ def test_the_heads_of_others_are_sent_and_what_stays_is_neither_copied_nor_mappe
 
     def counted(exchange: KVExchange, *given: Any, **options: Any) -> int:
         nbytes = copy(exchange, *given, **options)
-        copied[next(rank for rank in names if ranks[rank]._kv_exchange is exchange)] += nbytes
+        copied[next(rank for rank in names if ranks[rank].kv.exchange is exchange)] += nbytes
         return nbytes
 
     names = "abcd"[:degree]
@@ -220,20 +220,20 @@ def test_the_heads_of_others_are_sent_and_what_stays_is_neither_copied_nor_mappe
         ranks.join("a", guest)
     heard = begin(ranks, "a")
     heard["a"].wait_for_tokens("r2", 5)
-    engine.pause_steps()
+    engine.exchange.pause()
     monkeypatch.setattr(KVExchange, "copy", counted)
     every = range(len(engine.path.ranks))
     kept = every[::degree]  # of each layer the first
     (pool,) = engine.runtime.pools
     wait_for_the_janitor()  # it makes pages ready
-    before, created = engine.layers_kv(every).pages, pool.backend.created
+    before, created = engine.kv.locate(every).pages, pool.backend.created
     blocks = {block for each in engine._loop.scheduler.begun for block in each.table.blocks[0]}
     total = (len(blocks) + len(engine._blocks.pools[0].kept_blocks)) * len(before) * engine.kv_format.block_bytes
     ranks.move_all("a", {shard: names[shard % degree] for shard in every if shard not in kept}, rounds=1)
     assert copied == dict.fromkeys(names[1:], total // degree)
-    assert engine.layers_kv(kept).pages == {part: before[part] for part in kept}
+    assert engine.kv.locate(kept).pages == {part: before[part] for part in kept}
     assert pool.backend.created == created
-    engine.resume_steps()
+    engine.exchange.resume()
     heard["a"].wait([f"r{number}" for number in range(len(PROMPTS))])
     ranks.part("a")
 
@@ -249,11 +249,11 @@ def test_a_rank_that_is_lost_with_its_shards(group: Callable[..., EngineGroup], 
     heard["a"].wait_for_tokens("r2", 4)
     memories = ranks.kill("c")
     until_s = time.monotonic() + 60
-    while ranks["a"].lost_rank is None:
+    while ranks["a"].recovery.lost_rank is None:
         assert time.monotonic() < until_s
         time.sleep(0.002)
     restored: list[tuple[int, ...]] = []
-    again = ranks["a"].recover("c", restored.append, memories if readable else {})
+    again = ranks["a"].recovery.recover("c", restored.append, memories if readable else {})
     assert restored == [shards_of(range(1, 4), 4)]
     assert (again == 0) is readable
     assert ranks["a"].path.helpers == ()
@@ -273,14 +273,14 @@ def test_keys_and_values_that_another_rank_has_too_survive_without_memory_files(
     heard["a"].wait_for_tokens("r2", 4)
     ranks.kill("c")
     until_s = time.monotonic() + 60
-    while ranks["a"].lost_rank is None:
+    while ranks["a"].recovery.lost_rank is None:
         assert time.monotonic() < until_s
         time.sleep(0.002)
-    assert ranks["a"].recover("c", lambda shards: None, {}) == 0  # b has the same heads
+    assert ranks["a"].recovery.recover("c", lambda shards: None, {}) == 0  # b has the same heads
     end(heard, "llama-gqa", 60)
 
 
 def test_an_instance_whose_layers_are_cut_otherwise_is_refused(group: Callable[..., EngineGroup]) -> None:
     ranks, other = group("ab", 2), group("cd", 1)
     with pytest.raises(ConfigError, match="3 layers of 1 shards, 'b' 3 of 2"):
-        ranks["b"].open_stage("c", None, None, other["c"].path, 1)  # type: ignore[arg-type]
+        ranks["b"].stages.open("c", None, None, other["c"].path, 1)  # type: ignore[arg-type]

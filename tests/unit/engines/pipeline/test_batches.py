@@ -163,7 +163,7 @@ def test_it_is_one_again_when_a_rank_was_lost(group: Callable[..., EngineGroup])
     names = submit(engine, heard, 40, "r", DRAWN)
     heard.wait_for_tokens("r3", 4)
     assert engine._home.cohorts == 2
-    engine.recover("b", lambda layers: None, ranks.kill("b"))
+    engine.recovery.recover("b", lambda layers: None, ranks.kill("b"))
     heard.wait(names)
     assert engine._home.cohorts == 1
     heard.wait(again := submit(engine, heard, 40, "again", DRAWN))
@@ -177,11 +177,11 @@ def test_whoever_says_how_many_gets_so_many(group: Callable[..., EngineGroup]) -
     ranks.move("a", (1, 2), "b")
     heard.wait(submit(engine, heard, 12, "r", Sampling()))
     assert engine._home.cohorts == 1
-    engine.set_cohorts(3)
+    engine.cohorts.set_cohorts(3)
     assert engine._home.cohorts == 3
-    engine.set_cohorts(None)
+    engine.cohorts.set_cohorts(None)
     heard.wait(submit(engine, heard, 12, "again", Sampling()))
     assert engine._home.cohorts == 2
     with pytest.raises(ConfigError, match="cohorts=0"):
-        engine.set_cohorts(0)
+        engine.cohorts.set_cohorts(0)
     assert heard.tokens["r0"] == heard.tokens["again0"]

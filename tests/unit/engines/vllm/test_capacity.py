@@ -32,7 +32,7 @@ def test_nothing_is_usable_before_a_rank_has_mapped() -> None:
 def test_growth_is_ordered_then_published() -> None:
     coordinator = one_rank(2)
     coordinator.receive(StepReport({0: RankState(0, 2, 5, 8)}))
-    orders = coordinator.next_orders(idle=True)
+    orders = coordinator.next_orders()
     assert (orders.sequence, orders.sectors) == (1, 5)
     assert coordinator.capacity.usable == 2 * PER_SECTOR - 1
     coordinator.receive(StepReport({0: RankState(1, 5, 5, 8)}))
@@ -43,21 +43,21 @@ def test_a_shrink_waits_for_the_last_block_in_its_way() -> None:
     coordinator = one_rank(3)
     held = coordinator.capacity.pool.get_new_blocks(9)
     coordinator.receive(StepReport({0: RankState(0, 3, 1, 8)}))
-    assert coordinator.next_orders(idle=False).sectors == 3
+    assert coordinator.next_orders().sectors == 3
     coordinator.capacity.pool.free_blocks([held.pop()])
-    assert coordinator.next_orders(idle=False).sectors == 3, "block 8 was held, 9 free"
+    assert coordinator.next_orders().sectors == 3, "block 8 was held, 9 free"
     coordinator.capacity.pool.free_blocks([held.pop()])
-    assert coordinator.next_orders(idle=False).sectors == 2
+    assert coordinator.next_orders().sectors == 2
 
 
 def test_what_one_rank_cannot_map_no_rank_keeps() -> None:
     coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(32)), None)
     state = RankState(0, 1, 4, 8)
     coordinator.connect([Handshake(rank, state, PER_SECTOR, 1, "") for rank in range(2)])
-    assert coordinator.next_orders(idle=True).sectors == 4
+    assert coordinator.next_orders().sectors == 4
     coordinator.receive(StepReport({0: RankState(1, 4, 4, 8), 1: RankState(1, 2, 2, 2)}))
     assert coordinator.capacity.usable == 2 * PER_SECTOR - 1
-    orders = coordinator.next_orders(idle=True)
+    orders = coordinator.next_orders()
     assert (orders.sequence, orders.sectors) == (2, 2)
 
 
@@ -65,7 +65,7 @@ def test_a_report_that_comes_late_does_not_count() -> None:
     coordinator = one_rank(2)
     coordinator.receive(StepReport({0: RankState(0, 2, 5, 8, number=2)}))
     coordinator.receive(StepReport({0: RankState(0, 2, 3, 8, number=1)}))
-    assert coordinator.next_orders(idle=True).sectors == 5
+    assert coordinator.next_orders().sectors == 5
 
 
 def test_shared_and_cached_blocks_move_with_their_contents() -> None:
@@ -103,10 +103,10 @@ def test_without_promises_a_limit_leaves_one_request_what_it_needs() -> None:
     ledger.enter("a", 7)
     ledger.enter("b", 7)
     coordinator.receive(StepReport({0: RankState(0, 2, 1, 8)}))
-    assert coordinator.next_orders(idle=False).sectors == 2
+    assert coordinator.next_orders().sectors == 2
     ledger.leave("a")
     ledger.leave("b")
-    assert coordinator.next_orders(idle=True).sectors == 1
+    assert coordinator.next_orders().sectors == 1
 
 
 def test_a_rank_whose_pages_cannot_be_had_is_refused_with_the_reason() -> None:

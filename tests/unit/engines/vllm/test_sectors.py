@@ -144,7 +144,7 @@ def test_weights_get_pages_back_when_sectors_are_unmapped(pool: PagePool) -> Non
     share.hold_back(30)
     coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(BLOCKS)), None)
     coordinator.connect([channel.handshake()])
-    channel.before_step(coordinator.next_orders(idle=True))
+    channel.before_step(coordinator.next_orders())
     assert came_free[-1] >= 30
     assert share.take_from_cache(30)
     share.hold_back(0)
@@ -238,7 +238,7 @@ def test_a_request_alone_gets_what_it_needs_beyond_the_limit(pool: PagePool) -> 
     coordinator.connect([channel.handshake()])
     assert not promises.may_enter("long", 20, coordinator.room)
     for _ in range(3):
-        channel.before_step(coordinator.next_orders(idle=True))
+        channel.before_step(coordinator.next_orders())
         finish_background()
         coordinator.receive(channel.report() or StepReport({}))
     assert promises.may_enter("long", 20, coordinator.room)
@@ -246,7 +246,7 @@ def test_a_request_alone_gets_what_it_needs_beyond_the_limit(pool: PagePool) -> 
     assert not promises.may_enter("another", 1, coordinator.room)
     promises.leave("long")
     promises.leave("another")
-    channel.before_step(coordinator.next_orders(idle=True))
+    channel.before_step(coordinator.next_orders())
     assert channel.sectors.mapped == 1
     assert model.kv.usage.used == SECTOR_PAGES
 

@@ -18,11 +18,10 @@ from elastic.server.generation import bodies
 from elastic.server.generation.request_builder import SHORT, RequestBuilder
 from elastic.server.protocol.chat import MOST_MESSAGES, ChatBody
 from elastic.server.protocol.completions import CompletionBody
+from elastic.server.protocol.fleet import DeployBody, DropBody
 from elastic.server.protocol.responses import ResponsesBody
 from elastic.server.protocol.tokens import DetokenizeBody
 from elastic.server.routes.actions import ActionsBody
-from elastic.server.routes.deployments import DeployBody
-from elastic.server.routes.fleet import DropBody
 from support.serving.fake_engine import FakeEngine
 from support.serving.live_server import CONTEXT, PATIENCE_S, TOKENIZER, app_for
 

@@ -7,19 +7,27 @@ written while none is in flight.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import starmap
 
-from elastic.engines.continuous.hosted_stages import ANSWER_S, GIVING_BACK_S, HostedStages
+from elastic.engines.continuous.ranks.home_kv import HomeKV
+from elastic.engines.continuous.ranks.hosted_stages import HostedStages
+from elastic.engines.continuous.reports import EngineReports
+from elastic.engines.continuous.step_loop import StepLoop
 from elastic.engines.core.kv_state import LayersKV
-from elastic.engines.pipeline.home import PathChange, ways_of
+from elastic.engines.pipeline.home import HomeExecutor, PathChange, ways_of
 from elastic.engines.pipeline.items import ExchangeStart, SectorRef
 from elastic.engines.pipeline.path import LayerPath, ShardMove, Way
-from elastic.engines.pipeline.stage import require_known_sectors, sectors_of
+from elastic.engines.pipeline.stage import sectors_of
 from elastic.engines.pipeline.written_blocks import Blocks, DirtyBlockTracker
 from elastic.errors import ConfigError, RankLost, StateError
+
+ANSWER_S = 30.0
+"""For how long a rank is waited for that copies or is asked something."""
+GIVING_BACK_S = 1e-3
+"""For how long steps wait at a time for memory to be given back."""
 
 
 @dataclass(frozen=True)
@@ -29,27 +37,27 @@ class Flipped:
     stalled_ms: float
     """For which no step of the instance was computed."""
     copied_bytes: int
-    """Besides what `copy_layers` has: shortly before, in that time, and by other ranks ahead of their next step."""
+    """Besides what `copy` has: shortly before, in that time, and by other ranks ahead of their next step."""
 
 
-class LayerExchange(HostedStages):
+class LayerExchange:
     """What a rank asks of its engine to have layers computed elsewhere. Thread-safe; not for listeners.
 
     What moves are shards, numbered as in `LayerPath`; where layers are not cut, a shard is a layer. At their home:
-    `begin_exchange`; at the rank that gets them `prepare_layers`, and `copy_layers` in rounds, by the home's
-    `written_blocks`; then at the home `flip`, or `end_exchange` where it is given up. Shards that come home are
-    prepared and copied by the home itself, which is named as `home` then.
+    `begin`; at the rank that gets them `prepare`, and `copy` in rounds, by the home's `written_blocks`; then at the
+    home `flip`, or `end` where it is given up. Shards that come home are prepared and copied by the home itself, which
+    is named as `home` then.
     """
 
-    _written: DirtyBlockTracker | None
-    _flipping: PathChange | None  # it is not known yet that all was copied
+    def __init__(
+        self, loop: StepLoop, home: HomeExecutor, kv: HomeKV, stages: HostedStages, reports: EngineReports
+    ) -> None:
+        self._loop, self._home, self._kv, self._stages, self._reports = loop, home, kv, stages, reports
+        self._written: DirtyBlockTracker | None = None
+        self._flipping: PathChange | None = None  # it is not known yet that all was copied
 
-    def layers_kv(self, shards: Sequence[int]) -> LayersKV:
-        """Say where the keys and values of shards lie. Raises `StateError` for shards whose are not here."""
-        return self._kv_exchange.locate(self._memory, sorted(self._places(self._kv_parts(shards))))
-
-    def begin_exchange(self, shards: Sequence[int]) -> ExchangeStart:
-        """Note from now on which blocks are written, and keep all sectors until `flip` or `end_exchange`.
+    def begin(self, shards: Sequence[int]) -> ExchangeStart:
+        """Note from now on which blocks are written, and keep all sectors until `flip` or `end`.
 
         What holds keys and values counts as written now; of several copies of layers what the sequences of the shards'
         copy have, and no more than that may be copied. Raises `StateError` for an exchange that has begun,
@@ -57,26 +65,25 @@ class LayerExchange(HostedStages):
         """
 
         def begin() -> ExchangeStart:
-            if wrong := sorted(set(shards) - set(range(len(self.path.ranks)))):
-                raise ConfigError(f"shards {wrong}: the model has {len(self.path.ranks)}")
+            if wrong := sorted(set(shards) - set(range(len(self._home.path.ranks)))):
+                raise ConfigError(f"shards {wrong}: the model has {len(self._home.path.ranks)}")
             copy = self._copy_of(shards)
-            if self._written is not None:
-                raise StateError("an exchange has begun; end it first")
-            self._require_whole_group()
-            self._memory.keep_sectors = True
+            self.require_none()
+            self._loop.require_all_ranks()
+            self._kv.memory.keep_sectors = True
             try:
                 self._home.flush()
             except BaseException:
-                self._memory.keep_sectors = False
+                self._kv.memory.keep_sectors = False
                 raise
-            windows = [group.window for group in self._layer_groups]
-            self._written = DirtyBlockTracker(windows, self.kv_format.block_tokens, copy)
+            form = self._kv.exchange.format
+            self._written = DirtyBlockTracker(form.windows, form.block_tokens, copy)
             self._loop.scheduler.written = self._written.note
             self._note_computed(self._written)
-            mapped = tuple(starmap(SectorRef, self._memory.mapped_sectors))
+            mapped = tuple(starmap(SectorRef, self._kv.memory.mapped_sectors))
             return ExchangeStart(mapped, {rank: link.sent for rank, link in self._home.links.items()})
 
-        return self._between_steps(begin)
+        return self._loop.between_steps(begin)
 
     def written_blocks(self) -> Blocks:
         """Return the blocks, by group, that steps which are over have written since this was asked.
@@ -102,68 +109,58 @@ class LayerExchange(HostedStages):
         The memory of what left this rank is given back afterwards, for `GIVING_BACK_S` between two steps each.
         """
         try:
-            flip = self._between_steps(lambda: self._begin_flip(path, sources or {}, timeout_s))
+            flip = self._loop.between_steps(lambda: self._begin_flip(path, sources or {}, timeout_s))
             if flip.asked:
                 flip.located |= zip(flip.asked, self._home.pages_of(flip.asked, timeout_s), strict=True)
-                self._between_steps(lambda: self._copy_ahead(flip, timeout_s))
+                self._loop.between_steps(lambda: self._copy_ahead(flip, timeout_s))
             ahead = self._take_copied(flip)
-            stalled_ms, copied = self._between_steps(lambda: self._flip(flip, timeout_s))
+            stalled_ms, copied = self._loop.between_steps(lambda: self._flip(flip, timeout_s))
             copied += ahead + self._home.confirm()
         except RankLost as error:
-            if error.rank in self.path.helpers:  # nobody waits in a step for one that may only hang
+            if error.rank in self._home.path.helpers:  # nobody waits in a step for one that may only hang
                 self._loop.lose(error)
                 self._home.abort(ending=False)
             raise
-        left = self._between_steps(partial(self._finish_flip, flip))
+        left = self._loop.between_steps(partial(self._finish_flip, flip))
         while left:
-            left = self._between_steps(partial(self._drop_away, left))
+            left = self._loop.between_steps(partial(self._drop_away, left))
         return Flipped(stalled_ms, copied)
 
-    def end_exchange(self) -> None:
-        """End what `begin_exchange` began. Can be called twice."""
-        self._between_steps(self._end_exchange)
+    def end(self) -> None:
+        """End what `begin` began. Can be called twice."""
+        self._loop.between_steps(self._end)
 
-    def pause_steps(self) -> None:
-        """Begin no step until `resume_steps`, and finish those in flight: the stalling form of an exchange.
+    def pause(self) -> None:
+        """Begin no step until `resume`, and finish those in flight: the stalling form of an exchange.
 
         Raises `RankLost` where one was lost. (KunServe, section 4.2)
         """
 
         def pause() -> None:
-            self._settle()
+            self._loop.settle_intact()
             self._loop.paused = True
 
-        self._between_steps(pause)
+        self._loop.between_steps(pause)
 
-    def resume_steps(self) -> None:
+    def resume(self) -> None:
         """Begin steps again; if they were not paused, nothing happens."""
 
         def resume() -> None:
             self._loop.paused = False
 
-        self._between_steps(resume)
+        self._loop.between_steps(resume)
 
-    def prepare_layers(self, home: str, shards: Sequence[int], mapped: ExchangeStart) -> None:
+    def prepare(self, home: str, shards: Sequence[int], mapped: ExchangeStart) -> None:
         """Make room for the keys and values of shards that come here; `mapped` is what the exchange began with.
 
         Raises `CapacityError` where there is none, and nothing has changed.
         """
-        if home != self.rank:
-            self._stage(home).prepare(shards, mapped, ANSWER_S)
+        if home != self._home.rank:
+            self._stages.of(home).prepare(shards, mapped, ANSWER_S)
             return
+        self._loop.between_steps(partial(self._kv.prepare, shards))
 
-        def prepare() -> None:
-            with self._memory.lock:
-                keeps, self._memory.keep_sectors = self._memory.keep_sectors, False  # the own ones may go for it
-                try:
-                    self._memory.add_layers(self._places(self._kv_parts(shards)) - self._places(self._own_parts))
-                finally:
-                    self._memory.keep_sectors = keeps
-            self._runner.cache.refresh()
-
-        self._between_steps(prepare)
-
-    def copy_layers(
+    def copy(
         self,
         home: str,
         shards: Sequence[int],
@@ -179,25 +176,57 @@ class LayerExchange(HostedStages):
 
         Raises `StateError` where blocks are in sectors that the source does not know: ask for it anew.
         """
-        if home != self.rank:
-            return self._stage(home).copy(shards, source, blocks, coordinated=coordinated)
-        return self._copy_home(shards, source, blocks, coordinated=coordinated)
+        if home != self._home.rank:
+            return self._stages.of(home).copy(shards, source, blocks, coordinated=coordinated)
+        return self._kv.copy(shards, source, blocks, coordinated=coordinated)
 
-    def give_up_layers(self, home: str, shards: Sequence[int]) -> None:
-        """Undo `prepare_layers`. Raises `StateError` for shards that steps are computed in."""
-        if home != self.rank:
-            self._stage(home).give_up(shards)
+    def give_up(self, home: str, shards: Sequence[int]) -> None:
+        """Undo `prepare`. Raises `StateError` for shards that steps are computed in."""
+        if home != self._home.rank:
+            self._stages.of(home).give_up(shards)
             return
 
         def give_up() -> None:
-            used = sorted(set(shards) & set(self.path.shards_of(self.rank)))
+            used = sorted(set(shards) & set(self._home.path.shards_of(self._home.rank)))
             if used:
-                raise StateError(f"shards {used} of {self.rank!r} are computed here; they cannot be given up")
-            self._drop_kv(self._places(self._kv_parts(shards)) - self._places(self._own_parts))
+                raise StateError(f"shards {used} of {self._home.rank!r} are computed here; they cannot be given up")
+            self._kv.drop(self._kv.exchange.places(shards) - self._kv.own_places)
 
-        self._between_steps(give_up)
+        self._loop.between_steps(give_up)
 
-    # -- inside, on the loop's thread
+    # -- inside the engine, on the loop's thread
+
+    def require_none(self) -> None:
+        """Raise `StateError` where an exchange has begun."""
+        if self._written is not None:
+            raise StateError("an exchange has begun; end it first")
+
+    def void(self) -> bool:
+        """End an exchange since a rank was lost, and a flip that is not finished; see `_undo_flip`."""
+        self._reports.end()
+        undone = self._undo_flip()
+        self._end()
+        return undone
+
+    def _end(self) -> None:
+        self._written = self._loop.scheduler.written = None
+        self._loop.scheduler.let_go()
+        self._kv.memory.keep_sectors = False
+
+    def _undo_flip(self) -> bool:
+        """Go by the path of before if the last flip is not finished, and what it moves was not copied; return whether.
+
+        No step is in flight.
+        """
+        flip, self._flipping = self._flipping, None
+        if flip is None:
+            return False
+        try:
+            self._home.confirm()
+        except RankLost:  # so no step by the path has a result
+            self._home.path = replace(flip.before, epoch=flip.path.epoch)
+            return True
+        return False
 
     def _begin_flip(self, path: LayerPath, sources: Mapping[Way, LayersKV], timeout_s: float) -> PathChange:
         """Ask other ranks where what moves to another path lies, of which they have not told or have new sectors.
@@ -205,13 +234,13 @@ class LayerExchange(HostedStages):
         Where there are none of these, `_copy_ahead` has begun then.
         """
         self._exchange()
-        self._require_whole_group()
-        flip = PathChange(self.path, path, ways_of(path), self._moves(path))
+        self._loop.require_all_ranks()
+        flip = PathChange(self._home.path, path, ways_of(path), self._moves(path))
         for move in flip.moves:
             told = sources.get((move.source, move.target))
-            if move.source == self.rank:
+            if move.source == self._home.rank:
                 continue
-            if told is not None and self._home.is_current(move.source, told, self._memory.mapped_sectors):
+            if told is not None and self._home.is_current(move.source, told, self._kv.memory.mapped_sectors):
                 flip.located[move] = told
             else:
                 self._home.ask_pages(move.source, move.shards)
@@ -238,29 +267,29 @@ class LayerExchange(HostedStages):
         except BaseException:
             written.add(flip.blocks)
             raise
-        if any(move.target == self.rank for move in flip.moves):
+        if any(move.target == self._home.rank for move in flip.moves):
             written.add(flip.blocks)  # this rank has not copied them
         return copied
 
     def _flip(self, flip: PathChange, timeout_s: float) -> tuple[float, int]:
         """Change the path; return for how many milliseconds no step was computed, and the bytes copied here."""
         written = self._exchange()
-        self._settle()
+        self._loop.settle_intact()
         start = time.perf_counter()
         blocks = written.take()
         try:
             pages = self._pages_of(flip, blocks, timeout_s)
             copied = sum(
-                self._copy_home(move.shards, pages[move], blocks, coordinated=False)
+                self._kv.copy(move.shards, pages[move], blocks, coordinated=False)
                 for move in flip.moves
-                if move.target == self.rank
+                if move.target == self._home.rank
             )
             self._home.flip(flip, flip.away(pages), blocks, timeout_s)
         except BaseException:
             written.add(blocks)
             raise
         self._flipping = flip
-        self._tell_no_kv()  # until all of it is copied
+        self._reports.end()  # until all of it is copied
         return (time.perf_counter() - start) * 1e3, copied
 
     def _finish_flip(self, flip: PathChange) -> Sequence[int]:
@@ -268,54 +297,38 @@ class LayerExchange(HostedStages):
         if self._flipping is not flip:  # a rank was lost meanwhile: all is at home again
             return ()
         self._flipping = None
-        self._end_exchange()
+        self._end()
         self._home.release(flip.moves)
-        self._tell_kv()
-        leaving = [shard for move in flip.moves if move.source == self.rank for shard in move.shards]
-        return self._drop_away(tuple(sorted(self._places(self._kv_parts(leaving)))))
-
-    def _undo_flip(self) -> bool:
-        """Go by the path of before if the last flip is not finished, and what it moves was not copied; return whether.
-
-        No step is in flight.
-        """
-        flip, self._flipping = self._flipping, None
-        if flip is None:
-            return False
-        try:
-            self._home.confirm()
-        except RankLost:  # so no step by the path has a result
-            self._home.path = replace(flip.before, epoch=flip.path.epoch)
-            return True
-        return False
+        self._reports.begin()
+        leaving = [shard for move in flip.moves if move.source == self._home.rank for shard in move.shards]
+        return self._drop_away(tuple(sorted(self._kv.exchange.places(leaving))))
 
     def _pages_of(self, flip: PathChange, blocks: Blocks, timeout_s: float) -> dict[ShardMove, LayersKV]:
         """Return where the sectors of blocks lie at the ranks that shards go from."""
-        sectors, sources = sectors_of(self._memory, blocks), flip.located
+        sectors, sources = sectors_of(self._kv.memory, blocks), flip.located
         late = [move for move, source in sources.items() if not self._home.is_current(move.source, source, sectors)]
         for move in late:  # a sector was mapped for the last steps
             self._home.ask_pages(move.source, move.shards)
         told = {**sources, **dict(zip(late, self._home.pages_of(late, timeout_s), strict=True))}
         pages = {move: source.of_sectors([sector for _, sector in sectors]) for move, source in told.items()}
         for move in flip.moves:
-            if move.source == self.rank:
-                parts = self._places(self._kv_parts(move.shards))
-                pages[move] = self._kv_exchange.locate(self._memory, parts, sectors)
+            if move.source == self._home.rank:
+                pages[move] = self._kv.locate(move.shards, sectors)
         return pages
 
     def _drop_away(self, parts: Sequence[int]) -> Sequence[int]:
         """Give back the memory of parts of the KV cache, unless they are needed here again; return those left."""
         until_s = time.perf_counter() + GIVING_BACK_S
         for done, part in enumerate(parts, 1):
-            if part in self._memory.layers and part not in self._places(self._own_parts):
-                self._drop_kv((part,))
+            if part in self._kv.memory.layers and part not in self._kv.own_places:
+                self._kv.drop((part,))
                 if time.perf_counter() > until_s:
                     return parts[done:]
         return ()
 
     def _moves(self, path: LayerPath) -> tuple[ShardMove, ...]:
         """Return what another path moves. Raises `ConfigError`, `StateError` where it cannot be done."""
-        before = self.path
+        before = self._home.path
         forms = [(each.home, each.shards, each.copies, len(each.ranks)) for each in (path, before)]
         same = forms[0] == forms[1]
         if not same or path.epoch != before.epoch + 1:
@@ -327,30 +340,16 @@ class LayerExchange(HostedStages):
             raise ConfigError(f"{path}: {min(both)!r} would give shards and get some; flip these one after the other")
         self._copy_of([shard for move in moves for shard in move.shards])
         for shards, _, target in moves:
-            if target == self.rank and not self._places(self._kv_parts(shards)) <= frozenset(self._memory.layers):
+            if target == self._home.rank and not self._kv.exchange.places(shards) <= frozenset(self._kv.memory.layers):
                 raise StateError(f"shards {shards} were not prepared at {target!r}")
-            if target != self.rank and target not in self._home.links:
-                raise StateError(f"rank {target!r} is not attached to the engine of {self.rank!r}")
+            if target != self._home.rank and target not in self._home.links:
+                raise StateError(f"rank {target!r} is not attached to the engine of {self._home.rank!r}")
         return moves
-
-    def _settle(self) -> None:
-        """Finish the steps in flight. Raises `RankLost` if one was lost, or had been."""
-        self._loop.settle_all()
-        self._require_whole_group()
-
-    def _require_whole_group(self) -> None:
-        if self._loop.lost is not None:
-            raise RankLost(f"{self._loop.lost}; the engine waits to recover", rank=self._loop.lost.rank)
 
     def _exchange(self) -> DirtyBlockTracker:
         if self._written is None:
-            raise StateError("no exchange has begun; call begin_exchange first")
+            raise StateError("no exchange has begun; call begin first")
         return self._written
-
-    def _end_exchange(self) -> None:
-        self._written = self._loop.scheduler.written = None
-        self._loop.scheduler.let_go()
-        self._memory.keep_sectors = False
 
     def _note_computed(self, written: DirtyBlockTracker) -> None:
         """Have all that is computed be copied, and of one copy of the layers what others may share, too.
@@ -360,37 +359,19 @@ class LayerExchange(HostedStages):
         copy has begun to write.
         """
         scheduler = self._loop.scheduler
-        if self.path.copies > 1:
-            self._blocks.forget_names()
+        if self._home.path.copies > 1:
+            scheduler.blocks.forget_names()
             scheduler.retain()
         else:
-            with self._memory.lock:  # also those of sequences that have ended, which have yet to come free
-                written.add(tuple(prefixes.blocks for prefixes in self._blocks.prefixes))
+            with self._kv.memory.lock:  # also those of sequences that have ended, which have yet to come free
+                written.add(tuple(prefixes.blocks for prefixes in scheduler.blocks.prefixes))
         for sequence in scheduler.begun:
             kv = sequence.kv()
             written.note(kv.blocks, 0, kv.computed, scheduler.copy_of(sequence))
 
-    def _copy_home(self, shards: Sequence[int], source: LayersKV, blocks: Blocks | None, *, coordinated: bool) -> int:
-        if blocks is not None:
-            require_known_sectors(source, self._memory, blocks)
-        coming = sorted(self._places(self._kv_parts(shards) - self._own_parts))  # steps write the others
-        return self._kv_exchange.copy(self._memory, source, coming, blocks, coordinated=coordinated)
-
-    def _kv_parts(self, shards: Iterable[int]) -> frozenset[int]:
-        """Return the parts of the KV cache that shards need."""
-        return self._kv_exchange.parts_of(shards, self.path.shards)
-
-    def _places(self, parts: Iterable[int]) -> frozenset[int]:
-        """Return the parts of a memory that parts of any copies of the layers lie in."""
-        return self._kv_exchange.places_of(parts)
-
     def _copy_of(self, shards: Sequence[int]) -> int:
         """Return the copy of the layers that shards are of. Raises `ConfigError` for those of several."""
-        copies = {shard // self.path.numbers for shard in shards} or {0}
+        copies = {shard // self._home.path.numbers for shard in shards} or {0}
         if len(copies) > 1:
             raise ConfigError(f"shards {sorted(shards)} are of {len(copies)} copies; exchange those of one")
         return copies.pop()
-
-    def _drop_kv(self, parts: Collection[int]) -> None:
-        self._memory.remove_layers(parts)
-        self._runner.cache.refresh()

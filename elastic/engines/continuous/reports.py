@@ -1,0 +1,84 @@
+"""What others are told of an engine: how much it has to do, where its KV cache lies, and what changes of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from elastic.engines.continuous.ranks.home_kv import HomeKV
+from elastic.engines.continuous.step_loop import StepLoop
+from elastic.engines.core.kv_journal import KVJournal
+from elastic.engines.core.kv_state import KVReport, KVSource
+from elastic.engines.core.load import EngineLoad
+from elastic.engines.executor.kv_room import KVHeadroom, kv_room
+from elastic.engines.pipeline.home import HomeExecutor
+from elastic.types import RankMemory
+
+
+class EngineReports:
+    """What is asked may be asked from any thread; what changes is told on the thread of the engine's loop."""
+
+    def __init__(self, loop: StepLoop, home: HomeExecutor, kv: HomeKV) -> None:
+        self.on_step: Callable[[KVReport | None], None] | None = None
+        """Set before the engine starts: told what has changed after each step, once its outputs were told and before
+        any block that came free has another owner; the loop's thread waits for it. None while layers change their rank,
+        or have copies: then nobody can go on from what is here."""
+        self.on_room: Callable[[], object] | None = None
+        """Set before the engine starts: told when blocks came free behind what `on_step` was told, and no step follows
+        with which that could be told."""
+        self._loop, self._home, self._kv = loop, home, kv
+        self._load = EngineLoad()
+
+    def kv_source(self) -> KVSource:
+        """Say where others can read the KV cache: processes of the host, unless it is a GPU's, and ranks."""
+        pool, rank = self._kv.memory.kv.pool, self._home.rank
+        file = pool.backend.shared_file()
+        return KVSource(file, pool.page_bytes, self._kv.exchange.format, memory=RankMemory(rank, pool.name))
+
+    def load(self) -> EngineLoad:
+        """Return how much there is to do; of before, where somebody moves memory just now. It never waits."""
+        memory, scheduler, error = self._kv.memory, self._loop.scheduler, self._loop.lost
+        steps, lost = scheduler.steps, error.rank if error is not None else ""
+        if not memory.lock.acquire(blocking=False):
+            return replace(self._load, steps=steps, lost_rank=lost)
+        try:
+            total = memory.capacity * memory.blocks_per_sector(0)
+            blocks = scheduler.blocks
+            self._load = EngineLoad(blocks.running, blocks.waiting, blocks.free_blocks(), total, steps, lost)
+            return self._load
+        finally:
+            memory.lock.release()
+
+    def kv_room(self) -> KVHeadroom:
+        """Return what the memory of the KV cache could hold."""
+        with self._kv.memory.lock:
+            return kv_room(self._kv.memory, [pool.held for pool in self._loop.scheduler.blocks.pools])
+
+    # -- what changes of the KV cache, on the loop's thread
+
+    def begin(self) -> None:
+        """Tell from now on what changes of the KV cache, first all that there is, unless that is told already.
+
+        It is told of what is computed here alone: of the other layers only who computes them knows. Where layers have
+        several copies nothing is: which of them a sequence goes by is not known elsewhere.
+        """
+        memory, scheduler, path = self._kv.memory, self._loop.scheduler, self._home.path
+        if self.on_step is None or scheduler.journal is not None or path.copies > 1:
+            return
+        with memory.lock:
+            memory.log = list(memory.mapped_sectors)
+        journal = KVJournal(self.on_step, self._kv.mapped_since, scheduler.blocks.release, path.epoch)
+        journal.note_computed(scheduler.sequences.values())
+        scheduler.journal = journal
+        self._loop.on_step, self._loop.on_room = None, self.on_room
+
+    def end(self) -> None:
+        """Tell that what was told of the KV cache means nothing any more, and nothing of it until `begin`."""
+        scheduler = self._loop.scheduler
+        journal, scheduler.journal = scheduler.journal, None
+        if journal is not None:
+            assert self.on_step is not None
+            journal.stop(scheduler.sequences)
+            self._kv.memory.log = None
+            self._loop.on_step = partial(self.on_step, None)
