@@ -15,18 +15,23 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from common import SEED, arguments, budget, finish, table
 from transformers import LlamaConfig, LlamaForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
 import elastic
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.continuous.chunk_profile import Mix, profile_chunks
-from elastic.planning.pipeline.chunk_cost import FORMS, BatchTiming, ChunkCost, ChunkProfile, relative_errors
+from elastic.planning.pipeline.chunk_cost import FORMS, BatchTiming, ChunkCost, ChunkProfile
+from support.pipeline.chunk_errors import relative_errors
 
 MOST_CHUNKS, MOST_NEW = 8, 2048
 SHARE = 0.3

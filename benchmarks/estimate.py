@@ -50,11 +50,13 @@ from estimate_shapes import (
     shapes,
 )
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
 from elastic.cluster.fleet.profiling.guest import measure_two_ranks
 from elastic.engines.continuous.chunk_profile import Mix, profile_chunks
 from elastic.estimation.activations import bound_bytes
 from elastic.estimation.estimate import Estimator
-from elastic.estimation.fingerprint import fingerprint, paper_fingerprints
+from elastic.estimation.fingerprint import fingerprint
 from elastic.estimation.kv_room import KVBlockCapacity, kv_shape_of
 from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.profile import (
@@ -67,10 +69,11 @@ from elastic.estimation.profile import (
 from elastic.estimation.profiles.store import from_json, merged, to_json
 from elastic.planning.estimate.configuration import Configuration
 from elastic.planning.estimate.devices import CPU_PAGE_BYTES, Device, of_cpu
-from elastic.planning.estimate.paper import OUTPUTS, Latency, MemoryParts, extrapolated_latency
+from elastic.planning.estimate.paper import OUTPUTS, Latency, MemoryParts
 from elastic.planning.estimate.performance import InstanceCost, Load
 from elastic.planning.estimate.ranking import RankBytes
 from elastic.planning.sharding.share import even_stages
+from support.estimation.fingerprints import extrapolated_latency, paper_fingerprints
 
 PROMPT = 64
 """Of the paper's requests."""

@@ -20,18 +20,22 @@ left out on a CPU.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from common import arguments, finish, paired, ratio, show, table
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
 from elastic.errors import ConfigError
-from elastic.planning.sharding.bounds import most_parts, row_bounds
-from elastic.planning.sharding.page_layout import CutLayout, Form, aligned_unit, choose_layout, cut_layout, page_count
+from elastic.planning.sharding.bounds import aligned_unit, most_parts, row_bounds
 from elastic.runtime.cutting import MOST_UNEVEN
+from support.sharding.page_layout import CutLayout, Form, choose_layout, cut_layout, page_count
 
 CUDA_PAGE = 2 << 20
 BF16 = 2

@@ -21,12 +21,12 @@ from common import arguments, finish, table
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from elastic.planning.cost_model import HeterogeneousCost, cost, speedup
+from elastic.planning.cost_model import cost, speedup
 from elastic.planning.local_search import plan_up
 from elastic.planning.measured_cost import Calibration, LinearLatency, MeasuredCostModel
 from elastic.planning.placement import PlaceCapacity, Placement, ResourceDemand
-from elastic.planning.scale_up import scale_up
 from support.planning.brute_force import best
+from support.planning.printed import HeterogeneousCost, scale_up
 from support.planning.random_placements import Case, random_case
 
 LAYERS, PLACES = 80, 64

@@ -18,6 +18,7 @@ from elastic.engines.executor.layer_groups import layer_groups
 from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.work import activation_bytes, copied_bytes, copies_blocks
 from elastic.planning.estimate.configuration import FULL
+from elastic.weights.decoder import context_length
 
 Peak = Callable[[ContinuousEngine, Mix], int]
 """The most bytes that a batch takes."""
@@ -100,7 +101,7 @@ def step_bytes(engine: ContinuousEngine, most_tokens: int, most_requests: int) -
     peak = bound_of(engine) if engine.runtime.dropped_shards else peak_bytes
     block = engine.kv_format.block_tokens
     room = engine.reports.load().total_blocks * block // 2
-    longest = min(room, getattr(engine._config, "max_position_embeddings", None) or room)
+    longest = min(room, context_length(engine._config) or room)
     tokens = max(1, min(most_tokens, longest // 4))
     far = longest - tokens
     near = far * 3 // 4  # short ones are attended to where they lie

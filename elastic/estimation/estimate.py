@@ -20,6 +20,7 @@ from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.weight_pages import WeightPages, kernel_target, variant_config
 from elastic.estimation.work import activation_bytes, copied_share, copies_blocks, read_bytes
+from elastic.planning.deployment.placing import MOST_REQUESTS
 from elastic.planning.estimate.configuration import FULL, Configuration, configurations, named_forms
 from elastic.planning.estimate.devices import Device, DeviceKind
 from elastic.planning.estimate.intent import Intent, Objective
@@ -39,11 +40,10 @@ from elastic.planning.estimate.roofline import BatchCost
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.planning.sharding.share import even_stages
+from elastic.weights.decoder import context_length
 
 Method = Literal["ours", "paper"]
 WEIGHTS = (FULL, "int8", "int4", "2:4")
-MOST_REQUESTS = 256
-"""That an engine runs at a time, by default."""
 EXCHANGES = 2
 """For each layer that ranks share: heads are gathered, and what the feed-forward network gives is added up."""
 
@@ -123,7 +123,7 @@ class Estimator:
         kinds = {device.kind.name for device in self.devices}
         if len(kinds) != 1:
             raise ConfigError(f"devices of kinds {', '.join(sorted(kinds))}: an estimate is for devices of one kind")
-        most = getattr(self.layout.config, "max_position_embeddings", None)
+        most = context_length(self.layout.config)
         if most and self.load.tokens > most:
             raise ConfigError(
                 f"requests of {self.load.tokens} tokens are longer than the {most} that the model was made for"

@@ -15,19 +15,9 @@ import torch
 from torch import nn
 
 from elastic.errors import ConfigError
-from elastic.estimation.model_layout import LayerKind, meta_model
+from elastic.estimation.model_layout import meta_model
 from elastic.model_files import quiet, read_config, reading
 from elastic.weights.decoder import find_decoder
-
-
-def paper_fingerprints(kinds: Sequence[LayerKind]) -> tuple[tuple[int, ...], ...]:
-    """Return the layers of the paper's fingerprints: one of each kind; then, for each kind, one more of it.
-
-    Where a kind has a single layer, that one is there twice. With one kind these are one and two layers.
-    """
-    first = sorted(kind.layers[0] for kind in kinds)
-    more = [sorted([*first, kind.layers[min(1, len(kind.layers) - 1)]]) for kind in kinds]
-    return tuple(first), *(tuple(layers) for layers in more)
 
 
 def fingerprint(path: str | Path, layers: Sequence[int], dtype: torch.dtype | None = None) -> Any:

@@ -25,7 +25,7 @@ from elastic.estimation.weight_pages import WeightPages, kernel_target
 from elastic.estimation.work import copies_blocks, layer_work, window_of
 from elastic.memory.backends.cuda import require_cuda
 from elastic.memory.copy_engine import synchronize
-from elastic.planning.estimate.configuration import FULL, parts_of
+from elastic.planning.estimate.configuration import FULL, split_form
 from elastic.planning.estimate.devices import CPU_PAGE_BYTES, CUDA_PAGE_BYTES
 from elastic.planning.estimate.layer_cost import LayerCost, r_squared
 from elastic.planning.estimate.performance import NO_HANDOVERS, Handovers
@@ -119,7 +119,7 @@ def measure_fingerprints(
                     shares = profile_replays(engine, few, ROUNDS, most_s / PASSES, pace)
                     replays[name] += zip(few, shares, strict=True)
                     block = engine.kv_format.block_tokens if copies_blocks(layout, target.type) else 1
-                    share = measured_share(engine, layout, largest(mixes), parts_of(name)[1])
+                    share = measured_share(engine, layout, largest(mixes), split_form(name)[1])
                 taken[name], kept[name] = max(share, taken.get(name, 0.0)), kept_bytes()
         for name, passes in samples.items():
             of_layer = [sample for each in passes for sample in each.layer]
@@ -137,7 +137,7 @@ def _with_layers(model: Any, layers: Sequence[int], dtype: torch.dtype | None) -
     return fingerprint(model, layers, dtype) if isinstance(model, str | Path) else take_layers(model, layers)
 
 
-def reading_rate(nbytes: int, device: torch.device, pace: Pace | None = None) -> float:
+def reading_rate(nbytes: int, device: torch.device, pace: Pace | None) -> float:
     """Return the bytes of weights that are read a second for a product with one token.
 
     Weights are of about `nbytes`: caches hold as much of them as of layers that are as large.
@@ -159,7 +159,7 @@ def reading_rate(nbytes: int, device: torch.device, pace: Pace | None = None) ->
 def least_bytes(layout: ModelLayout, kind: LayerKind, form: str, device: str) -> float:
     """Return the bytes of weights that a layer in a form reads for one token."""
     page_bytes = CPU_PAGE_BYTES if device == "cpu" else CUDA_PAGE_BYTES
-    weights, kv = parts_of(form)
+    weights, kv = split_form(form)
     pages = WeightPages(layout, page_bytes, kernel_target(device, ""))
     works = layer_work(pages, kind, weights, layout.kv_shape(kv), 1)
     return math.fsum(work.least_met * work.weight_bytes for work in works)
@@ -182,7 +182,7 @@ def cached_bytes(device: str) -> int:
 def fingerprint_bytes(layout: ModelLayout, kind: LayerKind, form: str, tokens: int) -> int:
     """Return about what the fingerprint of a kind takes while requests of so many tokens are measured, in a form."""
     chosen = fingerprint_layers(kind)
-    weights, kv_form = parts_of(form)
+    weights, kv_form = split_form(form)
     copies = 1 if weights == FULL else 2  # of a layer that is swapped both forms are there for a moment
     kv = layout.kv_shape(kv_form).token_bytes * len(chosen) * _SEQUENCES * tokens
     return sum(layout.fixed.values()) + copies * len(chosen) * kind.full.nbytes + kv
@@ -230,7 +230,7 @@ def engine_for(
     model: Any, form: str, device: torch.device, tokens: int, step_tokens: int
 ) -> Iterator[ContinuousEngine]:
     """Serve a model in a form, on a place that has room for some requests of so many tokens."""
-    weights, kv = parts_of(form)
+    weights, kv = split_form(form)
     nbytes = _budget(model, weights, kv, device, tokens)
     place = Place(f"{device}#fingerprint", device, nbytes)
     wrap(model, places=[place], variants=() if weights == FULL else (weights,), controller=False)

@@ -114,7 +114,7 @@ def copies_blocks(layout: ModelLayout, device: str) -> bool:
     return not attends_in_place(layout.dtype, layout.kv_shape(FULL).dim, device)
 
 
-def copied_share(layers: int, read_bytes: int = 1) -> float:
+def copied_share(layers: int, read_bytes: int) -> float:
     """Return the share of a rank's room for keys and values that decode steps copy: of one layer, to twice its size.
 
     Requests of alike lengths are read together, all as long as the longest, which is twice the shortest at most.

@@ -24,6 +24,7 @@ from elastic.kvcache.decode_kernels import KERNELS, Kernel, sdpa
 from elastic.kvcache.decode_timing import DEFAULT, DecodeShape, fastest, processor
 from elastic.kvcache.storage.layout import HEAD_MAJOR, KVLayout
 from elastic.memory.backends.streams import capturing
+from elastic.weights.decoder import context_length
 
 UP_TO = (256, 1024, 4096)
 """Tokens held up to which lengths count as alike; above the last one all do."""
@@ -129,7 +130,7 @@ def measure_ahead(config: Any, dtype: torch.dtype, layouts: Mapping[torch.device
 
     `layouts` has the devices that attention may run on.
     """
-    longest: Any = getattr(config, "max_position_embeddings", None) or MEASURED_AT[-1]
+    longest: Any = context_length(config) or MEASURED_AT[-1]
     for heads in dict.fromkeys(attention_heads(config)):
         if not all(isinstance(n, int) and n > 0 for n in (*heads, longest)) or heads.queries < heads.keys:
             continue

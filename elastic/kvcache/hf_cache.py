@@ -11,13 +11,14 @@ from elastic.errors import ConfigError
 from elastic.kvcache.manager import KVMemory, adopt
 from elastic.kvcache.storage.layout import KVLayout
 from elastic.kvcache.storage.pool import KVPool
+from elastic.weights.decoder import context_length
 
 _MAX_TOKENS_IF_UNKNOWN = 8192
 
 
 def make_memory(config: Any, pools: Sequence[tuple[KVPool, KVLayout]], homes: Sequence[KVPool]) -> KVMemory:
     """Make the memory for caches of a model with this config; `homes` are the pools of its decoder layers."""
-    max_tokens = getattr(config, "max_position_embeddings", None) or _MAX_TOKENS_IF_UNKNOWN
+    max_tokens = context_length(config) or _MAX_TOKENS_IF_UNKNOWN
     layers = DynamicCache(config=config).layers[: len(homes)] or [DynamicLayer()] * len(homes)
     full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
     sliding = [index for index, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer]

@@ -69,7 +69,7 @@ class PlannedModel:
 
 
 def plan_together(
-    instances: Mapping[str, PlannedModel], places: Sequence[PlaceCapacity], t_up: float = 0.2
+    instances: Mapping[str, PlannedModel], places: Sequence[PlaceCapacity], t_up: float
 ) -> dict[str, Placement]:
     """Return placements of several models that lend each other places, by instance.
 

@@ -7,7 +7,7 @@ The first that suffices is the last that is used.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from elastic.planning.cost_model import CostModel, cost
@@ -42,11 +42,11 @@ class ScaleDownResult:
     """P'."""
     rows: int
     """bs', the number of sequences that may run at once."""
-    actions: tuple[Action, ...] = ()
+    actions: tuple[Action, ...]
     """In the order in which they are to be done."""
-    remedy: Remedy = "none"
+    remedy: Remedy
     """The last one used."""
-    left: Deficit = field(default_factory=lambda: Deficit(""))
+    left: Deficit
     """What is still lacking."""
 
 

@@ -1,37 +1,24 @@
-"""Scale up by replicas of layers: algorithm 1 as printed. (CoCoServe, section 4.1)"""
+"""Scale up by replicas of layers: the loop of algorithm 1. (CoCoServe, section 4.1)
+
+Its weakness: where only several replicas together pay, it finds none; `elastic.planning.local_search` looks at those.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import groupby
 
-from elastic.planning.cost_model import CostModel
 from elastic.planning.incremental_cost import IncrementalCost
-from elastic.planning.placement import PlaceCapacity, Placement, Places, ResourceDemand
+from elastic.planning.placement import PlaceCapacity, Places, ResourceDemand
 
 GAIN = 1e-9
 """Share of the cost; a change that saves less is not worth it."""
 
 
-def scale_up(
-    placement: Placement,
-    needs: Sequence[ResourceDemand],
-    places: Sequence[PlaceCapacity],
-    model: CostModel,
-    t_up: float = 0.2,
-) -> Placement:
-    """Add replicas at every place whose vacancy is above `t_up`: each that raises S, candidates by continuity.
-
-    `needs` are of all layers. No place is filled beyond its margin. Its weakness: where only several replicas together
-    pay, it finds none; `elastic.planning.local_search` looks at those too.
-    """
-    return add_replicas(IncrementalCost(model, placement), needs, eligible(places, t_up)).placement
-
-
 def add_replicas(
     present: IncrementalCost, needs: Sequence[ResourceDemand], places: Sequence[PlaceCapacity]
 ) -> IncrementalCost:
-    """Add each replica that lowers the cost; returns `present`."""
+    """Add each replica that lowers the cost, candidates by continuity; returns `present`. No margin is filled."""
     kinds = set(needs)
     for place in places:
         for layer in candidates(present.placement.layers, kinds, place):

@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 
 from elastic.errors import ConfigError
 from elastic.memory.pages.page_pool import PagePool
-from elastic.planning.sharding.bounds import most_parts, row_bounds
+from elastic.planning.sharding.bounds import aligned_unit, most_parts, row_bounds
 from elastic.planning.sharding.cut_plan import CutPlan, cut_layer
 from elastic.planning.sharding.ffn import tp_styles
-from elastic.planning.sharding.page_layout import aligned_unit
 from elastic.weights.decoder import Decoder
 from elastic.weights.parameter_slot import ParameterSlot
 from elastic.weights.shards.layer_cut import LayerCut

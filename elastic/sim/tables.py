@@ -142,6 +142,6 @@ class Table:
         return f"{self.name}.{key}" if self.name else key
 
 
-def _at_most(value: object, most: float = _MOST) -> str:
+def _at_most(value: object, most: float) -> str:
     """Return words about a limit, for a value beyond it."""
     return f", at most {most:,}" if isinstance(value, int | float) and value > most else ""

@@ -79,6 +79,11 @@ def layer_configs(config: Any) -> list[Any]:
     return [config] * (layer_count(config) or 0)
 
 
+def context_length(config: Any) -> int | None:
+    """Return the most tokens that a model was made for, by its text config; None: that does not say."""
+    return getattr(config, "max_position_embeddings", None)
+
+
 def cache_argument(module: nn.Module) -> str:
     """Return the name by which the forward method of a module takes a KV cache; empty: it takes none."""
     names = inspect.signature(type(module).forward).parameters

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from elastic.bench.replay.records import read_records
 from elastic.bench.traces.readers import read_trace
 from elastic.cli.main import main
 from elastic.errors import ConfigError
@@ -31,7 +30,6 @@ def checkpoint(path: Path) -> Checkpoint:
     ("read", "name", "before"),
     [
         (read_trace, "trace.jsonl", '{"timestamp": '),
-        (read_records, "records.jsonl", ""),
         (DecodeKernelTable().load, "table.json", ""),
         (Profile.load, "profile.json", ""),
         (checkpoint, "model.safetensors", '{"__metadata__": '),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from elastic.errors import ConfigError
 
@@ -83,23 +83,3 @@ def write_records(path: str | Path, records: Iterable[Record]) -> None:
             file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
     except OSError as error:
         raise ConfigError(f"records {path} cannot be written: {error.strerror}") from error
-
-
-def read_records(path: str | Path) -> list[Record]:
-    """Read a file of `write_records`. Raises `ConfigError` naming file and line."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"records {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"records {path} are not UTF-8 text: {error}") from error
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            values: dict[str, Any] = {f.name: row[f.name] for f in fields(Record)}
-            values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-            records.append(Record(**values))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ConfigError(f"{path}, line {number}: it is not a record of a replay: {error!r}") from error
-    return records

@@ -11,6 +11,7 @@ import torch
 from elastic.cli.inputs.checks import require_at_least, require_characters
 from elastic.errors import ConfigError
 from elastic.model_files import load_model
+from elastic.weights.decoder import context_length
 
 SEEDS = range(-(2**63), 2**64)
 """Those that torch takes."""
@@ -42,7 +43,7 @@ def load(options: Namespace, device: torch.device) -> Loaded:
 
 def _check_length(config: Any, prompt_tokens: int, new_tokens: int) -> None:
     """Raise `ConfigError` for more tokens than the model's context holds."""
-    most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    most = context_length(config.get_text_config(decoder=True))
     if most and prompt_tokens + new_tokens > most:
         raise ConfigError(
             f"the prompt has {prompt_tokens} tokens; with --max-new-tokens {new_tokens} that is more than the "

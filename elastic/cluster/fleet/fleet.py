@@ -16,8 +16,8 @@ from elastic.cluster.control.messages import Check, Drain
 from elastic.cluster.control.stage_questions import Bulk
 from elastic.cluster.control.status import FleetEvent, FleetStatus
 from elastic.cluster.fleet.dispatcher import Dispatcher
+from elastic.cluster.fleet.groups.groups import Groups
 from elastic.cluster.fleet.groups.ranks import result
-from elastic.cluster.fleet.groups.resharding import ReshardingGroups
 from elastic.cluster.fleet.groups.verbs import TIMEOUT_S
 from elastic.cluster.fleet.joining.launchers import launcher_of
 from elastic.cluster.fleet.joining.units import Units, end_unit
@@ -117,8 +117,8 @@ class Fleet(PricedVerbs):
             hang_timeout_s=hang_timeout_s,
         )
         self._members.on_lost = self._supervisor.lost
-        self._groups = ReshardingGroups(self._dispatcher, self._log, bulk)
-        self._members.on_gone = self._groups.lost
+        self._groups = Groups(self._dispatcher, self._log, bulk)
+        self._members.on_gone = self._groups.registry.lost
         self._starter.on_joined = Units(self._dispatcher, self._groups).joined
         self._mover = Mover(self._dispatcher, self._log, self._groups.introduce)
         add = None if self._starter.waits else self.scale_out
@@ -256,7 +256,7 @@ class Fleet(PricedVerbs):
             with self._dispatcher.lock:
                 self._dispatcher.changed.notify_all()
             self._policies.stop()
-            self._groups.close()
+            self._groups.registry.close()
             self._starter.end_all()
             self._supervisor.stop()
             self._starter.end_all()  # one may have come in the place of another

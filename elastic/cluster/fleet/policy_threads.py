@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from elastic.cluster.fleet.balancer import Balancer
 from elastic.cluster.fleet.dispatcher import Dispatcher
-from elastic.cluster.fleet.groups.resharding import ReshardingGroups
+from elastic.cluster.fleet.groups.groups import Groups
 from elastic.cluster.fleet.lengths.controller import LengthController
 from elastic.cluster.fleet.moves import Mover
 from elastic.cluster.fleet.overload.controller import OverloadController
@@ -33,7 +33,7 @@ class PolicyThreads:
         log: EventLog,
         mover: Mover,
         verbs: PricedVerbs,
-        groups: ReshardingGroups,
+        groups: Groups,
         add: Callable[[int], Sequence[str]] | None,
     ) -> None:
         failed = "the caps of a group could not follow"  # a rank was lost, and its group is being repaired

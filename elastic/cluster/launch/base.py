@@ -34,9 +34,7 @@ class Launcher(Protocol):
         """End all that it has started. Can be called twice."""
 
 
-def await_hello(
-    connection: Connection, process: RankProcess | None, name: str, *, timeout_s: float = START_S
-) -> RankClient:
+def await_hello(connection: Connection, process: RankProcess | None, name: str, *, timeout_s: float) -> RankClient:
     """Return the client of a rank when it has said Hello. Raises what the rank raised, or `StateError`."""
     late = threading.Timer(timeout_s, connection.close)
     late.daemon = True

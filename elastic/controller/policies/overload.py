@@ -11,13 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from elastic.config import Overload
+from elastic.controller.backoff import MOST_FAILURES, doubled, regretted
 from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading
 from elastic.planning.arrangement.drop import DropPlan, GroupPlan, drop_plan
-
-MOST_FAILURES = 7
-"""The cooldown doubles with each action in a row that came to nothing, so many times at most."""
-MOST_REGRETS = 3
-"""The dwell doubles with each restore in a row that came too early, so many times at most."""
 
 Layers = tuple[frozenset[int], ...]
 
@@ -152,7 +148,7 @@ class OverloadPolicy:
         return replace(state, pressed=pressed, pressed_s=pressed_s, eased=eased, idle_since_s=idle_since_s)
 
     def _may_act(self, group: GroupReading, state: GroupState, now: float) -> bool:
-        return not group.busy and now - state.acted_s >= self.settings.cooldown_s * (1 << state.failures)
+        return not group.busy and now - state.acted_s >= doubled(self.settings.cooldown_s, state.failures)
 
     # -- what is done
 
@@ -258,16 +254,10 @@ class OverloadPolicy:
         return max(1, group.waiting_bytes - group.free_bytes)
 
     def _dropped(self, state: GroupState, group: GroupReading, now: float) -> GroupState:
-        regrets = state.regrets
-        if state.restored_s > -math.inf:  # layers leave again: soon after they returned, or after a long time
-            early = now - state.restored_s < 4 * self._dwell_s(state)
-            regrets = min(state.regrets + 1, MOST_REGRETS) if early else 0
+        regrets = regretted(state.regrets, state.restored_s, now, self.settings.dwell_s)
         return replace(
             state, acted_s=now, pressed=0, eased=0, regrets=regrets, restored_s=-math.inf, asked=_layers(group)
         )
-
-    def _dwell_s(self, state: GroupState) -> float:
-        return self.settings.dwell_s * (1 << state.regrets)
 
     def _restores(self, snapshot: FleetSnapshot, states: Sequence[GroupState]) -> tuple[tuple[int, ...], str]:
         """Return the groups that get their layers back, and why, or why none does."""
@@ -280,7 +270,7 @@ class OverloadPolicy:
                 reasons.append("an action is under way, or was just now")
             elif state.eased < (1 if idle else settings.recovery_ticks):
                 reasons.append("the load still needs the dropped layers' memory")
-            elif not idle and now - max(state.pressed_s, state.acted_s) < self._dwell_s(state):
+            elif not idle and now - max(state.pressed_s, state.acted_s) < doubled(settings.dwell_s, state.regrets):
                 reasons.append("the overload has gone, but not for long yet")
             else:
                 restores.append(number)

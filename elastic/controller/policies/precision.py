@@ -11,17 +11,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from elastic.config import SLO, Policy
+from elastic.controller.backoff import MOST_FAILURES, doubled, regretted
 from elastic.controller.decision import Plan
 from elastic.controller.policies.precision_steps import LayerSize, PrecisionStep, path, restores, still_there, swaps
 from elastic.controller.policies.pressure import PressureReading, alone, entry, exit_wish, missed, share
 from elastic.controller.sensors.gpu_headroom import reachable
 from elastic.controller.sensors.sliding_window import BUCKET_S, BUCKETS, moving_average
 from elastic.controller.snapshot import MemoryStats, RequestStats, Snapshot
-
-MOST_FAILURES = 7
-"""The cooldown doubles with each action in a row that came to nothing, so many times at most."""
-MOST_REGRETS = 3
-"""The dwell doubles with each restore in a row that came too early, so many times at most."""
 
 
 class PrecisionPhase(Enum):
@@ -138,12 +134,12 @@ class PrecisionPolicy:
         now, settings = snapshot.at_s, self.settings
         conditions = {
             PrecisionPhase.BUSY: snapshot.busy,
-            PrecisionPhase.COOLING: now - state.acted_s < settings.cooldown_s * (1 << state.failures),
+            PrecisionPhase.COOLING: now - state.acted_s < doubled(settings.cooldown_s, state.failures),
             PrecisionPhase.PRESSED: 0 < state.pressed < settings.pressure_ticks,
             PrecisionPhase.RELIEVING: state.pressed > 0,
             PrecisionPhase.WELL: not state.done,
             PrecisionPhase.NEEDED: state.eased < (1 if idle else settings.recovery_ticks),
-            PrecisionPhase.DWELLING: not idle and now - state.pressed_s < self._dwell_s(state),
+            PrecisionPhase.DWELLING: not idle and now - state.pressed_s < doubled(settings.dwell_s, state.regrets),
             PrecisionPhase.RESTORING: True,
         }
         return next(phase for phase, holds in conditions.items() if holds)
@@ -169,23 +165,16 @@ class PrecisionPolicy:
         chosen = self._within_budget(possible, lambda step: step.after_bytes)
         if not chosen:
             return Plan((), f"{state.pressure}; all layers that may be swapped are", state)
-        regrets = state.regrets
-        if state.restored_s > -math.inf:  # layers leave again: soon after they returned, or after a long time
-            early = now - state.restored_s < 4 * self._dwell_s(state)
-            regrets = min(state.regrets + 1, MOST_REGRETS) if early else 0
         asked = replace(
             state,
             acted_s=now,
             pressed=0,
             done_before=state.done,
             done=(*state.done, *chosen),
-            regrets=regrets,
+            regrets=regretted(state.regrets, state.restored_s, now, self.settings.dwell_s),
             restored_s=-math.inf,
         )
         return Plan(swaps(chosen), state.pressure, asked)
-
-    def _dwell_s(self, state: PrecisionState) -> float:
-        return self.settings.dwell_s * (1 << state.regrets)
 
     def _restore(self, snapshot: Snapshot, kv: MemoryStats, state: PrecisionState, idle: bool) -> Plan:
         """Undo the last steps: as many as may be, are possible, and leave KV use well below the entry threshold."""

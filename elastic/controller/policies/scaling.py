@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from elastic.config import SLO, Scale
+from elastic.controller.backoff import doubled, regretted
 from elastic.controller.decision import Plan
 from elastic.controller.policies.rollout import MOST_DOUBLINGS, Rollout
 from elastic.controller.policies.sharing import SharedCapacity
@@ -164,24 +165,19 @@ class ScalingPolicy:
 
     def _with_regret(self, state: ScalingState, now: float) -> ScalingState:
         """Count it if replicas have to leave soon after they came: the next will be longer in coming."""
-        if state.last.growth_s == -math.inf:
-            return state
-        early = now - state.last.growth_s < 4 * self._dwell_s(state)
-        regrets = min(MOST_DOUBLINGS, state.regrets + 1) if early else 0
+        regrets = regretted(state.regrets, state.last.growth_s, now, self.settings.dwell_s, MOST_DOUBLINGS)
         return replace(state, last=replace(state.last, growth_s=-math.inf), regrets=regrets)
-
-    def _dwell_s(self, state: ScalingState) -> float:
-        return self.settings.dwell_s * (1 << state.regrets)
 
     def _phase(self, situation: Situation, state: ScalingState) -> ScalingPhase:
         settings, now, last = self.settings, situation.snapshot.at_s, state.last
-        short, dwell_s, remaining = situation.shortage is not None, self._dwell_s(state), state.rollout.remaining
+        short, remaining = situation.shortage is not None, state.rollout.remaining
+        dwell_s = doubled(settings.dwell_s, state.regrets)
         wanted = bool(remaining) and not (short and isinstance(remaining[0], Replicate))
         conditions = {
             ScalingPhase.BUSY: situation.snapshot.busy,
             ScalingPhase.EVICTING: bool(situation.evictions),
             ScalingPhase.CONTINUING: wanted and situation.shared.load.has_room(remaining),
-            ScalingPhase.COOLING: now - last.action_s < settings.cooldown_s * (1 << state.rollout.failures),
+            ScalingPhase.COOLING: now - last.action_s < doubled(settings.cooldown_s, state.rollout.failures),
             ScalingPhase.PRESSED: short and state.pressed < settings.pressure_ticks,
             ScalingPhase.RELIEVING: short,
             ScalingPhase.EASED: state.eased < settings.vacancy_ticks or now - last.shortage_s < dwell_s,

@@ -118,7 +118,7 @@ class HomeExecutor:
         self._runner.remove(sequences)
         if self.links:
             self._note_changes(sequences)
-            for rank in self.path.guests:
+            for rank in self.path.helpers:
                 with suppress(RankLost):  # the next step says so, or nobody needs to know
                     self.links[rank].flush()
 
@@ -265,7 +265,7 @@ class HomeExecutor:
 
         Raises `RankLost`.
         """
-        for rank in path.guests:
+        for rank in path.helpers:
             self.links[rank].flush()
             self.links[rank].send(FlipItem(path, self._runner.sequences()))
         self._go_by(path, ways_of(path))
@@ -281,7 +281,7 @@ class HomeExecutor:
     def _tell_path(self, path: LayerPath) -> None:
         """Tell all ranks of another path whose steps may come to them, or do. Raises `RankLost`; see `flip`."""
         targets = dict.fromkeys(move.target for move in self.path.moves_to(path) if move.target != path.home)
-        for rank in dict.fromkeys((*targets, *self.path.guests, *path.guests)):
+        for rank in dict.fromkeys((*targets, *self.path.helpers, *path.helpers)):
             joins = not path.copies_at(rank) <= self.path.copies_at(rank)
             try:
                 self.links[rank].flush()  # of a rank that leaves, what it is told later would be out of date
@@ -303,17 +303,17 @@ class HomeExecutor:
             for link in self.links.values():
                 link.note_sectors(new, gone)
         if removed:
-            for rank in self.path.guests:
+            for rank in self.path.helpers:
                 self.links[rank].note_removed(removed)
 
     def _send(self, step: Step) -> None:
         """Tell all ranks of its copy of a step; if one is lost, those that were told do not wait for it."""
         copy, added = step.cohort % self.path.copies, tuple(state.id for state in step.added)
-        plan, guests = self._ways[copy]
+        plan, helpers = self._ways[copy]
         try:
             if self._aborted:
                 raise RankLost("the other ranks of the path were given up", rank="")
-            for rank in guests:
+            for rank in helpers:
                 link = self.links[rank]
                 removed, (mapped, unmapped) = link.take_removed(), link.take_sectors()
                 link.send(StepItem(step.number, self.path.epoch, copy, step.chunks, added, removed, mapped, unmapped))
@@ -338,5 +338,5 @@ class HomeExecutor:
 
 def ways_of(path: LayerPath) -> Ways:
     """Return what a home does in the steps of a path."""
-    copies = map(path.of_copy, range(path.copies)) if path.guests else ()
-    return tuple((way.plan(path.home), way.guests) for way in copies)
+    copies = map(path.of_copy, range(path.copies)) if path.helpers else ()
+    return tuple((way.plan(path.home), way.helpers) for way in copies)

@@ -82,8 +82,8 @@ class LayerPath:
         return self.ranks == self.ranks[: self.numbers] * self.copies
 
     @property
-    def guests(self) -> tuple[str, ...]:
-        """The other ranks of it, in the order of their first shards."""
+    def helpers(self) -> tuple[str, ...]:
+        """The ranks that compute layers for its home, in the order of their first shards."""
         return tuple(rank for rank in dict.fromkeys(self.ranks) if rank != self.home)
 
     def ranks_of(self, layer: int) -> tuple[str, ...]:
@@ -154,7 +154,7 @@ class LayerPath:
     def __reduce__(self) -> tuple[type[LayerPath], tuple[object, ...]]:
         return LayerPath, (self.home, self.ranks, self.epoch, self.shards, self.copies)  # without what it has found out
 
-    def parts_of(self, rank: str) -> dict[int, tuple[int, ...]]:
+    def shards_by_layer(self, rank: str) -> dict[int, tuple[int, ...]]:
         """Return the layers that a rank computes, of the first copy, and its shards of each, from 0 in each layer."""
         parts: dict[int, tuple[int, ...]] = {}
         for shard in self.of_copy(0).shards_of(rank):
@@ -186,7 +186,7 @@ class LayerPath:
 
     def plan(self, rank: str) -> StagePlan:
         """Return what a rank does in each step, of the first copy. Raises `ConfigError` for one with no part in it."""
-        own = {layer: LayerPart(parts, self.ranks_of(layer)) for layer, parts in self.parts_of(rank).items()}
+        own = {layer: LayerPart(parts, self.ranks_of(layer)) for layer, parts in self.shards_by_layer(rank).items()}
         if rank != self.home and not own:
             raise ConfigError(f"rank {rank!r} computes no layer of {self.home!r}; its steps go by {self.runs()}")
         receives: dict[int, str] = {}

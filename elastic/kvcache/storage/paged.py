@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from elastic.errors import ConfigError, IntegrityError, Overloaded
 from elastic.kvcache.storage.pool import OWNER, RETAINED, KVPool
+from elastic.kvcache.storage.sector_cap import SectorCap
 from elastic.kvcache.storage.sector_space import BlockGroup, Sector, SectorSpace, sector_layer_pages
 from elastic.memory.backends.streams import finish_queued_work
 
@@ -42,9 +43,7 @@ class BlockMemory(SectorSpace):
         super().__init__(kv, groups, min(budget // min(sizes), _MOST_TIMES * budget // whole))
         self.promised = self.owed = promised
         """`owed`: of what is promised, that of requests that live."""
-        self.cap: int | None = None
-        """The most sectors that new requests may bring: other places that have layers keep pages for these."""
-        self._live_cap: int | None = None  # for requests that live: of before, until the present one is reached
+        self._cap = SectorCap()
         self.keep_sectors = False
         """Set while layers are copied: no sector is given back, whoever needs pages."""
         self._reusable = reusable
@@ -59,6 +58,11 @@ class BlockMemory(SectorSpace):
         kv.join(self)
 
     # -- what there is
+
+    @property
+    def cap(self) -> int | None:
+        """The most sectors that new requests may bring; None: any number."""
+        return self._cap.sectors
 
     @property
     def sectors_in_use(self) -> int:
@@ -105,12 +109,12 @@ class BlockMemory(SectorSpace):
     @property
     def capacity(self) -> int:
         """Sectors that requests could have at the limit that is in force, with none there, beside other models."""
-        return _least(self._sectors_of(max(0, self.kv.reachable - self.kv.usage.of_others(self))), self.cap)
+        return self._cap.within(self._sectors_of(max(0, self.kv.reachable - self.kv.usage.of_others(self))))
 
     def room(self, *, growing: bool) -> int:
         """Count the sectors that could be allocated now: for requests that live (`growing`), or for new ones."""
         free = self._sectors_of(self.kv.available(growing=growing, asker=self))
-        most = _least(self.sectors, self._live_cap if growing else self.cap)
+        most = self._cap.within(self.sectors, growing=growing)
         return max(0, min(free, most - self.sectors_in_use))
 
     def require_possible(self, sectors: int, what: str) -> None:
@@ -133,7 +137,7 @@ class BlockMemory(SectorSpace):
                 f'{limits.limit * size:,} now: raise it, kv.resize("max") to all there is, or shorten the request',
                 retry_after_s=RETRY_AFTER_S,
             )
-        if sectors > _least(sectors, self.cap):
+        if sectors > self._cap.within(sectors):
             raise Overloaded(
                 f"{what} needs {sectors} sectors of KV cache, and other places that compute layers of it have room for "
                 f"{self.cap}: try again once they have more, or shorten the request",
@@ -145,7 +149,7 @@ class BlockMemory(SectorSpace):
     def allocate(self, group: int) -> int:
         """Map a sector in all layers of a group. Raises `CapacityError`, and nothing has changed."""
         with self.lock:
-            most = _least(self.sectors, self._live_cap)
+            most = self._cap.within(self.sectors, growing=True)
             if not self._idle[group]:
                 self._unmap_above(most - 1)
             if self._idle[group]:
@@ -172,7 +176,7 @@ class BlockMemory(SectorSpace):
         with self.lock:
             self._idle[group][sector] = None
             if self.cap is not None:
-                self.kv.reclaimer.tidy(lambda: self._unmap_idle_above(_least(self.sectors, self.cap)))
+                self.kv.reclaimer.tidy(lambda: self._unmap_idle_above(self._cap.within(self.sectors)))
 
     def trim(self, pages: int) -> int:
         """Give idle sectors back until `pages` pages came free; return how many did."""
@@ -210,20 +214,18 @@ class BlockMemory(SectorSpace):
         if sectors is not None and sectors < 0:
             raise ConfigError(f"sectors={sectors} must be at least 0, or None for no cap")
         with self.lock:
-            self.cap = sectors
-            if sectors is None or (self._live_cap is not None and sectors > self._live_cap):
-                self._live_cap = sectors
+            self._cap.set(sectors)
             self.reached_cap()
             self.kv.pool.notify()
 
     def reached_cap(self) -> bool:
         """Return whether there are no more sectors than the cap allows, nor will be for what was promised."""
         with self.lock:
-            if self.cap is not None and self.cap != self._live_cap:
+            if self.cap is not None and not self._cap.reached:
                 self._unmap_above(self.cap)
                 if max(self.mapped_count, self.sectors_in_use + self.promised()) <= self.cap:
-                    self._live_cap = self.cap
-            return self.cap == self._live_cap
+                    self._cap.reach()
+            return self._cap.reached
 
     # -- layers
 
@@ -352,7 +354,3 @@ class BlockMemory(SectorSpace):
         kv = self.kv
         unpromised = kv.limits.maximum - kv.usage.used - kv.usage.idle - kv.usage.promised(but=self)
         return self._needed_for(layers) - min(unpromised, kv.pool.free_pages)
-
-
-def _least(sectors: int, cap: int | None) -> int:
-    return sectors if cap is None else min(sectors, cap)

@@ -61,7 +61,7 @@ def form_of(weights: str, kv: str) -> str:
     return weights if kv == FULL else f"{weights} KV {kv}"
 
 
-def parts_of(form: str) -> tuple[str, str]:
+def split_form(form: str) -> tuple[str, str]:
     """Return the form of the weights, and that of keys and values."""
     weights, _, kv = form.partition(" KV ")
     return weights, kv or FULL

@@ -1,19 +1,14 @@
 """iServe's methods as printed, for an error table: they know neither ranks of unlike size nor a KV cache.
 
-A footprint is that of all ranks together. (iServe, sections 5.2 and 5.3) The paper's names of its methods:
-
-M1: the whole model at three configurations (`MemoryParts.solve`)
-M2: its fingerprints at three configurations (`extrapolated_memory`)
-M3: its fingerprints at every configuration (`PerLayer.solve`)
-L1: the whole model without a pipeline, two outputs (`Latency.solve`)
-L2: its fingerprints without a pipeline, two outputs (`extrapolated_latency`)
+A footprint is that of all ranks together. (iServe, sections 5.2 and 5.3) The paper's M1 is `MemoryParts.solve`,
+of the whole model at three configurations; L1 is `Latency.solve`, without a pipeline, of two outputs.
 
 `estimate_by_parts` makes an estimate of what they give.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic.errors import ConfigError
@@ -51,28 +46,6 @@ class MemoryParts:
 
 
 @dataclass(frozen=True)
-class PerLayer:
-    """What is linear in the layers: bytes, or seconds. With kinds of layers, one term for each. (Figure 7)"""
-
-    kinds: Mapping[str, float]
-    """Of one layer, by kind."""
-    other: float
-
-    @classmethod
-    def solve(cls, one_of_each: float, with_one_more: Mapping[str, float]) -> PerLayer:
-        """Solve for a model with one layer of each kind, and for models with one more of a kind, by kind.
-
-        With a single kind these are the paper's fingerprints of one and of two layers.
-        """
-        kinds = {kind: value - one_of_each for kind, value in with_one_more.items()}
-        return cls(kinds, one_of_each - sum(kinds.values()))
-
-    def of(self, layers: Mapping[str, int]) -> float:
-        """Return the value of a model with so many layers of each kind. (Equations 2 and 3)"""
-        return self.other + sum(self.kinds[kind] * count for kind, count in layers.items())
-
-
-@dataclass(frozen=True)
 class Latency:
     """Seconds to the first token, and for each one more. (Equation 1)"""
 
@@ -94,26 +67,6 @@ class Latency:
     def __call__(self, tokens: int) -> float:
         """Return the seconds of an output of so many tokens, at whatever context. (Equation 1)"""
         return self.ttft_s + tokens * self.tpot_s
-
-
-def extrapolated_latency(
-    one_of_each: Latency, with_one_more: Mapping[str, Latency], layers: Mapping[str, int]
-) -> Latency:
-    """Return the latency of the whole model from its fingerprints: method L2. (Equations 2 and 3)"""
-    ttft = PerLayer.solve(one_of_each.ttft_s, {kind: each.ttft_s for kind, each in with_one_more.items()})
-    tpot = PerLayer.solve(one_of_each.tpot_s, {kind: each.tpot_s for kind, each in with_one_more.items()})
-    return Latency(ttft.of(layers), tpot.of(layers))
-
-
-def extrapolated_memory(
-    footprints: Sequence[tuple[float, Mapping[str, float]]], layers: Mapping[str, int]
-) -> MemoryParts:
-    """Return the parts of the whole model's footprint from its fingerprints': method M2.
-
-    `footprints`: at (1, 1), (1, 2) and (2, 1), of the model with one layer of each kind, and of those with one more.
-    """
-    plain, two_stages, two_parts = (PerLayer.solve(footprint, more).of(layers) for footprint, more in footprints)
-    return MemoryParts.solve(plain, two_stages, two_parts)
 
 
 def estimate_by_parts(

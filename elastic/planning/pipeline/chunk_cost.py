@@ -189,12 +189,6 @@ FORMS: Mapping[str, Mapping[str, Term]] = {
 """What is fitted: by name the coefficients, and the amounts that they are multiplied with."""
 
 
-def relative_errors(cost: ChunkCost, samples: Sequence[BatchTiming]) -> list[float]:
-    """Return |predicted / measured - 1| of each sample."""
-    batches = [([Chunk("", start, count) for start, count in s.chunks], s.seconds) for s in samples]
-    return [abs(cost.batch(chunks) / seconds - 1) for chunks, seconds in batches]
-
-
 def larger_root(square: float, linear: float, constant: float) -> float:
     """Return the larger root of square x² + linear x + constant, written so that a small `square` does no harm."""
     if square <= 0 and linear <= 0:

@@ -1,8 +1,8 @@
 """How the weights of a decoder layer are cut over ranks, and where the parts lie on pages: pure functions of shapes.
 
 Way in: `cut_plan.cut_layer` says which parameters are cut, and where: at rows that end on a page
-(`page_layout.aligned_unit`) if parts are about equal then. `shard_pages` counts the pages that a rank needs for the
-parts that it keeps; it gives the others back. `page_layout.cut_layout` is the paper's padding between parts, with which
-nothing is stored: `benchmarks/padding.py` tells what it would take. Loading, policies and simulators import this;
-nothing here knows a process or a tensor.
+(`bounds.aligned_unit`) if parts are about equal then. `shard_pages` counts the pages that a rank needs for the parts
+that it keeps; it gives the others back. Nothing is stored with the paper's padding between parts, of which
+`benchmarks/padding.py` tells what it would take. Loading, policies and simulators import this; nothing here knows a
+process or a tensor.
 """

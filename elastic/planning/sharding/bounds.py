@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from elastic.errors import ConfigError
 
 
@@ -27,6 +29,11 @@ def row_bounds(rows: int, parts: int, unit: int = 1) -> tuple[int, ...]:
     return (*(units * part // parts * unit for part in range(parts)), rows)
 
 
-def most_parts(rows: int, unit: int = 1) -> int:
+def most_parts(rows: int, unit: int) -> int:
     """Return the largest power of two of parts, each of at least a unit of rows."""
     return 1 << (max(1, -(-rows // unit)).bit_length() - 1)
+
+
+def aligned_unit(row_bytes: int, page_bytes: int) -> int:
+    """Return the least number of rows that end on a page."""
+    return page_bytes // math.gcd(page_bytes, row_bytes)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from elastic.errors import CapacityError, IntegrityError, Overloaded
+from elastic.kvcache.storage.sector_cap import SectorCap
 
 RETRY_AFTER_S = 5.0
 
@@ -33,14 +34,17 @@ class SimulatedMemory:
         self.lock: AbstractContextManager[Any] = nullcontext()
         self.budget_pages, self.other_pages, self.sector_pages = budget_pages, other_pages, sector_pages
         self.promised = promised
-        self.cap: int | None = None
-        """The most sectors that new requests may bring, where other ranks have layers of them."""
-        self._live_cap: int | None = None  # for those that live: of before, until the present one is reached
+        self._cap = SectorCap()
         self._blocks_per_sector = blocks_per_sector
         self._reusable, self._give_up_reusable = reusable, give_up_reusable
         self._allocated: list[set[int]] = [set() for _ in range(groups)]
         self._free: list[int] = []  # numbers that were in use before
         self._numbers = 0
+
+    @property
+    def cap(self) -> int | None:
+        """The most sectors that new requests may bring; None: any number."""
+        return self._cap.sectors
 
     @property
     def sectors(self) -> int:
@@ -50,7 +54,7 @@ class SimulatedMemory:
     @property
     def capacity(self) -> int:
         """Sectors that requests could have, with none there."""
-        return _least(self.sectors, self.cap)
+        return self._cap.within(self.sectors)
 
     @property
     def allocated(self) -> int:
@@ -79,7 +83,7 @@ class SimulatedMemory:
 
     def room(self, *, growing: bool) -> int:
         """Count the sectors that could be had: for sequences that live (`growing`), or for new ones."""
-        most = _least(self.sectors, self._live_cap if growing else self.cap)
+        most = self._cap.within(self.sectors, growing=growing)
         return max(0, most - self.used_sectors)
 
     def require_possible(self, sectors: int, what: str) -> None:
@@ -88,12 +92,12 @@ class SimulatedMemory:
             raise CapacityError(
                 f"{what} never fits", requested_bytes=sectors, free_bytes=self.room(growing=False), total_bytes=0
             )
-        if sectors > _least(sectors, self.cap):
+        if sectors > self._cap.within(sectors):
             raise Overloaded(f"{what} does not fit while the cap is {self.cap}", retry_after_s=RETRY_AFTER_S)
 
     def allocate(self, group: int) -> int:
         """Return the number of one more sector. Raises `CapacityError`, and nothing has changed."""
-        most = _least(self.sectors, self._live_cap)
+        most = self._cap.within(self.sectors, growing=True)
         if self.allocated >= most:
             self._give_up_reusable(self.allocated + 1 - most)
         if self.allocated >= most:
@@ -112,18 +116,16 @@ class SimulatedMemory:
 
     def set_cap(self, sectors: int | None) -> None:
         """Have so many sectors at the most; a lower one binds those that live once they need no more."""
-        self.cap = sectors
-        if sectors is None or (self._live_cap is not None and sectors > self._live_cap):
-            self._live_cap = sectors
+        self._cap.set(sectors)
         self.reached_cap()
 
     def reached_cap(self) -> bool:
         """Return whether there are no more sectors than the cap allows, nor will be for what was promised."""
-        if self.cap is not None and self.cap != self._live_cap:
+        if self.cap is not None and not self._cap.reached:
             self._give_up_reusable(self.allocated - self.cap)
             if max(self.allocated, self.used_sectors + self.promised()) <= self.cap:
-                self._live_cap = self.cap
-        return self.cap == self._live_cap
+                self._cap.reach()
+        return self._cap.reached
 
     def resize(self, *, other_pages: int | None = None, sector_pages: int | None = None) -> None:
         """Have weights, or layers with keys and values, come or go. Raises `CapacityError` where live ones lack room.
@@ -143,7 +145,3 @@ class SimulatedMemory:
         """Raise `IntegrityError` where more is allocated than there is."""
         if self.allocated > self.sectors:
             raise IntegrityError(f"{self.allocated} sectors are allocated of {self.sectors}")
-
-
-def _least(sectors: int, cap: int | None) -> int:
-    return sectors if cap is None else min(sectors, cap)

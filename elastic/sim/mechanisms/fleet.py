@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from elastic import clock
+from elastic.cluster.fleet.groups.groups import Groups
 from elastic.cluster.fleet.groups.ranks import result
-from elastic.cluster.fleet.groups.resharding import ReshardingGroups
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.membership import Membership
 from elastic.cluster.fleet.moves import Moved, Mover
@@ -41,7 +41,7 @@ START_S = 30.0
 class ScheduledVerbs(PricedVerbs):
     """The real verbs of a fleet, for threads of the simulation."""
 
-    def __init__(self, fleet: ElasticFleet, groups: ReshardingGroups, mover: Mover) -> None:
+    def __init__(self, fleet: ElasticFleet, groups: Groups, mover: Mover) -> None:
         self._fleet, self._dispatcher, self._log = fleet, fleet.dispatcher, fleet.log
         self._groups, self._mover = groups, mover
 
@@ -85,10 +85,10 @@ class ElasticFleet(SimulatedFleet):
         with clock.use(self.threads):
             super().__init__(events, model.rank, instances, **options)
             self.members = Membership(self.dispatcher, self.log)
-            groups = self.groups = ReshardingGroups(self.dispatcher, self.log)
+            groups = self.groups = Groups(self.dispatcher, self.log)
             mover = Mover(self.dispatcher, self.log, groups.introduce)
             self.verbs = ScheduledVerbs(self, groups, mover)
-            self.members.on_gone = groups.lost
+            self.members.on_gone = groups.registry.lost
             self.on_lost = self.members.lost
             starter: Any = _Starter(self)
             self._supervisor = Supervisor(

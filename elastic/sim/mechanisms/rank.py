@@ -107,7 +107,7 @@ class SimulatedRank:
         """Have steps that a rank has a part in be lost, and begin none until `Recover`."""
         self.world.wires.forget(rank)
         self.stages.discard(rank)
-        if rank in self.path.guests:
+        if rank in self.path.helpers:
             self.instance.paused = True
             self.steps.lose(rank)
             flipping, self._flipping = self._flipping, None
@@ -136,9 +136,9 @@ class SimulatedRank:
         """Have steps be computed beside those of others, where there are some; by itself else. Done between two."""
 
         def switch() -> None:
-            alone = not (self.path.guests or self.stages or self.books.homes)
+            alone = not (self.path.helpers or self.stages or self.books.homes)
             self.instance.executor = self.instance.local if alone else self.steps
-            self.instance.whole = not self.path.guests
+            self.instance.whole = not self.path.helpers
             if self._flipping is None:
                 self.moves.tell_kv(self.path)
 

@@ -48,7 +48,7 @@ def come_home(rank: RecoverableRank, lost: str, memories: Collection[str], elsew
 def _begin(rank: RecoverableRank, lost: str, readable: bool, elsewhere: frozenset[int], done: Future[int]) -> None:
     books, instance, model = rank.books, rank.instance, rank.books.model
     scheduler, memory, path = instance.scheduler, instance.memory, books.path
-    gone = lost in path.guests and not readable
+    gone = lost in path.helpers and not readable
     rank.moves.tell_no_kv()
     again = scheduler.restart(None if gone else set(scheduler.unkeepable()))
     away = frozenset(shard for shard, at in enumerate(path.ranks) if at != rank.name)

@@ -143,5 +143,5 @@ def test_a_lost_replica_costs_no_token(group: Callable[..., EngineGroup]) -> Non
     again = ranks["a"].recovery.recover("b", lambda shards: None)
     assert 0 < again < sum(len(prompt) + TOKENS for prompt in PROMPTS), "the home's own half goes on as it was"
     require_plain_tokens(heard, PROMPTS, TOKENS, "llama-gqa")
-    assert (ranks["a"].path.copies, ranks["a"].path.guests) == (1, ())
+    assert (ranks["a"].path.copies, ranks["a"].path.helpers) == (1, ())
     ranks["a"].check()

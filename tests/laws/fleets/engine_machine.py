@@ -74,8 +74,8 @@ class EngineMachine(RuleBasedStateMachine):
                     assert (finish, told) == ("length", expected), heard.ends[request]
         self.group.check()
 
-    def guests(self, home: str) -> list[str]:
-        return [guest for known, guest in self.joined if known == home]
+    def helpers(self, home: str) -> list[str]:
+        return [helper for known, helper in self.joined if known == home]
 
     # -- requests
 
@@ -106,13 +106,13 @@ class EngineMachine(RuleBasedStateMachine):
 
     # -- layers
 
-    @rule(home=NUMBER, guest=NUMBER)
-    def join(self, home: int, guest: int) -> None:
+    @rule(home=NUMBER, helper=NUMBER)
+    def join(self, home: int, helper: int) -> None:
         name = self.ranks[home % len(self.ranks)]
         others = [rank for rank in self.ranks if rank != name and (name, rank) not in self.joined]
         engine = self.group[name]
         if others and not engine._loop.scheduler.sequences:  # else the cap might be reached late
-            other, cap = others[guest % len(others)], engine._memory.cap
+            other, cap = others[helper % len(others)], engine._memory.cap
             with suppress(CapacityError):
                 self.group.join(name, other, self.group.sectors_alone(name) // 2 if cap is None else cap)
                 self.joined.append((name, other))
@@ -141,7 +141,7 @@ class EngineMachine(RuleBasedStateMachine):
         path = self.group[name].path
         shards = [copy % path.copies * LAYERS + layer for layer in sorted(layers)]
         owner = path.ranks[shards[0]]
-        targets = [rank for rank in (name, *self.guests(name)) if rank != owner]
+        targets = [rank for rank in (name, *self.helpers(name)) if rank != owner]
         if not targets:
             return
         same = [shard for shard in shards if path.ranks[shard] == owner]
@@ -162,7 +162,7 @@ class EngineMachine(RuleBasedStateMachine):
         """One copy of the layers, or two, where all of them are at the same ranks."""
         name = self.ranks[home % len(self.ranks)]
         path = self.group[name].path
-        if path.alike and self.guests(name):
+        if path.alike and self.helpers(name):
             self.group[name].cohorts.set_copies(3 - path.copies)
 
     def gather(self, home: str) -> None:
@@ -178,7 +178,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(home=NUMBER)
     def part(self, home: int) -> None:
         name = self.ranks[home % len(self.ranks)]
-        if self.guests(name):
+        if self.helpers(name):
             with suppress(CapacityError):
                 self.gather(name)
                 self.group.part(name)
@@ -199,13 +199,13 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(home=NUMBER, sectors=st.integers(6, 40))
     def set_cap(self, home: int, sectors: int) -> None:
         name = self.ranks[home % len(self.ranks)]
-        engine, guests = self.group[name], self.guests(name)
+        engine, helpers = self.group[name], self.helpers(name)
         before = engine._memory.cap
-        if before is None or not guests:
+        if before is None or not helpers:
             return
         with suppress(CapacityError):
             if sectors > before:
-                self.allot(name, guests, sectors)
+                self.allot(name, helpers, sectors)
                 engine.ranks.set_cap(sectors)
                 return
             engine.ranks.set_cap(sectors)
@@ -216,11 +216,11 @@ class EngineMachine(RuleBasedStateMachine):
                     return
                 time.sleep(0.005)
             self.compare(name)  # so that they know what came free
-            self.allot(name, guests, sectors)
+            self.allot(name, helpers, sectors)
 
-    def allot(self, home: str, guests: list[str], sectors: int) -> None:
-        for guest in guests:
-            self.group[guest].stages.allot(home, sectors)
+    def allot(self, home: str, helpers: list[str], sectors: int) -> None:
+        for helper in helpers:
+            self.group[helper].stages.allot(home, sectors)
 
     # -- losses
 
@@ -228,25 +228,25 @@ class EngineMachine(RuleBasedStateMachine):
     def lose(self, home: int, which: int, readable: bool) -> None:
         name = self.ranks[home % len(self.ranks)]
         engine = self.group[name]
-        if not engine.path.guests:
+        if not engine.path.helpers:
             return
-        guest = engine.path.guests[which % len(engine.path.guests)]
-        stage, log = self.group[guest].stages.by_home[name], self.group.logs.pop((name, guest))
+        helper = engine.path.helpers[which % len(engine.path.helpers)]
+        stage, log = self.group[helper].stages.by_home[name], self.group.logs.pop((name, helper))
         close = stage.memory.close
         if readable:
             stage.memory.close = lambda: None  # type: ignore[method-assign]
         log.close()
-        self.group[guest].stages.close(name)
-        source = self.group[guest].reports.kv_source()
+        self.group[helper].stages.close(name)
+        source = self.group[helper].reports.kv_source()
         assert source is not None
-        engine.recovery.recover(guest, lambda layers: None, {guest: source} if readable else None)
+        engine.recovery.recover(helper, lambda layers: None, {helper: source} if readable else None)
         stage.memory.close = close  # type: ignore[method-assign]
         close()
-        for other in self.guests(name):
+        for other in self.helpers(name):
             self.group.logs.pop((name, other), None)
             self.group[other].stages.close(name)
         self.joined = [pair for pair in self.joined if pair[0] != name]
-        assert engine.path.guests == ()
+        assert engine.path.helpers == ()
 
     # -- books
 
@@ -256,7 +256,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.compare(self.ranks[home % len(self.ranks)])
 
     def compare(self, home: str) -> None:
-        """Between two steps, compare what a home has with what its guests have for it."""
+        """Between two steps, compare what a home has with what its helpers have for it."""
         engine = self.group[home]
         engine._loop.between_steps(partial(self.compare_now, home))
 
@@ -264,20 +264,20 @@ class EngineMachine(RuleBasedStateMachine):
         engine = self.group[home]
         engine._loop.settle_intact()
         engine._home.flush()
-        if engine.path.guests:
+        if engine.path.helpers:
             engine._home.remove(engine._loop.scheduler.take_removed())
-        for guest, link in engine._home.links.items():
-            stage, until_s = self.group[guest].stages.by_home[home], time.monotonic() + 20
+        for helper, link in engine._home.links.items():
+            stage, until_s = self.group[helper].stages.by_home[home], time.monotonic() + 20
             while stage._handled < link.sent:
                 assert time.monotonic() < until_s
                 time.sleep(0.001)
             assert set(stage.memory.mapped_sectors) == set(engine._memory.mapped_sectors)
             assert len(stage.memory.mapped_sectors) <= stage.memory.allotted
-            assert set(stage.memory.layers) == {shard % LAYERS for shard in engine.path.shards_of(guest)}
+            assert set(stage.memory.layers) == {shard % LAYERS for shard in engine.path.shards_of(helper)}
             told = dict(stage._runner.sequences())
-            assert self.computed_by(guest, home).items() <= told.items()
+            assert self.computed_by(helper, home).items() <= told.items()
             if engine.path.copies == 1:  # else also some that have gone by another copy
-                assert told.keys() == self.computed_by(guest, home).keys()
+                assert told.keys() == self.computed_by(helper, home).keys()
         assert set(engine._memory.layers) == {shard % LAYERS for shard in engine.path.shards_of(home)}
         if engine.path.copies == 1:  # of several nothing is told
             self.compare_told(home)

@@ -188,7 +188,7 @@ class EngineGroup:
     def part(self, home: str) -> None:
         """Have all layers of a home come back to it, and other ranks forget it."""
         engine = self[home]
-        if away := [shard for guest in engine.path.guests for shard in engine.path.shards_of(guest)]:
+        if away := [shard for guest in engine.path.helpers for shard in engine.path.shards_of(guest)]:
             self.move_all(home, dict.fromkeys(away, home))
         for known, guest in [*self.logs]:
             if known == home:

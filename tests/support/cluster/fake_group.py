@@ -141,7 +141,7 @@ class GroupRank(FakeRank):
             self.committed += 1
 
     def may_grow(self) -> bool:
-        there = all(self.committed < self.world[r].guests[self.name].sectors for r in self.path.guests)
+        there = all(self.committed < self.world[r].guests[self.name].sectors for r in self.path.helpers)
         return there and self.free(self.committed + 1) >= 0
 
     def check(self) -> None:
@@ -227,7 +227,7 @@ class GroupRank(FakeRank):
         self.stages.add(question.rank)
 
     def on_detach_stage(self, question: ask.DetachStage) -> None:
-        assert question.rank not in self.path.guests
+        assert question.rank not in self.path.helpers
         self.stages.discard(question.rank)
 
     def on_close_stage(self, question: ask.CloseStage) -> None:
@@ -300,7 +300,7 @@ class GroupRank(FakeRank):
     def on_set_copies(self, question: ask.SetCopies) -> LayerPath:
         assert not self.exchanging
         self.path = self.path.with_copies(question.copies)
-        for rank in self.path.guests:
+        for rank in self.path.helpers:
             self.world[rank].guests[self.name].shards = set(self.path.shards_of(rank))
         for rank in self.stages:
             self.world[rank].guests[self.name].path = self.path

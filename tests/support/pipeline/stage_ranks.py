@@ -140,7 +140,7 @@ class Ranks:
         return LayerPath("a", tuple("".join(chosen)), shards=self.shards)
 
     def begin(self, path: LayerPath, step: int, inputs: Callable[[Rank], dict[str, Any]]) -> dict[str, Future[Any]]:
-        return {rank: self.begin_at(rank, path, step, inputs) for rank in (path.home, *path.guests)}
+        return {rank: self.begin_at(rank, path, step, inputs) for rank in (path.home, *path.helpers)}
 
     def begin_at(self, rank: str, path: LayerPath, step: int, inputs: Callable[[Rank], dict[str, Any]]) -> Future[Any]:
         return self._threads[rank].submit(self.ranks[rank].run, path, step, inputs(self.ranks[rank]))
@@ -151,7 +151,7 @@ class Ranks:
     def logits(self, path: LayerPath, step: int, inputs: Callable[[Rank], dict[str, Any]]) -> torch.Tensor:
         outputs = {rank: future.result(60) for rank, future in self.begin(path, step, inputs).items()}
         for name, rank in self.ranks.items():
-            assert rank.computed == [*path.parts_of(name)]
+            assert rank.computed == [*path.shards_by_layer(name)]
             rank.computed.clear()
         home = outputs.pop("a")
         assert set(outputs.values()) <= {None}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from elastic.planning.cost_model import CostModel, HeterogeneousCost
+from elastic.planning.cost_model import CostModel
 from elastic.planning.measured_cost import Calibration, LinearLatency, MeasuredCostModel
 from elastic.planning.placement import PlaceCapacity, Placement, ResourceDemand
+from support.planning.printed import HeterogeneousCost
 
 NAMES = "abc"
 

@@ -12,8 +12,8 @@ import pytest
 
 import elastic.cli.bench
 from elastic.assets import MODEL_DIR
-from elastic.bench.replay.records import read_records
 from elastic.cli.main import main
+from support.bench.records import read_records
 from support.child_process import Forked, in_fork
 from support.processes import wait_until
 from support.serving.stub_server import stub

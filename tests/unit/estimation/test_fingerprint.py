@@ -13,13 +13,14 @@ from elastic.engines.continuous import ContinuousEngine
 from elastic.errors import ConfigError
 from elastic.estimation import profile as measuring
 from elastic.estimation.estimate import estimate
-from elastic.estimation.fingerprint import fingerprint, paper_fingerprints, take_layers
+from elastic.estimation.fingerprint import fingerprint, take_layers
 from elastic.estimation.model_layout import layout_of
 from elastic.estimation.profile import PASSES, fingerprint_layers, least_bytes, measure_fingerprints, reading_rate
 from elastic.memory.checkpoint_file import Checkpoint
 from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.estimate.performance import Load
 from support import architectures
+from support.estimation.fingerprints import paper_fingerprints
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 

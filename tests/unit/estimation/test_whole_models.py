@@ -22,13 +22,13 @@ from elastic.engines.executor.kernels.paged_attention import NewTokens, PagedAtt
 from elastic.estimation import profile as profiles
 from elastic.estimation.activations import bound_bytes, peak_bytes
 from elastic.estimation.estimate import without_replays
-from elastic.estimation.fingerprint import paper_fingerprints, take_layers
+from elastic.estimation.fingerprint import take_layers
 from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.profile import CostProfile, engine_for, measure_fingerprints
 from elastic.planning.estimate.configuration import FULL
-from elastic.planning.estimate.paper import PerLayer
 from elastic.planning.estimate.performance import InstanceCost
 from elastic.planning.pipeline.chunk_cost import Chunk
+from support.estimation.fingerprints import PerLayer, paper_fingerprints
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

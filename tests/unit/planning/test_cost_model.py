@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.errors import ConfigError
-from elastic.planning.cost_model import CostModel, HeterogeneousCost, cost, speedup
+from elastic.planning.cost_model import CostModel, cost, speedup
 from elastic.planning.measured_cost import Calibration, LinearLatency, MeasuredCostModel, WeightedCost, fit, split_rows
 from elastic.planning.placement import LayerRun, PlaceCapacity, Placement, Places, ResourceDemand, difference
 from elastic.types import Evict, Migrate, Replicate
 from support.planning.homogeneous_speedup import HomogeneousSpeedup, alike, gamma
+from support.planning.printed import HeterogeneousCost
 
 AB = Placement((("a",), ("a", "b"), ("a", "b"), ("a",)))
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.planning.cost_model import HeterogeneousCost
 from elastic.planning.placement import PlaceCapacity, Placement, ResourceDemand
 from elastic.planning.scale_down import Deficit, ScaleDownResult, joined, scale_down
 from elastic.types import Evict, Migrate, MigrateKV, Release
+from support.planning.printed import HeterogeneousCost
 from support.planning.random_placements import random_case
 
 PARTS = {"mlp": ResourceDemand(60, 0.06), "self_attn": ResourceDemand(30, 0.03)}

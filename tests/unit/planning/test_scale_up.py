@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.planning.cost_model import HeterogeneousCost, cost, speedup
+from elastic.planning.cost_model import cost, speedup
 from elastic.planning.incremental_cost import IncrementalCost, RangeCosts
 from elastic.planning.local_search import PlannedModel, plan_together, plan_up
 from elastic.planning.placement import PlaceCapacity, Placement, ResourceDemand
-from elastic.planning.scale_up import candidates, eligible, scale_up
+from elastic.planning.scale_up import candidates, eligible
 from support.planning.brute_force import best
 from support.planning.homogeneous_speedup import HomogeneousSpeedup
+from support.planning.printed import HeterogeneousCost, scale_up
 from support.planning.random_placements import Case, random_case
 
 seeds = st.integers(0, 10_000)

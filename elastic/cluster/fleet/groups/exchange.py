@@ -113,7 +113,7 @@ class Exchange:
 
     def _share_out(self, home: str, copies: int) -> None:
         """Have requests of an instance go by so many copies of its layers, at the ranks where these are."""
-        with self._ranks.flipping((home, *self.group.shape.paths[home].guests)):
+        with self._ranks.flipping((home, *self.group.shape.paths[home].helpers)):
             self._goes_by(home, self._ranks.ask(home, SetCopies(copies)))
 
     def _goes_by(self, home: str, path: LayerPath) -> None:
@@ -377,12 +377,6 @@ def compare_weights(ranks: Ranks, group: Group) -> None:
                     "start them anew"
                 )
     group.compared = True
-
-
-def part(ranks: Ranks, group: Group) -> None:
-    """Close the connections of instances that compute all of their layers themselves again."""
-    close_stages(ranks, group.stages)
-    group.stages.clear()
 
 
 def close_stages(ranks: Ranks, stages: Iterable[tuple[str, str]]) -> None:

@@ -57,7 +57,7 @@ class FlipDone:
     stalled_ms: float
 
 
-def flip_layers(ranks: Ranks, path: LayerPath, flips: Sequence[LayerFlip], *, coordinated: bool = True) -> FlipDone:
+def flip_layers(ranks: Ranks, path: LayerPath, flips: Sequence[LayerFlip], *, coordinated: bool) -> FlipDone:
     """Have layers of an instance computed by other ranks from now on, all of them at one pause of it.
 
     Whatever it raises, also at one of several ranks, all is as before at all of them, unless a rank is lost. Raises
@@ -65,7 +65,7 @@ def flip_layers(ranks: Ranks, path: LayerPath, flips: Sequence[LayerFlip], *, co
     """
     home, coming = path.home, _by_target(flips)
     goal = path.redirected({shard: flip.target for flip in flips for shard in flip.shards})
-    with ranks.flipping((home, *path.guests, *goal.guests)):
+    with ranks.flipping((home, *path.helpers, *goal.helpers)):
         exchange = ranks.ask(home, BeginExchange(tuple(shard for flip in flips for shard in flip.shards)))
         prepared: list[str] = []
         try:

@@ -61,7 +61,7 @@ class Shape:
     @property
     def apart(self) -> bool:
         """Whether each instance computes all of its layers itself."""
-        return not any(path.guests for path in self.paths.values())
+        return not any(path.helpers for path in self.paths.values())
 
     @property
     def tp(self) -> int:
@@ -77,11 +77,15 @@ class Shape:
         """Return the members that compute layers of each other, together; one that does not by itself."""
         units = {rank: {rank} for rank in self.members}
         for home, path in self.paths.items():
-            for rank in path.guests:
+            for rank in path.helpers:
                 units[home] |= units[rank]
                 units.update(dict.fromkeys(units[home], units[home]))
         ordered = (tuple(rank for rank in self.members if rank in unit) for unit in units.values())
         return tuple(dict.fromkeys(ordered))
+
+    def replicated(self, home: str) -> tuple[int, ...]:
+        """Return the layers of an instance that have a replica."""
+        return tuple(layer for layer in range(self.layers) if len(self.paths[home].copies_of(layer)) > 1)
 
     def shards_at(self, rank: str) -> dict[str, tuple[int, ...]]:
         """Return what a rank computes: home -> shards."""

@@ -1,12 +1,16 @@
-"""The groups of a fleet: instances merge, drop what they hold twice, take it back, and part."""
+"""The groups of a fleet, as verbs change them: instances merge and part, and layers change their rank while they serve.
+
+Layers are dropped where they are held twice, and taken back (KunServe, section 4); shared by several ranks, which is
+tensor parallelism that changes while it serves (AMOEBA, section 3); migrated, or replicated for half of the requests
+(CoCoServe, section 3).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from elastic import clock
 from elastic.cluster.control.stage_questions import Bulk, Room
@@ -15,34 +19,47 @@ from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups import targets
 from elastic.cluster.fleet.groups.caps.follow import follow
 from elastic.cluster.fleet.groups.caps.needs import blocks_told
-from elastic.cluster.fleet.groups.caps.reach import note_reach
+from elastic.cluster.fleet.groups.caps.reach import largest_instances, note_reach
 from elastic.cluster.fleet.groups.caps.staging import Staging
-from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, measure, part
+from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights, measure
 from elastic.cluster.fleet.groups.flip import ExchangeForm
-from elastic.cluster.fleet.groups.group import Group, RankClaims, Shape
+from elastic.cluster.fleet.groups.group import Group, Shape
 from elastic.cluster.fleet.groups.price import DryRuns, shape_of
-from elastic.cluster.fleet.groups.ranks import Ranks, require_all, require_like
-from elastic.cluster.fleet.groups.recovery import go_on, recover
+from elastic.cluster.fleet.groups.ranks import Ranks
+from elastic.cluster.fleet.groups.registry import GroupRegistry
 from elastic.cluster.fleet.groups.results import (
     Dropped,
     Exchanged,
     GroupStatus,
+    Migrated,
+    Replicated,
+    Resharded,
     Restored,
     all_dropped,
+    all_restored,
 )
-from elastic.cluster.fleet.groups.transition import Books
-from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.cluster.fleet.records.event_log import EventLog
-from elastic.errors import CapacityError, ConfigError, NotFound, RankLost, StateError
-from elastic.planning.arrangement.drop import DropPlan, GroupPlan, PlannedGroup, drop_plan
+from elastic.errors import CapacityError, RankLost, StateError
+from elastic.planning.arrangement.drop import DropPlan, PlannedGroup, drop_plan
+from elastic.planning.sharding.share import Share
+
+FORM_S = 60.0
+"""How long ranks that are to compute together may wait for requests of those of them that serve."""
+TargetOf = Callable[[Shape], Shape]
+FAILED: Mapping[EventKind, EventKind] = {
+    "dropped": "drop failed",
+    "restored": "restore failed",
+    "formed": "forming failed",
+    "resharded": "reshard failed",
+    "migrated": "migration failed",
+    "replicated": "replication failed",
+    "evicted": "eviction failed",
+}
 
 
 class Groups:
-    """Verbs run one at a time, each on the thread that asks for it, which must be none that reads from ranks.
-
-    A group that has lost a rank is repaired beside verbs of other ranks.
-    """
+    """Verbs run one at a time, each on the thread that asks for it, which must be none that reads from ranks."""
 
     def __init__(self, dispatcher: Dispatcher, log: EventLog, bulk: Bulk = "sockets") -> None:
         self._dispatcher, self._log = dispatcher, log
@@ -50,23 +67,21 @@ class Groups:
         self.introduce = self._ranks.introduce
         """Has ranks know where each other listens."""
         self._staging, self._dry_runs = Staging(self._ranks), DryRuns(self._ranks, log)
-        self._verbs, self._claims = clock.make_lock(), RankClaims()
-        self._lock = clock.make_lock()  # while the groups and the repairs are changed
-        self._groups: tuple[Group, ...] = ()
-        self._closed = False
-        self._repairs: list[clock.Thread] = []
+        self.registry = GroupRegistry(self._ranks, self._staging, log)
+        self._verbs = clock.make_lock()
         self._layer_bytes: tuple[int, ...] = ()
         self._following = False  # whether it is no verb that runs, but caps that change
 
+    # -- how it is
+
     def status(self) -> tuple[GroupStatus, ...]:
         """Return the groups there are."""
-        return tuple(group.status() for group in self._groups)
+        return tuple(group.status() for group in self.registry.groups)
 
     @property
     def changing(self) -> bool:
         """Whether a verb is under way, or a group is repaired."""
-        verb = self._verbs.locked() and not self._following
-        return verb or any(thread.is_alive() for thread in self._repairs)
+        return (self._verbs.locked() and not self._following) or self.registry.repairing
 
     def layer_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each decoder layer's weights: they are the same at all ranks."""
@@ -74,14 +89,71 @@ class Groups:
             serving = self._ranks.serving()
             if not serving:
                 raise StateError("no rank serves: the bytes of its layers are not known")
-            self._layer_bytes = _layer_bytes(measure(self._ranks, [serving[0].name]))
+            (room,) = measure(self._ranks, [serving[0].name]).values()
+            every = range(room.path.shards)
+            self._layer_bytes = tuple(pages.pages(every) * room.page_bytes for pages in room.weight_pages)
         return self._layer_bytes
 
-    def group_of(self, rank: str) -> Group | None:
-        """Return the group that a rank is in."""
-        return next((group for group in self._groups if rank in group.members), None)
+    def capacity(self, degrees: Sequence[int]) -> dict[str, dict[int, int]]:
+        """Return the blocks that an instance could have, of each rank and degree; see `Fleet.capacity`."""
+        serving = {instance.name: instance.kv_format for instance in self._ranks.serving()}
+        return largest_instances(measure(self._ranks, serving), serving, degrees)
+
+    def budgets(self) -> Budgets:
+        """Return what ranks tell of themselves, for who plans drops. Raises `StateError` where none serves."""
+        serving = self._ranks.serving()
+        return Budgets(measure(self._ranks, [instance.name for instance in serving]), serving)
+
+    # -- beside verbs
+
+    def follow_needs(self) -> int:
+        """Have each group's memory go where requests need it; return in how many it did. None, while a verb runs."""
+        if not self.registry.groups or not self._verbs.acquire(blocking=False):
+            return 0
+        try:
+            self._following = True
+            followed = 0
+            for group in [each for each in self.registry.groups if all(map(self._ranks.there, each.members))]:
+                with self.registry.acting(group.members):
+                    followed += group in self.registry.groups and follow(self._ranks, group)
+            return followed
+        finally:
+            self._following = False
+            self._verbs.release()
+
+    def keep_staging(self) -> None:
+        """Have ranks that are by themselves keep room for the first layer of a drop; see `Staging`. It waits for none.
+
+        Raises `RankLost`.
+        """
+        if not self._verbs.acquire(blocking=False):
+            return
+        try:
+            self._staging.keep([i.name for i in self._ranks.serving() if self.registry.group_of(i.name) is None])
+        finally:
+            self._verbs.release()
+
+    def get_ready(self) -> None:
+        """Have ranks do beforehand what the first verb for them would wait for; see `Ranks`. It waits for no verb."""
+        self._ranks.get_ready()
 
     # -- verbs
+
+    def merge(self, names: Sequence[str]) -> GroupStatus:
+        """Have instances be a group; no layer changes its rank yet. If it comes to nothing, all are as before."""
+        with self._verbs, self.registry.acting(names):
+            before = [group for group in self.registry.groups if not set(names).isdisjoint(group.members)]
+            group = self.registry.merged(names)
+            try:
+                self._ranks.introduce(group.members)
+                compare_weights(self._ranks, group)
+            except BaseException:
+                if group not in before:
+                    with suppress(RankLost):  # who has lost a rank is repaired
+                        self.registry.split_up(group, [each.members for each in before])
+                raise
+            self.registry.note("merged", group)
+            return group.status()
 
     def drop(
         self,
@@ -97,15 +169,16 @@ class Groups:
         """Do a plan, or one that frees so many bytes; see `Fleet.drop`."""
         with self._verbs:
             rooms = measure(self._ranks, [instance.name for instance in self._ranks.serving()])
-            goal = self._of_ranks(plan if isinstance(plan, DropPlan) else self._plan(plan, rooms, whole, most))
+            plan = plan if isinstance(plan, DropPlan) else self._plan(plan, rooms, whole, most)
+            units = [unit for group in self.registry.groups for unit in targets.sharing(group.shape.paths)]
+            goal = replace(plan, groups=tuple(targets.of_ranks(each, units) for each in plan.groups))
+            wanted = [(each.members, partial(targets.planned_shape, plan=each)) for each in goal.groups]
             if dry_run:
-                wanted = [(each.members, partial(targets.planned_shape, plan=each)) for each in goal.groups]
                 would, _ = self._dry_runs.of(wanted, form.layers_per_step)
                 return Dropped(**vars(would), groups=goal.groups, freed_bytes=goal.freed_bytes)
-            done = []
-            for each in goal.groups:
-                target_of = partial(targets.planned_shape, plan=each)
-                done.append(self._drop_group(each, each.members, target_of, timeout_s, why, form))
+            done: list[Dropped] = []
+            for each, (members, target_of) in zip(goal.groups, wanted, strict=True):
+                done.append(replace(self._drop(members, target_of, timeout_s, why, form), groups=(each,)))
                 if done[-1].status != "applied":
                     break
             return all_dropped(done, goal.groups)
@@ -116,102 +189,134 @@ class Groups:
         timeout_s: float,
         why: str,
         *,
-        dry_run: bool = False,
-        form: ExchangeForm = LIVE,
+        dry_run: bool,
+        form: ExchangeForm,
     ) -> Dropped:
         """Have ranks drop these layers; they are one group then."""
+        target_of = partial(targets.dropped_by_hand, layers=layers)
         with self._verbs:
-            target_of = partial(targets.dropped_by_hand, layers=layers)
             if dry_run:
-                would, leaving = self._dry_runs.of(
-                    [(self._together(tuple(layers))[1], target_of)], form.layers_per_step
-                )
+                would, leaving = self._would(tuple(layers), target_of, form)
                 return Dropped(**vars(would), freed_bytes=leaving)
-            return self._drop_group(None, tuple(layers), target_of, timeout_s, why, form)
+            return self._drop(tuple(layers), target_of, timeout_s, why, form)
 
-    def follow_needs(self) -> int:
-        """Have each group's memory go where requests need it; return in how many it did. None, while a verb runs."""
-        if not self._groups or not self._verbs.acquire(blocking=False):
-            return 0
-        try:
-            self._following = True
-            followed = 0
-            for group in [each for each in self._groups if all(map(self._ranks.there, each.members))]:
-                with self._claims.of(group.members):
-                    followed += group in self._groups and follow(self._ranks, group)
-            return followed
-        finally:
-            self._following = False
-            self._verbs.release()
+    def restore(
+        self,
+        rank: str | None,
+        timeout_s: float,
+        why: str,
+        *,
+        sharing: bool = False,
+        dry_run: bool = False,
+        form: ExchangeForm = LIVE,
+    ) -> Restored:
+        """Undo what was dropped and migrated, in the group of a rank or in all; they part then.
 
-    def keep_staging(self) -> None:
-        """Have ranks that are by themselves keep room for the first layer of a drop; see `Staging`. It waits for none.
-
-        Raises `RankLost`.
+        `sharing`: ranks that share layers have all of them again among themselves, and the others part.
         """
-        if not self._verbs.acquire(blocking=False):
-            return
-        try:
-            grouped = {name for group in self._groups for name in group.members}
-            self._staging.keep([i.name for i in self._ranks.serving() if i.name not in grouped])
-        finally:
-            self._verbs.release()
+        with self._verbs:
+            groups = self.registry.groups_of(rank)
+            if rank is not None and not groups:
+                return Restored("planned" if dry_run else "applied", members=(rank,))
+            if dry_run:
+                target_of = targets.undropped if sharing else targets.apart
+                would, _ = self._dry_runs.of([(group.members, target_of) for group in groups], form.layers_per_step)
+                return Restored(**vars(would), members=tuple(name for group in groups for name in group.members))
+            return all_restored([self._restore(group, timeout_s, why, form, sharing=sharing) for group in groups])
 
-    def get_ready(self) -> None:
-        """Have ranks do beforehand what the first verb for them would wait for; see `Ranks`. It waits for no verb."""
-        self._ranks.get_ready()
+    def form(self, shares: Mapping[str, Share]) -> None:
+        """Have ranks that begin with their shares of the model compute it together. Raises what they raise."""
+        target_of = partial(targets.shared_out, shares=shares)
+        with self._verbs, self.registry.acting(shares):
+            _, done = self._become(tuple(shares), target_of, FORM_S, LIVE, "formed", "all of its ranks are there")
+            if done.status != "applied":
+                raise StateError(f"{', '.join(shares)} do not compute together ({done.status}): {done.why}")
 
-    def close(self) -> None:
-        """Repair nothing any more: the ranks end."""
-        self._closed = True
-        for thread in self._repairs:
-            thread.join()
-        for group in self._groups:
-            group.close()
+    def reshard(
+        self,
+        names: Sequence[str],
+        tp: int,
+        timeout_s: float,
+        why: str,
+        *,
+        dry_run: bool = False,
+        form: ExchangeForm = LIVE,
+    ) -> Resharded:
+        """Have so many ranks each share all layers of their instances; see `Fleet.reshard`."""
+        with self._verbs:
+            members = self.registry.with_partners(names)
+            targets.require_shards(measure(self._ranks, members), tp)
+            target_of = partial(targets.sharded, units=targets.units_of(members, tp))
+            if dry_run:
+                would, leaving = self._dry_runs.of([(members, target_of)], form.layers_per_step)
+                return Resharded(**vars(would), members=members, tp=tp, freed_bytes=leaving)
+            if len(members) == 1:
+                return Resharded("applied", members=members)
+            with self.registry.acting(members):
+                why = f"{', '.join(members)} to tp={tp}, {why}"
+                exchange, done = self._become(members, target_of, timeout_s, form, "resharded", why)
+                self.registry.divide(exchange.group)
+            return Resharded(**vars(done), members=members, tp=tp, freed_bytes=exchange.counts.freed_bytes)
 
-    # -- a rank has gone
+    def migrate(
+        self,
+        home: str,
+        layers: Iterable[int],
+        rank: str,
+        timeout_s: float,
+        *,
+        dry_run: bool = False,
+        form: ExchangeForm = LIVE,
+    ) -> Migrated:
+        """Have a rank compute layers of an instance."""
+        names, chosen = (home, rank), tuple(sorted(set(layers)))
+        target_of = partial(targets.migrated, home=home, layers=chosen, rank=rank)
+        with self._verbs:
+            if dry_run:
+                done, _ = self._would(names, target_of, form)
+            else:
+                with self.registry.acting(names):
+                    why = f"layers of {home} to {rank}"
+                    _, done = self._become(names, target_of, timeout_s, form, "migrated", why)
+            return Migrated(**vars(done), home=home, rank=rank, layers=chosen)
 
-    def lost(self, instance: Instance) -> None:
-        """Have those that computed with a rank go on without it, beside the caller."""
-        with self._lock:
-            group = None if self._closed else self.group_of(instance.name)
-            if group is not None and instance.client.heard_all:
-                group.killed.add(instance.name)
-        self._ranks.lose(instance.name)
-        if group is None:
-            go_on(self._ranks, instance.name, ())
-            return
-        thread = clock.make_thread(partial(self._repair, instance.name), f"elastic-repair-{instance.name}")
-        with self._lock:
-            thread.start()
-            self._repairs = [*(other for other in self._repairs if other.is_alive()), thread]
+    def replicate(
+        self, home: str, layers: Collection[int], rank: str, timeout_s: float, *, dry_run: bool = False
+    ) -> Replicated:
+        """Have a rank compute layers of an instance for half of its requests; see `Fleet.replicate`."""
+        names, chosen = (home, rank), tuple(sorted(set(layers)))
+        target_of = partial(targets.replicated, home=home, layers=chosen, rank=rank)
+        with self._verbs:
+            if dry_run:
+                would, _ = self._would(names, target_of, LIVE)
+                return Replicated(**vars(would), home=home, rank=rank, layers=chosen)
+            with self.registry.acting(names):
+                why = f"layers of {home} at {rank}"
+                exchange, done = self._become(names, target_of, timeout_s, LIVE, "replicated", why)
+            there = tuple(layer for layer in exchange.group.shape.replicated(home) if layer in chosen)
+            return Replicated(**vars(done), home=home, rank=rank, layers=there)
 
-    def _repair(self, rank: str) -> None:
-        while (group := self.group_of(rank)) is not None and not self._closed:
-            with self._claims.of(group.members):  # a verb of theirs that was under way has failed, or ends soon
-                if self.group_of(rank) is not group:
-                    continue  # the verb has put them together anew
-                recomputed = recover(self._ranks, group, rank)
-                self._replace([group])
-                self._log.count(recomputed_tokens=recomputed)
-                self._event("recovered", group, recomputed_tokens=recomputed, why=f"rank {rank} was lost")
-                go_on(self._ranks, rank, group.members)
-        go_on(self._ranks, rank, ())
+    def evict(self, home: str, layers: Collection[int] | None, timeout_s: float) -> Replicated:
+        """Have layers of an instance have no replica; see `Fleet.evict`."""
+        with self._verbs, self.registry.acting((home,)):
+            group = self.registry.group_of(home)
+            replicas = () if group is None else group.shape.replicated(home)
+            chosen = replicas if layers is None else tuple(layer for layer in replicas if layer in set(layers))
+            if group is None or not chosen:
+                self._ranks.instance(home)  # it is there
+                return Replicated("applied", home=home)
+            target_of = partial(targets.evicted, home=home, layers=chosen)
+            _, done = self._become(group.members, target_of, timeout_s, LIVE, "evicted", f"replicas of {home}")
+            self.registry.divide(group)
+            gone = tuple(layer for layer in chosen if layer not in group.shape.replicated(home))
+            return Replicated(**vars(done), home=home, layers=gone)
 
     # -- inside, one verb at a time
 
-    @contextmanager
-    def _acting(self, names: Iterable[str]) -> Iterator[None]:
-        """Have ranks, and those in groups with them, to oneself: one that is being repaired is so before."""
-        together = frozenset(names)
-        members = (group.members for group in self._groups if not together.isdisjoint(group.members))
-        with self._claims.of(together.union(*members)):
-            yield
-
     def _plan(self, needed: int, rooms: Mapping[str, Room], whole: bool, most: int | None) -> DropPlan:
-        layer_bytes, grouped = self.layer_bytes(), {name for group in self._groups for name in group.members}
-        shapes = [group.shape for group in self._groups]
-        shapes += [shape_of((name,), rooms) for name in rooms if name not in grouped]
+        layer_bytes = self.layer_bytes()
+        shapes = [group.shape for group in self.registry.groups]
+        shapes += [shape_of((name,), rooms) for name in rooms if self.registry.group_of(name) is None]
         fitted = Budgets(rooms, [self._ranks.instance(name) for name in rooms]).fitted
         groups = [PlannedGroup(tuple(map(fitted, targets.held(each.paths, each.weights)))) for each in shapes]
         plan = drop_plan(groups, layer_bytes, needed, whole=whole, most=most)
@@ -226,54 +331,42 @@ class Groups:
             )
         return plan
 
-    def _of_ranks(self, plan: DropPlan) -> DropPlan:
-        """Return a plan with all ranks that share layers with its members."""
-        units = [unit for group in self._groups for unit in targets.sharing(group.shape.paths)]
-        return replace(plan, groups=tuple(targets.of_ranks(each, units) for each in plan.groups))
+    def _would(self, names: Sequence[str], target_of: TargetOf, form: ExchangeForm) -> tuple[Exchanged, int]:
+        """Return what would come of a change of one group of ranks, and the bytes of weights that would leave."""
+        return self._dry_runs.of([(self.registry.together(names)[1], target_of)], form.layers_per_step)
 
-    def _groups_of(self, rank: str | None) -> tuple[Group, ...]:
-        """Return the group of a rank, if it is in one; None: all groups. Raises as `Ranks.instance`."""
-        groups = tuple(group for group in self._groups if rank is None or rank in group.members)
-        if rank is not None and not groups:
-            self._ranks.instance(rank)  # it is there
-        return groups
-
-    def _drop_group(
-        self,
-        plan: GroupPlan | None,
-        names: Sequence[str],
-        target_of: Callable[[Shape], Shape],
-        timeout_s: float,
-        why: str,
-        form: ExchangeForm,
-    ) -> Dropped:
-        with self._acting(names), self._group_for(names) as group:
+    def _become(
+        self, names: Sequence[str], target_of: TargetOf, timeout_s: float, form: ExchangeForm, kind: EventKind, why: str
+    ) -> tuple[Exchange, Exchanged]:
+        """Have ranks be one group, and its layers change their rank."""
+        with self.registry.group_for(names) as group:
             exchange = Exchange(self._ranks, group, target_of(group.shape), timeout_s, form)
-            done = self._run(exchange, "dropped", "drop failed", why)
-            freed_bytes = exchange.counts.freed_bytes
-            return Dropped(**vars(done), groups=() if plan is None else (plan,), freed_bytes=freed_bytes)
+            done = self._run(exchange, kind)
+            self._tell(kind, group, done, why)
+            return exchange, done
 
-    def _restore(self, group: Group, timeout_s: float, why: str, form: ExchangeForm) -> Restored:
-        with self._acting(group.members):
-            if group not in self._groups:  # it was repaired: all of them are by themselves
+    def _drop(
+        self, names: Sequence[str], target_of: TargetOf, timeout_s: float, why: str, form: ExchangeForm
+    ) -> Dropped:
+        with self.registry.acting(names):
+            exchange, done = self._become(names, target_of, timeout_s, form, "dropped", why)
+            return Dropped(**vars(done), freed_bytes=exchange.counts.freed_bytes)
+
+    def _restore(self, group: Group, timeout_s: float, why: str, form: ExchangeForm, *, sharing: bool) -> Restored:
+        sharing = sharing and group.shape.tp > 1
+        with self.registry.acting(group.members):
+            if group not in self.registry.groups:  # it was repaired: all of them are by themselves
                 return Restored("applied", members=group.members)
-            exchange = Exchange(self._ranks, group, targets.apart(group.shape), timeout_s, form)
-            done = self._exchange(exchange, "restore failed")
-            if group.shape.apart and done.status == "applied":
-                part(self._ranks, group)
-                self._replace([group])
-                self._event("parted", group)
-            kind: EventKind = "restored" if done.status == "applied" else "restore failed"
-            self._changed(kind, group, done, why)
+            target = (targets.undropped if sharing else targets.apart)(group.shape)
+            done = self._run(Exchange(self._ranks, group, target, timeout_s, form), "restored")
+            if not sharing and group.shape.apart and done.status == "applied":
+                self.registry.part(group)
+            self._tell("restored", group, done, why)
+            if sharing:
+                self.registry.divide(group)
             return Restored(**vars(done), members=group.members)
 
-    def _run(self, exchange: Exchange, kind: EventKind, failed: EventKind, why: str) -> Exchanged:
-        """Have layers change their rank, and tell how that ended."""
-        done = self._exchange(exchange, failed)
-        self._changed(kind if done.status == "applied" else failed, exchange.group, done, why)
-        return done
-
-    def _exchange(self, exchange: Exchange, failed: EventKind) -> Exchanged:
+    def _run(self, exchange: Exchange, kind: EventKind) -> Exchanged:
         """Have layers change their rank; a rank that is lost in between is told of in an event."""
         group = exchange.group
         try:
@@ -282,102 +375,14 @@ class Groups:
             group.told = blocks_told(self._dispatcher, group.members)
             return done
         except RankLost as error:
-            self._event(failed, group, why=str(error))
+            self.registry.note(FAILED[kind], group, why=str(error))
             raise
         finally:
-            self._mark(group)
+            self.registry.mark(group)
 
-    @contextmanager
-    def _group_for(self, names: Sequence[str]) -> Iterator[Group]:
-        """Give the group of instances; if it comes to nothing, each is by itself again."""
-        group = self._merged(names)
-        try:
-            yield group
-        finally:
-            self._mark(group)
-            gone = [name for name in group.members if not self._ranks.there(name)]
-            if group.shape.apart and not group.stages and not gone:
-                self._replace([group])
-
-    def _merged(self, names: Sequence[str]) -> Group:
-        """Return one group of instances, and of those that they are in groups with."""
-        old, members = self._together(names)
-        if len(old) == 1 and old[0].members == members:
-            return old[0]
-        serving = self._ranks.present()
-        require_all(members, serving)
-        require_like([serving[name] for name in members])
-        rooms = measure(self._ranks, members)
-        shape = shape_of(members, rooms)
-        books = Books(rooms, serving[members[0]].kv_format, shape)
-        caps = {**self._staging.caps, **{name: cap for group in old for name, cap in group.caps.items()}}
-        group = Group(
-            shape,
-            {name: books.alone(name) for name in members},
-            {name: caps.get(name) for name in members},
-            {stage for each in old for stage in each.stages},
-            staged=self._staging.caps,
-            memories={name: memory.hold() for name in members if (memory := serving[name].memory) is not None},
-        )
-        try:
-            self._replace(old, [group], all_there=True)
-        except StateError:
-            group.close()
-            raise
-        return group
-
-    def _together(self, names: Sequence[str]) -> tuple[list[Group], tuple[str, ...]]:
-        """Return the groups that instances are in, and the members of one group of all of these."""
-        serving = self._ranks.present()
-        if unknown := [name for name in names if name not in serving]:
-            raise NotFound(f"there is no rank {unknown[0]!r} that serves; there are: {', '.join(serving) or 'none'}")
-        old = [group for group in self._groups if not set(names).isdisjoint(group.members)]
-        members = tuple(dict.fromkeys([*(name for group in old for name in group.members), *names]))
-        if len(members) < 2:
-            raise ConfigError(f"{', '.join(members) or 'no rank'} makes no group; name two ranks at least")
-        return old, members
-
-    def _replace(self, old: Sequence[Group], new: Sequence[Group] = (), *, all_there: bool = False) -> None:
-        """Have other groups in the place of some, at once: whoever is lost meanwhile is of one of them.
-
-        With `all_there` raises `StateError` if a rank of the new ones has gone: nobody would repair its group.
-        """
-        with self._lock:
-            if all_there:
-                require_all([name for group in new for name in group.members], self._ranks.present())
-            killed = {rank for group in old for rank in group.killed}
-            for group in new:
-                group.killed |= killed.intersection(group.members)
-            self._groups = (*(group for group in self._groups if group not in old), *new)
-        together = {name for group in new for name in group.members}
-        alone = [name for group in old for name in group.members if name not in together]
-        with self._dispatcher.lock:
-            for name in alone:
-                if (instance := self._dispatcher.instances.get(name)) is not None:
-                    instance.part()
-        for group in new:
-            self._mark(group)
-        for group in old:
-            group.close()
-
-    def _mark(self, group: Group) -> None:
-        """Note at the instances what they are part of."""
-        with self._dispatcher.lock:
-            for name, path in group.shape.paths.items():
-                instance = self._dispatcher.instances.get(name)
-                if instance is not None:
-                    instance.join(group.members, path)
-
-    def _changed(self, kind: EventKind, group: Group, done: Exchanged, why: str) -> None:
-        why = f"{why}; {done.why}" if done.why else why
+    def _tell(self, kind: EventKind, group: Group, done: Exchanged, why: str) -> None:
+        """Count what layers did that changed their rank, and have an event tell of it."""
         self._log.count(exchanged_bytes=done.moved_bytes)
         about = {name: getattr(done, name) for name in ("moved_bytes", "stalled_ms", "seconds", "timeline")}
-        self._event(kind, group, **about, why=why)
-
-    def _event(self, kind: EventKind, group: Group, **about: Any) -> None:
-        self._log.add(kind, rank=",".join(group.members), **about)
-
-
-def _layer_bytes(rooms: Mapping[str, Room]) -> tuple[int, ...]:
-    (room,) = rooms.values()
-    return tuple(pages.pages(range(pages.shards)) * room.page_bytes for pages in room.weight_pages)
+        why = f"{why}; {done.why}" if done.why else why
+        self.registry.note(kind if done.status == "applied" else FAILED[kind], group, **about, why=why)

@@ -84,8 +84,8 @@ def predict(
     changes: Sequence[Change],
     rooms: Mapping[str, Room],
     cost: ActionCost,
-    slower: float = 0.0,
-    layers_per_step: int | None = 1,
+    slower: float,
+    layers_per_step: int | None,
 ) -> GroupPrice:
     """Return the price of changes: weights that leave and come, keys and values that are copied, a pause for each flip.
 

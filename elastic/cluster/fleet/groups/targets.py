@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.fleet.groups.group import Shape
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ConfigError
@@ -100,6 +101,28 @@ def shape_keeping(now: Shape, keeps: Mapping[str, frozenset[int]], stages: Mappi
     return Shape(paths, dict(keeps))
 
 
+def units_of(members: Sequence[str], tp: int) -> tuple[tuple[str, ...], ...]:
+    """Put ranks together that are to share layers, in their order."""
+    if len(members) % tp:
+        raise ConfigError(
+            f"reshard: {', '.join(members)} are {len(members)} ranks, which compute layers together or were named; "
+            f"tp={tp} needs a multiple of {tp}"
+        )
+    return tuple(tuple(members[first : first + tp]) for first in range(0, len(members), tp))
+
+
+def require_shards(rooms: Mapping[str, Room], tp: int) -> None:
+    """Raise `ConfigError` for layers that cannot be shared by so many ranks."""
+    if type(tp) is not int or tp < 1:
+        raise ConfigError(f"tp={tp!r} must be a whole number, at least 1")
+    for name, room in rooms.items():
+        if room.path.shards % tp:
+            cut = f"in {room.path.shards} shards" if room.path.shards > 1 else "not cut"
+            raise ConfigError(
+                f"tp={tp}: each layer of rank {name!r} is {cut}; start the fleet with shards={tp}, or more"
+            )
+
+
 def shared_out(now: Shape, shares: Mapping[str, Share]) -> Shape:
     """Return the shape in which ranks have their shares of the model, and each instance goes by all of them."""
     keeps = {rank: share.shards_of(now.layers, now.shards) for rank, share in shares.items()}
@@ -128,8 +151,7 @@ def sharded(now: Shape, units: Iterable[Sequence[str]]) -> Shape:
 
 def parallel(now: Shape, tp: int) -> Shape:
     """Return the shape in which so many members each, in their order, share every layer evenly."""
-    members = now.members
-    return sharded(now, [members[first : first + tp] for first in range(0, len(members), tp)])
+    return sharded(now, units_of(now.members, tp))
 
 
 def apart(now: Shape) -> Shape:

@@ -189,7 +189,7 @@ def plan_transition(
 
 
 def plans_of(
-    now: Shape, target: Shape, books: Books, caps: Mapping[str, int], layers_per_step: int | None = None
+    now: Shape, target: Shape, books: Books, caps: Mapping[str, int], layers_per_step: int | None
 ) -> tuple[Transition, ...]:
     """Return what `plan_transition` does, and before it one with lower caps where these save rounds.
 

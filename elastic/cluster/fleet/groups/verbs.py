@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from elastic.cluster.fleet.groups.flip import ExchangeForm
-from elastic.cluster.fleet.groups.resharding import ReshardingGroups
+from elastic.cluster.fleet.groups.groups import Groups
 from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Migrated, Replicated, Resharded, Restored
 from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.cluster.fleet.records.delivery import Delivery
@@ -22,7 +22,7 @@ TIMEOUT_S = 60.0
 class GroupVerbs(VerbChecks):
     """Each verb blocks its caller and waits for the one before; requests are served on meanwhile. Not for listeners."""
 
-    _groups: ReshardingGroups
+    _groups: Groups
 
     def keep_staging(self) -> None:
         """Have each rank that is by itself keep the KV of one layer free, so that a drop can begin when all is full.

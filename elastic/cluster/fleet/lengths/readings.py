@@ -97,8 +97,8 @@ def _units(groups: Sequence[GroupStatus], serving: Mapping[str, Instance]) -> It
 
 def _partners(unit: tuple[str, ...], group: GroupStatus) -> tuple[str, ...]:
     """Return the ranks that compute layers of some, or of which these compute some."""
-    paths = [path for home, path in group.paths.items() if not {home, *path.guests}.isdisjoint(unit)]
-    return tuple(dict.fromkeys(rank for path in paths for rank in (path.home, *path.guests) if rank not in unit))
+    paths = [path for home, path in group.paths.items() if not {home, *path.helpers}.isdisjoint(unit)]
+    return tuple(dict.fromkeys(rank for path in paths for rank in (path.home, *path.helpers) if rank not in unit))
 
 
 def _reading(

@@ -100,7 +100,7 @@ class DeviceMemoryReader(BufferReader):
         memory: RankMemory,
         stream: socket.socket,
         closed: Callable[[RankMemoryReader], None],
-        count: Callable[[int], None] = lambda nbytes: None,
+        count: Callable[[int], None],
     ) -> None:
         """`buffer` ends with it."""
         super().__init__(memory, stream, closed, count)

@@ -131,7 +131,7 @@ class NixlMemoryReader(BufferReader):
         memory: RankMemory,
         stream: socket.socket,
         closed: Callable[[RankMemoryReader], None],
-        count: Callable[[int], None] = lambda nbytes: None,
+        count: Callable[[int], None],
     ) -> None:
         """Raises `OSError` where the other end goes away."""
         super().__init__(memory, stream, closed, count)

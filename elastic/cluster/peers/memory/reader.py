@@ -51,7 +51,7 @@ class RankMemoryReader:
         memory: RankMemory,
         stream: socket.socket,
         closed: Callable[[RankMemoryReader], None],
-        count: Callable[[int], None] = lambda nbytes: None,
+        count: Callable[[int], None],
     ) -> None:
         """`closed` takes the reader back when nobody reads by it any more; `count` is told of bytes that came."""
         self.memory = memory

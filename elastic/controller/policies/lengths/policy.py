@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic.config import Lengths
+from elastic.controller.backoff import doubled, regretted
 from elastic.controller.policies.lengths.candidates import (
     InstanceDraft,
     best_merger,
@@ -32,8 +33,6 @@ from elastic.controller.policies.lengths.snapshot import (
 
 MOST_PASSED = 64
 """A request is sent past so many that wait for room at the most; so what a tick takes does not grow with the queue."""
-MOST_REGRETS = 3
-"""The dwell doubles with each time in a row that instances parted too early, so many times at most."""
 AT_REST = "all is well"
 
 Ranks = frozenset[str]
@@ -154,9 +153,8 @@ class _Decision:
         ranks = {frozenset(candidate.reading.ranks): candidate for candidate in self.candidates}
         closed = tuple(ranks[key].reading.name for key, large in self.large.items() if large.closed_s is not None)
         parted_s, regrets = self.state.parted_s, self.state.regrets
-        if self.ups and parted_s > -math.inf:
-            early = self.now - parted_s < 4 * self._dwell_s
-            parted_s, regrets = -math.inf, min(regrets + 1, MOST_REGRETS) if early else 0
+        if self.ups:
+            parted_s, regrets = -math.inf, regretted(regrets, parted_s, self.now, self.settings.dwell_s)
         if downs:
             parted_s = self.now
         asked = {key: at for key, at in self.asked.items() if self.now - at < self.settings.cooldown_s}
@@ -164,10 +162,6 @@ class _Decision:
         return LengthPlan(
             tuple(self.routes), tuple(self.ups), downs, closed, tuple(self.refused), self._reason(downs, closed), after
         )
-
-    @property
-    def _dwell_s(self) -> float:
-        return self.settings.dwell_s * (1 << self.state.regrets)
 
     def _carried(self, reading: InstanceReading) -> LargeState | None:
         """Return what is remembered of an instance, with what is seen now."""
@@ -308,13 +302,13 @@ class _Decision:
 
     def _downs(self) -> tuple[ScaleDown, ...]:
         """Close, open and part large instances that no request needs."""
-        downs = []
+        downs, dwell_s = [], doubled(self.settings.dwell_s, self.state.regrets)
         for candidate in self.candidates:
             ranks = frozenset(candidate.reading.ranks)
             state = self.large.get(ranks)
             if state is None or candidate.reading.busy or candidate.taken or candidate.reading.partners:
                 continue
-            if any(ranks == target for target in self.targets.values()) or self.now - state.needed_s < self._dwell_s:
+            if any(ranks == target for target in self.targets.values()) or self.now - state.needed_s < dwell_s:
                 self.large[ranks] = replace(state, closed_s=None)
                 continue
             degree = self._may_part(candidate)

@@ -77,7 +77,7 @@ class Cohorts:
         """
         scheduler, most = self._loop.scheduler, self._most
         equal = CostBudget(cost, max(1, most // LEAST_SHARE), most, usual=most)
-        scheduler.budget = PathBudget(scheduler.budget, equal, lambda: bool(self._home.path.guests))
+        scheduler.budget = PathBudget(scheduler.budget, equal, lambda: bool(self._home.path.helpers))
 
     # -- inside the engine, on the loop's thread
 

@@ -81,7 +81,7 @@ class JoinedRanks:
 
         def detach() -> None:
             path = self._home.path
-            if rank in path.guests:
+            if rank in path.helpers:
                 raise StateError(f"rank {rank!r} computes layers of {path.home!r}: {path.shards_of(rank)}")
             self._home.detach(rank)
             if not self._home.links:
@@ -141,7 +141,7 @@ class JoinedRanks:
         """Note that the log of a rank has ended; from any thread."""
 
         def lose() -> None:
-            if rank in self._home.path.guests:
+            if rank in self._home.path.helpers:
                 why = f"rank {rank!r} computes layers of {self._home.rank!r} no more"
                 self._loop.lose(RankLost(why, rank=rank))
 

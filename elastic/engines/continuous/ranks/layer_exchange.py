@@ -117,7 +117,7 @@ class LayerExchange:
             stalled_ms, copied = self._loop.between_steps(lambda: self._flip(flip, timeout_s))
             copied += ahead + self._home.confirm()
         except RankLost as error:
-            if error.rank in self._home.path.guests:  # nobody waits in a step for one that may only hang
+            if error.rank in self._home.path.helpers:  # nobody waits in a step for one that may only hang
                 self._loop.lose(error)
                 self._home.abort(ending=False)
             raise

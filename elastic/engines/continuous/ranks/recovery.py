@@ -72,7 +72,7 @@ class Recovery:
             self._loop.settle_all()  # the steps in flight, which are void or not
             self._loop.lost = RankLost(f"rank {lost!r} was lost", rank=lost)
             undone, before = self._exchange.void(), self._home.path
-            again = self._layers.take_home(restore, memories) if undone or before.guests else 0
+            again = self._layers.take_home(restore, memories) if undone or before.helpers else 0
             alone = LayerPath.alone(before.home, before.layers, before.shards)
             self._ranks.part(replace(alone, epoch=before.epoch + 1))
             if before.copies > 1:
@@ -128,11 +128,11 @@ class LostLayers:
         """
         sources: dict[str, LayersKV] = {}
         path = self._home.path.of_copy(copy)
-        wanted = self._kv.exchange.parts_of(shard for rank in path.guests for shard in path.shards_of(rank))
+        wanted = self._kv.exchange.parts_of(shard for rank in path.helpers for shard in path.shards_of(rank))
         wanted -= self._kv.exchange.parts_of(path.shards_of(self._home.rank))
         if memories is None:
             return None if wanted else {}
-        for rank in sorted(path.guests, key=memories.__contains__):
+        for rank in sorted(path.helpers, key=memories.__contains__):
             parts = self._kv.exchange.parts_of(path.shards_of(rank)) & wanted
             source = self._source(rank, parts, memories) if parts else None
             if source is not None:

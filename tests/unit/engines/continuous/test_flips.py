@@ -60,7 +60,7 @@ def test_a_step_is_begun_before_the_other_rank_has_copied(ranks: EngineGroup, mo
 
     def note_step(home: HomeExecutor, *step: Any) -> None:
         send(home, *step)
-        if home.path.guests:
+        if home.path.helpers:
             begun.set()
 
     def copy_late(stage: GuestStage, item: CopyItem) -> Copied:

@@ -476,7 +476,7 @@ def test_what_a_killed_rank_had_is_read_from_its_memory_and_not_computed_again(
     memories = ranks.kill("c")
     wait_until(lambda: ranks["a"].recovery.lost_rank is not None)
     assert ranks["a"].recovery.recover("c", lambda layers: None, memories) == 0
-    assert ranks["a"].path.guests == ()
+    assert ranks["a"].path.helpers == ()
     heard.wait(list(expected))
     assert heard.tokens == expected
     for rank in "ab":

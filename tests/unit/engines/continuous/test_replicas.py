@@ -161,7 +161,7 @@ def test_a_killed_replica_costs_no_token_and_what_can_be_read_is_not_computed_ag
         assert again == 0
     else:
         assert 0 < again < sum(len(prompt) + 60 for prompt in PROMPTS), "the home's own half goes on as it was"
-    assert (ranks["a"].path.copies, ranks["a"].path.guests) == (1, ())
+    assert (ranks["a"].path.copies, ranks["a"].path.helpers) == (1, ())
     ranks["a"].check()
 
 

@@ -114,7 +114,7 @@ def test_shards_go_to_all_ranks_at_one_pause_and_come_back_at_one(group: Callabl
     ranks.move_all("a", {1: "c", 5: "d", 9: "d"})  # guests to guests
     ranks.check()
     ranks.part("a")
-    assert (ranks["a"].path.guests, ranks["a"].path.epoch) == ((), 3)
+    assert (ranks["a"].path.helpers, ranks["a"].path.epoch) == ((), 3)
     finish(ranks, heard, "llama-gqa")
 
 
@@ -133,7 +133,7 @@ def test_nothing_changes_where_one_of_several_ranks_cannot_copy(
     goes = {layer * 4 + part: guest for layer in range(LAYERS) for part, guest in enumerate("bcd", 1)}
     with pytest.raises(StateError, match=f"rank '{fails}' could not copy"):
         ranks.move_all("a", goes)
-    assert (ranks["a"].path.guests, ranks["a"].path.epoch) == ((), 0)
+    assert (ranks["a"].path.helpers, ranks["a"].path.epoch) == ((), 0)
     assert {rank: ranks[rank].runtime.pools[0].free_pages for rank in "bcd"} == pages
     ranks.check()
     monkeypatch.undo()
@@ -256,7 +256,7 @@ def test_a_rank_that_is_lost_with_its_shards(group: Callable[..., EngineGroup], 
     again = ranks["a"].recovery.recover("c", restored.append, memories if readable else {})
     assert restored == [shards_of(range(1, 4), 4)]
     assert (again == 0) is readable
-    assert ranks["a"].path.guests == ()
+    assert ranks["a"].path.helpers == ()
     end(heard, "llama-gqa", 60)
     ranks["a"].check()
 

@@ -64,7 +64,7 @@ def test_copies_are_paths_of_their_own_that_begin_and_end_as_one() -> None:
     assert (path.layers, path.numbers, path.copies, path.epoch) == (3, 3, 2, 5)
     assert path.copies_of(1) == (("a",),)
     split = path.moved((4, 5), "b")
-    assert split.guests == ("b",)
+    assert split.helpers == ("b",)
     assert split.of_copy(0).ranks == ("a",) * 3
     assert split.of_copy(1).ranks == ("a", "b", "b")
     assert split.copies_of(0) == (("a",),)
@@ -118,7 +118,7 @@ def test_hidden_states_are_where_they_are_needed(home: str, cut: tuple[int, tupl
 
 def test_moved_shards_are_another_epoch() -> None:
     path = LayerPath.alone("a", 3).moved((1, 2), "b")
-    assert (path.ranks, path.epoch, path.guests) == (("a", "b", "b"), 1, ("b",))
+    assert (path.ranks, path.epoch, path.helpers) == (("a", "b", "b"), 1, ("b",))
     with pytest.raises(ConfigError, match="computes no layer"):
         path.plan("c")
     cut = LayerPath.alone("a", 2, shards=2).moved((1, 3), "b")

@@ -5,13 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elastic.errors import ConfigError
-from elastic.planning.estimate.paper import (
-    Latency,
-    MemoryParts,
-    PerLayer,
-    extrapolated_latency,
-    extrapolated_memory,
-)
+from elastic.planning.estimate.paper import Latency, MemoryParts
+from support.estimation.fingerprints import PerLayer, extrapolated_latency, extrapolated_memory
 
 PARTS = MemoryParts(weights=1000.0, activations=30.0, stage_activations=4.0)
 

@@ -16,8 +16,8 @@ from elastic.planning.pipeline.chunk_cost import (
     ChunkCost,
     ChunkProfile,
     ModelCost,
-    relative_errors,
 )
+from support.pipeline.chunk_errors import relative_errors
 
 TRUE = ChunkCost(2e-8, 2e-8, 3e-5, 9e-4, 7e-4)
 READING = replace(TRUE, own=1e-8, read=4e-7)

@@ -11,15 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.errors import ConfigError
-from elastic.planning.sharding.bounds import most_parts, row_bounds
-from elastic.planning.sharding.page_layout import (
-    MOST_PADDING,
-    Form,
-    aligned_unit,
-    choose_layout,
-    cut_layout,
-    page_count,
-)
+from elastic.planning.sharding.bounds import aligned_unit, most_parts, row_bounds
+from support.sharding.page_layout import MOST_PADDING, Form, choose_layout, cut_layout, page_count
 
 PAGE = 2 << 20
 BF16 = 2

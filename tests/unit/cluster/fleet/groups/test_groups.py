@@ -76,7 +76,7 @@ def assert_alone(fleet: Fleet, ranks: list[GroupRank]) -> None:
     assert fleet.groups() == ()
     for rank in ranks:
         rank.check()
-        assert rank.path.guests == ()
+        assert rank.path.helpers == ()
         assert rank.resident == set(range(LAYERS))
         assert (rank.guests, rank.stages, rank.cap) == ({}, set(), None)
 
@@ -347,7 +347,7 @@ def test_a_flip_beside_one_that_fails_is_done(fleets: Any) -> None:
     b.fails = lambda question: StateError("the copy failed") if isinstance(question, FlipLayers) else None
     partial = fleet.drop(layers={"r0": range(3, 6), "r1": range(3)}, layers_per_step=1)
     assert (partial.status, partial.flips, partial.freed_bytes) == ("partial", 1, LAYER_BYTES)
-    assert (len(a.path.guests), b.path.guests) == (1, ())
+    assert (len(a.path.helpers), b.path.helpers) == (1, ())
     for rank in (a, b):
         rank.check()
 
@@ -439,7 +439,7 @@ def test_layers_of_one_instance_are_computed_elsewhere_without_a_drop(fleets: An
     moved = fleet.migrate("r0", (4, 5), "r1", layers_per_step=1)
     assert (moved.status, moved.flips, moved.layers) == ("applied", 2, (4, 5))
     assert a.path.ranks == ("r0",) * 4 + ("r1",) * 2
-    assert b.path.guests == ()
+    assert b.path.helpers == ()
     instances = {each.name: each for each in fleet.status().instances}
     assert instances["r0"].ranks == ("r0", "r1")
     assert (instances["r0"].epoch, instances["r1"].epoch) == (2, 0)
@@ -477,7 +477,7 @@ def test_a_replica_has_weights_and_keys_and_values_at_another_rank_until_it_is_e
     assert fleet.evict("r0", [4, 0]).layers == (4,)
     assert [len(a.path.copies_of(layer)) for layer in range(LAYERS)] == [1, 1, 1, 1, 1, 2]
     assert fleet.evict("r0").layers == (5,)
-    assert (a.path.copies, a.path.guests, b.path.copies) == (1, (), 1)
+    assert (a.path.copies, a.path.helpers, b.path.copies) == (1, (), 1)
     assert kinds(fleet).count("evicted") == 2
     assert fleet.evict("r0").status == "applied"
     assert fleet.replicate("r0", (0,), "r1").status == "applied"
@@ -694,11 +694,11 @@ def verbs_in_any_order(data: st.DataObject, ranks: int) -> None:
                 for rank in world:
                     rank.stuck = data.draw(st.booleans())
                 ask_for(fleet, data.draw(st.sampled_from(world)), data.draw(st.integers(1, 40)))
-                before = [(group.shape, group.caps_in_force()) for group in fleet._groups._groups]
+                before = [(group.shape, group.caps_in_force()) for group in fleet._groups.registry.groups]
                 fleet._groups.follow_needs()
                 for rank in world:
                     rank.stuck = False
-                after = [(group.shape, group.caps_in_force()) for group in fleet._groups._groups]
+                after = [(group.shape, group.caps_in_force()) for group in fleet._groups.registry.groups]
                 assert [shape for shape, _ in after] == [shape for shape, _ in before]
             elif verb == "evict":
                 fleet.evict(data.draw(st.sampled_from(world)).name, timeout_s=5)

@@ -14,7 +14,7 @@ import pytest
 from elastic.cluster.control.messages import Apply
 from elastic.cluster.control.stage_questions import LosePeer, MeasureRoom, OpenPeers, Recover, WeightsOf
 from elastic.cluster.fleet.fleet import Fleet
-from elastic.cluster.fleet.groups import groups, resharding
+from elastic.cluster.fleet.groups import groups, registry
 from elastic.cluster.fleet.groups.group import Group
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.engines.base import Request
@@ -78,7 +78,7 @@ def test_a_group_is_repaired_while_another_waits_for_its_requests(served: tuple[
     b.die()
     until(lambda: recovered(fleet) == ["r0,r1"])
     assert not drop.done(), "the repair has waited for a verb of other ranks"
-    assert (a.path.guests, a.cap, a.resident) == ((), None, set(range(LAYERS)))
+    assert (a.path.helpers, a.cap, a.resident) == ((), None, set(range(LAYERS)))
     c.stuck = d.stuck = False
     assert drop.result(20).status == "applied"
     assert [group.members for group in fleet.groups()] == [("r2", "r3")]
@@ -135,8 +135,8 @@ def test_a_verb_that_comes_before_the_repair_is_refused_in_words(
     """Of a group whose lost rank it does not name: that was a KeyError."""
     fleet, (a, b, c, _) = served
     fleet.drop(layers=FIRST)
-    repair, begins = fleet._groups._repair, threading.Event()
-    monkeypatch.setattr(fleet._groups, "_repair", lambda rank: begins.wait(20) and repair(rank))
+    repair, begins = fleet._groups.registry._repair, threading.Event()
+    monkeypatch.setattr(fleet._groups.registry, "_repair", lambda rank: begins.wait(20) and repair(rank))
     b.die()
     wanted = {"r0": range(3, LAYERS), "r2": range(3)}
     with pytest.raises(StateError, match="rank 'r1', with which r0, r2 would be one group, was lost"):
@@ -196,7 +196,7 @@ def test_a_rank_is_told_who_has_the_weights_that_it_lacks(served: tuple[Fleet, l
     b.die()
     until(lambda: recovered(fleet) == ["r0,r1"])
     assert weights_told(a) == (((4, 5), ("r2", {4, 5})), ((3,), ("r3", {3})))
-    assert (a.path.guests, a.resident) == ((), set(range(LAYERS)))
+    assert (a.path.helpers, a.resident) == ((), set(range(LAYERS)))
     assert not any(isinstance(asked, Recover) for rank in (c, d) for asked in rank.asked)
 
 
@@ -304,7 +304,7 @@ def test_a_rank_that_is_lost_while_instances_become_a_group_leaves_none_that_nob
 ) -> None:
     fleet, (_, b, *_) = served
     shape_of = groups.shape_of
-    monkeypatch.setattr(groups, "shape_of", lambda *about: (b.die(), shape_of(*about))[1])
+    monkeypatch.setattr(registry, "shape_of", lambda *about: (b.die(), shape_of(*about))[1])
     with pytest.raises(StateError, match="rank 'r1', with which r0 would be one group, was lost"):
         fleet.drop(layers=FIRST)
     assert fleet.groups() == ()
@@ -330,7 +330,7 @@ def test_a_rank_that_is_lost_while_a_group_is_split_up_is_repaired(
         raise StateError("other weights")
 
     monkeypatch.setattr(Group, "close", lose_one)
-    monkeypatch.setattr(resharding, "compare_weights", differ)
+    monkeypatch.setattr(groups, "compare_weights", differ)
     with pytest.raises(StateError, match="other weights"):
         fleet.merge("r0", "r2")
     until(lambda: recovered(fleet) == ["r0,r1"])

@@ -194,7 +194,7 @@ def test_a_failure_at_one_of_several_ranks_undoes_it_at_all(fleets: Any, questio
     )
     done = fleet.reshard(names, tp=4)
     assert (done.status, done.why) == ("partial", "no")  # other instances have changed
-    assert ranks[0].path.guests == ()
+    assert ranks[0].path.helpers == ()
     assert not ranks[0].exchanging
     assert all(not rank.guests["r0"].coming for rank in ranks[1:])
     check(ranks)

@@ -97,7 +97,7 @@ def test_a_pair_drops_what_one_by_itself_has_too(fleet: Fleet, ranks: list[Group
         rank.committed = 1
     while fleet.groups():
         assert fleet.restore().status == "applied"
-    assert all(rank.path.guests == () for rank in ranks)
+    assert all(rank.path.helpers == () for rank in ranks)
 
 
 def test_policies_see_a_pair_as_one_instance(fleet: Fleet, ranks: list[GroupRank]) -> None:

@@ -198,7 +198,7 @@ def test_a_change_that_was_stopped_on_its_way_is_asked_for_again_and_the_long_re
     w.ask(w.capacity[2], "long")
     w.go_on(3)
     (group,) = w.fleet.groups()
-    assert {name: path.guests for name, path in group.paths.items()} == {"r0": ("r1",), "r1": ()}
+    assert {name: path.helpers for name, path in group.paths.items()} == {"r0": ("r1",), "r1": ()}
     assert w.fleet.status().queued == 1, "the two have no room for it yet"
     kinds = [event.kind for event in w.fleet.events()]
     assert kinds.count("reshard failed") == 3

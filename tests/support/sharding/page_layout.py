@@ -1,7 +1,6 @@
 """How the paper lays a matrix that is cut on pages, so that parts leave and return in place. (AMOEBA, section 3.2)
 
-Weights are stored without its padding (docs/design.md): of all this they need `aligned_unit` alone, the rest is there
-to be compared with.
+Weights are stored without its padding (docs/design.md).
 
 A matrix is stored with the dimension that is cut outermost: `gate` and `up` as they are, [intermediate, hidden], `down`
 transposed, experts one after another. So a part is a run of rows, and the paper lays bytes between the parts until each
@@ -105,11 +104,6 @@ def cut_layout(rows: int, row_bytes: int, page_bytes: int, parts: int, form: For
         stored.append(StoredPart(range(start, stop), offset, nbytes))
         offset += nbytes
     return CutLayout(row_bytes, page_bytes, form, tuple(stored))
-
-
-def aligned_unit(row_bytes: int, page_bytes: int) -> int:
-    """Return the least number of rows that end on a page."""
-    return page_bytes // math.gcd(page_bytes, row_bytes)
 
 
 def choose_layout(

@@ -1,0 +1,226 @@
+"""Which groups a fleet has: they are put together, come apart, and are repaired when one of their ranks is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from elastic import clock
+from elastic.cluster.control.status import EventKind
+from elastic.cluster.fleet.groups.caps.reach import note_reach
+from elastic.cluster.fleet.groups.caps.staging import Staging
+from elastic.cluster.fleet.groups.exchange import close_stages, measure
+from elastic.cluster.fleet.groups.group import Group, RankClaims
+from elastic.cluster.fleet.groups.price import shape_of
+from elastic.cluster.fleet.groups.ranks import Ranks, require_all, require_like
+from elastic.cluster.fleet.groups.recovery import go_on, recover
+from elastic.cluster.fleet.groups.transition import Books
+from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.errors import ConfigError, NotFound, StateError
+
+
+class GroupRegistry:
+    """The groups there are. One verb at a time changes them; a repair goes on beside verbs of other ranks."""
+
+    def __init__(self, ranks: Ranks, staging: Staging, log: EventLog) -> None:
+        self._ranks, self._dispatcher, self._staging, self._log = ranks, ranks.dispatcher, staging, log
+        self.groups: tuple[Group, ...] = ()
+        self._lock = clock.make_lock()  # while the groups and the repairs are changed
+        self._claims = RankClaims()
+        self._repairs: list[clock.Thread] = []
+        self._closed = False
+
+    @property
+    def repairing(self) -> bool:
+        """Whether a group is repaired."""
+        return any(thread.is_alive() for thread in self._repairs)
+
+    def group_of(self, rank: str) -> Group | None:
+        """Return the group that a rank is in."""
+        return next((group for group in self.groups if rank in group.members), None)
+
+    def groups_of(self, rank: str | None) -> tuple[Group, ...]:
+        """Return the group of a rank, if it is in one; None: all groups. Raises as `Ranks.instance`."""
+        groups = tuple(group for group in self.groups if rank is None or rank in group.members)
+        if rank is not None and not groups:
+            self._ranks.instance(rank)  # it is there
+        return groups
+
+    def together(self, names: Sequence[str]) -> tuple[list[Group], tuple[str, ...]]:
+        """Return the groups that instances are in, and the members of one group of all of these."""
+        serving = self._ranks.present()
+        if unknown := [name for name in names if name not in serving]:
+            raise NotFound(f"there is no rank {unknown[0]!r} that serves; there are: {', '.join(serving) or 'none'}")
+        old = [group for group in self.groups if not set(names).isdisjoint(group.members)]
+        members = tuple(dict.fromkeys([*(name for group in old for name in group.members), *names]))
+        if len(members) < 2:
+            raise ConfigError(f"{', '.join(members) or 'no rank'} makes no group; name two ranks at least")
+        return old, members
+
+    def with_partners(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return ranks, and those that compute layers with them. Raises `ConfigError` for none and for unknown ones."""
+        serving = [instance.name for instance in self._ranks.serving()]
+        there = ", ".join(serving) or "none"
+        if not names:
+            raise ConfigError(f"reshard: name one instance at least; there are: {there}")
+        if unknown := [name for name in names if name not in serving]:
+            raise NotFound(f"reshard: there is no rank {unknown[0]!r} that serves; there are: {there}")
+        partners: dict[str, None] = {}
+        for name in names:
+            group = self.group_of(name)
+            units = [unit for unit in group.shape.units() if name in unit] if group is not None else [(name,)]
+            partners |= dict.fromkeys(units[0])
+        return tuple(partners)
+
+    @contextmanager
+    def acting(self, names: Iterable[str]) -> Iterator[None]:
+        """Have ranks, and those in groups with them, to oneself: one that is being repaired is so before."""
+        together = frozenset(names)
+        members = (group.members for group in self.groups if not together.isdisjoint(group.members))
+        with self._claims.of(together.union(*members)):
+            yield
+
+    # -- by whom the ranks are claimed
+
+    @contextmanager
+    def group_for(self, names: Sequence[str]) -> Iterator[Group]:
+        """Give the group of instances; if it comes to nothing, each is by itself again."""
+        group = self.merged(names)
+        try:
+            yield group
+        finally:
+            self.mark(group)
+            gone = [name for name in group.members if not self._ranks.there(name)]
+            if group.shape.apart and not group.stages and not gone:
+                self.replace([group])
+
+    def merged(self, names: Sequence[str]) -> Group:
+        """Return one group of instances, and of those that they are in groups with."""
+        old, members = self.together(names)
+        if len(old) == 1 and old[0].members == members:
+            return old[0]
+        serving = self._ranks.present()
+        require_all(members, serving)
+        require_like([serving[name] for name in members])
+        rooms = measure(self._ranks, members)
+        shape = shape_of(members, rooms)
+        books = Books(rooms, serving[members[0]].kv_format, shape)
+        caps = {**self._staging.caps, **{name: cap for group in old for name, cap in group.caps.items()}}
+        group = Group(
+            shape,
+            {name: books.alone(name) for name in members},
+            {name: caps.get(name) for name in members},
+            {stage for each in old for stage in each.stages},
+            staged=self._staging.caps,
+            memories={name: memory.hold() for name in members if (memory := serving[name].memory) is not None},
+        )
+        try:
+            self.replace(old, [group], all_there=True)
+        except StateError:
+            group.close()
+            raise
+        return group
+
+    def part(self, group: Group) -> None:
+        """Have the instances of a group, that compute all of their layers themselves again, be by themselves."""
+        close_stages(self._ranks, group.stages)
+        group.stages.clear()
+        self.replace([group])
+        self.note("parted", group)
+
+    def divide(self, group: Group) -> None:
+        """Have those of a group that compute nothing for each other any more be groups of their own."""
+        units = group.shape.units()
+        if len(units) == 1 or group not in self.groups:
+            return
+        unit_of = {name: unit for unit in units for name in unit}
+        across = [(home, rank) for home, rank in group.stages if unit_of[home] != unit_of[rank]]
+        close_stages(self._ranks, across)
+        group.stages.difference_update(across)
+        self.split_up(group, [unit for unit in units if len(unit) > 1])
+        alone = [unit[0] for unit in units if len(unit) == 1]
+        self._ranks.set_caps({name: group.staged.get(name) for name in alone})
+        if alone:
+            self._log.add("parted", rank=",".join(alone))
+
+    def split_up(self, group: Group, units: Sequence[tuple[str, ...]]) -> None:
+        """Have some of a group be groups of their own, and all others by themselves."""
+        parts = [group.part_of(unit) for unit in units]
+        self.replace([group], parts)
+        for part in parts:
+            note_reach(self._dispatcher, part.shape, measure(self._ranks, part.members))
+
+    def replace(self, old: Sequence[Group], new: Sequence[Group] = (), *, all_there: bool = False) -> None:
+        """Have other groups in the place of some, at once: whoever is lost meanwhile is of one of them.
+
+        With `all_there` raises `StateError` if a rank of the new ones has gone: nobody would repair its group.
+        """
+        with self._lock:
+            if all_there:
+                require_all([name for group in new for name in group.members], self._ranks.present())
+            killed = {rank for group in old for rank in group.killed}
+            for group in new:
+                group.killed |= killed.intersection(group.members)
+            self.groups = (*(group for group in self.groups if group not in old), *new)
+        together = {name for group in new for name in group.members}
+        alone = [name for group in old for name in group.members if name not in together]
+        with self._dispatcher.lock:
+            for name in alone:
+                if (instance := self._dispatcher.instances.get(name)) is not None:
+                    instance.part()
+        for group in new:
+            self.mark(group)
+        for group in old:
+            group.close()
+
+    def mark(self, group: Group) -> None:
+        """Note at the instances what they are part of."""
+        with self._dispatcher.lock:
+            for name, path in group.shape.paths.items():
+                instance = self._dispatcher.instances.get(name)
+                if instance is not None:
+                    instance.join(group.members, path)
+
+    def note(self, kind: EventKind, group: Group, **about: Any) -> None:
+        """Have an event tell of a group."""
+        self._log.add(kind, rank=",".join(group.members), **about)
+
+    # -- a rank has gone
+
+    def lost(self, instance: Instance) -> None:
+        """Have those that computed with a rank go on without it, beside the caller."""
+        with self._lock:
+            group = None if self._closed else self.group_of(instance.name)
+            if group is not None and instance.client.heard_all:
+                group.killed.add(instance.name)
+        self._ranks.lose(instance.name)
+        if group is None:
+            go_on(self._ranks, instance.name, ())
+            return
+        thread = clock.make_thread(partial(self._repair, instance.name), f"elastic-repair-{instance.name}")
+        with self._lock:
+            thread.start()
+            self._repairs = [*(other for other in self._repairs if other.is_alive()), thread]
+
+    def _repair(self, rank: str) -> None:
+        while (group := self.group_of(rank)) is not None and not self._closed:
+            with self._claims.of(group.members):  # a verb of theirs that was under way has failed, or ends soon
+                if self.group_of(rank) is not group:
+                    continue  # the verb has put them together anew
+                recomputed = recover(self._ranks, group, rank)
+                self.replace([group])
+                self._log.count(recomputed_tokens=recomputed)
+                self.note("recovered", group, recomputed_tokens=recomputed, why=f"rank {rank} was lost")
+                go_on(self._ranks, rank, group.members)
+        go_on(self._ranks, rank, ())
+
+    def close(self) -> None:
+        """Repair nothing any more: the ranks end."""
+        self._closed = True
+        for thread in self._repairs:
+            thread.join()
+        for group in self.groups:
+            group.close()

@@ -1,0 +1,1 @@
+"""What replays leave behind."""

@@ -1,0 +1,1 @@
+"""How the papers lay out weights, to compare with."""
