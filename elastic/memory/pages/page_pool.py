@@ -57,9 +57,9 @@ class PagePool:
         self.budget_pages = budget_bytes // self.page_bytes
         self.ready_pages = ready_pages
         self.reclaimers: list[Callable[[int], int]] = []
+        """Asked in turn, without the pool's own lock, to free some number of pages when the budget is short."""
         self.claims: dict[object, Callable[[], int]] = {}
         """By who has caches here: pages that others are to leave to it; below zero, what it would give them."""
-        """Asked in turn, without the pool's own lock, to free some number of pages when the budget is short."""
         self.listeners: list[Callable[[], object]] = []
         """Called under `mapping_lock` when pages may be had that could not be before. They may only leave a note."""
         self.mapping_lock = threading.RLock()
