@@ -74,7 +74,7 @@ def test_a_command_ends_quietly_when_nobody_reads_its_output_any_more() -> None:
     [
         (["--model", "/nowhere"], "--model /nowhere: no model there"),
         (["--prompt", "  "], "--prompt '  ' is empty"),
-        (["--place", "cpu=1MiB", "--max-new-tokens", "4"], "place cpu has too few free pages"),
+        (["--place", "cpu=1MiB", "--max-new-tokens", "4"], "place cpu is too small for this model"),
         (["--place", "cpu=lots"], "budget of place cpu='lots' is not a size"),
         (["--place", "gpu"], "'gpu' is not a place"),
         (["--place", "cuda:99"], "cuda:99"),

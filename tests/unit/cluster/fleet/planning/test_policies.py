@@ -35,7 +35,7 @@ def test_policies_by_name_by_their_numbers_and_together(policy: Any, expected: F
     ("policy", "words"),
     [
         ("scale", "policy='scale' must be 'balance', 'drop', 'lengths', an elastic.Overload"),
-        (("balance", None), "policy=None must be"),
+        (("balance", None), "policy=('balance', None) must be"),
         (("drop", LATE), "says one of them twice"),
         (("balance", "balance"), "says one of them twice"),
     ],
