@@ -255,6 +255,14 @@ def test_arguments_that_say_nothing_are_refused_in_words(options: dict[str, Any]
         estimate(LLAMA_2_70B, **{"devices": "8*h100", **options})
 
 
+def test_a_checkpoint_of_quantized_weights_is_refused_for_they_would_be_taken_for_full_ones(tmp_path: Path) -> None:
+    config = json.loads((Path(MODEL_DIR) / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"its weights are quantized \(mxfp4\), which is not estimated; name the"):
+        estimate(tmp_path, "h100")
+
+
 def test_one_form_of_weights_can_stand_alone() -> None:
     forms = {each.configuration.weights for each in estimate(LLAMA_2_70B, "8*h100", weights="int8", kv="full")}
     assert forms == {"int8"}
