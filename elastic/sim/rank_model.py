@@ -12,7 +12,7 @@ from elastic.estimation.estimate import Estimator
 from elastic.estimation.model_layout import layout_of
 from elastic.model_files import reading
 from elastic.planning.estimate.configuration import FULL, Configuration
-from elastic.planning.estimate.devices import DeviceKind, several, sheet
+from elastic.planning.estimate.devices import DeviceKind, require_memory, several, sheet
 from elastic.planning.estimate.performance import InstanceCost, Load
 from elastic.planning.estimate.roofline import BatchCost
 from elastic.planning.pipeline.chunk_cost import ChunkCost
@@ -107,6 +107,7 @@ def _memory(memory: Table, options: EngineOptions) -> PlacePages:
 def _by_sheet(table: Table, options: EngineOptions, folder: Path) -> _RankCost:
     kind = sheet(table.text("device"), option="model.device")
     size = parse_bytes(table.text("memory", str(kind.memory_bytes)), option="model.memory")
+    require_memory(kind, size, "model.memory")
     memory = SheetMemory(kind.memory_bytes, size)
     kind, basis = read_rates(table, kind)
     configuration = Configuration(table.whole("tp", 1), 1, table.text("weights", FULL), table.text("kv", FULL))

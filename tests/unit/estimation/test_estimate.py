@@ -227,9 +227,14 @@ def test_devices_are_places_or_data_sheets() -> None:
         ("cpu=1GiB/2MiB", "names a page size"),
         ("0*h100", "use 1 to 4096"),
         ("9" * 5000 + "*h100", "use 1 to 4096"),
+        ("2*h100=81GiB", r"'2\*h100=81GiB': a device of h100 has 74.51 GiB, not 81.00 GiB; give less"),
     ):
         with pytest.raises(ConfigError, match=words):
             parse_devices(text)
+    (whole,) = parse_devices("cuda:0=80GiB", "a100-80gb")  # what a sheet calls 80 GB
+    assert whole.memory_bytes == 80 << 30
+    with pytest.raises(ConfigError, match=r"cuda:0: a device of h100 has 74\.51 GiB, not 500\.00 GiB"):
+        parse_devices("cuda:0=500GiB", "h100")
     with pytest.raises(ConfigError, match="did you mean 'h100'"):
         parse_devices("cuda:0=1GiB", "h10")
     with pytest.raises(ConfigError, match="devices of one kind"):
@@ -248,6 +253,19 @@ def test_devices_are_places_or_data_sheets() -> None:
         ({"devices": None}, "devices=None are none"),
         ({"devices": "cpu#a=1GiB", "kind": "h100"}, "kind='h100' is the data sheet of places on CUDA"),
         ({"devices": [3]}, r"devices=\[3\] are none"),
+        ({"losses": [("int4", 1)]}, r"losses=\[\('int4', 1\)\] cannot be"),
+        ({"losses": []}, r"losses=\[\] cannot be"),
+        ({"weights": []}, r"weights=\[\] cannot be; it must be a name of a form"),
+        ({"weights": [None]}, r"weights=\[None\] cannot be"),
+        ({"weights": 5}, "weights=5 cannot be"),
+        ({"kv": []}, r"kv=\[\] cannot be"),
+        ({"kv": ["fp8"]}, "kv='fp8' is not known; use 'full' or 'int8'"),
+        ({"step_tokens": 0}, "step_tokens=0 cannot be"),
+        ({"step_tokens": 1.5}, "step_tokens=1.5 cannot be"),
+        ({"block_tokens": 0}, "block_tokens=0 cannot be"),
+        ({"block_tokens": -1}, "block_tokens=-1 cannot be"),
+        ({"block_tokens": 2.5}, "block_tokens=2.5 cannot be"),
+        ({"prefetch_buffers": -1}, "prefetch_buffers=-1 cannot be"),
     ],
 )
 def test_arguments_that_say_nothing_are_refused_in_words(options: dict[str, Any], words: str) -> None:
