@@ -82,6 +82,10 @@ def read_engine(engine: Table) -> EngineOptions:
         engine.text("eviction", "none", among=tuple(SCHEDULERS)),
         engine.number("swap_token_s", 0.0),
     )
+    if options.swap_token_s and options.eviction != "swap":
+        raise ConfigError(
+            f"{engine.name}.swap_token_s is said, but eviction is {options.eviction!r}; say 'swap', or take it away"
+        )
     engine.done()
     return options
 
