@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -229,6 +229,7 @@ class Estimator:
             self.costs.basis,
             "" if self.planned else unserved(configuration),
             self.quality_loss(configuration),
+            partial(self.activations, configuration),
         )
 
     def need(self, configuration: Configuration, layers: range, requests: int) -> int:
@@ -278,11 +279,15 @@ class Estimator:
         fixed = self.pages.fixed * page
         own = self.pages.layers(layers, configuration.weights, configuration.tp) * page
         staging = self.pages.staging(configuration.weights, self.prefetch_buffers) * page
-        threads = configuration.pp if device.kind.type == "cpu" else 1  # each keeps memory of its own there
-        batch = threads * self.batch_bytes(configuration.form, running)
+        batch = self.activations(configuration, running)
         left = device.memory_bytes - fixed - own - staging - batch
         copied = int(self.copied_share(configuration, layers) * left) if left > 0 else 0
         return RankBytes(device.name, device.memory_bytes, fixed, own, staging, batch, copied)
+
+    def activations(self, configuration: Configuration, running: int) -> int:
+        """Return what batches of so many requests take at a rank."""
+        threads = configuration.pp if self.devices[0].kind.type == "cpu" else 1  # each keeps memory of its own there
+        return threads * self.batch_bytes(configuration.form, running)
 
     def batch_bytes(self, form: str, running: int) -> int:
         """Return what a batch takes with so many requests, but for what decode steps copy: a bound, or as measured."""

@@ -121,6 +121,17 @@ def test_keys_and_values_in_8_bits_leave_room_for_more_requests() -> None:
     assert int8 / full == pytest.approx(2 * 36 / 37 * (20 / 26) / (20 / 22), rel=0.02)
 
 
+def test_a_larger_device_has_room_for_more_requests_and_takes_no_more_memory_for_one() -> None:
+    """Logits of requests that there is room for, and that do not run, take none; so a smaller cache saves memory."""
+    config = transformers.LlamaConfig(num_hidden_layers=4, vocab_size=150_000)
+    forms: dict[str, Any] = {"weights": ("full",), "kv": ("full", "int8"), "intent": "memory"}
+    small, large = (estimate(config, f"a6000={size}", **forms) for size in ("5GiB", "8GiB"))
+    assert [str(each.configuration) for each in small] == ["TP1 PP1 full KV int8", "TP1 PP1 full"]
+    assert [each.memory_bytes for each in small] == [each.memory_bytes for each in large]
+    assert all(one.requests < other.requests for one, other in zip(small, large, strict=True))
+    assert all(each.running == 1 for each in small)
+
+
 def test_the_memory_that_is_estimated_serves_as_many_requests_as_it_says() -> None:
     """A place of the estimated budget has room for the estimated requests and not for one more."""
     load = elastic.Load(prompt=100, new=28)
