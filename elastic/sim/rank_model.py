@@ -122,7 +122,7 @@ def _by_sheet(table: Table, options: EngineOptions, folder: Path) -> _RankCost:
     estimator = Estimator(layout, devices, load, options.max_batch_tokens, options.block_tokens, 0, planned=True)
     candidate = estimator.candidate(configuration)
     assert candidate.cost is not None
-    pages = rank_pages(estimator, configuration, range(len(layout.decoder.layers)), devices[0])
+    pages = rank_pages(estimator, configuration, range(len(layout.decoder.layers)), devices[0], options.max_requests)
     cut = _divided(estimator, configuration, candidate.cost)
     return _RankCost(SheetSteps.of(candidate.cost), pages, basis, cut, memory)
 
