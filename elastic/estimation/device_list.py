@@ -27,7 +27,8 @@ def parse_devices(devices: str | Sequence[str | Device], kind: str | None = None
         raise ConfigError(f"kind={kind!r} is the data sheet of places on CUDA; {devices!r} has none: leave it out")
     names = [device.name for device in parsed]
     if not parsed or len(set(names)) < len(names):
-        raise ConfigError(f"devices={names} names none, or one twice; write such as '8*h100' or 'cuda:0=80GiB'")
+        of_sheet = next((device.kind.name for device in parsed if not device.is_place), "h100")
+        raise ConfigError(f"devices={names} names none, or one twice; write such as '2*{of_sheet}' or 'cuda:0=80GiB'")
     return parsed
 
 

@@ -235,6 +235,7 @@ def test_devices_are_places_or_data_sheets() -> None:
         ("h101", "neither a data sheet"),
         ("cuda:0=1GiB", "name its data sheet"),
         ("cpu=1GiB,cpu=1GiB", "or one twice"),
+        ("a6000, a6000", r"or one twice; write such as '2\*a6000'"),
         ("cpu=1GiB/2MiB", "names a page size"),
         ("0*h100", "use 1 to 4096"),
         ("9" * 5000 + "*h100", "use 1 to 4096"),
