@@ -56,6 +56,14 @@ def read_config(path: str, *, option: str) -> Any:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
+def require_full_weights(config: Any, what: str, why: str) -> None:
+    """Raise `ConfigError` for the config of a model whose weights are quantized."""
+    options = getattr(config, "quantization_config", None)
+    if options is not None:
+        method = options.get("quant_method") if isinstance(options, dict) else options.quant_method
+        raise ConfigError(f"{what}: its weights are quantized ({method}), {why}")
+
+
 def read_tokenizer(path: str, *, option: str) -> Any:
     """Read the tokenizer. Raises `ConfigError`."""
     from transformers import AutoTokenizer

@@ -9,7 +9,7 @@ from elastic.config import Place, parse_bytes
 from elastic.errors import ConfigError
 from elastic.memory.places import free_bytes
 from elastic.planning.assumed_speeds import ASSUMED
-from elastic.planning.estimate.devices import SHEETS, Device, DeviceKind, of_cpu, several, sheet
+from elastic.planning.estimate.devices import SHEETS, Device, DeviceKind, of_cpu, require_memory, several, sheet
 
 _SHEET = re.compile(r"(?:(?P<count>\d+)\*)?(?P<kind>[\w-]+)(?:=(?P<size>.+))?", re.ASCII)
 
@@ -27,7 +27,8 @@ def parse_devices(devices: str | Sequence[str | Device], kind: str | None = None
         raise ConfigError(f"kind={kind!r} is the data sheet of places on CUDA; {devices!r} has none: leave it out")
     names = [device.name for device in parsed]
     if not parsed or len(set(names)) < len(names):
-        raise ConfigError(f"devices={names} names none, or one twice; write such as '8*h100' or 'cuda:0=80GiB'")
+        of_sheet = next((device.kind.name for device in parsed if not device.is_place), "h100")
+        raise ConfigError(f"devices={names} names none, or one twice; write such as '2*{of_sheet}' or 'cuda:0=80GiB'")
     return parsed
 
 
@@ -38,7 +39,9 @@ def _parse(text: str, kind: str | None) -> list[Device]:
         digits = (match["count"] or "1").lstrip("0")
         if not digits or len(digits) > 4 or int(digits) > 4096:
             raise ConfigError(f"devices: {text[:40]!r} are {digits[:8] or 0} devices; use 1 to 4096")
-        return several(sheet(match["kind"], option="devices"), int(digits), size)
+        described = sheet(match["kind"], option="devices")
+        require_memory(described, size or 0, f"devices: {text!r}")
+        return several(described, int(digits), size)
     try:
         place = Place.parse(text)
     except ConfigError as error:
@@ -59,6 +62,6 @@ def _of_place(place: Place, kind: str | None) -> Device:
             f"devices: what {place.name} is cannot be seen; name its data sheet, one of {', '.join(SHEETS)}"
         )
     device_kind: DeviceKind = sheet(kind, option="kind")
-    return Device(
-        place.name, device_kind, device_kind.memory_bytes if place.budget_bytes is None else place.budget_bytes
-    )
+    nbytes = device_kind.memory_bytes if place.budget_bytes is None else place.budget_bytes
+    require_memory(device_kind, nbytes, f"devices: {place.name}")
+    return Device(place.name, device_kind, nbytes)

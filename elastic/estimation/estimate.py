@@ -6,16 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, get_args
 
 import torch
 
 from elastic.engines.core.kv_state import INT8
-from elastic.errors import ConfigError, is_number, require
+from elastic.errors import ConfigError, is_number, require, require_whole
 from elastic.estimation.costs import Costs, MeasuredCosts, SheetCosts
 from elastic.estimation.device_list import parse_devices
-from elastic.estimation.kv_room import KVBlockCapacity, KVShape
+from elastic.estimation.kv_room import KVBlockCapacity, KVShape, check_kv_form
 from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.weight_pages import WeightPages, kernel_target, variant_config
@@ -81,7 +81,7 @@ def estimate(
     together: `ranks` is empty then, `tokens_s` and `rate` are not a number. Raises `ConfigError` for what cannot be
     estimated, and for a rate, or a form of keys and values, by the paper's method.
     """
-    weights, kv = named_forms(weights), named_forms(kv)
+    weights, kv = named_forms(weights, "weights"), named_forms(kv, "kv")
     require(load is None or isinstance(load, Load), "load", load, "an elastic.Load, or None")
     _check_method(method, load or USUAL_LOAD, kv)
     available = parse_devices(devices, kind)
@@ -95,7 +95,7 @@ def estimate(
         prefetch_buffers,
         profile,
         planned,
-        losses or {},
+        {} if losses is None else losses,
     )
     space = estimator.space(weights, kv)
     if method == "ours":
@@ -120,6 +120,10 @@ class Estimator:
     def __post_init__(self) -> None:
         """Sort the devices, those with the most memory first. Raises `ConfigError` for unlike kinds."""
         check_losses(self.losses)
+        require_whole(self.step_tokens, "step_tokens")
+        require_whole(self.prefetch_buffers, "prefetch_buffers", least=0)
+        if self.block_tokens is not None:
+            require_whole(self.block_tokens, "block_tokens")
         kinds = {device.kind.name for device in self.devices}
         if len(kinds) != 1:
             raise ConfigError(f"devices of kinds {', '.join(sorted(kinds))}: an estimate is for devices of one kind")
@@ -135,10 +139,12 @@ class Estimator:
         self.costs: Costs = _costs(self.pages, kind, self.profile)
 
     def space(self, weights: Sequence[str], kv: Sequence[str]) -> Iterator[Configuration]:
-        """Yield all configurations on the devices. Raises `ConfigError` for an unknown variant."""
+        """Yield all configurations on the devices. Raises `ConfigError` for an unknown variant or form."""
         for name in weights:
             if name != FULL:
                 variant_config(name)
+        for name in kv:
+            check_kv_form(name)
         return configurations(len(self.devices), len(self.layout.decoder.layers), weights, kv)
 
     def candidates(self, space: Iterator[Configuration]) -> Iterator[Candidate]:
@@ -223,6 +229,7 @@ class Estimator:
             self.costs.basis,
             "" if self.planned else unserved(configuration),
             self.quality_loss(configuration),
+            partial(self.activations, configuration),
         )
 
     def need(self, configuration: Configuration, layers: range, requests: int) -> int:
@@ -272,11 +279,15 @@ class Estimator:
         fixed = self.pages.fixed * page
         own = self.pages.layers(layers, configuration.weights, configuration.tp) * page
         staging = self.pages.staging(configuration.weights, self.prefetch_buffers) * page
-        threads = configuration.pp if device.kind.type == "cpu" else 1  # each keeps memory of its own there
-        batch = threads * self.batch_bytes(configuration.form, running)
+        batch = self.activations(configuration, running)
         left = device.memory_bytes - fixed - own - staging - batch
         copied = int(self.copied_share(configuration, layers) * left) if left > 0 else 0
         return RankBytes(device.name, device.memory_bytes, fixed, own, staging, batch, copied)
+
+    def activations(self, configuration: Configuration, running: int) -> int:
+        """Return what batches of so many requests take at a rank."""
+        threads = configuration.pp if self.devices[0].kind.type == "cpu" else 1  # each keeps memory of its own there
+        return threads * self.batch_bytes(configuration.form, running)
 
     def batch_bytes(self, form: str, running: int) -> int:
         """Return what a batch takes with so many requests, but for what decode steps copy: a bound, or as measured."""
@@ -370,6 +381,7 @@ def _costs(pages: WeightPages, kind: DeviceKind, profile: CostProfile | None) ->
 
 def check_losses(losses: Mapping[str, float]) -> None:
     """Raise `ConfigError` for losses that are no numbers of 0 or more, or not of a form of weights, or of the cache."""
+    require(isinstance(losses, Mapping), "losses", losses, "numbers by form, such as {'int4': 0.03}")
     for form, loss in losses.items():
         if form != f"KV {INT8}":
             variant_config(form)

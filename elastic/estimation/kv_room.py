@@ -69,11 +69,14 @@ def kv_shape_of(config: Any, itemsize: int, form: str = FULL) -> KVShape:
     kv_heads, key, value = shapes.pop()
     if key < value:
         raise ConfigError(f"keys of {key} and values of {value} elements: the engine's blocks have no larger values")
-    if form == FULL:
-        return KVShape(kv_heads, key, itemsize)
-    if form == INT8:
-        return KVShape(kv_heads, key, 1, SCALE_BYTES)
-    raise ConfigError(f"kv={form!r} is not known; use {FULL!r} or {INT8!r}")
+    check_kv_form(form)
+    return KVShape(kv_heads, key, itemsize) if form == FULL else KVShape(kv_heads, key, 1, SCALE_BYTES)
+
+
+def check_kv_form(form: str) -> None:
+    """Raise `ConfigError` for an unknown form of keys and values."""
+    if form not in (FULL, INT8):
+        raise ConfigError(f"kv={form!r} is not known; use {FULL!r} or {INT8!r}")
 
 
 class KVBlockCapacity:

@@ -15,7 +15,7 @@ from elastic.errors import ConfigError
 from elastic.estimation.kv_room import KVShape, kv_shape_of
 from elastic.kvcache.attention_heads import AttentionHeads, attention_heads
 from elastic.memory.weight_layout import LayerLayout
-from elastic.model_files import read_config, reading
+from elastic.model_files import read_config, reading, require_full_weights
 from elastic.quant.variants.eligible import LayerParameters, head_sizes
 from elastic.weights.decoder import Decoder, find_decoder
 from elastic.weights.eligible import held_outside, layer_slots
@@ -119,6 +119,9 @@ def meta_model(source: Any, dtype: torch.dtype | None = None) -> Any:
         )
     own = getattr(config, "dtype", None) or torch.bfloat16
     what = f"MODEL {source}" if path else type(config).__name__
+    require_full_weights(
+        config, what, "which is not estimated; name the directory of its full weights, or leave quantization_config out"
+    )
     with torch.device("meta"), reading(what, "see that its config.json is whole"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or own)
     return model.to("meta")  # some draw parameters by functions that know no default device

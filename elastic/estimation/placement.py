@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, is_number, require
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import WEIGHTS, Estimator
 from elastic.estimation.model_layout import layout_of
@@ -77,6 +77,8 @@ def place_models(
     names = {device.name for device in parsed}
     if unknown := sorted(set(loads or {}) - names):
         raise ConfigError(f"loads of {', '.join(unknown)}, which are none of the devices {', '.join(sorted(names))}")
+    for name, load in (loads or {}).items():
+        require(is_number(load) and load >= 0, f"loads: {name}", load, "a share of the time, 0 or more")
     states = tuple(DeviceState(each.name, each.memory_bytes, (loads or {}).get(each.name, 0.0)) for each in parsed)
     ranked: dict[Any, tuple[ModelOption, ...]] = {}
     placed: list[tuple[str, Deployment | Refusal]] = []

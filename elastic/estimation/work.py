@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-import torch
 
 from elastic.engines.executor.kernels.paged_attention import attends_in_place
 from elastic.engines.executor.layer_groups import layer_groups
@@ -17,11 +15,12 @@ from elastic.planning.estimate.configuration import FULL
 from elastic.planning.estimate.roofline import Work
 from elastic.quant.formats.base import KernelTarget
 from elastic.quant.formats.pruned import Structured
+from elastic.quant.variants.eligible import expert_shapes
 from elastic.quant.variants.packed_layout import packed_layout
 from elastic.weights.decoder import layer_configs
 
-_CHOSEN = ("num_experts_per_tok", "moe_topk", "num_selected_experts", "top_k")
-"""Names in configs of how many experts a token is sent to."""
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "num_selected_experts", "top_k")
+"""Names in configs, or in their `ffn_config`, of how many experts a token is sent to."""
 _SCORE_BYTES = 16
 """For a pair of tokens of a prompt: the mask, how it is made, and its form for the kernel."""
 _MADE_SCORE_BYTES = 8
@@ -41,13 +40,14 @@ def layer_work(pages: WeightPages, kind: LayerKind, weights: str, kv: KVShape, t
     bytes_of = _stored_bytes(kind, weights, pages.target)
     smaller = weights != FULL and isinstance(variant_config(weights), Structured)
     read, met = dict.fromkeys(_GROUPS, 0.0), dict.fromkeys(_GROUPS, 0.0)
+    experts = expert_shapes(kind.parameters)
     for name, slot in kind.slots.items():
         parameter = slot.parameter
-        group = "experts" if parameter.ndim == 3 else "cut" if name in cuts else "whole"
+        group = "experts" if name in experts else "cut" if name in cuts else "whole"
         read[group] += bytes_of[name]
         if parameter.ndim > 1:
             met[group] += bytes_of[name] / parameter.element_size() if smaller else parameter.numel()
-    chosen = chosen_share(config, kind.layers[0], [slot.parameter for slot in kind.slots.values()])
+    chosen = chosen_share(config, kind.layers[0], experts.values())
     shared = [
         Work(read["cut"], 2 * met["cut"]),
         Work(read["experts"], 2 * chosen * met["experts"], least_met=chosen),
@@ -61,12 +61,12 @@ def layer_work(pages: WeightPages, kind: LayerKind, weights: str, kv: KVShape, t
     return tuple(work for work in parts if work.weight_bytes or work.kv_bytes)
 
 
-def chosen_share(config: Any, layer: int, parameters: Iterable[torch.Tensor]) -> float:
+def chosen_share(config: Any, layer: int, shapes: Iterable[Sequence[int]]) -> float:
     """Return the share of the experts of a layer, by its number, that a token is sent to; 1.0 where it has none.
 
-    parameters: of the layer; of experts are those of shape [experts, ..., ...].
+    shapes: of the layer's experts, [experts, ..., ...].
     """
-    experts = max((parameter.shape[0] for parameter in parameters if parameter.ndim == 3), default=0)
+    experts = max((shape[0] for shape in shapes), default=0)
     return min(1.0, _chosen(config, layer) / experts) if experts else 1.0
 
 
@@ -100,10 +100,12 @@ def activation_bytes(layout: ModelLayout, step_tokens: int, running: int, contex
     made = _MADE_SCORE_BYTES * heads if capped or sinks else 0  # of scores that the engine makes itself
     scores = step_tokens * context * (_SCORE_BYTES + made)
     attention = step_tokens * (4 * heads + 6 * kv.heads) * kv.dim * itemsize + seen + scores
-    slots = [slot for kind in layout.kinds for slot in kind.slots.values()]
-    inner = max(max(slot.parameter.shape[-2:]) for slot in slots if slot.parameter.ndim > 1)
-    routed = (kind for kind in layout.kinds if any(slot.parameter.ndim == 3 for slot in kind.slots.values()))
-    chosen = max((_chosen(config, kind.layers[0]) for kind in routed), default=1)
+    shapes, chosen = [], 1
+    for kind in layout.kinds:
+        experts = expert_shapes(kind.parameters)
+        shapes += [experts.get(name, slot.parameter.shape) for name, slot in kind.slots.items()]
+        chosen = max(chosen, _chosen(config, kind.layers[0]) if experts else 1)
+    inner = max(max(shape[-2:]) for shape in shapes if len(shape) > 1)
     network = step_tokens * chosen * (4 * inner + 2 * hidden) * itemsize
     logits = running * config.vocab_size * (itemsize + 4 * _LOGIT_COPIES)
     return int(step_tokens * 8 * hidden * max(4, itemsize) + max(attention, network, logits))
@@ -152,4 +154,5 @@ def _stored_bytes(kind: LayerKind, weights: str, target: KernelTarget) -> dict[s
 def _chosen(config: Any, layer: int) -> int:
     """Return how many experts a token is sent to in a layer that has some."""
     own = layer_configs(config)[layer]
-    return next((count for name in _CHOSEN if isinstance(count := getattr(own, name, None), int)), 1)
+    told = (getattr(each, name, None) for each in (own, getattr(own, "ffn_config", None)) for name in _CHOSEN)
+    return next((count for count in told if isinstance(count, int)), 1)

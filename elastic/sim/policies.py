@@ -49,8 +49,8 @@ class Mechanisms:
     start_s: float = START_S
 
 
-def read_mechanisms(table: Table, rank: RankModel) -> Mechanisms | None:
-    """Return what a table says; None: there is nothing in it. Raises `ConfigError` naming the key that is wrong."""
+def read_mechanisms(table: Table, rank: RankModel, instances: int) -> Mechanisms | None:
+    """Return what a table says of a fleet; None: there is nothing in it. Raises `ConfigError` naming what is wrong."""
     if not table.left:
         return None
     names = table.texts("policies", among=POLICIES)
@@ -85,10 +85,29 @@ def read_mechanisms(table: Table, rank: RankModel) -> Mechanisms | None:
         table.flag("moves"),
         table.number("start_s", START_S),
     )
-    if stages > 1 and tp > 1:
-        raise ConfigError(f"{table.name}: stages = {stages} and tp = {tp} cannot be at the same time; take one of them")
+    _check_together(mechanisms, table.name, instances)
+    if model.packed is not None and "drop" not in names:
+        raise ConfigError(
+            f"{packed.name} is said, but policies have no 'drop', which swaps to it; add it, or take it away"
+        )
     table.done()
     return mechanisms
+
+
+def _check_together(mechanisms: Mechanisms, name: str, instances: int) -> None:
+    """Raise `ConfigError` where so many instances cannot compute together from the beginning as is said."""
+    stages, tp, model = mechanisms.stages, mechanisms.tp, mechanisms.model
+    if stages > 1 and tp > 1:
+        raise ConfigError(f"{name}: stages = {stages} and tp = {tp} cannot be at the same time; take one of them")
+    if instances % (stages * tp):
+        said = f"stages = {stages}" if stages > 1 else f"tp = {tp}"
+        raise ConfigError(f"{name}: {said} does not divide {instances} instances; give a multiple of it")
+    if stages > model.layers:
+        raise ConfigError(f"{name}: stages = {stages} are more than the {model.layers} layers; give fewer")
+    if model.shards % tp:
+        raise ConfigError(
+            f"{name}: tp = {tp} ranks cannot share layers in {model.shards} parts; say shards = {tp}, or a multiple"
+        )
 
 
 def make_fleet(

@@ -12,7 +12,7 @@ from elastic.estimation.estimate import Estimator
 from elastic.estimation.model_layout import layout_of
 from elastic.model_files import reading
 from elastic.planning.estimate.configuration import FULL, Configuration
-from elastic.planning.estimate.devices import DeviceKind, several, sheet
+from elastic.planning.estimate.devices import DeviceKind, require_memory, several, sheet
 from elastic.planning.estimate.performance import InstanceCost, Load
 from elastic.planning.estimate.roofline import BatchCost
 from elastic.planning.pipeline.chunk_cost import ChunkCost
@@ -82,6 +82,10 @@ def read_engine(engine: Table) -> EngineOptions:
         engine.text("eviction", "none", among=tuple(SCHEDULERS)),
         engine.number("swap_token_s", 0.0),
     )
+    if options.swap_token_s and options.eviction != "swap":
+        raise ConfigError(
+            f"{engine.name}.swap_token_s is said, but eviction is {options.eviction!r}; say 'swap', or take it away"
+        )
     engine.done()
     return options
 
@@ -107,6 +111,7 @@ def _memory(memory: Table, options: EngineOptions) -> PlacePages:
 def _by_sheet(table: Table, options: EngineOptions, folder: Path) -> _RankCost:
     kind = sheet(table.text("device"), option="model.device")
     size = parse_bytes(table.text("memory", str(kind.memory_bytes)), option="model.memory")
+    require_memory(kind, size, "model.memory")
     memory = SheetMemory(kind.memory_bytes, size)
     kind, basis = read_rates(table, kind)
     configuration = Configuration(table.whole("tp", 1), 1, table.text("weights", FULL), table.text("kv", FULL))
@@ -117,7 +122,7 @@ def _by_sheet(table: Table, options: EngineOptions, folder: Path) -> _RankCost:
     estimator = Estimator(layout, devices, load, options.max_batch_tokens, options.block_tokens, 0, planned=True)
     candidate = estimator.candidate(configuration)
     assert candidate.cost is not None
-    pages = rank_pages(estimator, configuration, range(len(layout.decoder.layers)), devices[0])
+    pages = rank_pages(estimator, configuration, range(len(layout.decoder.layers)), devices[0], options.max_requests)
     cut = _divided(estimator, configuration, candidate.cost)
     return _RankCost(SheetSteps.of(candidate.cost), pages, basis, cut, memory)
 

@@ -273,7 +273,7 @@ def _require_memory(models: Sequence[SimulatedModel]) -> None:
 def _model(table: Table, folder: Path, name: str) -> SimulatedModel:
     fleet = _fleet(table.table("fleet"))
     rank, basis, memory = read_rank_model(table, folder)
-    mechanisms = read_mechanisms(table.table("mechanisms"), rank)
+    mechanisms = read_mechanisms(table.table("mechanisms"), rank, fleet.instances)
     if rank.engine.eviction != "none" and mechanisms is not None:
         raise ConfigError(f"engine.eviction = {rank.engine.eviction!r} is for fleets without [mechanisms]; drop one")
     return SimulatedModel(fleet, rank, mechanisms, name, _devices(table, fleet), basis, memory)

@@ -117,6 +117,8 @@ class Bursts:
     """(from, until, requests a second), in order, one not within another."""
 
     def __post_init__(self) -> None:
+        if not self.windows:
+            raise ConfigError("bursts without windows are none; give [[requests.bursts]], or arrivals = 'poisson'")
         edges = [edge for begin, end, _ in self.windows for edge in (begin, end)]
         if self.rate < 0 or edges != sorted(edges) or any(rate < 0 for _, _, rate in self.windows):
             raise ConfigError(f"bursts {self.windows}: give (from, until, rate) in order, and rates of 0 or more")

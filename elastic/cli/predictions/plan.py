@@ -30,7 +30,7 @@ from elastic.planning.cost_model import CostModel, cost, speedup
 from elastic.planning.local_search import PlannedModel, plan_together
 from elastic.planning.measured_cost import MeasuredCostModel, WeightedCost
 from elastic.planning.placement import PlaceCapacity, Placement, ResourceDemand
-from elastic.quant.variants.eligible import LayerParameters, matrices
+from elastic.quant.variants.eligible import LayerParameters, expert_shapes
 from elastic.runtime.layer_benchmark import measure
 from elastic.weights.decoder import Decoder, find_decoder
 
@@ -134,9 +134,10 @@ def sizes_of(decoder: Decoder, model: Any) -> Sizes:
     config, itemsize = decoder.config, next(iter(decoder.layers[0].parameters())).element_size()
     parameters = max(sum(p.numel() for p in layer.parameters()) for layer in decoder.layers)
     largest = layers.index(max(layers))
-    routed = [p for _, p, _ in matrices(LayerParameters.of(decoder.layers[largest])) if p.ndim == 3]
-    share = sum(p.nbytes for p in routed) / layers[largest]
-    experts = ExpertShare(share, chosen_share(config, largest, routed))
+    layer = LayerParameters.of(decoder.layers[largest])
+    routed = expert_shapes(layer)
+    share = sum(layer.parameters[name][1].nbytes for name in routed) / layers[largest]
+    experts = ExpertShare(share, chosen_share(config, largest, routed.values()))
     hidden = config.hidden_size * itemsize
     kv_token = tuple(elements * itemsize for elements in cached_elements(config))
     return Sizes(layers, total - sum(layers), kv_token, hidden, parameters, experts)

@@ -79,7 +79,8 @@ class Deployments:
         preferred((), policy, theta)
         check_losses(losses or {})
         self._book, self._order, self._losses = DeviceBook(available), (policy, theta), losses
-        self._weights, self._kv = named_forms(weights or dict.fromkeys((FULL, *(losses or ())))), named_forms(kv)
+        every = weights or dict.fromkeys((FULL, *(losses or ())))
+        self._weights, self._kv = named_forms(every, "weights"), named_forms(kv, "kv")
         self._fleet_options = {"launch": launch, **(fleet or {})}
         self._replanning, self._store = replanning or Replanning(), store or ProfileStore()
         self._harvester = Harvester(self._book, self._store, self._measured) if harvest else None
@@ -157,7 +158,7 @@ class Deployments:
                 raise ConfigError(f"{name!r} is deployed; give another name, or change it with intend({name!r}, ...)")
             devices = [*self._book.devices.values()]
             options = {**self._fleet_options, **(fleet or {})}
-            forms = named_forms(weights or self._weights), named_forms(kv or self._kv)
+            forms = named_forms(weights or self._weights, "weights"), named_forms(kv or self._kv, "kv")
             chooser = Chooser(path, devices, *forms, *self._order, self._losses, options.get("engine"))
             expected = load or chooser.bounded(USUAL_LOAD)
             try:

@@ -14,7 +14,7 @@ from torch import nn
 from elastic.errors import ConfigError
 from elastic.memory.backends.cuda import require_cuda
 from elastic.memory.checkpoint_file import Checkpoint
-from elastic.model_files import quiet, read_config, reading
+from elastic.model_files import quiet, read_config, reading, require_full_weights
 from elastic.weights.decoder import Decoder, find_decoder
 from elastic.weights.shards.stored import StoredParameter, find_stored
 from elastic.weights.shards.stored_names import blocks_of
@@ -31,8 +31,7 @@ def load_skeleton(path: str, device: torch.device) -> tuple[Any, Checkpoint]:
     if device.type == "cuda":
         require_cuda(device)
     config = read_config(path, option="model")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"model {path} is quantized: a rank that has a part of it cannot read it; load all of it")
+    require_full_weights(config, f"model {path}", "of which a rank can read no part; load all of it")
     dtype = torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16
     files = Checkpoint(path)
     with quiet(), reading(f"model {path}", "see that its config.json is whole"), _without_data():

@@ -52,3 +52,9 @@ def after(
                 state, free_bytes=state.free_bytes - stage.nbytes, load=state.load + share, models=models
             )
     return tuple(devices.values())
+
+
+def overloaded(states: Sequence[DeviceState], stages: Sequence[Stage], busy: Sequence[float]) -> list[DeviceState]:
+    """Return the devices that stages make compute more than all of their time, as they would be with them."""
+    pairs = zip(states, after(states, stages, busy), strict=True)
+    return [then for now, then in pairs if then.load > max(1.0, now.load)]

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 from typing import Protocol
 
 from elastic.planning.deployment.assign import RankDemand, assign
-from elastic.planning.deployment.devices import DeviceState, Stage
+from elastic.planning.deployment.devices import DeviceState, Stage, overloaded
 from elastic.planning.deployment.policies import THETA, PolicyName, preferred
 from elastic.planning.estimate.configuration import Configuration
 from elastic.planning.estimate.ranking import Estimate
@@ -138,6 +138,23 @@ def _put_replicas(
 
 
 def _put(
+    option: Option, states: Sequence[DeviceState], passed_over: Sequence[tuple[Configuration, str]]
+) -> Deployment | str:
+    """Put one option onto the first of these devices of which none would compute more than all of its time."""
+    why = ""
+    while True:
+        placed = _put_first(option, states, passed_over)
+        if isinstance(placed, str):
+            return why or placed
+        hot = overloaded(states, placed.stages, placed.busy)
+        if not hot:
+            return placed
+        why = why or f"{hot[0].name} would compute {hot[0].load:.3g} of the time"
+        names = [state.name for state in hot]
+        states = [state for state in states if state.name not in names]
+
+
+def _put_first(
     option: Option, states: Sequence[DeviceState], passed_over: Sequence[tuple[Configuration, str]]
 ) -> Deployment | str:
     """Put one option onto the first of these devices, with room for as many requests as its rate needs.

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, require
 from elastic.planning.sharding.bounds import is_degree
 
 FULL = "full"
@@ -51,9 +51,12 @@ class Configuration:
         return f"TP{self.tp} PP{self.pp} {self.form}"
 
 
-def named_forms(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the names of forms, of which one can stand alone."""
-    return (names,) if isinstance(names, str) else tuple(names)
+def named_forms(names: str | Iterable[str], option: str) -> tuple[str, ...]:
+    """Return the names of forms, of which one can stand alone. Raises `ConfigError` for none, and for no names."""
+    listed = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else ()
+    words = all(isinstance(name, str) for name in listed)
+    require(words and bool(listed), option, names, "a name of a form, such as 'int8', or several")
+    return listed
 
 
 def form_of(weights: str, kv: str) -> str:

@@ -93,6 +93,13 @@ def sheet(name: str, *, option: str) -> DeviceKind:
     return SHEETS[name]
 
 
+def require_memory(kind: DeviceKind, nbytes: int, option: str) -> None:
+    """Raise `ConfigError` for more memory than a device of a kind has; 80 GB of a sheet may be 80 GiB."""
+    if nbytes * 10**9 > kind.memory_bytes * 2**30:
+        there, wanted = shown_bytes(kind.memory_bytes), shown_bytes(nbytes)
+        raise ConfigError(f"{option}: a device of {kind.name} has {there}, not {wanted}; give less")
+
+
 def of_cpu(memory_bytes: int, flops_s: float, bytes_s: float, link_bytes_s: float) -> DeviceKind:
     """Return the kind of this machine's processor, whose rates are assumed."""
     return DeviceKind("cpu", "cpu", "", memory_bytes, flops_s, bytes_s, link_bytes_s, "assumed of one core")

@@ -118,12 +118,22 @@ class InstanceCost:
 
     def round_s(self, load: Load, running: int) -> float:
         """Return the seconds in which every one of so many requests gets a token; each stage has a batch of its own."""
-        stages = range(len(self.stages))
-        counts = [running // len(stages) + (number < running % len(stages)) for number in stages]
-        cohorts = [load.decoding(count) for count in counts if count]
+        cohorts = self.cohorts(load, running)
+        passes = (self.pass_s(each, together=len(cohorts) > 1) for each in cohorts)
+        return max(*self.round_busy_s(cohorts), *passes)
+
+    def cohorts(self, load: Load, running: int) -> list[list[Chunk]]:
+        """Return the steps of a round of so many requests: one for each stage, of fewer requests one for each."""
+        stages = len(self.stages)
+        counts = [running // stages + (number < running % stages) for number in range(stages)]
+        return [load.decoding(count) for count in counts if count]
+
+    def round_busy_s(self, cohorts: Sequence[Sequence[Chunk]]) -> tuple[float, ...]:
+        """Return for how long each stage computes in a round: each of its steps reads the weights again."""
         several = len(cohorts) > 1
-        busiest = max(math.fsum(self.stage_s(s, each, together=several) for each in cohorts) for s in stages)
-        return max([busiest, *(self.pass_s(each, together=several) for each in cohorts)])
+        return tuple(
+            math.fsum(self.stage_s(s, each, together=several) for each in cohorts) for s in range(len(self.stages))
+        )
 
     def prompt_busy_s(self, load: Load) -> float:
         """Return for how long a prompt keeps the busiest stage from other work."""
@@ -146,11 +156,10 @@ class InstanceCost:
 
     def busy(self, load: Load, running: int) -> tuple[float, ...]:
         """Return for each stage the share of time that it computes at the load's rate, so many running at a time."""
-        decode = load.decoding(running)
-        chunks, steps = self.prompt(load), (load.new - 1) / running
+        rounds_s, rounds = self.round_busy_s(self.cohorts(load, running)), (load.new - 1) / running
         return tuple(
-            load.rate * (math.fsum(self.stage_s(s, [chunk]) for chunk in chunks) + steps * self.stage_s(s, decode))
-            for s in range(len(self.stages))
+            load.rate * (math.fsum(self.stage_s(s, [chunk]) for chunk in self.prompt(load)) + rounds * round_s)
+            for s, round_s in enumerate(rounds_s)
         )
 
     def alone_s(self, load: Load) -> tuple[float, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic.planning.estimate.configuration import Configuration
@@ -68,6 +68,8 @@ class Candidate:
     """Why this version cannot run it; "": it can."""
     quality_loss: float | None = None
     """By how much the mean loss of a token rises, in nats; None: it is not known."""
+    activations: Callable[[int], int] | None = None
+    """Gives what a batch of so many requests takes at each rank; None: what `ranks` have for the largest one."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Estimate:
     rate: float = math.nan
     """The most requests served a second."""
     memory_bytes: int = 0
-    """Of all ranks, with the keys and values of what runs."""
+    """Of all ranks, with the keys and values of what runs, and its batches."""
     quality_loss: float | None = None
     """By how much the mean loss of a token rises, in nats; None: it is not known."""
 
@@ -175,7 +177,8 @@ def _estimate(candidate: Candidate, load: Load) -> Estimate:
         why_not = f"serves {most:.3g} requests/s at most, of {load.rate:g}, {requests} at a time"
         return Estimate(*own, why_not, requests, rate=most, tokens_s=most * load.new)
     ttft_s, tpot_s = cost.ttft_s(load, running - 1), cost.tpot_s(load, running)
-    memory = sum(each.used for each in candidate.ranks) + running * candidate.request_bytes
+    held = sum(each.used for each in _while_running(candidate, running))
+    memory = held + running * candidate.request_bytes
     return Estimate(
         *own,
         "",
@@ -188,6 +191,12 @@ def _estimate(candidate: Candidate, load: Load) -> Estimate:
         most,
         memory,
     )
+
+
+def _while_running(candidate: Candidate, running: int) -> Iterator[RankBytes]:
+    """Yield what the ranks hold while so many requests run, which may be fewer than they have room for."""
+    for each in candidate.ranks:
+        yield each if candidate.activations is None else replace(each, activations=candidate.activations(running))
 
 
 def _shortage(candidate: Candidate, load: Load) -> str:

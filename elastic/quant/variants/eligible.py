@@ -78,6 +78,17 @@ def matrices(layer: LayerParameters) -> Iterator[tuple[str, torch.Tensor, bool]]
             yield name, parameter, isinstance(module, Conv1D)
 
 
+def expert_shapes(layer: LayerParameters) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of experts' matrices by name, [experts, ..., ...], also of those one below another (DBRX)."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (module, parameter) in layer.parameters.items():
+        if parameter.ndim == 3 and layer.is_packable(module, parameter):
+            shapes[name] = tuple(parameter.shape)
+        elif parameter.ndim == 2 and (experts := getattr(module, "moe_num_experts", 0)):
+            shapes[name] = (experts, parameter.shape[0] // experts, parameter.shape[1])
+    return shapes
+
+
 def _inputs_first(module: nn.Module, stacks: Sequence[torch.Tensor]) -> bool:
     """Return whether the experts' matrices of a module, 3-D, are [experts, inputs, outputs].
 

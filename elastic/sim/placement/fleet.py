@@ -30,14 +30,14 @@ class PlacedInstance:
     """Of the stage with the least room: it bounds what all stages can hold of a request."""
 
     @classmethod
-    def of(cls, option: ModelOption, stages: tuple[Stage, ...]) -> PlacedInstance:
-        """Return what an instance in such stages costs, and the memory that it was given.
+    def of(cls, option: ModelOption, stages: tuple[Stage, ...], requests: int) -> PlacedInstance:
+        """Return what an instance in such stages costs, and the memory that it was given for so many requests.
 
         Raises `ConfigError` as `rank_pages`.
         """
         estimator, kind = option.estimator, option.estimator.devices[0].kind
         pages = [
-            rank_pages(estimator, option.configuration, stage.layers, Device("", kind, stage.nbytes))
+            rank_pages(estimator, option.configuration, stage.layers, Device("", kind, stage.nbytes), requests)
             for stage in stages
         ]
         return cls(stages, StagedSeconds(option.cost(stages)), min(pages, key=_blocks))
@@ -61,7 +61,7 @@ class PlacedFleet(SimulatedFleet):
     ) -> None:
         """`turns`: of each device, by name."""
         self.deployment, self._turns = deployment, turns
-        self.placed = [PlacedInstance.of(option, stages) for stages in deployment.instances]
+        self.placed = [PlacedInstance.of(option, stages, deployment.requests) for stages in deployment.instances]
         first = self.placed[0]
         model = RankModel(engine, first.pages, first.cost, noise, stretch_s=stretch_s)
         super().__init__(clock, model, len(self.placed), seed=seed, name=name)

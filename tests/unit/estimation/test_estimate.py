@@ -121,6 +121,17 @@ def test_keys_and_values_in_8_bits_leave_room_for_more_requests() -> None:
     assert int8 / full == pytest.approx(2 * 36 / 37 * (20 / 26) / (20 / 22), rel=0.02)
 
 
+def test_a_larger_device_has_room_for_more_requests_and_takes_no_more_memory_for_one() -> None:
+    """Logits of requests that there is room for, and that do not run, take none; so a smaller cache saves memory."""
+    config = transformers.LlamaConfig(num_hidden_layers=4, vocab_size=150_000)
+    forms: dict[str, Any] = {"weights": ("full",), "kv": ("full", "int8"), "intent": "memory"}
+    small, large = (estimate(config, f"a6000={size}", **forms) for size in ("5GiB", "8GiB"))
+    assert [str(each.configuration) for each in small] == ["TP1 PP1 full KV int8", "TP1 PP1 full"]
+    assert [each.memory_bytes for each in small] == [each.memory_bytes for each in large]
+    assert all(one.requests < other.requests for one, other in zip(small, large, strict=True))
+    assert all(each.running == 1 for each in small)
+
+
 def test_the_memory_that_is_estimated_serves_as_many_requests_as_it_says() -> None:
     """A place of the estimated budget has room for the estimated requests and not for one more."""
     load = elastic.Load(prompt=100, new=28)
@@ -224,12 +235,18 @@ def test_devices_are_places_or_data_sheets() -> None:
         ("h101", "neither a data sheet"),
         ("cuda:0=1GiB", "name its data sheet"),
         ("cpu=1GiB,cpu=1GiB", "or one twice"),
+        ("a6000, a6000", r"or one twice; write such as '2\*a6000'"),
         ("cpu=1GiB/2MiB", "names a page size"),
         ("0*h100", "use 1 to 4096"),
         ("9" * 5000 + "*h100", "use 1 to 4096"),
+        ("2*h100=81GiB", r"'2\*h100=81GiB': a device of h100 has 74.51 GiB, not 81.00 GiB; give less"),
     ):
         with pytest.raises(ConfigError, match=words):
             parse_devices(text)
+    (whole,) = parse_devices("cuda:0=80GiB", "a100-80gb")  # what a sheet calls 80 GB
+    assert whole.memory_bytes == 80 << 30
+    with pytest.raises(ConfigError, match=r"cuda:0: a device of h100 has 74\.51 GiB, not 500\.00 GiB"):
+        parse_devices("cuda:0=500GiB", "h100")
     with pytest.raises(ConfigError, match="did you mean 'h100'"):
         parse_devices("cuda:0=1GiB", "h10")
     with pytest.raises(ConfigError, match="devices of one kind"):
@@ -248,11 +265,32 @@ def test_devices_are_places_or_data_sheets() -> None:
         ({"devices": None}, "devices=None are none"),
         ({"devices": "cpu#a=1GiB", "kind": "h100"}, "kind='h100' is the data sheet of places on CUDA"),
         ({"devices": [3]}, r"devices=\[3\] are none"),
+        ({"losses": [("int4", 1)]}, r"losses=\[\('int4', 1\)\] cannot be"),
+        ({"losses": []}, r"losses=\[\] cannot be"),
+        ({"weights": []}, r"weights=\[\] cannot be; it must be a name of a form"),
+        ({"weights": [None]}, r"weights=\[None\] cannot be"),
+        ({"weights": 5}, "weights=5 cannot be"),
+        ({"kv": []}, r"kv=\[\] cannot be"),
+        ({"kv": ["fp8"]}, "kv='fp8' is not known; use 'full' or 'int8'"),
+        ({"step_tokens": 0}, "step_tokens=0 cannot be"),
+        ({"step_tokens": 1.5}, "step_tokens=1.5 cannot be"),
+        ({"block_tokens": 0}, "block_tokens=0 cannot be"),
+        ({"block_tokens": -1}, "block_tokens=-1 cannot be"),
+        ({"block_tokens": 2.5}, "block_tokens=2.5 cannot be"),
+        ({"prefetch_buffers": -1}, "prefetch_buffers=-1 cannot be"),
     ],
 )
 def test_arguments_that_say_nothing_are_refused_in_words(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         estimate(LLAMA_2_70B, **{"devices": "8*h100", **options})
+
+
+def test_a_checkpoint_of_quantized_weights_is_refused_for_they_would_be_taken_for_full_ones(tmp_path: Path) -> None:
+    config = json.loads((Path(MODEL_DIR) / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"its weights are quantized \(mxfp4\), which is not estimated; name the"):
+        estimate(tmp_path, "h100")
 
 
 def test_one_form_of_weights_can_stand_alone() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from elastic.errors import ConfigError
 from elastic.estimation.estimate import Estimator
 from elastic.estimation.model_layout import layout_of
 from elastic.estimation.options import options
@@ -75,3 +78,9 @@ def test_models_share_what_is_worked_out_of_the_same_directory_and_fill_devices(
     taken = sum(outcome.nbytes for _, outcome in found.models if isinstance(outcome, Deployment))
     assert sum(state.free_bytes for state in found.states) == 2 * (32 << 20) - taken
     assert found.basis == "data sheet"
+
+
+def test_a_load_that_is_no_share_of_the_time_is_named() -> None:
+    for load in (math.nan, -0.5):
+        with pytest.raises(ConfigError, match=rf"loads: l40s#0={load} cannot be; it must be a share of the time"):
+            place_models({}, several(SHEETS["l40s"], 1), ModelSpace(LOAD), loads={"l40s#0": load})

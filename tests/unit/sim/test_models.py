@@ -88,6 +88,12 @@ def test_models_on_one_device_have_no_more_memory_than_it_has() -> None:
         parse_scenario(scenario_of(sheet_model("a", "18GiB", [0, 1]), sheet_model("b", "20GiB", [1, 2])))
     with pytest.raises(ConfigError, match=r"device 0 has 37.25 GiB, of which a has 38.00 GiB; give less"):
         parse_scenario(scenario_of(sheet_model("a", "38GiB", [0, 1])))
+    alone = sheet_model("a", "41GiB", [])
+    del alone["devices"]
+    with pytest.raises(
+        ConfigError, match=r"model.memory: a device of a100-40gb has 37.25 GiB, not 41.00 GiB; give less"
+    ):
+        parse_scenario(scenario_of(alone))
 
 
 def test_a_step_begins_when_all_of_its_devices_are_free_and_no_two_wait_for_each_other() -> None:

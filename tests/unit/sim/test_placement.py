@@ -8,16 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import DeepseekV3Config, LlamaConfig
 
 from elastic.cli.main import main
 from elastic.errors import ConfigError
+from elastic.estimation.device_list import parse_devices
+from elastic.estimation.estimate import Estimator
+from elastic.estimation.model_layout import layout_of
 from elastic.estimation.placement import ModelSpace
 from elastic.planning.deployment.placing import Deployment
+from elastic.planning.estimate.configuration import Configuration
 from elastic.planning.estimate.devices import SHEETS, several
 from elastic.planning.estimate.performance import Load
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.clock import VirtualClock
 from elastic.sim.placement.deployments import SimulatedDeployments
+from elastic.sim.placement.rank_pages import rank_pages
 from elastic.sim.run import Run
 from elastic.sim.scenario import parse_scenario, read_scenario
 
@@ -95,6 +102,49 @@ def test_an_instance_has_no_more_pages_than_were_reserved_for_it() -> None:
         (placed,) = fleet.placed
         assert 0 < placed.pages.budget * SHEETS["a6000"].page_bytes <= run.report.placements[name]["bytes"]
         assert placed.pages.weights < placed.pages.budget
+
+
+def test_a_rank_has_as_many_pages_for_keys_and_values_as_its_estimate() -> None:
+    """Batches of all requests that run are kept back, not that of one."""
+    layout = layout_of(LlamaConfig(num_hidden_layers=4, vocab_size=150_000), torch.float16)
+    estimator = Estimator(layout, parse_devices("a6000=5GiB"), Load(192, 64), 512, None, 0)
+    candidate = estimator.candidate_on(Configuration(), [range(4)], estimator.devices, 32)
+    pages, fewer = (rank_pages(estimator, Configuration(), range(4), estimator.devices[0], most) for most in (32, 1))
+    assert candidate.requests == 32
+    assert pages.budget - pages.weights == candidate.ranks[0].kv // estimator.pages.page_bytes
+    assert pages.weights > fewer.weights
+    config = {"model_type": "llama", "num_hidden_layers": 4, "vocab_size": 150_000, "dtype": "float16"}
+    scenario = {**values(), "fleet": {"instances": 1}}
+    for name in ("deploy", "configs", "placement"):
+        del scenario[name]
+    of_model = {"device": "a6000", "memory": "5GiB", "config": config}
+    few, many = (
+        parse_scenario({**scenario, "model": dict(of_model), "engine": {"max_requests": most}}).models[0].rank.pages
+        for most in (1, 128)
+    )
+    assert many.budget - many.weights < few.budget - few.weights
+
+
+def test_of_layers_that_are_unlike_each_has_the_mean_of_all() -> None:
+    """The first layer of a DeepSeek is dense, and others have experts."""
+    config = DeepseekV3Config(
+        vocab_size=100,
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=512,
+        num_hidden_layers=4,
+        first_k_dense_replace=1,
+        n_routed_experts=16,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    estimator = Estimator(layout_of(config, torch.float16), parse_devices("a6000=4GiB"), Load(64, 64), 512, None, 0)
+    pages = rank_pages(estimator, Configuration(), range(4), estimator.devices[0], 1)
+    assert pages.layer_weights == estimator.pages.layers(range(4), "full", 1) // 4
+    assert pages.layer_weights > 2 * estimator.pages.layers(range(1), "full", 1)
 
 
 def test_the_same_seed_gives_the_same_document_another_one_does_not() -> None:

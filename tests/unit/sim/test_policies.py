@@ -129,11 +129,24 @@ def test_faults_befall_instances_and_lose_nothing() -> None:
         ({"shards": 3, "kv_shards": 2}, "shards"),
         ({"faults": [{"at_s": 1, "kind": "bend", "instance": 0}]}, "one of kill, hang"),
         ({"speed": 3}, "speed is not known"),
+        ({"tp": 2}, "tp = 2 ranks cannot share layers in 1 parts; say shards = 2"),
+        ({"tp": 4, "shards": 4}, "tp = 4 does not divide 2 instances"),
+        ({"stages": 3}, "stages = 3 does not divide 2 instances"),
+        ({"packed": {"share": 0.3}}, r"mechanisms.packed is said, but policies have no 'drop'"),
     ],
 )
 def test_what_is_wrong_in_mechanisms_is_said(mechanisms: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         scenario(mechanisms)
+
+
+@pytest.mark.parametrize(
+    ("stages", "instances", "words"),
+    [(2, 3, "stages = 2 does not divide 3 instances"), (5, 5, "stages = 5 are more than the 4 layers")],
+)
+def test_stages_take_all_instances_and_have_layers_each(stages: int, instances: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        scenario({"stages": stages}, instances)
 
 
 def test_shipped_scenarios_that_extend_others_have_their_requests() -> None:

@@ -125,6 +125,11 @@ def sheet(**config: Any) -> dict[str, Any]:
         (lambda d: d["engine"].update(share_prefixes=1), "engine.share_prefixes = 1 must be true or false"),
         (lambda d: d["requests"][0].update(model="b"), "model = 'b' must be one of"),
         (
+            lambda d: d["requests"][0].update(arrivals="bursts"),
+            "bursts without windows are none; give [[requests.bursts]]",
+        ),
+        (lambda d: d["engine"].update(swap_token_s=1), "engine.swap_token_s is said, but eviction is 'none'"),
+        (
             lambda d: d.update(devices=[0, 1, 2]),
             "devices = [0.0, 1.0, 2.0] must be device numbers",
         ),

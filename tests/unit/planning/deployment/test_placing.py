@@ -92,6 +92,7 @@ def test_a_deployment_has_every_layer_once_side_by_side_and_nothing_is_over_what
     assert all(state.free_bytes >= 0 for state in left)
     assert sum(state.free_bytes for state in on) - sum(state.free_bytes for state in left) == placed.nbytes
     assert {state.name for state in left if "m" in state.models} == set(placed.devices)
+    assert all(state.load <= 1 for state in left if state.name in placed.devices)
 
 
 @given(option=options, on=devices, policy=st.sampled_from(POLICIES), replicas=st.integers(1, 4))
@@ -194,6 +195,19 @@ def test_least_loaded_spreads_packing_packs_and_hybrid_does_either() -> None:
     assert [chosen(policy) for policy in ("least-loaded", "packing", "hybrid")] == ["d1", "d0", "d2"]
     full = [replace(state, free_bytes=5 if state.load < 0.5 else 100) for state in on]
     assert [chosen(policy, full) for policy in ("least-loaded", "packing", "hybrid")] == ["d3", "d0", "d3"]
+
+
+def test_a_device_that_would_compute_more_than_all_of_its_time_is_passed_over() -> None:
+    """Eight layers take .08 of the time, four of them .04."""
+    option, on = Sized(Configuration(1, 1), (10,) * 8), states(100, 100, 100, load=(0.95, 0.91, 0.0))
+    for policy, device in (("packing", "d1"), ("hybrid", "d2"), ("least-loaded", "d2")):
+        assert getattr(place([option], on, policy), "devices", None) == (device,)  # type: ignore[arg-type]
+    halves, busy = replace(option, configuration=Configuration(1, 2)), states(100, 100, load=(0.95, 0.94))
+    placed = place([option, halves], busy, "packing")
+    assert isinstance(placed, Deployment)
+    assert placed.passed_over == ((option.configuration, "d0 would compute 1.03 of the time"),)
+    refused = str(place([option], busy))
+    assert refused == "none of 1 configurations fits; TP1 PP1 full: d1 would compute 1.02 of the time"
 
 
 def test_a_load_is_the_time_that_a_device_is_busy_not_how_many_models_it_has() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -116,6 +117,19 @@ def test_stages_add_hops_to_a_token_and_halve_the_busiest() -> None:
     assert piped.prompt_busy_s(load) == pytest.approx(plain.prompt_busy_s(load) / 2)
     assert piped.most_rate(load, 32) > 1.5 * plain.most_rate(load, 32)
     assert piped.round_s(load, 1) > plain.round_s(load, 1)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("running", [1, 3, 8, 64])
+def test_at_the_most_rate_the_busiest_stage_is_busy_all_the_time_and_never_more(stages: int, running: int) -> None:
+    """Each batch in flight reads the weights of a stage: a pipeline is as busy by its expected load as by its most."""
+    cost, load = InstanceCost((((FULL, 4),),) * stages), Load(100, 900)
+    rates = [replace(load, rate=share * cost.most_rate(load, running)) for share in (0.5, 1)]
+    half, most = (max(cost.busy(each, running)) for each in rates)
+    assert half == pytest.approx(most / 2)
+    if running % stages == 0:
+        assert most == pytest.approx(1, abs=2e-3), "all but what the first token of each has in its prompt"
+    assert most < 1
 
 
 def test_shares_divide_attention_and_what_is_cut_and_pay_for_exchanges() -> None:
