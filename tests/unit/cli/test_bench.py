@@ -90,7 +90,9 @@ def test_a_model_is_served_and_measured_in_this_process(tmp_path: Path) -> None:
     assert summary["elastic"]["token_share_by_variant"] == {"float32": 1.0}
     assert 0 <= summary["elastic"]["queueing_kv_share"] <= 1
     assert summary["elastic"]["kv_use"]["max"] is not None
-    assert any(state["kv_used_bytes"] for state in summary["elastic"]["state_timeline"])  # where the first is slow, later
+    assert any(
+        state["kv_used_bytes"] for state in summary["elastic"]["state_timeline"]
+    )  # maybe later: kernels are made
     for record in read_records(records):
         assert record.scheduled_s is not None
         assert record.submitted_s is not None

@@ -107,7 +107,12 @@ def sheet(**config: Any) -> dict[str, Any]:
             lambda d: d["requests"][0].update(promt_median=d["requests"][0].pop("prompt_median")),
             "requests[0].promt_median is there: did you mean 'prompt_median'",
         ),
-        (lambda d: d["requests"][0].update(arrivals="bursts", rate=0), "bursts without a rate above 0"),
+        (
+            lambda d: d["requests"][0].update(
+                arrivals="bursts", rate=0, bursts=[{"from_s": 1, "until_s": 2, "rate": 0}]
+            ),
+            "bursts without a rate above 0",
+        ),
         (lambda d: d["fleet"].update(instances=0), "fleet.instances = 0 must be a whole number, at least 1"),
         (lambda d: d["fleet"].update(routing="best"), "fleet.routing = 'best' must be one of"),
         (lambda d: d.pop("duration_s"), "duration_s is missing"),
