@@ -74,7 +74,7 @@ def moves(model: Any, device: str, numbers: list[int], rounds: int) -> list[dict
             copies += paired({"copy": partial(plain, list(zip(targets, sources, strict=True)))}, device, 1, 0)["copy"]
             took["mapped"].append(seconds(partial(runtime.migrate, layers, target), device))
             runtime.migrate(layers, f"{device}#a")
-            for pool in runtime._places:
+            for pool in runtime.pools:
                 pool.unmap_idle()
             took["to be mapped"].append(seconds(partial(runtime.migrate, layers, target), device))
             runtime.migrate(layers, f"{device}#a")

@@ -121,7 +121,7 @@ def copies(model: Any, device: str, counts: list[int], rounds: int) -> list[dict
             plain_s += paired({"copy": partial(plain, list(zip(targets, sources, strict=True)))}, device, 1, 0)["copy"]
             took["mapped"].append(seconds(partial(runtime.replicate, range(count), target), device))
             runtime.evict(range(count), target)
-            for pool in runtime._places:
+            for pool in runtime.pools:
                 pool.unmap_idle()
             took["to be mapped"].append(seconds(partial(runtime.replicate, range(count), target), device))
             runtime.evict(range(count), target)

@@ -170,7 +170,7 @@ def test_what_torch_has_no_memory_for_gets_the_pages_that_nobody_needs(
     rt = wrapped(model, small(8 << 20)).elastic
     model(torch.full((2, 64), 5))  # its cache is idle now
     idle = rt.status().kv[0].idle_bytes
-    created = rt._places[0].backend.created
+    created = rt.pools[0].backend.created
 
     def fail(x: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("out of memory")
@@ -181,5 +181,5 @@ def test_what_torch_has_no_memory_for_gets_the_pages_that_nobody_needs(
             model(torch.full((2, 64), 5))
     assert "given back" in error.value.__notes__[0]
     assert idle > 0
-    assert rt._places[0].backend.created <= created - idle // PAGE
+    assert rt.pools[0].backend.created <= created - idle // PAGE
     assert torch.equal(model(torch.full((2, 64), 5)).logits, expected)

@@ -186,13 +186,13 @@ def test_a_driver_that_fails_leaves_the_weights_where_they_were(
     rt, expected = model.elastic, model(**prompt()).logits
     rt.kv.trim()
     before = rt.status().residencies
-    for pool in rt._places:
+    for pool in rt.pools:
         pool.backend.fail(call, nth)
     try:
         rt.migrate(module, "cpu#b")
     except CapacityError:
         assert rt.status().residencies == before
-    for pool in rt._places:
+    for pool in rt.pools:
         pool.backend.disarm()
     assert torch.equal(model(**prompt()).logits, expected)
     rt.check()

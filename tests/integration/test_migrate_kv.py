@@ -377,7 +377,7 @@ def test_a_driver_that_fails_leaves_caches_where_they_were(
         caches.append(model(**prompt(3)).past_key_values)
 
     def arm() -> None:
-        for pool in rt._places:
+        for pool in rt.pools:
             pool.backend.fail(call, nth)
 
     mechanism: Any = rt._executor.handler(elastic.MigrateKV((0,), "cpu#b"))
@@ -398,7 +398,7 @@ def test_a_driver_that_fails_leaves_caches_where_they_were(
         rt.migrate([0, 1, 2], "cpu#b")
     except CapacityError:
         moved = False
-    for pool in rt._places:
+    for pool in rt.pools:
         pool.backend.disarm()
     assert [where[0].place for where in rt.status().residencies.values()] == ["cpu#b" if moved else "cpu#a"] * 3
     assert not moved or (call, nth) != ("map", 1)

@@ -479,16 +479,16 @@ def test_a_driver_that_fails_leaves_things_as_they_were(call: str, nth: int, mon
     for act in (rt.replicate, rt.evict):
         rt.kv.trim()
         before = rt.status().residencies
-        for pool in rt._places:
+        for pool in rt.pools:
             pool.backend.fail(call, nth)
         try:
             act([0, 1], "cpu#b")
         except CapacityError:
             assert rt.status().residencies == before
-            for pool in rt._places:
+            for pool in rt.pools:
                 pool.backend.disarm()
             act([0, 1], "cpu#b")
-        for pool in rt._places:
+        for pool in rt.pools:
             pool.backend.disarm()
         assert torch.allclose(model(**prompt(3)).logits, expected, atol=1e-5)
         rt.check()

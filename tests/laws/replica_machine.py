@@ -101,7 +101,7 @@ class Serving(RuleBasedStateMachine):
 
     @rule(layers=LAYERS, place=PLACES, fault=st.none() | FAULTS)
     def replicate(self, layers: list[int], place: str, fault: tuple[str, int, bool] | None) -> None:
-        backend = next(pool.backend for pool in self.rt._places if pool.name == place)
+        backend = next(pool.backend for pool in self.rt.pools if pool.name == place)
         if fault:
             self.rt.kv.trim()
             call, nth, half_way = fault
