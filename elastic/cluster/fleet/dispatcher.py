@@ -354,8 +354,9 @@ class Dispatcher:
             kv, source = (), None
         now = self.clock()
         instance.client.send(Submit(record.states(), now - record.arrived_s, kv, source))
-        if not record.scheduled:
+        if not record.routed:
             self.log.count(routed=1, prefix_hits=int(cached > 0))
+        record.routed = True
         instance.give(record, cached, now)
         if record.hashes:
             self._prefixes.note(instance.name, record.hashes, instance.most_blocks)

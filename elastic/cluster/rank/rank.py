@@ -171,6 +171,7 @@ class Rank:
             self._new_forms(),
             self._cost,
             self._places,
+            self.engine.reports.sector_blocks,
         )
 
     def _listen(self, output: Output) -> None:

@@ -50,6 +50,12 @@ class EngineReports:
         finally:
             memory.lock.release()
 
+    @property
+    def sector_blocks(self) -> tuple[int, ...]:
+        """The blocks of a sector, of each group of layers."""
+        memory = self._kv.memory
+        return tuple(memory.blocks_per_sector(group) for group in range(len(memory.groups)))
+
     def kv_room(self) -> KVHeadroom:
         """Return what the memory of the KV cache could hold."""
         with self._kv.memory.lock:

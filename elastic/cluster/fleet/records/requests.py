@@ -65,6 +65,8 @@ class RequestRecord:
     begun: bool = False
     """Whether its instance has told anything of it."""
     scheduled: bool = False
+    routed: bool = False
+    """Whether an instance was given it."""
     moving: bool = False
     """Somebody has it moved, who repairs it too."""
     cancelled: set[int] = field(default_factory=set)

@@ -28,24 +28,29 @@ class Staging:
 
         Raises `RankLost`.
         """
-        serving = [instance.name for instance in self._ranks.serving()]
-        wanted = [*alone] if len(serving) > 1 and not self._is_tight() else []
-        if new := [name for name in wanted if name not in self.caps]:
-            caps = {name: self._cap_of(name) for name in new}
-            self._ranks.set_caps(caps)
-            self.caps = {**self.caps, **caps}
-        if lifted := [name for name in alone if name in self.caps and name not in wanted]:
-            self._ranks.set_caps(dict.fromkeys(lifted))
-        self.caps = {name: cap for name, cap in self.caps.items() if name in serving and name not in lifted}
+        names, serving = [*alone], {instance.name for instance in self._ranks.serving()}
+        keeping = names if len(serving) > 1 and not self._is_tight() else []
+        caps = {name: cap for name in keeping if (cap := self._cap_of(name)) is not None}
+        if changed := {name: caps.get(name) for name in names if caps.get(name) != self.caps.get(name)}:
+            self._ranks.set_caps(changed)
+        self.caps = {**{name: cap for name, cap in self.caps.items() if name in serving.difference(names)}, **caps}
 
-    def _cap_of(self, name: str) -> int:
-        rooms = measure(self._ranks, [name])
+    def _cap_of(self, name: str) -> int | None:
+        """Return the cap of a rank by itself; None where it could serve nothing then: no sector for each group."""
+        if name in self.caps:
+            return self.caps[name]
+        rooms, format = measure(self._ranks, [name]), self._ranks.instance(name).kv_format
         shape = Shape({name: rooms[name].path}, {name: rooms[name].resident})
-        return Books(rooms, self._ranks.instance(name).kv_format, shape).staged(name)
+        sectors = Books(rooms, format, shape).staged(name)
+        return sectors if sectors >= len(format.groups) else None
 
     def _is_tight(self) -> bool:
         """Return whether a request waits that only all of a rank's memory would be enough for."""
         instances = self._ranks.serving()
         with self._ranks.dispatcher.lock:
-            waiting = [record.request for record in self._ranks.dispatcher.queue]
-            return any(not any(instance.fits_alone(request) for instance in instances) for request in waiting)
+            return any(
+                all(
+                    instance.name in record.refused or not instance.fits_alone(record.request) for instance in instances
+                )
+                for record in self._ranks.dispatcher.queue
+            )
