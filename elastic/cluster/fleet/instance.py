@@ -110,8 +110,8 @@ class Instance:
 
     @property
     def reachable_blocks(self) -> int:
-        """The highest limit that it is given when a request waits which needs it."""
-        return max(self.group_blocks, self.policy_blocks)
+        """The highest limit that it is given when a request waits which needs it: by itself, what it keeps free, too."""
+        return max(self.group_blocks, self.policy_blocks, 0 if self.group else self.load.uncapped_blocks)
 
     @property
     def reachable_limit(self) -> int:
@@ -147,7 +147,7 @@ class Instance:
             self.changes += 1
             self.load = load
         if not self.group:
-            self._alone_blocks = max(self._alone_blocks, load.total_blocks)
+            self._alone_blocks = max(self._alone_blocks, load.total_blocks, load.uncapped_blocks)
 
     def join(self, group: tuple[str, ...], path: LayerPath) -> None:
         """Note who computes its layers."""

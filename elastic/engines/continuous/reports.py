@@ -43,9 +43,9 @@ class EngineReports:
         if not memory.lock.acquire(blocking=False):
             return replace(self._load, steps=steps, lost_rank=lost)
         try:
-            total = memory.capacity * memory.blocks_per_sector(0)
+            total, uncapped = (sectors * memory.blocks_per_sector(0) for sectors in (memory.capacity, memory.uncapped))
             blocks = scheduler.blocks
-            self._load = EngineLoad(blocks.running, blocks.waiting, blocks.free_blocks(), total, steps, lost)
+            self._load = EngineLoad(blocks.running, blocks.waiting, blocks.free_blocks(), total, steps, lost, uncapped)
             return self._load
         finally:
             memory.lock.release()

@@ -174,9 +174,11 @@ class SimulatedInstance:
 
     def load(self) -> EngineLoad:
         """Say what it has to do, and its room."""
-        total = self.memory.capacity * self.memory.blocks_per_sector(0)
-        blocks = self.blocks
-        return EngineLoad(blocks.running, blocks.waiting, blocks.free_blocks(), total, self.scheduler.steps)
+        memory, blocks = self.memory, self.blocks
+        total, uncapped = (sectors * memory.blocks_per_sector(0) for sectors in (memory.capacity, memory.sectors))
+        return EngineLoad(
+            blocks.running, blocks.waiting, blocks.free_blocks(), total, self.scheduler.steps, uncapped_blocks=uncapped
+        )
 
     def tell(self, outputs: list[Output], starts: list[int]) -> None:
         """Tell the fleet; then what ended is free."""

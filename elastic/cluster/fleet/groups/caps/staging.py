@@ -7,12 +7,24 @@ rank, while it is by itself; in a group nothing is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+from elastic.cluster.fleet.groups.caps.needs import load_blocks
 from elastic.cluster.fleet.groups.exchange import measure
 from elastic.cluster.fleet.groups.group import Shape
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.transition import Books
+from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.records.requests import RequestRecord
+
+
+class _Kept(NamedTuple):
+    """What an instance has beside the room that its rank keeps."""
+
+    sectors: int | None
+    """None: the rank keeps none."""
+    blocks: int
 
 
 class Staging:
@@ -22,35 +34,66 @@ class Staging:
         self._ranks = ranks
         self.caps: Mapping[str, int] = {}
         """Of ranks that keep room: the most sectors of their instance by itself."""
+        self._kept: dict[str, _Kept] = {}
 
     def keep(self, alone: Iterable[str]) -> None:
         """Have these keep room, if there are others, and those no more that have it besides; not in a group.
 
         Raises `RankLost`.
         """
-        names, serving = [*alone], {instance.name for instance in self._ranks.serving()}
-        keeping = names if len(serving) > 1 and not self._is_tight() else []
-        caps = {name: cap for name in keeping if (cap := self._cap_of(name)) is not None}
+        names = [*alone]
+        keeping = names if len(self._ranks.serving()) > 1 and not self._is_tight() else []
+        self._change(names, {name: cap for name in keeping if (cap := self._cap_of(name)) is not None})
+
+    def give_way(self, alone: Iterable[str]) -> None:
+        """Have these keep no room while a request waits that needs it, until somebody wants it kept again.
+
+        Raises `RankLost`.
+        """
+        names = [name for name in alone if name in self.caps]
+        if names:
+            kept = [] if self._is_tight() else [name for name in names if not self._has_larger(name)]
+            self._change(names, {name: self.caps[name] for name in kept})
+
+    def _change(self, names: Sequence[str], caps: Mapping[str, int]) -> None:
+        """Have ranks by themselves have these caps, and the others of them none."""
         if changed := {name: caps.get(name) for name in names if caps.get(name) != self.caps.get(name)}:
             self._ranks.set_caps(changed)
+        serving = {instance.name for instance in self._ranks.serving()}
         self.caps = {**{name: cap for name, cap in self.caps.items() if name in serving.difference(names)}, **caps}
 
     def _cap_of(self, name: str) -> int | None:
         """Return the cap of a rank by itself; None where it could serve nothing then: no sector for each group."""
-        if name in self.caps:
-            return self.caps[name]
-        rooms, format = measure(self._ranks, [name]), self._ranks.instance(name).kv_format
-        shape = Shape({name: rooms[name].path}, {name: rooms[name].resident})
-        sectors = Books(rooms, format, shape).staged(name)
-        return sectors if sectors >= len(format.groups) else None
+        if name not in self.caps:
+            rooms, format = measure(self._ranks, [name]), self._ranks.instance(name).kv_format
+            shape = Shape({name: rooms[name].path}, {name: rooms[name].resident})
+            sectors = Books(rooms, format, shape).staged(name)
+            cap = sectors if sectors >= len(format.groups) else None
+            self._kept[name] = _Kept(cap, sectors * load_blocks(rooms[name], format))
+        return None if self._has_larger(name) else self._kept[name].sectors
+
+    def _has_larger(self, name: str) -> bool:
+        """Return whether an instance was given a request that only all of its rank's memory is enough for.
+
+        Capped, the rank would never begin it.
+        """
+        instance = self._ranks.instance(name)
+        with self._ranks.dispatcher.lock:
+            records = instance.records.values()
+            return any(instance.request_blocks(record.request) > self._kept[name].blocks for record in records)
 
     def _is_tight(self) -> bool:
         """Return whether a request waits that only all of a rank's memory would be enough for."""
         instances = self._ranks.serving()
         with self._ranks.dispatcher.lock:
-            return any(
-                all(
-                    instance.name in record.refused or not instance.fits_alone(record.request) for instance in instances
-                )
-                for record in self._ranks.dispatcher.queue
-            )
+            queue = self._ranks.dispatcher.queue
+            return any(not any(self._has_room(instance, record) for instance in instances) for record in queue)
+
+    def _has_room(self, instance: Instance, record: RequestRecord) -> bool:
+        """Return whether a rank that keeps room could hold a request beside it, also while it keeps none."""
+        kept = self._kept.get(instance.name)
+        if kept is None or kept.sectors is None or instance.group:
+            most = instance.load.total_blocks
+        else:
+            most = min(kept.blocks, instance.load.total_blocks)
+        return instance.request_blocks(record.request) <= most and instance.name not in record.refused

@@ -51,7 +51,8 @@ class LimitedRank(GroupRank):
         requests = [state.request for states in self.live.values() for state in states]
         used = sum(self.sectors_for(len(request.prompt) + request.max_tokens) for request in requests)
         free = max(0, self.capacity - used) * SECTOR
-        return EngineLoad(len(requests), 0, free, self.capacity * SECTOR, self.steps)
+        total, uncapped = self.capacity * SECTOR, self.limit * SECTOR
+        return EngineLoad(len(requests), 0, free, total, self.steps, uncapped_blocks=uncapped)
 
     def on_measure_room(self, question: MeasureRoom) -> Room:
         pages = LAYERS // len(self.hello.kv.groups) * self.limit
@@ -193,3 +194,71 @@ def test_a_request_counts_once_however_often_ranks_refuse_it(worlds: Any) -> Non
     assert world.heard.ends["first"].finish == "length"
     totals = world.fleet.status().totals
     assert (totals.routed, totals.prefix_hits) == (1, 0)
+
+
+def test_with_room_for_one_sector_a_rank_serves_as_without_the_policy(worlds: Any) -> None:
+    world = worlds(ONE, 1)
+    world.step()
+    assert world.caps == [None, None]
+    world.ask(1, "first")
+    world.step(5)
+    assert world.heard.ends["first"].finish == "length"
+
+
+def test_a_request_that_needs_what_is_kept_waits_for_it_and_is_served(worlds: Any) -> None:
+    world = worlds(ONE, 7)
+    world.step()
+    assert world.caps == [6, 6]
+    with pytest.raises(CapacityError, match="fits in no instance"):
+        world.ask(8, "too large")
+    assert world.fleet.longest_request(1000) == 7 * SECTOR * BLOCK
+    world.ask(7, "first")
+    assert world.fleet.status().queued == 1
+    world.fleet.keep_staging()
+    assert world.caps == [None, None]
+    assert world.fleet.status().queued == 0
+    world.step(6)
+    assert world.heard.ends["first"].finish == "length"
+    assert world.refusals() == []
+    assert world.caps == [6, 6], "room is kept again"
+
+
+def test_room_that_was_kept_by_hand_is_given_to_who_waits_for_it(worlds: Any) -> None:
+    world = worlds(ONE, 7)
+    world.fleet.keep_staging()
+    assert world.fleet._groups.follow_needs() == 0
+    assert world.caps == [6, 6], "nobody waits"
+    world.ask(7, "first")
+    assert world.fleet._groups.follow_needs() == 0
+    assert world.caps == [None, None]
+    assert world.fleet.status().queued == 0
+
+
+def test_no_room_is_kept_anew_while_who_needs_it_waits_for_others(worlds: Any) -> None:
+    world = worlds(ONE, 7)
+    for name in ("one", "other"):
+        world.ask(5, name)
+    world.step()
+    world.ask(7, "first")
+    for _ in range(4):
+        world.fleet.keep_staging()
+        assert world.caps == [None, None]
+    for name in ("one", "other"):
+        assert world.fleet.status().queued == 1
+        world.fleet.cancel(name)
+    world.step(6)
+    assert world.heard.ends["first"].finish == "length"
+    assert world.caps == [6, 6]
+
+
+@pytest.mark.parametrize("limit", [3, 6])
+def test_a_limit_that_was_lowered_by_hand_counts_though_room_is_kept(worlds: Any, limit: int) -> None:
+    world = worlds(ONE, 7)
+    world.step()
+    world.limit(limit)
+    with pytest.raises(Overloaded, match="does not fit while the limits of KV are as they are"):
+        world.ask(limit + 1, "too large now")
+    world.limit(7)
+    world.ask(7, "first")
+    world.step(6)
+    assert world.heard.ends["first"].finish == "length"
