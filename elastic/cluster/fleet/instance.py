@@ -110,7 +110,7 @@ class Instance:
 
     @property
     def reachable_blocks(self) -> int:
-        """The highest limit that it is given when a request waits which needs it: by itself, what it keeps free, too."""
+        """The highest limit that it is given when a request waits which needs it; alone, what it keeps free too."""
         return max(self.group_blocks, self.policy_blocks, 0 if self.group else self.load.uncapped_blocks)
 
     @property

@@ -25,6 +25,8 @@ class _Kept(NamedTuple):
     sectors: int | None
     """None: the rank keeps none."""
     blocks: int
+    uncapped: int
+    """The blocks that it said it could have then; others, and its limit is another."""
 
 
 class Staging:
@@ -60,17 +62,19 @@ class Staging:
         if changed := {name: caps.get(name) for name in names if caps.get(name) != self.caps.get(name)}:
             self._ranks.set_caps(changed)
         serving = {instance.name for instance in self._ranks.serving()}
+        self._kept = {name: kept for name, kept in self._kept.items() if name in serving}
         self.caps = {**{name: cap for name, cap in self.caps.items() if name in serving.difference(names)}, **caps}
 
     def _cap_of(self, name: str) -> int | None:
         """Return the cap of a rank by itself; None where it could serve nothing then: no sector for each group."""
-        if name not in self.caps:
+        uncapped = self._ranks.instance(name).load.uncapped_blocks
+        if (kept := self._kept.get(name)) is None or kept.uncapped != uncapped:
             rooms, format = measure(self._ranks, [name]), self._ranks.instance(name).kv_format
             shape = Shape({name: rooms[name].path}, {name: rooms[name].resident})
             sectors = Books(rooms, format, shape).staged(name)
             cap = sectors if sectors >= len(format.groups) else None
-            self._kept[name] = _Kept(cap, sectors * load_blocks(rooms[name], format))
-        return None if self._has_larger(name) else self._kept[name].sectors
+            kept = self._kept[name] = _Kept(cap, sectors * load_blocks(rooms[name], format), uncapped)
+        return None if self._has_larger(name) else kept.sectors
 
     def _has_larger(self, name: str) -> bool:
         """Return whether an instance was given a request that only all of its rank's memory is enough for.

@@ -262,3 +262,22 @@ def test_a_limit_that_was_lowered_by_hand_counts_though_room_is_kept(worlds: Any
     world.ask(7, "first")
     world.step(6)
     assert world.heard.ends["first"].finish == "length"
+
+
+def test_what_is_kept_follows_the_limit_of_a_rank(worlds: Any) -> None:
+    world = worlds(ONE, 7)
+    world.limit(3)
+    world.step()
+    assert world.caps == [2, 2]
+    world.limit(7)
+    world.step()
+    assert world.caps == [6, 6]
+    asked = sum(len(rank.asked) for rank in world.ranks)
+    world.step()
+    assert sum(len(rank.asked) for rank in world.ranks) == asked, "nothing has changed: nobody is asked"
+    world.ask(6, "first")
+    world.step(5)
+    assert world.heard.ends["first"].finish == "length"
+    world.limit(3)
+    world.step()
+    assert world.caps == [2, 2]
