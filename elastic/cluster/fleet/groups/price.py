@@ -69,7 +69,7 @@ class DryRuns:
 
 
 def shape_of(members: Sequence[str], rooms: Mapping[str, Room]) -> Shape:
-    """Return the shape of a group, as its ranks say. Raises `RankLost` where one computes with a rank outside, which has gone."""
+    """Return the shape of a group, as its ranks say. Raises `RankLost` where one goes by a rank that is in none."""
     for name in members:
         if gone := [helper for helper in rooms[name].path.helpers if helper not in members]:
             raise RankLost(
