@@ -76,6 +76,8 @@ class Hello:
     """Those that it was started with; none: as `elastic.wrap` chose."""
     sector_blocks: tuple[int, ...] = ()
     """Of each group of layers, the blocks of a sector: less than one of a group is not to be had; (): nobody asks."""
+    shares_prefixes: bool = True
+    """Whether sequences share the blocks of a common beginning there."""
 
 
 @dataclass(frozen=True)

@@ -161,11 +161,11 @@ class Instance:
         """Note a request that it gets, so many blocks of whose prompt it has."""
         if not self.records:
             self.progress_s = now  # it had nothing to do
-        record.instance, record.begun = self.name, False
+        record.instance, record.begun, record.routed = self.name, False, True
         self.changes += 1
         self.records[record.request.id] = record
         self.given += 1
-        prompt = max(0, len(record.hashes) - cached)
+        prompt = max(0, record.prompt_blocks - cached)
         self.unheard[record.request.id] = _Unheard(all_blocks(self.kv_format, record) - cached, prompt, now)
 
     def reserve(self, record: RequestRecord, now: float) -> None:

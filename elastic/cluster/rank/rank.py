@@ -172,6 +172,7 @@ class Rank:
             self._cost,
             self._places,
             self.engine.reports.sector_blocks,
+            self.engine.reports.shares_prefixes,
         )
 
     def _listen(self, output: Output) -> None:

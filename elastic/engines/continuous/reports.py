@@ -56,6 +56,11 @@ class EngineReports:
         memory = self._kv.memory
         return tuple(memory.blocks_per_sector(group) for group in range(len(memory.groups)))
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether sequences share the blocks of a common beginning."""
+        return self._loop.scheduler.blocks.shares
+
     def kv_room(self) -> KVHeadroom:
         """Return what the memory of the KV cache could hold."""
         with self._kv.memory.lock:

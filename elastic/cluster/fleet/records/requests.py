@@ -59,7 +59,9 @@ class RequestRecord:
     left: int
     """Answers that have not ended."""
     hashes: list[bytes] = field(default_factory=list)
-    """Of the prompt's full blocks."""
+    """Of the prompt's full blocks; none where no rank shares them."""
+    prompt_blocks: int = 0
+    """Full blocks of the prompt, where it is routed by what is to be computed of it."""
     instance: str | None = None
     """Who computes it; None: it waits at the fleet."""
     begun: bool = False

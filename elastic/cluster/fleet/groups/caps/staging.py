@@ -19,7 +19,7 @@ from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.requests import RequestRecord
 
 
-class _Kept(NamedTuple):
+class _StagedRoom(NamedTuple):
     """What an instance has beside the room that its rank keeps."""
 
     sectors: int | None
@@ -36,7 +36,7 @@ class Staging:
         self._ranks = ranks
         self.caps: Mapping[str, int] = {}
         """Of ranks that keep room: the most sectors of their instance by itself."""
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _StagedRoom] = {}
 
     def keep(self, alone: Iterable[str]) -> None:
         """Have these keep room, if there are others, and those no more that have it besides; not in a group.
@@ -73,7 +73,7 @@ class Staging:
             shape = Shape({name: rooms[name].path}, {name: rooms[name].resident})
             sectors = Books(rooms, format, shape).staged(name)
             cap = sectors if sectors >= len(format.groups) else None
-            kept = self._kept[name] = _Kept(cap, sectors * load_blocks(rooms[name], format), uncapped)
+            kept = self._kept[name] = _StagedRoom(cap, sectors * load_blocks(rooms[name], format), uncapped)
         return None if self._has_larger(name) else kept.sectors
 
     def _has_larger(self, name: str) -> bool:
