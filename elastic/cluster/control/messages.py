@@ -20,7 +20,7 @@ from elastic.engines.core.step import SequenceState
 from elastic.planning.pipeline.chunk_cost import ModelCost
 from elastic.types import Action
 
-PROTOCOL = 12
+PROTOCOL = 13
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,10 @@ class Hello:
     """What steps of its model cost; None: nobody asked for that."""
     places: tuple[RankPlace, ...] = ()
     """Those that it was started with; none: as `elastic.wrap` chose."""
+    sector_blocks: tuple[int, ...] = ()
+    """Of each group of layers, the blocks of a sector: less than one of a group is not to be had; (): nobody asks."""
+    shares_prefixes: bool = True
+    """Whether sequences share the blocks of a common beginning there."""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,9 @@ class Dispatcher:
         """
         record = new_record(request, listener, self.clock())
         if self._routing == "prefix" and block_tokens:
-            record.hashes = block_hashes(request.prompt, block_tokens)
+            record.prompt_blocks = len(request.prompt) // block_tokens
+            if any(instance.hello.shares_prefixes for instance in [*self.instances.values()]):
+                record.hashes = block_hashes(request.prompt, block_tokens)
         with self.lock:
             names = {answer.state.id for answer in record.answers}
             if request.id in self.records or not self._names.isdisjoint(names):
@@ -176,7 +178,7 @@ class Dispatcher:
             if self.queue:
                 self.dispatch()
         delivery.tell()
-        if self._routing == "prefix":
+        if self._routing == "prefix" and instance.hello.shares_prefixes:
             self._remember(instance, [record for record, _ in ended])
         return fault
 
@@ -354,10 +356,10 @@ class Dispatcher:
             kv, source = (), None
         now = self.clock()
         instance.client.send(Submit(record.states(), now - record.arrived_s, kv, source))
-        if not record.scheduled:
+        if not record.routed:
             self.log.count(routed=1, prefix_hits=int(cached > 0))
         instance.give(record, cached, now)
-        if record.hashes:
+        if record.hashes and instance.hello.shares_prefixes:
             self._prefixes.note(instance.name, record.hashes, instance.most_blocks)
 
     def _end(self, record: RequestRecord, outcome: Outcome) -> None:

@@ -110,8 +110,8 @@ class Instance:
 
     @property
     def reachable_blocks(self) -> int:
-        """The highest limit that it is given when a request waits which needs it."""
-        return max(self.group_blocks, self.policy_blocks)
+        """The highest limit that it is given when a request waits which needs it; alone, what it keeps free too."""
+        return max(self.group_blocks, self.policy_blocks, 0 if self.group else self.load.uncapped_blocks)
 
     @property
     def reachable_limit(self) -> int:
@@ -147,7 +147,7 @@ class Instance:
             self.changes += 1
             self.load = load
         if not self.group:
-            self._alone_blocks = max(self._alone_blocks, load.total_blocks)
+            self._alone_blocks = max(self._alone_blocks, load.total_blocks, load.uncapped_blocks)
 
     def join(self, group: tuple[str, ...], path: LayerPath) -> None:
         """Note who computes its layers."""
@@ -161,11 +161,11 @@ class Instance:
         """Note a request that it gets, so many blocks of whose prompt it has."""
         if not self.records:
             self.progress_s = now  # it had nothing to do
-        record.instance, record.begun = self.name, False
+        record.instance, record.begun, record.routed = self.name, False, True
         self.changes += 1
         self.records[record.request.id] = record
         self.given += 1
-        prompt = max(0, len(record.hashes) - cached)
+        prompt = max(0, record.prompt_blocks - cached)
         self.unheard[record.request.id] = _Unheard(all_blocks(self.kv_format, record) - cached, prompt, now)
 
     def reserve(self, record: RequestRecord, now: float) -> None:
@@ -215,15 +215,29 @@ class Instance:
 
     def fits_alone(self, request: Request) -> bool:
         """Return whether one answer of a request fits there, if nothing else is there, while its limit is as it is."""
-        return request_blocks(self.kv_format, request) <= self.load.total_blocks
+        return self.request_blocks(request) <= self.load.total_blocks
 
     def ever_holds(self, request: Request) -> bool:
         """Return whether it would fit at the highest limit that there was, or can be."""
-        return request_blocks(self.kv_format, request) <= self.most_blocks
+        return self.request_blocks(request) <= self.most_blocks
 
     def reaches(self, request: Request) -> bool:
         """Return whether it may wait for a limit at which it fits."""
-        return request_blocks(self.kv_format, request) <= self.reachable_limit
+        return self.request_blocks(request) <= self.reachable_limit
+
+    def request_blocks(self, request: Request) -> int:
+        """Count the blocks, as its load counts them, that one answer of a request needs by itself."""
+        return self.blocks_alone(len(request.prompt) + request.max_tokens)
+
+    def blocks_alone(self, tokens: int) -> int:
+        """Count the blocks, as its load counts them, of the sectors that so many tokens of one sequence take.
+
+        With several groups of layers each group takes whole sectors of its own, and the load counts those of the first.
+        """
+        kv, sizes = self.kv_format, self.hello.sector_blocks
+        if len(sizes) < 2:
+            return blocks_of(kv, tokens)
+        return sizes[0] * sum(-(-count // size) for count, size in zip(blocks_by_group(kv, tokens), sizes, strict=True))
 
     @property
     def should_step(self) -> bool:
@@ -250,8 +264,13 @@ def blocks_of(kv: KVFormat, tokens: int) -> int:
     """Count the blocks, of all groups of layers, that so many tokens of a sequence need."""
     if kv.windows == (None,):
         return -(-tokens // kv.block_tokens)
+    return sum(blocks_by_group(kv, tokens))
+
+
+def blocks_by_group(kv: KVFormat, tokens: int) -> list[int]:
+    """Count the blocks of each group of layers that so many tokens of a sequence need."""
     sizes = (tokens if window is None else min(tokens, window) for window in kv.windows)
-    return sum(-(-size // kv.block_tokens) for size in sizes)
+    return [-(-size // kv.block_tokens) for size in sizes]
 
 
 def all_blocks(kv: KVFormat, record: RequestRecord) -> int:

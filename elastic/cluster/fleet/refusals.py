@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from elastic.cluster.fleet.instance import Instance, blocks_of, request_blocks
+from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.engines.base import Request
 from elastic.errors import (
@@ -44,7 +44,7 @@ def longest_request(serving: Sequence[Instance], most: int, *, ever: bool) -> in
 
     def is_refused(tokens: int) -> bool:
         holds = (instance.most_blocks if ever else instance.reachable_limit for instance in serving)
-        return all(blocks_of(i.kv_format, tokens) > blocks for i, blocks in zip(serving, holds, strict=True))
+        return all(i.blocks_alone(tokens) > blocks for i, blocks in zip(serving, holds, strict=True))
 
     return bisect_left(range(1, most + 1), True, key=is_refused) if serving else most
 
@@ -55,7 +55,7 @@ def no_room(instances: Sequence[Instance], request: Request) -> CapacityError:
     kv, tokens = best.kv_format, len(request.prompt) + request.max_tokens
     return CapacityError(
         f"a request of {tokens} tokens fits in no instance; ask for less, or give the ranks more memory",
-        requested_bytes=request_blocks(kv, request) * kv.group_block_bytes,
+        requested_bytes=best.request_blocks(request) * kv.group_block_bytes,
         free_bytes=max(0, best.free_blocks) * kv.group_block_bytes,
         total_bytes=best.most_blocks * kv.group_block_bytes,
     )

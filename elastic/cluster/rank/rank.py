@@ -171,6 +171,8 @@ class Rank:
             self._new_forms(),
             self._cost,
             self._places,
+            self.engine.reports.sector_blocks,
+            self.engine.reports.shares_prefixes,
         )
 
     def _listen(self, output: Output) -> None:

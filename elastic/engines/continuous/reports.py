@@ -43,12 +43,23 @@ class EngineReports:
         if not memory.lock.acquire(blocking=False):
             return replace(self._load, steps=steps, lost_rank=lost)
         try:
-            total = memory.capacity * memory.blocks_per_sector(0)
+            total, uncapped = (sectors * memory.blocks_per_sector(0) for sectors in (memory.capacity, memory.uncapped))
             blocks = scheduler.blocks
-            self._load = EngineLoad(blocks.running, blocks.waiting, blocks.free_blocks(), total, steps, lost)
+            self._load = EngineLoad(blocks.running, blocks.waiting, blocks.free_blocks(), total, steps, lost, uncapped)
             return self._load
         finally:
             memory.lock.release()
+
+    @property
+    def sector_blocks(self) -> tuple[int, ...]:
+        """The blocks of a sector, of each group of layers."""
+        memory = self._kv.memory
+        return tuple(memory.blocks_per_sector(group) for group in range(len(memory.groups)))
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether sequences share the blocks of a common beginning."""
+        return self._loop.scheduler.blocks.shares
 
     def kv_room(self) -> KVHeadroom:
         """Return what the memory of the KV cache could hold."""

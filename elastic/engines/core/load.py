@@ -22,3 +22,5 @@ class EngineLoad:
     """Steps that were begun so far; it stands still where there is no work, or the engine hangs."""
     lost_rank: str = ""
     """The rank that it waits for to be given up: it computes layers of this engine, and its connection has ended."""
+    uncapped_blocks: int = 0
+    """`total_blocks` without the cap that a fleet has set; 0: nobody says."""

@@ -109,7 +109,12 @@ class BlockMemory(SectorSpace):
     @property
     def capacity(self) -> int:
         """Sectors that requests could have at the limit that is in force, with none there, beside other models."""
-        return self._cap.within(self._sectors_of(max(0, self.kv.reachable - self.kv.usage.of_others(self))))
+        return self._cap.within(self.uncapped)
+
+    @property
+    def uncapped(self) -> int:
+        """The same without the cap."""
+        return self._sectors_of(max(0, self.kv.reachable - self.kv.usage.of_others(self)))
 
     def room(self, *, growing: bool) -> int:
         """Count the sectors that could be allocated now: for requests that live (`growing`), or for new ones."""

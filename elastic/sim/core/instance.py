@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -99,7 +99,8 @@ class SimulatedInstance:
         self.stalls = 0
         """Times that a live sequence was left out of a step for want of blocks."""
         kv = KVFormat(options.block_tokens, "head_centric", "float16", 1, 1, (((0,), None),))
-        self.hello = Hello(name, 1, "here", FACTS, kv, options.max_requests, None, self.load())
+        hello = Hello(name, 1, "here", FACTS, kv, options.max_requests, None, self.load())
+        self.hello = replace(hello, shares_prefixes=self.blocks.shares)
         self.on_question: Callable[[Any], Any] = self._refuse
         """What answers questions, such as of a group."""
         self._in_flight, self._cohorts = 0, 1
@@ -174,9 +175,11 @@ class SimulatedInstance:
 
     def load(self) -> EngineLoad:
         """Say what it has to do, and its room."""
-        total = self.memory.capacity * self.memory.blocks_per_sector(0)
-        blocks = self.blocks
-        return EngineLoad(blocks.running, blocks.waiting, blocks.free_blocks(), total, self.scheduler.steps)
+        memory, blocks = self.memory, self.blocks
+        total, uncapped = (sectors * memory.blocks_per_sector(0) for sectors in (memory.capacity, memory.sectors))
+        return EngineLoad(
+            blocks.running, blocks.waiting, blocks.free_blocks(), total, self.scheduler.steps, uncapped_blocks=uncapped
+        )
 
     def tell(self, outputs: list[Output], starts: list[int]) -> None:
         """Tell the fleet; then what ended is free."""

@@ -15,18 +15,24 @@ SECTOR_BLOCKS = SECTOR * 4096 // KV.block_bytes
 
 
 class HalfGroup:
-    """Two ranks with half of the layers each, idle, whose loads say what their caps are."""
+    """Two ranks with half of the layers each, idle, whose loads say what their caps are.
 
-    def __init__(self) -> None:
+    `staging`: a third one serves beside them, and all keep room for a layer more.
+    """
+
+    def __init__(self, *, staging: bool = False) -> None:
         ranks: dict[str, GroupRank] = {}
         launcher = FakeLauncher(lambda spec: GroupRank(spec.name, ranks))
         options: dict[str, Any] = {"beat_timeout_s": 1e6, "hang_timeout_s": 1e6, "replace": False}
-        self.fleet = Fleet("no model", ranks=2, launch=launcher, **options)
+        self.fleet = Fleet("no model", ranks=2 + staging, launch=launcher, **options)
         self.fleet.start()
         self.fleet._policies.stop()  # caps follow what is needed when a test says so
         self.ranks = list(ranks.values())
         self.heard = Collector()
         self.tell()
+        if staging:
+            self.fleet.keep_staging()
+            self.tell()
         assert self.fleet.drop(layers={"r0": range(3, LAYERS), "r1": range(3)}).status == "applied"
         self.tell()
 

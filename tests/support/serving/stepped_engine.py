@@ -20,6 +20,7 @@ class SteppedEngine:
     """What a rank needs of a `ContinuousEngine`. The k-th token of an answer is k; `step` tells the next of each."""
 
     kv_format = FORMAT
+    sector_blocks, shares_prefixes = (1,), True
 
     def __init__(self, refuse: Exception | None = None) -> None:
         self.counters = RequestMetrics()

@@ -39,6 +39,7 @@ from elastic.types import Action, Change, Drop, Fetch, Restore, WeightsSource
 
 logger = logging.getLogger(__name__)
 LIVE = ExchangeForm()
+_Told = dict[WeightsSource, set[int]]
 
 
 @dataclass
@@ -300,39 +301,45 @@ class Exchange:
 
     def _fetch_some(self, missing: Mapping[str, set[int]]) -> None:
         """Have those of the missing shards at each rank that others tell of; nobody: all, from the checkpoint."""
-        have, told = self.group.shape.weights, self._told(missing)
+        have, (told, kept) = self.group.shape.weights, self._told(missing)
         chosen = {rank: tuple(sorted(set().union(*told[rank].values()) or missing[rank])) for rank in missing}
         actions: dict[str, tuple[Action, ...]] = {}
         for rank, shards in chosen.items():
             fetch = Fetch((), tuple(told[rank]), self._form.coordinated, shards)
             actions[rank] = (fetch if fetch.sources else Restore(shards=shards),)
-        for rank, change in self._apply(actions):
+        for rank, change in self._apply(actions, {rank: kept[rank] for rank in kept if not told[rank]}):
             if change.deferred:
                 self._await(rank, chosen[rank])
             self.counts.fetched_bytes += int(change.moved_bytes)
             self._now_has(rank, have[rank].union(chosen[rank]))
 
-    def _told(self, missing: Mapping[str, set[int]]) -> dict[str, dict[WeightsSource, set[int]]]:
-        """Return for each rank where others have shards that it lacks, as far as they say so; raises `RankLost`."""
+    def _told(self, missing: Mapping[str, set[int]]) -> tuple[dict[str, _Told], dict[str, str]]:
+        """Return for each rank where others have shards that it lacks, and why one gives none; raises `RankLost`."""
         have = self.group.shape.weights
         asked = [(rank, other, shards & have[other]) for rank, shards in missing.items() for other in have]
         asked = [each for each in asked if each[2]]
         answers = self._ranks.answers([(other, WeightsOf(tuple(sorted(theirs)))) for _, other, theirs in asked])
-        told: dict[str, dict[WeightsSource, set[int]]] = {rank: {} for rank in missing}
-        for (rank, _, theirs), answer in zip(asked, answers, strict=True):
+        told: dict[str, _Told] = {rank: {} for rank in missing}
+        kept: dict[str, str] = {}
+        for (rank, other, theirs), answer in zip(asked, answers, strict=True):
             if isinstance(answer, RankLost):
                 raise answer
-            if not isinstance(answer, ElasticError):  # it has them in a variant
+            if isinstance(answer, ElasticError):  # it has them in a variant, or released
+                kept[rank] = f"at rank {other!r}, whose weights {rank!r} needs: {answer}"
+            else:
                 told[rank][answer] = theirs
-        return told
+        return told, kept
 
-    def _apply(self, actions: Mapping[str, tuple[Action, ...]]) -> Iterator[tuple[str, Change]]:
-        """Have ranks do an action each, side by side; yield what each did. Raises the first error then."""
-        errors = []
+    def _apply(
+        self, actions: Mapping[str, tuple[Action, ...]], remedies: Mapping[str, str] | None = None
+    ) -> Iterator[tuple[str, Change]]:
+        """Have ranks do an action each, side by side; yield what each did. Raises the first error, or its remedy."""
+        errors: list[ElasticError] = []
         answers = self._ranks.answers([(rank, Apply(each, "by the fleet")) for rank, each in actions.items()])
         for rank, answer in zip(actions, answers, strict=True):
             if isinstance(answer, ElasticError):
-                errors.append(answer)
+                remedy = (remedies or {}).get(rank) if type(answer) is StateError else None
+                errors.append(answer if remedy is None else StateError(remedy))
             else:
                 yield rank, answer[0]
         for error in sorted(errors, key=lambda error: not isinstance(error, RankLost)):

@@ -107,11 +107,15 @@ class Groups:
     # -- beside verbs
 
     def follow_needs(self) -> int:
-        """Have each group's memory go where requests need it; return in how many it did. None, while a verb runs."""
-        if not self.registry.groups or not self._verbs.acquire(blocking=False):
+        """Have each group's memory go where requests need it; return in how many it did. None, while a verb runs.
+
+        Ranks that are by themselves keep no room for a drop while a request waits that needs it.
+        """
+        if not (self.registry.groups or self._staging.caps) or not self._verbs.acquire(blocking=False):
             return 0
         try:
             self._following = True
+            self._staging.give_way(self._alone())
             followed = 0
             for group in [each for each in self.registry.groups if all(map(self._ranks.there, each.members))]:
                 with self.registry.acting(group.members):
@@ -129,9 +133,12 @@ class Groups:
         if not self._verbs.acquire(blocking=False):
             return
         try:
-            self._staging.keep([i.name for i in self._ranks.serving() if self.registry.group_of(i.name) is None])
+            self._staging.keep(self._alone())
         finally:
             self._verbs.release()
+
+    def _alone(self) -> list[str]:
+        return [each.name for each in self._ranks.serving() if self.registry.group_of(each.name) is None]
 
     def get_ready(self) -> None:
         """Have ranks do beforehand what the first verb for them would wait for; see `Ranks`. It waits for no verb."""

@@ -17,6 +17,7 @@ from elastic.controller.policies.action_costs import WEIGHT, ActionCost, ActionC
 from elastic.controller.policies.group_costs import GroupPrice, priced
 from elastic.controller.sensors.sliding_window import moving_average
 from elastic.engines.pipeline.path import LayerPath
+from elastic.errors import RankLost
 from elastic.planning.pipeline.chunk_cost import Chunk, ModelCost
 from elastic.planning.pipeline.step_time import StepSeconds, shared_round_s
 from elastic.types import MigrateKV
@@ -68,7 +69,14 @@ class DryRuns:
 
 
 def shape_of(members: Sequence[str], rooms: Mapping[str, Room]) -> Shape:
-    """Return the shape of a group, as its ranks say."""
+    """Return the shape of a group, as its ranks say. Raises `RankLost` where one goes by a rank that is in none."""
+    for name in members:
+        if gone := [helper for helper in rooms[name].path.helpers if helper not in members]:
+            raise RankLost(
+                f"rank {name!r} goes by rank {gone[0]!r}, which is not there any more, and is being repaired; "
+                "try again when it is by itself, or has ended",
+                rank=gone[0],
+            )
     return Shape({name: rooms[name].path for name in members}, {name: rooms[name].resident for name in members})
 
 

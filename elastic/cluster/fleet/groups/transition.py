@@ -115,7 +115,7 @@ class Books:
     def caps(self, shape: Shape, *, staging: bool = False) -> dict[str, int]:
         """Return the most sectors for each instance: the same multiple of what it has alone, then what is left.
 
-        With `staging` each rank keeps room for a layer more of any of them.
+        With `staging` each rank keeps room for a layer more of any of them, where all can serve beside it.
         """
         base = {home: self.alone(home) for home in shape.paths}
         if not any(base.values()):  # none has room by itself: they have equal shares
@@ -136,7 +136,7 @@ class Books:
                 for rank in dict.fromkeys(path.ranks)
             )
             caps[home] = min(self.rooms[home].most_sectors, caps[home] + max(0, more))
-        return caps
+        return self.caps(shape) if staging and min(caps.values()) < len(self._groups) else caps
 
     def _kv(self, rank: str, path: LayerPath) -> _Held:
         """Return what a rank has of the keys and values of an instance; remembered, as plans ask again and again."""

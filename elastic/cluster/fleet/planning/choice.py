@@ -35,5 +35,5 @@ def choose(
             ahead = sum(unheard.prompt_blocks for unheard in instance.unheard.values()) if instance.unheard else 0
             room = instance.sequences, instance.free_blocks
             candidates.append(RoutingCandidate(name, *room, ahead, cached, instance.given))
-    best = route(candidates, len(record.hashes), routing)
+    best = route(candidates, record.prompt_blocks, routing)
     return None if best is None else (instances[best.name], best.cached_blocks)

@@ -59,12 +59,16 @@ class RequestRecord:
     left: int
     """Answers that have not ended."""
     hashes: list[bytes] = field(default_factory=list)
-    """Of the prompt's full blocks."""
+    """Of the prompt's full blocks; none where no rank shares them."""
+    prompt_blocks: int = 0
+    """Full blocks of the prompt, where it is routed by what is to be computed of it."""
     instance: str | None = None
     """Who computes it; None: it waits at the fleet."""
     begun: bool = False
     """Whether its instance has told anything of it."""
     scheduled: bool = False
+    routed: bool = False
+    """Whether an instance was given it."""
     moving: bool = False
     """Somebody has it moved, who repairs it too."""
     cancelled: set[int] = field(default_factory=set)

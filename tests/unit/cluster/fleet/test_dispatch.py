@@ -11,6 +11,7 @@ import pytest
 
 from elastic import CapacityError, ConfigError, Overloaded, StateError
 from elastic.cluster.control.messages import Cancel, News, Submit
+from elastic.cluster.fleet import dispatcher
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Output, Request, Sampling
 from elastic.engines.sampling import answer_seed
@@ -81,6 +82,40 @@ def test_equal_prompts_go_where_the_first_went_while_it_is_not_busy(fleets: Any)
     for _ in range(9):
         fleet.submit(request(prompt=40), Collector())
     assert sent(ranks[1]), "all wait at the one that has the prompt"
+
+
+def test_beginnings_of_prompts_count_for_nothing_where_no_rank_shares_their_blocks(
+    fleets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, ranks = fleets(2)
+    for rank in ranks:
+        rank.hello = replace(rank.hello, shares_prefixes=False)
+    monkeypatch.setattr(dispatcher, "block_hashes", None)
+    fleet.submit(request(prompt=40), Collector())
+    fleet.submit(request(prompt=40), Collector())
+    assert [len(sent(rank)) for rank in ranks] == [1, 1], "what is to be computed of prompts counts as before"
+    drive(ranks)
+    fleet.submit(request(60, prompt=40), Collector())
+    fleet.submit(request(60, prompt=40), Collector())
+    assert [len(sent(rank)) for rank in ranks] == [1, 1]
+    totals = fleet.status().totals
+    assert (totals.routed, totals.prefix_hits) == (4, 0)
+
+
+def test_a_rank_that_shares_no_blocks_is_not_thought_to_have_any(fleets: Any) -> None:
+    fleet, ranks = fleets(2)
+    ranks[0].hello = replace(ranks[0].hello, shares_prefixes=False)
+    for name, hits in (("first", 0), ("second", 0)):
+        fleet.submit(request(prompt=40, id=name), Collector())
+        assert fleet.instance_of(name) == "r0"
+        assert fleet.status().totals.prefix_hits == hits
+        drive(ranks, 10)
+    ranks[0].hello = replace(ranks[0].hello, shares_prefixes=True)
+    for name, hits in (("third", 0), ("fourth", 1)):
+        fleet.submit(request(prompt=40, id=name), Collector())
+        assert fleet.instance_of(name) == "r0"
+        assert fleet.status().totals.prefix_hits == hits
+        drive(ranks, 10)
 
 
 def test_the_next_turn_of_a_conversation_goes_where_the_first_was_answered(fleets: Any) -> None:

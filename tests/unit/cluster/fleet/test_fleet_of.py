@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,6 +63,22 @@ def test_a_request_moves_between_two_models_and_computes_nothing_again(models: l
         assert is_continuation(exact(architectures.build("qwen3")), PROMPTS[2], 200, heard.tokens[request.id])
         assert [move.recomputed_tokens for move in moved] == [0, 0, 0]
         assert all(move.moved_bytes > 0 and move.rounds > 0 for move in moved)
+
+
+@pytest.mark.slow
+def test_small_caches_of_sliding_and_full_layers_serve_what_fits_them_under_a_policy_of_drops(wrapped: Any) -> None:
+    """Sectors are counted as the engines do: a rank has two or three, and each group of layers takes its own."""
+    places = [replace(small(800 << 10, f"cpu#{i}"), page_bytes=16384) for i in range(2)]
+    models = [wrapped(architectures.build("gpt-oss"), place) for place in places]
+    engine = {"block_tokens": 12, "max_batch_tokens": 64}
+    with Fleet.of(*models, engine=engine, beat_timeout_s=60, policy="drop") as fleet:
+        hello, longest = fleet._dispatcher.instances["r0"].hello, fleet.longest_request(500)
+        assert len(hello.sector_blocks) == 2
+        assert not hello.shares_prefixes
+        for tokens in (17, longest):
+            heard = serve(fleet, [request := Request((5,) * (tokens - 8), 8, ignore_eos=True)])
+            assert heard.ends[request.id].finish == "length"
+        assert fleet.status().totals.routed == 2
 
 
 @pytest.mark.slow

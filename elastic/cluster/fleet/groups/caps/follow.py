@@ -9,7 +9,7 @@ from elastic.cluster.fleet.groups.exchange import keeps_staging, measure
 from elastic.cluster.fleet.groups.group import Deadline, Group
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.transition import Books
-from elastic.planning.arrangement.caps import better_caps, fitting_caps
+from elastic.planning.arrangement.caps import better_caps, fitting_caps, largest_caps
 
 FOLLOW_S = 1.0
 """How long requests may take to fit in a cap that is lowered for others; a verb waits for no more than that."""
@@ -44,4 +44,7 @@ def _wanted(ranks: Ranks, group: Group) -> dict[str, int] | None:
     memory, needs = shared_memory(books, shape), needs_of(ranks.dispatcher, rooms, now)
     if (fitting := fitting_caps(memory, needs, shares, now)) is not None:
         return fitting
-    return better_caps(shared_memory(books, shape, shares) if staging else memory, needs, shares, now)
+    kept = shared_memory(books, shape, shares) if staging else memory
+    most = largest_caps(kept, {home: need.most for home, need in needs.items()})
+    tight = any(need.largest > most[home] for home, need in needs.items())  # that needs what is kept for a layer more
+    return better_caps(memory if tight else kept, needs, shares, now)

@@ -9,7 +9,7 @@ from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.group import Shape
 from elastic.cluster.fleet.groups.transition import Books
-from elastic.cluster.fleet.instance import Instance, all_blocks, request_blocks
+from elastic.cluster.fleet.instance import Instance, all_blocks
 from elastic.cluster.fleet.planning.starvation import waited_s, waiting_blocks
 from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.engines.core.kv_state import KVFormat
@@ -86,7 +86,9 @@ def _need(instance: Instance, room: Room, cap: int, own: RequestRecord | None) -
     waiting = waiting_blocks(instance)
     lacking = sum(waiting) + (all_blocks(kv, own) if own is not None else 0)
     short = cap - committed <= NEARLY * cap or committed + -(-lacking // size) > cap
-    largest = -(-request_blocks(kv, own.request) // size) if own and not instance.fits_alone(own.request) else 0
+    largest = 0
+    if own is not None and not instance.fits_alone(own.request):
+        largest = -(-instance.request_blocks(own.request) // load_blocks(room, kv))
     first = min(wanted, committed + -(-waiting[0] // size)) if waiting else 0
     waits_s = waited_s(instance, clock.now())
     return Need(committed, wanted, room.most_sectors, short, largest, first, waits_s)
@@ -95,3 +97,9 @@ def _need(instance: Instance, room: Room, cap: int, own: RequestRecord | None) -
 def sector_blocks(room: Room, kv: KVFormat) -> int:
     """Count the blocks of a sector, of the groups of layers the smallest."""
     return max(1, min(room.sector_pages) * room.page_bytes // kv.block_bytes)
+
+
+def load_blocks(room: Room, kv: KVFormat) -> int:
+    """Count the blocks of a sector as loads and limits of instances have them: of the first group of layers."""
+    (first, *_), _ = kv.groups[0]
+    return max(1, room.sector_pages[first] * room.page_bytes // kv.block_bytes)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.fleet.dispatcher import Dispatcher
-from elastic.cluster.fleet.groups.caps.needs import sector_blocks, shared_memory
+from elastic.cluster.fleet.groups.caps.needs import load_blocks, shared_memory
 from elastic.cluster.fleet.groups.group import Shape
 from elastic.cluster.fleet.groups.targets import parallel
 from elastic.cluster.fleet.groups.transition import Books
@@ -45,7 +45,7 @@ def blocks_by_degree(room: Room, format: KVFormat, degrees: Iterable[int]) -> di
             now = Shape(paths, dict.fromkeys(names, room.resident))
             apart = replace(now, weights=dict.fromkeys(names, frozenset(range(len(room.path.ranks)))))
             books = Books(dict.fromkeys(names, room), format, now)
-            blocks[degree] = _reachable(books, parallel(apart, degree), names[0]) * sector_blocks(room, format)
+            blocks[degree] = _reachable(books, parallel(apart, degree), names[0]) * load_blocks(room, format)
     return blocks
 
 
@@ -58,7 +58,7 @@ def note_reach(dispatcher: Dispatcher, shape: Shape, rooms: Mapping[str, Room]) 
         there = {home: i for home in shape.members if (i := dispatcher.instances.get(home)) is not None}
         for home, instance in there.items():
             books = Books(rooms, instance.kv_format, shape)
-            instance.group_blocks = _reachable(books, shape, home) * sector_blocks(rooms[home], instance.kv_format)
+            instance.group_blocks = _reachable(books, shape, home) * load_blocks(rooms[home], instance.kv_format)
 
 
 def _reachable(books: Books, shape: Shape, home: str) -> int:

@@ -9,7 +9,7 @@ import pytest
 from elastic import CapacityError
 from elastic.cluster.fleet import dispatcher as dispatching
 from elastic.planning.arrangement.caps import GAIN
-from support.cluster.half_group import HalfGroup
+from support.cluster.half_group import SECTOR_BLOCKS, HalfGroup
 
 
 @pytest.fixture
@@ -75,3 +75,21 @@ def test_others_are_not_held_up_by_one_that_has_become_impossible(world: HalfGro
     world.fleet.cancel("large")
     world.tell()
     assert world.given() == ["short"]
+
+
+def test_it_may_need_what_a_group_keeps_for_a_layer_more() -> None:
+    world = HalfGroup(staging=True)
+    kept, instances = sum(world.caps.values()), world.fleet._dispatcher.instances
+    most = instances["r0"].group_blocks // SECTOR_BLOCKS
+    assert most > kept
+    world.ask(most)
+    assert world.fleet.status().queued == 1
+    assert world.fleet._groups.follow_needs() == 1
+    assert world.caps == {"r0": most, "r1": 0}
+    world.tell()
+    assert world.given() == ["large"]
+    for rank in world.ranks[:2]:
+        rank.check()
+    with pytest.raises(CapacityError, match="fits in no instance"):
+        world.ask(most + 1, "too large")
+    world.fleet.stop(drain=False)

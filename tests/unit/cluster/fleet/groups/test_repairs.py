@@ -335,3 +335,40 @@ def test_a_rank_that_is_lost_while_a_group_is_split_up_is_repaired(
         fleet.merge("r0", "r2")
     until(lambda: recovered(fleet) == ["r0,r1"])
     assert fleet.groups() == ()
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_who_still_goes_by_a_rank_that_has_gone_is_named_where_a_drop_is_planned(
+    served: tuple[Fleet, list[GroupRank]], dry_run: bool
+) -> None:
+    """Its group has parted already, and it is about to be by itself, or to end."""
+    fleet, (a, *_) = served
+    a.path = a.path.moved((1,), "gone")
+    with pytest.raises(
+        RankLost, match=r"rank 'r0' goes by rank 'gone', which is not there any more.*try again"
+    ) as told:
+        fleet.drop(1, dry_run=dry_run)
+    assert told.value.rank == "gone"
+    with pytest.raises(RankLost, match="being repaired"):
+        fleet.drop(layers=FIRST, dry_run=dry_run)
+    assert fleet.groups() == ()
+
+
+def test_a_rank_that_has_the_only_weights_released_is_named_where_they_are_to_be_restored(
+    served: tuple[Fleet, list[GroupRank]],
+) -> None:
+    fleet, (a, b, *_) = served
+    assert fleet.drop(layers=FIRST).status == "applied"
+    resident = set(a.resident)
+    b.fails = lambda question: StateError("layer 3 is released") if isinstance(question, WeightsOf) else None
+    a.fails = lambda question: (
+        StateError("fetch them from a process that has them") if isinstance(question, Apply) else None
+    )
+    restored = fleet.restore(timeout_s=1)
+    assert restored.status in ("deferred", "partial")
+    assert restored.why == "at rank 'r1', whose weights 'r0' needs: layer 3 is released"
+    assert a.resident == resident
+    a.fails = b.fails = lambda question: None
+    assert fleet.restore().status == "applied"
+    for rank in (a, b):
+        rank.check()
