@@ -15,8 +15,9 @@ from elastic.errors import ConfigError, is_integer, is_number, require, require_
 from elastic.runtime.runtime import Runtime
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
+MOST_ANSWERS = 512
+"""Of one request; over HTTP: prompts times answers of each."""
 _ids = itertools.count()
-
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _MOST_PENALTY = 1e30  # of float32, so that penalties leave finite scores
@@ -108,7 +109,7 @@ class Request:
     min_tokens: int = 0
     """Before so many tokens no stop token is chosen."""
     n: int = 1
-    """How many answers to generate; they share the KV blocks of the prompt."""
+    """How many answers to generate, at most `MOST_ANSWERS`; they share the KV blocks of the prompt."""
     logprobs: int | None = None
     """How many of the likeliest tokens to report with each new token's own log-probability; None: no report."""
     prompt_logprobs: int | None = None
