@@ -14,6 +14,7 @@ ElasticError
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 
@@ -110,7 +111,8 @@ def require_seconds(value: Any, name: str) -> None:
 
 def require_period(value: Any, name: str) -> None:
     """Raises `ConfigError` naming an option, unless its value is a number of seconds above 0."""
-    require(is_number(value) and value > 0, name, value, "a number of seconds above 0")
+    possible = is_number(value) and 0 < value <= threading.TIMEOUT_MAX
+    require(possible, name, value, "a number of seconds above 0, and one that can be waited for")
 
 
 def require_share(value: Any, name: str) -> None:
