@@ -15,9 +15,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic.controller.decision import ControllerPolicy, Plan
+from elastic.controller.decision import ControllerPolicy, Plan, checked, error_text
 from elastic.controller.snapshot import Snapshot
-from elastic.errors import ConfigError, StateError
+from elastic.errors import StateError
 from elastic.types import Action
 
 logger = logging.getLogger(__name__)
@@ -172,8 +172,10 @@ class Controller:
         if snapshot is None:
             self._stop.set()
             return None
-        plan = _checked(self.policy.decide(snapshot, self._state))
+        plan = checked(self.policy.decide(snapshot, self._state))
         self._state = plan.state
+        if plan.fault:
+            self._note(plan.fault)
         if plan.actions or plan.reason != self._health.last_reason:
             words = "; ".join(map(str, plan.actions)) or "nothing to do"
             logger.info("%s: %s (%s)", words, plan.reason, plan.figures)
@@ -190,7 +192,10 @@ class Controller:
 
     def _record(self, error: BaseException) -> None:
         """Keep a fault as text: an error knows frames, and they know tensors."""
-        text = _text(error)
+        self._note(error_text(error))
+
+    def _note(self, text: str) -> None:
+        """Keep the text of a fault, or count it again."""
         last = self._faults[-1] if self._faults else None
         if last is not None and last.text == text:
             self._faults[-1] = ControllerFault(time.time(), text, last.times + 1)
@@ -215,26 +220,8 @@ def _run(reference: weakref.ref[Controller], stop: threading.Event, tick_s: floa
         wait_s = min(max(0.0, tick_s - (time.monotonic() - start)), threading.TIMEOUT_MAX)
 
 
-def _text(error: BaseException) -> str:
-    """Return what an error says, if it can."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # of the `__str__` of whoever wrote the policy
-        return f"{type(error).__name__}, whose text cannot be had"
-
-
 def _future(result: object) -> Future[Any] | None:
     return result if isinstance(result, Future) else None
-
-
-def _checked(plan: object) -> Plan:
-    """Return a plan as it is; raise `ConfigError` for anything else."""
-    if not isinstance(plan, Plan) or not isinstance(plan.reason, str) or not isinstance(plan.actions, tuple):
-        raise ConfigError(f"the policy returned {str(plan)[:200]!r}; it must be a Plan, with a tuple and a text")
-    for action in plan.actions:
-        if not isinstance(action, Action):
-            raise ConfigError(f"the policy asked for {str(action)[:200]!r}, which is no action")
-    return plan
 
 
 @atexit.register

@@ -100,6 +100,15 @@ def test_faults_are_kept_as_text_counted_and_bounded(caplog: pytest.LogCaptureFi
     assert one.tick() is not None
 
 
+def test_the_fault_of_one_of_several_policies_is_a_fault_beside_the_plan() -> None:
+    asked: list[Any] = []
+    one = controller(Says(Plan(SWAP, "pressure", fault="Own: ValueError: x")), lambda a, w: asked.append(a))
+    assert one.tick()
+    assert one.tick()
+    assert asked == [SWAP, SWAP]
+    assert [(fault.text, fault.times) for fault in one.health().faults] == [("Own: ValueError: x", 2)]
+
+
 class Silent(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
