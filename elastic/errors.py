@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -122,7 +123,8 @@ def require_seconds(value: Any, name: str) -> None:
 
 def require_period(value: Any, name: str) -> None:
     """Raises `ConfigError` naming an option, unless its value is a number of seconds above 0."""
-    require(is_number(value) and value > 0, name, value, "a number of seconds above 0")
+    possible = is_number(value) and 0 < value <= threading.TIMEOUT_MAX
+    require(possible, name, value, "a number of seconds above 0, and one that can be waited for")
 
 
 def require_share(value: Any, name: str) -> None:

@@ -15,14 +15,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic.controller.decision import ControllerPolicy, Plan
+from elastic.controller.decision import ControllerPolicy, Plan, checked, error_text
 from elastic.controller.snapshot import Snapshot
-from elastic.errors import ConfigError, StateError
+from elastic.errors import StateError
 from elastic.types import Action
 
 logger = logging.getLogger(__name__)
 FAULTS_KEPT = 20
 TICK_S = 0.1
+STOP_S = 10.0
+"""For so long a tick that is under way is waited for."""
 _controllers: weakref.WeakSet[Controller] = weakref.WeakSet()
 
 
@@ -43,6 +45,8 @@ class ControllerHealth:
 
     running: bool = False
     """True while its thread is alive."""
+    in_tick_s: float | None = None
+    """Seconds for which it has been in its present tick: many where a sensor or a policy hangs; None: between two."""
     ticks: int = 0
     last_tick_s: float | None = None
     """Seconds since the epoch."""
@@ -61,7 +65,8 @@ class Controller:
 
     `sense` gives a snapshot, or None when the instance is gone: then the thread ends. `act` is given the actions of a
     plan and its reason; it must not wait for them, and may return a future. Whatever sense, policy or act raise is kept
-    as text, logged and shown by `health()`; the next tick comes. Controllers that share a `lock` tick one at a time.
+    as text, logged and shown by `health()`; the next tick comes, on the thread after `SystemExit` too. Controllers that
+    share a `lock` tick one at a time.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class Controller:
         self._future: Future[Any] | None = None
         self._spent_s = 0.0
         self._began_s = math.nan
+        self._tick_began_s: float | None = None
 
     def start(self) -> None:
         """Tick on a thread. Starting one that runs changes nothing; one that was stopped can be started again.
@@ -106,8 +112,12 @@ class Controller:
             _controllers.add(self)
             self._thread.start()
 
-    def stop(self, timeout_s: float | None = None) -> None:
-        """End the thread, after the tick that it is in. Can be called twice, also from within a tick."""
+    def stop(self, timeout_s: float | None = STOP_S) -> None:
+        """End the thread, after the tick that it is in. Can be called twice, also from within a tick.
+
+        A tick that lasts longer than that (None: any time) hangs, and is left behind, which is logged: the thread ends
+        with it, if it ends.
+        """
         if os.getpid() != self._pid:
             return
         with self._starting:
@@ -115,6 +125,11 @@ class Controller:
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
+            if thread.is_alive():
+                _controllers.discard(self)  # the end of the process does not wait for it again
+                seconds = self.health().in_tick_s or 0.0
+                words = "the controller has been in its tick for %.0f s and is left behind; its sensors or %s hang"
+                logger.warning(words, seconds, type(self.policy).__name__)
 
     def tick(self) -> Plan | None:
         """Sense, decide and act once; return the plan, or None after a fault or where the instance is gone.
@@ -123,22 +138,25 @@ class Controller:
         """
         self._require_own_process()
         with self._ticking:
-            start = time.thread_time()
+            start, self._tick_began_s = time.thread_time(), time.perf_counter()
             try:
                 return self._tick()
             except Exception as error:  # the thread must outlive whatever policies, sensors and actions do
                 self._record(error)
                 return None
             finally:
+                self._tick_began_s = None
                 self._spent_s += time.thread_time() - start
                 self._health = replace(self._health, ticks=self._health.ticks + 1, last_tick_s=time.time())
 
     def health(self) -> ControllerHealth:
         """Return its condition now."""
-        thread = self._thread
+        thread, began_s = self._thread, self._tick_began_s
+        in_tick_s = None if began_s is None else time.perf_counter() - began_s
         cost = self._spent_s / (time.perf_counter() - self._began_s) if thread else 0.0
         running = thread is not None and thread.is_alive() and os.getpid() == self._pid
-        return replace(self._health, running=running, faults=tuple(self._faults), cost=cost)
+        faults = tuple(self._faults)
+        return replace(self._health, running=running, in_tick_s=in_tick_s, faults=faults, cost=cost)
 
     def _require_own_process(self) -> None:
         if os.getpid() != self._pid:
@@ -154,8 +172,10 @@ class Controller:
         if snapshot is None:
             self._stop.set()
             return None
-        plan = _checked(self.policy.decide(snapshot, self._state))
+        plan = checked(self.policy.decide(snapshot, self._state))
         self._state = plan.state
+        if plan.fault:
+            self._note(plan.fault)
         if plan.actions or plan.reason != self._health.last_reason:
             words = "; ".join(map(str, plan.actions)) or "nothing to do"
             logger.info("%s: %s (%s)", words, plan.reason, plan.figures)
@@ -172,7 +192,10 @@ class Controller:
 
     def _record(self, error: BaseException) -> None:
         """Keep a fault as text: an error knows frames, and they know tensors."""
-        text = f"{type(error).__name__}: {error}"
+        self._note(error_text(error))
+
+    def _note(self, text: str) -> None:
+        """Keep the text of a fault, or count it again."""
         last = self._faults[-1] if self._faults else None
         if last is not None and last.text == text:
             self._faults[-1] = ControllerFault(time.time(), text, last.times + 1)
@@ -189,27 +212,20 @@ def _run(reference: weakref.ref[Controller], stop: threading.Event, tick_s: floa
         if controller is None:
             return
         start = time.monotonic()
-        controller.tick()
+        try:
+            controller.tick()
+        except BaseException as error:  # such as `sys.exit()` in a policy
+            controller._record(error)
         del controller
-        wait_s = max(0.0, tick_s - (time.monotonic() - start))
+        wait_s = min(max(0.0, tick_s - (time.monotonic() - start)), threading.TIMEOUT_MAX)
 
 
 def _future(result: object) -> Future[Any] | None:
     return result if isinstance(result, Future) else None
 
 
-def _checked(plan: object) -> Plan:
-    """Return a plan as it is; raise `ConfigError` for anything else."""
-    if not isinstance(plan, Plan) or not isinstance(plan.reason, str) or not isinstance(plan.actions, tuple):
-        raise ConfigError(f"the policy returned {str(plan)[:200]!r}; it must be a Plan, with a tuple and a text")
-    for action in plan.actions:
-        if not isinstance(action, Action):
-            raise ConfigError(f"the policy asked for {str(action)[:200]!r}, which is no action")
-    return plan
-
-
 @atexit.register
 def _stop_all() -> None:
     """Stop all controllers at exit: a thread that is in torch when the interpreter ends would abort it."""
     for controller in list(_controllers):
-        controller.stop(timeout_s=10)
+        controller.stop()

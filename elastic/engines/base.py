@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 
-from elastic.config import require
 from elastic.controller.sensors.request_metrics import RequestMetrics
-from elastic.errors import ConfigError, is_integer
+from elastic.errors import ConfigError, is_integer, is_number, require, require_flag
 from elastic.runtime.runtime import Runtime
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
+MOST_ANSWERS = 512
+"""Of one request; over HTTP: prompts times answers of each."""
 _ids = itertools.count()
 
-
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_MOST_PENALTY = 1e30  # of float32, so that penalties leave finite scores
 
 
 @dataclass(frozen=True)
@@ -45,21 +46,42 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
-            require(isinstance(getattr(self, name), int | float), name, getattr(self, name), "a number")
+            value = getattr(self, name)
+            if type(value) is not float:
+                require(isinstance(value, int | float) and not isinstance(value, bool), name, value, "a number")
         for name in ("top_k", "seed"):
             value = getattr(self, name)
             require(value is None or is_integer(value), name, value, "a whole number, or None")
-        require(0 <= self.temperature < math.inf, "temperature", self.temperature, "at least 0 and finite")
+        finite = is_number(self.temperature)
+        require(finite and self.temperature >= 0, "temperature", self.temperature, "at least 0 and finite")
         require(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "at least 1, or None")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0, at most 1")
         require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
-        require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "above 0")
+        factor, most = self.repetition_penalty, _MOST_PENALTY
+        require(1 / most <= factor <= most, "repetition_penalty", factor, "above 0, from 1e-30 to 1e30")
         for name in ("presence_penalty", "frequency_penalty"):
-            require(math.isfinite(getattr(self, name)), name, getattr(self, name), "finite")
-        for token, bias in self.logit_bias:
-            require(token >= 0, "logit_bias", token, "of token ids, which are at least 0")
-            require(not math.isnan(bias), "logit_bias", bias, "a number")
+            value = getattr(self, name)
+            require(-most <= value <= most, name, value, "finite, from -1e30 to 1e30")
+        if self.logit_bias != ():
+            _check_biases(self.logit_bias)
         require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", self.seed, "from -2**63 to 2**64 - 1")
+
+
+def _check_biases(biases: object) -> None:
+    """Raise `ConfigError` for what are no pairs of a token id and a number, which may be endless."""
+    pairs = "pairs of a token id, a whole number of at least 0, and a number, such as ((5, -1.5), (7, 2.0))"
+    require(isinstance(biases, Sequence), "logit_bias", biases, pairs)
+    for pair in cast("Sequence[object]", biases):
+        require(isinstance(pair, Sequence) and len(pair) == 2, "logit_bias", biases, pairs)
+        token, bias = cast("Sequence[Any]", pair)
+        require(_is_index(type(token)) and token >= 0, "logit_bias", token, "of token ids, which are at least 0")
+        endless = isinstance(bias, float) and math.isinf(bias)
+        require(is_number(bias) or endless, "logit_bias", bias, f"a number for token {token}")
+
+
+def _is_index(kind: type) -> bool:
+    """Return whether values of a type can be token ids."""
+    return hasattr(kind, "__index__") and kind is not bool and kind is not torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -87,7 +109,7 @@ class Request:
     min_tokens: int = 0
     """Before so many tokens no stop token is chosen."""
     n: int = 1
-    """How many answers to generate; they share the KV blocks of the prompt."""
+    """How many answers to generate, at most `MOST_ANSWERS`; they share the KV blocks of the prompt."""
     logprobs: int | None = None
     """How many of the likeliest tokens to report with each new token's own log-probability; None: no report."""
     prompt_logprobs: int | None = None
@@ -101,13 +123,35 @@ class Request:
     id: str = field(default_factory=lambda: f"request-{next(_ids)}")
 
     def __post_init__(self) -> None:
-        kinds = set(map(type, self.prompt)) if isinstance(self.prompt, Sequence) else {type(self.prompt)}
-        if torch.Tensor in kinds or not all(hasattr(kind, "__index__") for kind in kinds):
-            wrong = ", ".join(sorted(kind.__name__ for kind in kinds))
-            raise ConfigError(f"prompt: it has to be a tuple of token ids, whole numbers, not of {wrong}")
+        _check_tokens("prompt", self.prompt, isinstance(self.prompt, Sequence))
+        if self.stop_tokens != ():
+            _check_tokens("stop_tokens", self.stop_tokens, isinstance(self.stop_tokens, Collection))
+            least = min(self.stop_tokens, default=0)
+            require(least >= 0, "stop_tokens", least, "of token ids, which are at least 0")
         for name in ("max_tokens", "min_tokens", "n"):
             require(is_integer(getattr(self, name)), name, getattr(self, name), "a whole number")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            require(count is None or is_integer(count), name, count, "a whole number, or None")
+        require_flag(self.ignore_eos, "ignore_eos")
         require(isinstance(self.sampling, Sampling), "sampling", self.sampling, "an elastic.Sampling")
+        require(
+            self.grammar is None or isinstance(self.grammar, Grammar), "grammar", self.grammar, "a Grammar, or None"
+        )
+        arrived = self.arrived_s
+        require(arrived is None or is_number(arrived), "arrived_s", arrived, "a finite number of seconds, or None")
+        require(isinstance(self.id, str), "id", self.id, "a text")
+
+
+def _check_tokens(name: str, tokens: Any, listed: bool) -> None:
+    """Raise `ConfigError` for what is not `listed`, or has other things than whole numbers; looks at each type once."""
+    listed = listed and not isinstance(tokens, bytes)
+    kinds = set(map(type, tokens)) if listed else {type(tokens)}
+    if not listed or not all(map(_is_index, kinds)):
+        wrong = ", ".join(sorted(each.__name__ for each in kinds))
+        what = next(each for each in tokens if not _is_index(type(each))) if listed else tokens
+        shown = repr(what) if len(repr(what)) < 80 else f"{repr(what)[:80]}…"
+        raise ConfigError(f"{name}: it has to be a tuple of token ids, whole numbers, not of {wrong}: {shown}")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from elastic.planning.placement import ResourceDemand
 from elastic.runtime.parts import ModelParts
 from elastic.runtime.runtime import Runtime
 from elastic.types import Action
+from elastic.weights.layer import WeightUnit
 from elastic.weights.model import ModelWeights
 
 if TYPE_CHECKING:
@@ -173,7 +175,23 @@ def _precision(settings: Policy, slo: SLO | None, order: Sequence[int], weights:
     swappable = [index for index in order if sizes[index].variants]
     total = {name: sum(sizes[i].variants[name] for i in swappable) for i in swappable[:1] for name in sizes[i].variants}
     levels = settings.levels or tuple(sorted(total, key=lambda name: -total[name]))
+    _require_falling(settings.levels, [weights.layers[i] for i in swappable])
     return PrecisionPolicy(settings, swappable, levels, sizes, slo)
+
+
+def _require_falling(levels: Sequence[str], layers: Sequence[WeightUnit]) -> None:
+    """Raise `ConfigError` for a level that does not make layers smaller than the one before it."""
+
+    def nbytes(level: str) -> int:
+        return sum(p.nbytes for layer in layers for p in layer.with_variant(level).layout.parameters.values())
+
+    sizes = list(map(nbytes, levels))
+    for (before, larger), (after, smaller) in pairwise(zip(levels, sizes, strict=True)):
+        if smaller >= larger > 0:
+            raise ConfigError(
+                f"levels={levels!r} go from fine to coarse; {after!r} has {smaller:,} bytes, {before!r} before it "
+                f"has {larger:,}: put the larger first"
+            )
 
 
 def _layer_sizes(weights: ModelWeights) -> list[LayerSize]:

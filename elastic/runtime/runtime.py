@@ -308,11 +308,14 @@ class Runtime(LayerVerbs):
             self.controller.start()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish the actions that were asked for and take no more. Can be called twice."""
+        """Finish the actions that were asked for and take no more. Can be called twice.
+
+        A controller that hangs in its tick is left behind, and does nothing more.
+        """
         if self.closed:
             return
         if self.controller:
-            self.controller.stop(timeout_s)
+            self.controller.stop()
         self.state = RuntimeState.CLOSED
         if not self.in_forked_child:
             self._executor.close(timeout_s)

@@ -27,6 +27,7 @@ def test_the_modes_differ_in_how_much_and_how_early() -> None:
     [
         ("tick_s", 0),
         ("tick_s", float("nan")),
+        ("tick_s", 1e10),
         ("kv_high", 1.5),
         ("kv_high", "0.9"),
         ("kv_low", 0.8),  # above kv_high - margin: it would oscillate

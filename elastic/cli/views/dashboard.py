@@ -23,6 +23,7 @@ from elastic.controller.snapshot import MemoryStats, RequestStats
 from elastic.types import Status
 
 SPAN_S = 60
+HANGS_S = 5.0
 SPARKS = 40
 EVENTS = 4
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -177,6 +178,8 @@ def controller(health: ControllerHealth | None) -> Text:
         return Text(f"controller: not started; {health.last_reason}")
     text = Text("controller: " + ("running" if health.running else "not running"))
     text.append(f", {health.ticks:,} ticks, {health.actions:,} actions, {health.cost:.2%} of the time")
+    if (health.in_tick_s or 0.0) >= HANGS_S:
+        text.append(f"\n  in its tick for {health.in_tick_s:.0f} s: a sensor or its policy hangs", "bold red")
     if health.last_reason:
         figures = f" ({health.last_figures})" if health.last_figures else ""
         text.append(f"\n  last: {health.last_reason}{figures}")

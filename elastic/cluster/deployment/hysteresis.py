@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.config import require
+from elastic.errors import require, require_period
 from elastic.planning.deployment.placing import Deployment, Refusal
 from elastic.planning.deployment.replicas import total_value
 from elastic.planning.estimate.intent import Intent, Objective
@@ -25,7 +25,7 @@ class Replanning:
     """and for so long a configuration stays that does both."""
 
     def __post_init__(self) -> None:
-        require(self.tick_s > 0, "tick_s", self.tick_s, "above 0")
+        require_period(self.tick_s, "tick_s")
         require(0 <= self.better < 1, "better", self.better, "at least 0, and below 1")
         require(self.patience_s >= 0, "patience_s", self.patience_s, "at least 0")
         require(self.dwell_s >= 0, "dwell_s", self.dwell_s, "at least 0")

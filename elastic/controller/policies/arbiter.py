@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic.controller.decision import ControllerPolicy, Plan
+from elastic.controller.decision import ControllerPolicy, Plan, checked, error_text
 from elastic.controller.policies.action_costs import ActionCosts
 from elastic.controller.policies.precision_steps import LayerSize
 from elastic.controller.snapshot import Snapshot
+from elastic.errors import is_integer, require
 from elastic.planning.cost_model import CostModel, cost
 from elastic.planning.placement import Placement, ResourceDemand
 from elastic.types import Action, Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Swap
@@ -42,6 +43,17 @@ class PricedPlan:
 
 
 @dataclass(frozen=True)
+class PolicyOffer:
+    """What one policy would do, or why that is nothing it could be asked for."""
+
+    plans: tuple[Plan, ...]
+    """At least one."""
+    priced: tuple[PricedPlan, ...] = ()
+    """Those of them that have actions, and are possible."""
+    fault: str = ""
+
+
+@dataclass(frozen=True)
 class ArbiterState:
     """The states of the policies, and the costs of earlier actions."""
 
@@ -54,7 +66,8 @@ class Arbiter:
 
     `sizes` and `needs` are of all decoder layers; `model` makes the cost model for a number of rows. A policy may offer
     several plans by a method `options(snapshot, state)`; else its `decide` is used. One that is not chosen is told that
-    an action is under way, so it remembers nothing that did not happen.
+    an action is under way, so it remembers nothing that did not happen. One that raises, or asks for what the model has
+    not, offers nothing at this tick and keeps its state; the plan's `fault` has its name.
     """
 
     def __init__(
@@ -72,53 +85,79 @@ class Arbiter:
         """Return the plan for now; its `state` is to be given at the next tick."""
         state = state or ArbiterState((None,) * len(self.policies), ActionCosts())
         costs = state.costs.learned(snapshot.events)
-        offers: list[tuple[Plan, ...]] = []
-        for policy, remembered in zip(self.policies, state.states, strict=True):
-            options = getattr(policy, "options", None)
-            plans = options(snapshot, remembered) if callable(options) else (policy.decide(snapshot, remembered),)
-            offers.append(tuple(plans))
+        states = zip(self.policies, state.states, strict=True)
+        offers = [self._offer(i, policy, snapshot, remembered, costs) for i, (policy, remembered) in enumerate(states)]
+        plans = [offer.plans[0] for offer in offers]
         swapped = any(variant != size.full for variant, size in zip(snapshot.layers, self._sizes, strict=True))
-        short = swapped or any(plan.short for plans in offers for plan in plans)
-        asking = next((plans[0] for plans in offers if plans[0].asks), None)  # nothing is done before guests leave
-        candidates = [] if asking else self._candidates(snapshot, offers, costs)
+        short = swapped or any(plan.short for offer in offers for plan in offer.plans)
+        asking = next((plan for plan in plans if plan.asks), None)  # nothing is done before guests leave
+        candidates = [] if asking else [candidate for offer in offers for candidate in offer.priced]
         chosen, why = self._choose(snapshot, candidates)
-        states = self._states(snapshot, state, offers, chosen)
         if asking is not None:
             plan = asking
         elif chosen is not None:
             plan = replace(chosen.plan, reason=chosen.plan.reason + why)
         else:
-            reason = "; ".join(dict.fromkeys(plans[0].reason for plans in offers))
-            plan = Plan((), reason, figures="; ".join(plans[0].figures for plans in offers if plans[0].figures))
-        return replace(plan, state=ArbiterState(states, costs), short=short)
+            reason = "; ".join(dict.fromkeys(plan.reason for plan in plans))
+            plan = Plan((), reason, figures="; ".join(plan.figures for plan in plans if plan.figures))
+        then = [self._state(i, snapshot, old, offers[i], chosen) for i, old in enumerate(state.states)]
+        faults = [offer.fault for offer in offers] + [fault for _, fault in then]
+        after = ArbiterState(tuple(remembered for remembered, _ in then), costs)
+        return replace(plan, state=after, short=short, fault="; ".join(dict.fromkeys(filter(None, faults))))
 
-    def _states(
-        self, snapshot: Snapshot, state: ArbiterState, offers: Sequence[tuple[Plan, ...]], chosen: PricedPlan | None
-    ) -> tuple[Any, ...]:
-        """Return the states of the policies: of those whose actions are not done, as if another's were under way."""
-        busy, states = replace(snapshot, busy=True), []
-        for number, (policy, remembered) in enumerate(zip(self.policies, state.states, strict=True)):
-            if chosen is not None and number == chosen.policy:
-                states.append(chosen.plan.state)
-            elif chosen is not None or offers[number][0].actions:
-                states.append(policy.decide(busy, remembered).state)
-            else:
-                states.append(offers[number][0].state)
-        return tuple(states)
+    def _offer(
+        self, number: int, policy: ControllerPolicy, snapshot: Snapshot, remembered: Any, costs: ActionCosts
+    ) -> PolicyOffer:
+        """Ask one policy, and check and price its plans: its faults are its own, the others are asked too."""
+        try:
+            options = getattr(policy, "options", None)
+            asked = options(snapshot, remembered) if callable(options) else (policy.decide(snapshot, remembered),)
+            plans = tuple(map(checked, asked))
+            require(len(plans) > 0, "options", plans, "at least one plan")
+            for plan in plans:
+                self._require_possible(plan)
+            return PolicyOffer(plans, self._priced(number, plans, snapshot, costs))
+        except (Exception, SystemExit) as error:
+            return PolicyOffer((Plan((), f"{_name(policy)} failed", remembered),), (), _fault(policy, error))
 
-    def _candidates(
-        self, snapshot: Snapshot, offers: Sequence[tuple[Plan, ...]], costs: ActionCosts
-    ) -> list[PricedPlan]:
+    def _require_possible(self, plan: Plan) -> None:
+        """Raise `ConfigError` for layers and variants that the model has not: they have no price."""
+        for action in plan.actions:
+            for layer in () if isinstance(action, ResizeKV) else action.layers:
+                there = is_integer(layer) and 0 <= layer < len(self._sizes)
+                require(there, "layers", layer, f"the index of a layer, from 0 to {len(self._sizes) - 1}")
+            if isinstance(action, Swap):
+                for size in (self._sizes[layer] for layer in action.layers):
+                    variants = (size.full, *size.variants)
+                    require(action.variant in variants, "variant", action.variant, f"one of {', '.join(variants)}")
+
+    def _state(
+        self, number: int, snapshot: Snapshot, remembered: Any, offer: PolicyOffer, chosen: PricedPlan | None
+    ) -> tuple[Any, str]:
+        """Return the state of a policy, and its fault: if its actions are not done, as if another's were under way."""
+        if chosen is not None and number == chosen.policy:
+            return chosen.plan.state, ""
+        if offer.fault or (chosen is None and not offer.plans[0].actions):
+            return offer.plans[0].state, ""
+        policy = self.policies[number]
+        try:
+            return checked(policy.decide(replace(snapshot, busy=True), remembered)).state, ""
+        except (Exception, SystemExit) as error:
+            return remembered, _fault(policy, error)
+
+    def _priced(
+        self, number: int, plans: Sequence[Plan], snapshot: Snapshot, costs: ActionCosts
+    ) -> tuple[PricedPlan, ...]:
         """Price the plans with actions that are possible: replicas leave before their layers are swapped."""
         candidates = []
-        for number, plan in ((number, plan) for number, plans in enumerate(offers) for plan in plans if plan.actions):
+        for plan in (plan for plan in plans if plan.actions):
             swapped = [i for action in plan.actions if isinstance(action, Swap) for i in action.layers]
             if snapshot.residencies and any(len(snapshot.residencies[i]) > 1 for i in swapped):
                 continue
             seconds = math.fsum(self._seconds(action, snapshot, costs) for action in plan.actions)
             relieved_bytes = sum(self._relieved_bytes(action, snapshot) for action in plan.actions)
             candidates.append(PricedPlan(plan, number, seconds, relieved_bytes, _relieves(plan, snapshot)))
-        return candidates
+        return tuple(candidates)
 
     def _choose(self, snapshot: Snapshot, candidates: Sequence[PricedPlan]) -> tuple[PricedPlan | None, str]:
         """Return the best candidate, and the words that say why."""
@@ -195,3 +234,11 @@ def _relieves(plan: Plan, snapshot: Snapshot) -> bool:
         most = next((place.kv_maximum_bytes for place in snapshot.places if place.name == first.place), 0)
         return limit is not None and limit < most
     return not isinstance(first, Restore | Replicate)
+
+
+def _name(policy: ControllerPolicy) -> str:
+    return type(policy).__name__
+
+
+def _fault(policy: ControllerPolicy, error: BaseException) -> str:
+    return f"{_name(policy)}: {error_text(error)}"

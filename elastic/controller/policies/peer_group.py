@@ -87,9 +87,11 @@ class PeerModel:
         return plan
 
     def leave(self) -> None:
-        """Leave the group, until the next decision. Waits for a tick of another member that is under way."""
-        with self.group.lock:
-            self.group.states.pop(self.name, None)
+        """Leave the group, until the next decision. Waits for a tick of another member, but for none that hangs."""
+        waited = self.group.lock.acquire(timeout=SILENT_S)
+        self.group.states.pop(self.name, None)
+        if waited:
+            self.group.lock.release()
 
 
 os.register_at_fork(after_in_child=_groups.clear)

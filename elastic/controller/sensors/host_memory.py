@@ -6,11 +6,11 @@ from elastic.controller.snapshot import HostStats
 
 
 def read_host() -> HostStats:
-    """Read host memory in bytes; None for both where psutil is absent or does not know."""
+    """Read host memory in bytes; None for both where psutil is absent or fails: it raises what the system gives it."""
     try:
         import psutil
 
         memory = psutil.virtual_memory()
-    except (ImportError, OSError, RuntimeError, NotImplementedError):
+        return HostStats(int(memory.available), int(memory.total))
+    except Exception:
         return HostStats()
-    return HostStats(int(memory.available), int(memory.total))

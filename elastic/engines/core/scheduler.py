@@ -57,7 +57,7 @@ class Scheduler:
         self._cohorts = [Cohort(number) for number in range(cohorts)]
         self._waiting: deque[Sequence] = deque()  # some may have ended
         self._placed: deque[Sequence] = deque()  # they have blocks, and are of no cohort yet; some may have ended
-        self._followers: dict[Sequence, list[Sequence]] = {}  # they wait for the prompt's blocks of the key
+        self._followers: dict[Sequence, list[Sequence]] = {}  # the last first: they wait for blocks of the key
         self._steps: dict[int, tuple[Cohort, list[Sequence]]] = {}  # in flight, by number
         self.steps = 0
         """How many were begun."""
@@ -179,7 +179,7 @@ class Scheduler:
             if sequence in cohort.prefilling:
                 del cohort.prefilling[sequence]
                 cohort.decoding[sequence] = None
-                self._waiting.extendleft(reversed(self._followers.pop(sequence, [])))
+                self._waiting.extendleft(self._followers.pop(sequence, []))
             finish = sequence.append(token.token)
             produced.append(Produced(sequence, token, finish))
             if finish is not None:
@@ -249,9 +249,9 @@ class Scheduler:
         if new and self.blocks.shares and len(request.prompt) > self.blocks.block_tokens:
             leader = next((sequence for sequence in begun if sequence.computed < len(request.prompt)), None)
             if leader is not None:
-                self._followers[leader], new = new, []
+                self._followers[leader], new = new[::-1], []
             elif not begun:
-                self._followers[new[0]], new = new[1:], new[:1]
+                self._followers[new[0]], new = new[:0:-1], new[:1]
         if front:
             self._waiting.extendleft(reversed(new))
         else:
@@ -361,11 +361,12 @@ class Scheduler:
         sequence.ended = True
         del self.sequences[sequence.id]
         self._leave_cohort(sequence)
-        followers = [follower for follower in self._followers.pop(sequence, []) if not follower.ended]
+        followers = self._followers.pop(sequence, [])
+        while followers and followers[-1].ended:
+            followers.pop()
         if followers:  # the next one computes the prompt, in its place
-            place = self._waiting.index(sequence) if sequence in self._waiting else 0
-            self._waiting.insert(place, followers[0])
-            self._followers[followers[0]] = followers[1:]
+            self._waiting.insert(self._waiting.index(sequence) if sequence in self._waiting else 0, followers[-1])
+            self._followers[followers.pop()] = followers
         if len(self._waiting) > 2 * len(self.sequences) + 64:  # most have ended
             self._waiting = deque(each for each in self._waiting if not each.ended)
         if sequence.in_flight:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.config import require
-from elastic.engines.base import Request
+from elastic.engines.base import MOST_ANSWERS, Request
 from elastic.errors import ConfigError
 
 
@@ -16,7 +16,7 @@ def require_valid(request: Request, vocabulary: int, longest: int | None) -> Non
     if not request.prompt:
         raise ConfigError("prompt: it has no token; give at least one")
     require(request.max_tokens >= 1, "max_tokens", request.max_tokens, "at least 1")
-    require(request.n >= 1, "n", request.n, "at least 1")
+    require(1 <= request.n <= MOST_ANSWERS, "n", request.n, f"at least 1, at most {MOST_ANSWERS}")
     allowed = f"from 0 to max_tokens={request.max_tokens}"
     require(0 <= request.min_tokens <= request.max_tokens, "min_tokens", request.min_tokens, allowed)
     if min(request.prompt) < 0 or max(request.prompt) >= vocabulary:

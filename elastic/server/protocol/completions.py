@@ -6,8 +6,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from elastic.engines.base import MOST_ANSWERS
 from elastic.server.protocol.errors import invalid
-from elastic.server.protocol.fields import MOST_ANSWERS, ListsOfTokens, Logprobs, Text, Texts, Tokens
+from elastic.server.protocol.fields import ListsOfTokens, Logprobs, Text, Texts, Tokens
 from elastic.server.protocol.neutral_fields import COMPLETION
 from elastic.server.protocol.sampling import SamplingBody
 

@@ -16,8 +16,6 @@ from elastic.server.protocol.neutral_fields import Neutral, check_neutral
 MOST_STOPS = 16
 LONGEST_STOP = 256
 MOST_PROMPTS = 128
-MOST_ANSWERS = 512
-"""Of one request over HTTP: prompts times answers of each."""
 MOST_LOGPROBS = 20
 MOST_BIASES = 1024
 

@@ -228,6 +228,10 @@ def test_a_tick_does_not_wait_for_a_commit(wrapped: Any) -> None:
         ({"policy": "nowhere.toml"}, "cannot be read"),
         ({"policy": "balanced", "variants": ()}, "needs variants"),
         ({"policy": Policy(levels=("int3",))}, "'int3'"),
+        (
+            {"policy": Policy(levels=("int4", "int8")), "variants": ("int8", "int4")},
+            r"levels=\('int4', 'int8'\) go from fine to coarse; 'int8' has .* bytes, 'int4' before it",
+        ),
         ({"order": "sideways"}, "order='sideways'"),
         ({"order": "nowhere.json"}, "nowhere.json"),
     ],

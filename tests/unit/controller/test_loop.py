@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+import threading
 import time
 import weakref
 from concurrent.futures import Future
@@ -97,6 +98,66 @@ def test_faults_are_kept_as_text_counted_and_bounded(caplog: pytest.LogCaptureFi
     assert {fault.times for fault in faults} == {2}
     assert len(caplog.records) == FAULTS_KEPT + 5
     assert one.tick() is not None
+
+
+def test_the_fault_of_one_of_several_policies_is_a_fault_beside_the_plan() -> None:
+    asked: list[Any] = []
+    one = controller(Says(Plan(SWAP, "pressure", fault="Own: ValueError: x")), lambda a, w: asked.append(a))
+    assert one.tick()
+    assert one.tick()
+    assert asked == [SWAP, SWAP]
+    assert [(fault.text, fault.times) for fault in one.health().faults] == [("Own: ValueError: x", 2)]
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (SystemExit(3), "SystemExit: 3"),
+        (KeyboardInterrupt(), "KeyboardInterrupt: "),
+        (GeneratorExit(), "GeneratorExit: "),
+        (Silent(), "Silent, whose text cannot be had"),
+    ],
+)
+def test_nothing_that_a_policy_raises_ends_the_thread(error: BaseException, text: str) -> None:
+    one = controller(Says(error, Plan((), "calm")))
+    one.start()
+    wait_until(lambda: one.health().last_reason == "calm" or not one.health().running)
+    assert one.health().running
+    assert [fault.text for fault in one.health().faults] == [text]
+    one.stop()
+
+
+def test_a_policy_that_never_wants_to_be_asked_again_does_not_end_the_thread() -> None:
+    one = Controller(lambda: SEEN, Says(Plan((), "calm")), lambda a, w: None, tick_s=2 * threading.TIMEOUT_MAX)
+    one.start()
+    wait_until(lambda: one.health().ticks == 1)
+    time.sleep(0.05)
+    assert one.health().running
+    one.stop()
+
+
+def test_a_tick_that_hangs_is_told_and_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+    go = threading.Event()
+
+    def sense() -> None:
+        go.wait(20)
+
+    one = controller(Says(Plan((), "calm")), sense=sense)
+    assert one.health().in_tick_s is None
+    one.start()
+    wait_until(lambda: (one.health().in_tick_s or 0) > 0.01)
+    one.stop(timeout_s=0.05)
+    assert one.health().running
+    assert "in its tick for 0 s and is left behind; its sensors or Says hang" in caplog.text
+    go.set()
+    one.stop()
+    assert not one.health().running
+    assert one.health().in_tick_s is None
 
 
 def failing_future(error: BaseException) -> Future[Any]:

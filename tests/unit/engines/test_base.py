@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +28,34 @@ from elastic.errors import ConfigError
         (lambda: Sampling(top_p=None), "top_p=None cannot be"),
         (lambda: Sampling(top_k=1.5), "top_k=1.5 cannot be"),
         (lambda: Sampling(seed="x"), "seed='x' cannot be"),
+        (lambda: Request((True,), 5), "prompt: .* not of bool: True"),
+        (lambda: Request(5, 5), "prompt: .* not of int: 5"),
+        (lambda: Request(b"abc", 5), "prompt: .* not of bytes"),
+        (lambda: Request((1,), 5, stop_tokens=5), "stop_tokens: .* not of int: 5"),
+        (lambda: Request((1,), 5, stop_tokens=(7, 2.5)), "stop_tokens: .* not of float, int: 2.5"),
+        (lambda: Request((1,), 5, stop_tokens=("a",)), "stop_tokens: .* not of str: 'a'"),
+        (lambda: Request((1,), 5, stop_tokens=(3, -5)), "stop_tokens=-5 cannot be"),
+        (lambda: Request((1,), 5, logprobs=True), "logprobs=True cannot be"),
+        (lambda: Request((1,), 5, logprobs=2.5), "logprobs=2.5 cannot be"),
+        (lambda: Request((1,), 5, prompt_logprobs=True), "prompt_logprobs=True cannot be"),
+        (lambda: Request((1,), 5, prompt_logprobs=2.5), "prompt_logprobs=2.5 cannot be"),
+        (lambda: Request((1,), 5, ignore_eos="no"), "ignore_eos='no' cannot be; it must be True or False"),
+        (lambda: Request((1,), 5, arrived_s="x"), "arrived_s='x' cannot be"),
+        (lambda: Request((1,), 5, arrived_s=math.nan), "arrived_s=nan cannot be"),
+        (lambda: Request((1,), 5, grammar="[a-z]"), "grammar=.* cannot be"),
+        (lambda: Request((1,), 5, id=None), "id=None cannot be; it must be a text"),
+        (lambda: Sampling(temperature=True), "temperature=True cannot be"),
+        (lambda: Sampling(temperature=10**400), "temperature=1000.* cannot be; it must be at least 0 and finite"),
+        (lambda: Sampling(presence_penalty=10**400), "presence_penalty=1000.* cannot be; it must be finite"),
+        (lambda: Sampling(frequency_penalty=-1e300), "frequency_penalty=-1e\\+300 cannot be; it must be finite"),
+        (lambda: Sampling(repetition_penalty=1e300), "repetition_penalty=1e\\+300 cannot be; it must be above 0"),
+        (lambda: Sampling(repetition_penalty=1e-300), "repetition_penalty=1e-300 cannot be; it must be above 0"),
+        (lambda: Sampling(logit_bias={5: 1.0}), "logit_bias={5: 1.0} cannot be; it must be pairs"),
+        (lambda: Sampling(logit_bias=(5, 1.0)), "logit_bias=.5, 1.0. cannot be; it must be pairs"),
+        (lambda: Sampling(logit_bias=((5, "a"),)), "logit_bias='a' cannot be; it must be a number for token 5"),
+        (lambda: Sampling(logit_bias=((5, 10**400),)), "logit_bias=1000.* cannot be; it must be a number"),
+        (lambda: Sampling(logit_bias=((5.0, 1),)), "logit_bias=5.0 cannot be; it must be of token ids"),
+        (lambda: Sampling(logit_bias=((True, 1.0),)), "logit_bias=True cannot be; it must be of token ids"),
     ],
 )
 def test_what_is_of_another_type_is_refused_in_words(make: Callable[[], Any], words: str) -> None:
@@ -36,3 +66,8 @@ def test_what_is_of_another_type_is_refused_in_words(make: Callable[[], Any], wo
 @pytest.mark.parametrize("prompt", [(1, 2), [1, 2], range(2), ()])
 def test_token_ids_come_in_any_sequence(prompt: Any) -> None:
     assert Request(prompt, 5).prompt == prompt
+
+
+def test_token_ids_of_numpy_and_sets_of_them_are_taken() -> None:
+    assert Request((1, 2), 5, stop_tokens=frozenset({np.int64(3)})).stop_tokens == {3}  # type: ignore[arg-type]
+    assert Sampling(logit_bias=((np.int64(3), -math.inf),)).logit_bias == ((3, -math.inf),)  # type: ignore[arg-type]

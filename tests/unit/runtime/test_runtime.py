@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
@@ -389,3 +391,34 @@ def test_a_thread_that_captures_a_graph_is_refused_actions(wrapped: Any, monkeyp
             with pytest.raises(StateError, match="captures a CUDA graph"):
                 action()
     assert rt.release([0]).status == "applied"
+
+
+def test_a_policy_that_hangs_is_left_behind_when_its_model_is_unwrapped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    inside, go, decided = threading.Event(), threading.Event(), threading.Event()
+
+    class Hangs:
+        def decide(self, snapshot: Any, state: Any) -> elastic.Plan:
+            inside.set()
+            go.wait(60)
+            decided.set()
+            return elastic.Plan((elastic.Swap((0,), "int8"),), "too late")
+
+    model = build("llama-gqa")
+    before = [parameter.dtype for parameter in model.parameters()]
+    rt = elastic.wrap(model, places=["cpu=64MiB"], variants=["int8"], policy=Hangs()).elastic
+    assert rt.controller is not None
+    monkeypatch.setattr(rt.controller, "stop", partial(rt.controller.stop, 0.1))
+    inside.wait()
+    with caplog.at_level(logging.WARNING, "elastic.controller.loop"):
+        elastic.unwrap(model)
+    assert "left behind; its sensors or Hangs hang" in caplog.text
+    thread = rt.controller._thread
+    assert thread is not None
+    go.set()
+    decided.wait()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert [parameter.dtype for parameter in model.parameters()] == before
+    assert rt.health().faults == ()

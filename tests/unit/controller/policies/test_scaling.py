@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from elastic import SLO, Scale
 from elastic.controller.decision import Plan
+from elastic.controller.policies.action_costs import ActionCosts
 from elastic.controller.policies.arbiter import Arbiter, ArbiterState
 from elastic.controller.policies.precision_steps import LayerSize
 from elastic.controller.policies.scaling import ScalingPhase, ScalingPolicy, ScalingState, Times
@@ -239,6 +241,58 @@ def test_replicas_leave_before_layers_migrate_if_that_is_cheaper() -> None:
     kinds = {type(plan.actions[0]) for plan in plans}
     assert kinds == {Migrate, Evict}
     assert arbiter(one).decide(short, arbiter(one).decide(replace(short, busy=True)).state).actions
+
+
+class Faulty:
+    """A policy that answers with whatever it has, and raises what it is."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def decide(self, snapshot: Snapshot, state: Any) -> Any:
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+
+class FaultyWhenBusy(Says):
+    """A policy that fails where another's action is under way."""
+
+    def decide(self, snapshot: Snapshot, state: Any) -> Plan:
+        if snapshot.busy:
+            raise ValueError("busy")
+        return super().decide(snapshot, state)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (ValueError("boom"), "Faulty: ValueError: boom"),
+        (SystemExit(1), "Faulty: SystemExit: 1"),
+        (None, "Faulty: ConfigError: the policy returned 'None'"),
+        (Plan([Swap((0,), "int4")], "a list"), "Faulty: ConfigError: the policy returned"),  # type: ignore[arg-type]
+        (Plan((Swap((99,), "int4"),), "x"), "Faulty: ConfigError: layers=99 cannot be; .* from 0 to 3"),
+        (Plan((Swap((-1,), "int4"),), "x"), "Faulty: ConfigError: layers=-1 cannot be"),
+        (Plan((Swap(("a",), "int4"),), "x"), "Faulty: ConfigError: layers='a'"),  # type: ignore[arg-type]
+        (Plan((Swap((0,), "int99"),), "x"), "Faulty: ConfigError: variant='int99' cannot be; .* float32, int4"),
+        (Plan((Migrate((0,), "mars"),), "x"), "Faulty: .*mars"),
+    ],
+)
+def test_a_faulty_policy_offers_nothing_and_the_others_go_on(answer: Any, words: str) -> None:
+    one = arbiter(Faulty(answer), Says(Swap((0,), "int4")))
+    plan = one.decide(seen(kv=SHORT), ArbiterState(("kept", None), ActionCosts()))
+    assert plan.actions == (Swap((0,), "int4"),)
+    assert plan.state.states == ("kept", 1)
+    assert re.match(words, plan.fault)
+    idle = arbiter(Faulty(answer), Says()).decide(seen(kv=SHORT))
+    assert (idle.actions, idle.reason) == ((), "Faulty failed; because")
+
+
+def test_a_policy_that_fails_beside_anothers_action_keeps_its_state() -> None:
+    one = arbiter(FaultyWhenBusy(), Says(Swap((0,), "int4")))
+    plan = one.decide(seen(kv=SHORT), ArbiterState((5, None), ActionCosts()))
+    assert plan.actions == (Swap((0,), "int4"),)
+    assert (plan.state.states, plan.fault) == ((5, 1), "FaultyWhenBusy: ValueError: busy")
 
 
 # -- a server with two places

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from elastic.controller.sensors.host_memory import read_host
@@ -240,3 +242,61 @@ def test_the_monitor_asks_the_machine_once_a_second_and_whether_it_is_busy_befor
     assert order[:2] == ["busy", "layers"]
     assert (seen.at_s, seen.layers, seen.busy, seen.kv.use) == (6.5, ("int4",), True, 0.5)
     assert (seen.devices, seen.host) == ((DeviceStats("cuda:0"),), HostStats(1, 2))
+
+
+@pytest.mark.parametrize("error", [OSError(), KeyError(b"MemTotal:"), ValueError("x"), psutil.AccessDenied()])
+def test_whatever_psutil_raises_host_memory_is_not_known_then(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(psutil, "virtual_memory", fail)
+    assert read_host() == HostStats()
+
+
+def monitor_of(machine: Any, now: list[float]) -> Monitor:
+    readings = InstanceReadings(MemoryStats(1, 2, 3), ("int4",))
+    return Monitor(RequestMetrics(), lambda: readings, lambda: False, machine, lambda: now[0])
+
+
+def test_the_last_reading_of_a_machine_stays_where_it_cannot_be_read(caplog: pytest.LogCaptureFixture) -> None:
+    now: list[float] = [0.0]
+    answers: list[Any] = [HostStats(1, 2), KeyError("a"), KeyError("a"), KeyError("b"), HostStats(2, 2)]
+
+    def machine() -> tuple[tuple[DeviceStats, ...], HostStats]:
+        answer = answers[int(now[0])]
+        if isinstance(answer, Exception):
+            raise answer
+        return (), answer
+
+    monitor, hosts = monitor_of(machine, now), []
+    for now[0] in (0.0, 1.0, 1.5, 2.0, 3.0, 4.0):
+        hosts.append(monitor.read().host.available_bytes)
+    assert hosts == [1, 1, 1, 1, 1, 2]
+    assert [record.getMessage()[-13:] for record in caplog.records] == ["KeyError: 'a'", "KeyError: 'b'"]
+
+
+def test_nobody_waits_for_a_sensor_that_hangs_in_another_thread() -> None:
+    now, hang, go = [0.0], threading.Event(), threading.Event()
+
+    def machine() -> tuple[tuple[DeviceStats, ...], HostStats]:
+        if now[0]:
+            hang.set()
+            go.wait(30)
+        return (), HostStats(1, 2)
+
+    monitor = monitor_of(machine, now)
+    monitor.read()
+    now[0] = 5.0
+    thread = threading.Thread(target=monitor.read)
+    thread.start()
+    hang.wait()
+    asked = threading.Thread(target=monitor.read)
+    asked.start()
+    asked.join(10)
+    waits = asked.is_alive()
+    go.set()
+    thread.join()
+    asked.join()
+    assert not waits

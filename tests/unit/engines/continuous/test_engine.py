@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
@@ -468,11 +469,12 @@ def test_a_forward_that_fails_ends_the_requests_in_it_and_no_other(engines: Any)
     assert engine.serving
 
 
-def test_a_listener_that_fails_hurts_nobody_else(engines: Any) -> None:
+@pytest.mark.parametrize("error", [ValueError("mine"), SystemExit(1), GeneratorExit(), asyncio.CancelledError()])
+def test_a_listener_that_fails_hurts_nobody_else(error: BaseException, engines: Any) -> None:
     engine = engines(architectures.build("llama-gqa"))
 
     def bad(output: Any) -> None:
-        raise ValueError("mine")
+        raise error
 
     engine.submit(Request((3, 4), 4), bad)
     assert serve(engine, [Request((3, 4, 5), 4)]).ends

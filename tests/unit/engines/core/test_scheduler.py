@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from typing import Any
 
@@ -144,6 +145,33 @@ def test_the_next_answer_computes_the_prompt_if_the_first_is_cancelled() -> None
     assert serving.step()[0] == {"a/1": 4, "b/0": 4}, "of the 20 tokens 16 are there already"
     assert serving.scheduler.cancel("a/2") is not None
     assert serving.step()[0] == {"a/1": 1, "b/0": 1}
+
+
+def test_cancelling_answers_costs_as_much_for_each_however_many_there_are() -> None:
+    def operations(answers: int) -> int:
+        """Bytecodes of the scheduler's own file."""
+        serving, count = Serving(), 0
+        serving.add("a", 20, n=answers)
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal count
+            if not frame.f_code.co_filename.endswith("scheduler.py"):
+                return None
+            frame.f_trace_opcodes = True
+            count += event == "opcode"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            for answer in range(answers):
+                serving.scheduler.cancel(f"a/{answer}")
+        finally:
+            sys.settrace(before)
+        assert not serving.scheduler.sequences
+        return count
+
+    assert operations(320) < 20 * operations(32)
 
 
 def test_a_cancelled_sequence_gives_its_blocks_back_when_its_step_is_over() -> None:

@@ -34,6 +34,7 @@ def test_what_it_has_is_allowed() -> None:
         (Request((), 1), "prompt"),
         (Request((1,), 0), "max_tokens=0"),
         (Request((1,), 1, n=0), "n=0"),
+        (Request((1,), 1, n=513), "n=513 cannot be; it must be at least 1, at most 512"),
         (Request((1,), 1, min_tokens=2), "min_tokens=2"),
         (Request((1, 100, -1), 1), "token 100"),
         (Request((-1,), 1), "token -1"),
