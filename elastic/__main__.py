@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from elastic.cli.main import main
+from elastic.cli.interrupts import leaving_on_interrupt
+
+with leaving_on_interrupt():
+    from elastic.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

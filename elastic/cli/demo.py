@@ -17,7 +17,8 @@ import elastic
 from elastic.cli.acts.dropped_layers import serve_a_burst
 from elastic.cli.inputs.checks import parse_place
 from elastic.cli.inputs.model_loading import Loaded, load
-from elastic.cli.views.panels import mib, screen
+from elastic.cli.views.panels import screen
+from elastic.cli.views.sizes import mib
 from elastic.config import Place, parse_bytes
 from elastic.weights.decoder import returned_cache
 

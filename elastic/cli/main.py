@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import io
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from elastic import __version__
 from elastic.assets import MODEL_DIR
 from elastic.cli.fleet import add_options as add_fleet
 from elastic.cli.inputs.bench_options import add_bench
 from elastic.cli.inputs.intent_options import add_estimate, add_place
+from elastic.cli.interrupts import INTERRUPTED, leaving_on_interrupt
 from elastic.cli.rank import add_options as add_rank
 from elastic.cli.serve import add_options as add_serve
 from elastic.cli.vllm_args import add_options as add_vllm_args
-from elastic.errors import BackendUnavailable, ElasticError
+from elastic.errors import ConfigError, ElasticError
 
 PREDICTIONS = ("estimate", "place", "plan", "simulate")
 """Commands in a room of their own."""
+SERVING = ("rank", "serve")
+"""Those that run without anybody who reads what they print."""
 USER_ERROR, CLOSED_PIPE = 2, 128 + signal.SIGPIPE
+UNWRITABLE = (errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC)
 DEMO_PROMPT = 'def read_file(path):\n    """Read'
 
 
@@ -115,30 +122,61 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     An interrupt and a closed pipe at standard output (`| head`) end a command in silence, with the codes of shells.
     """
-    options = parser().parse_args(arguments)
+    command = "elastic"
     try:
+        options = parser().parse_args(arguments)
+        command = f"elastic {options.command}"
+        _prepare_output(options.command)
         code = _command(options.command)(options)
         sys.stdout.flush()
     except ElasticError as error:
-        print(f"elastic {options.command}: {error}", file=sys.stderr)
-        return USER_ERROR
+        return _refused(command, error)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        _drop_output()
         return CLOSED_PIPE
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        _drop_output()
+        return _refused(command, f"what it writes has nowhere to go: {error.strerror}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "rich":
+            raise
+        return _refused(command, f"{error}; tables and live views need: pip install 'elastic-llm[cli]'")
     return code
 
 
+def _prepare_output(command: str) -> None:
+    """Have characters that standard output cannot encode be `?`. Raises `ConfigError` where it is closed.
+
+    What serves prints nothing that it could not do without.
+    """
+    if sys.stdout is None:
+        if command not in SERVING:
+            raise ConfigError("standard output is closed; give it a file, or /dev/null")
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with suppress(OSError):  # where it is no longer the file that it was opened as
+            sys.stdout.reconfigure(errors="replace")
+
+
+def _drop_output() -> None:
+    """Write nothing more: Python flushes once again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _refused(command: str, why: object) -> int:
+    print(f"{command}: {why}", file=sys.stderr)
+    return USER_ERROR
+
+
 def _command(name: str) -> Callable[[argparse.Namespace], int]:
-    """Import and return the function behind a command. Raises `BackendUnavailable` where an extra is absent."""
+    """Import and return the function behind a command."""
     name = name.replace("-", "_")
-    try:
+    with leaving_on_interrupt():
         module = importlib.import_module(f"elastic.cli.{'predictions.' if name in PREDICTIONS else ''}{name}")
-    except ModuleNotFoundError as error:
-        if error.name != "rich":
-            raise
-        raise BackendUnavailable(f"{error}; the live view needs: pip install 'elastic-llm[cli]'") from error
     command: Callable[[argparse.Namespace], int] = getattr(module, name)
     return command
 

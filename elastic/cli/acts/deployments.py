@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from elastic.cli.inputs.intent_options import add_intent, add_load, intent_of, said_load
-from elastic.cli.views.panels import mib
+from elastic.cli.views.sizes import mib
 from elastic.cli.views.status_client import post
 from elastic.planning.estimate.intent import Intent
 

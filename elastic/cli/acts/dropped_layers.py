@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from elastic.cli.inputs.model_loading import Loaded
-from elastic.cli.views.panels import mib
+from elastic.cli.views.sizes import mib
 from elastic.cli.views.stages import grid
 from elastic.config import Overload
 from elastic.engines.base import Output, Request

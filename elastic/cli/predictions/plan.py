@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic.cli.views.layer_grid import layers_at
-from elastic.cli.views.panels import mib
+from elastic.cli.views.sizes import mib
 from elastic.config import Place
 from elastic.errors import ConfigError
 from elastic.estimation.model_layout import meta_model

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from elastic.cli.views.fleet import fleet_events, ranks
 from elastic.cli.views.layer_grid import layers_at, of_status
-from elastic.cli.views.panels import actions, mib, pages_by_owner, tabulated
+from elastic.cli.views.panels import actions, pages_by_owner, tabulated
+from elastic.cli.views.sizes import mib
 from elastic.cli.views.stages import stages, work
 from elastic.cli.views.status_document import StatusDocument
 from elastic.controller.loop import ControllerHealth

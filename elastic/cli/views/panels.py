@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic.cli.views.layer_grid import layers_at, of_status, ranges
+from elastic.cli.views.sizes import mib
 from elastic.types import Event, Evict, KVStatus, PlaceStatus, ResizeKV, Status, Swap
 
 _KINDS = {"migratekv": "migrate KV of"}
@@ -38,11 +39,6 @@ def tabulated(left: Sequence[str], right: Sequence[str] = (), last: Sequence[str
     for name in (*right, *last):
         table.add_column(name, justify="right" if name in right else "left")
     return table
-
-
-def mib(nbytes: int) -> str:
-    """Return bytes as text, in MiB."""
-    return f"{nbytes / 2**20:.2f} MiB"
 
 
 def screen(text: str, status: Status, events: Sequence[Event]) -> RenderableType:

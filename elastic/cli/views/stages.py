@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic.cli.views.layer_grid import ranges
-from elastic.cli.views.panels import mib, tabulated
+from elastic.cli.views.panels import tabulated
+from elastic.cli.views.sizes import mib
 from elastic.cli.views.status_document import StatusDocument
 from elastic.cluster.control.status import UP
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import signal
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -112,3 +115,90 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("redirected", "code", "line"),
+    [
+        ("simulate > /dev/full", 2, "elastic simulate: what it writes has nowhere to go: No space left on device\n"),
+        ("simulate >&-", 2, "elastic simulate: standard output is closed; give it a file, or /dev/null\n"),
+        ("simulate > /dev/null", 0, ""),
+    ],
+)
+def test_output_that_has_nowhere_to_go_is_one_line(redirected: str, code: int, line: str) -> None:
+    command = ["sh", "-c", f"{sys.executable} -m elastic {redirected}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (code, line)
+
+
+@pytest.mark.slow
+def test_what_a_terminal_cannot_write_is_a_question_mark() -> None:
+    command = [sys.executable, "-m", "elastic", "generate", "--prompt", "é = 1", "--max-new-tokens", "2"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("? = 1")
+
+
+INTERRUPTS = """
+import os, runpy, signal, sys
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == {package!r}:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                for _ in range(1000):
+                    pass
+            except KeyboardInterrupt:
+                raise ImportError("taken for an error of its own") from None
+sys.meta_path.insert(0, Interrupts())
+sys.argv = ["elastic", "simulate"]
+{start}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "start"),
+    [
+        ("torch", "import elastic_command; elastic_command.main()"),
+        ("elastic.cli.main", "import elastic_command; elastic_command.main()"),
+        ("elastic.sim.run", "import elastic_command; elastic_command.main()"),
+        ("elastic.cli.main", "runpy.run_module('elastic', run_name='__main__')"),
+        ("elastic.sim.run", "runpy.run_module('elastic', run_name='__main__')"),
+    ],
+)
+def test_an_interrupt_while_the_command_is_imported_ends_it_in_silence(package: str, start: str) -> None:
+    command = [sys.executable, "-c", INTERRUPTS.format(package=package, start=start)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr, ended.stdout) == (130, "", "")
+
+
+@pytest.mark.slow
+def test_without_rich_there_is_help_and_the_others_name_what_to_install() -> None:
+    child = Forked("""
+        import sys
+        for name in list(sys.modules):
+            if name.partition(".")[0] == "rich" or name.startswith("elastic.cli"):
+                del sys.modules[name]
+        class Absent:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] == "rich":
+                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        sys.meta_path.insert(0, Absent())
+        from elastic.cli.main import main
+        try:
+            main(["--help"])
+        except SystemExit as error:
+            print("help:", error.code)
+        codes = [main(["simulate"]), main(["top", "--once"]), main(["plan", "x", "--places", "cpu=1GiB"])]
+        print("codes:", codes)
+    """)
+    with closing(child):
+        out, error = child.stdout.read().decode(), child.stderr.read().decode()
+        assert child.wait() == 0, error
+    assert "help: 0" in out
+    assert "codes: [2, 2, 2]" in out
+    needs = "No module named 'rich'; tables and live views need: pip install 'elastic-llm[cli]'"
+    assert error == f"elastic simulate: {needs}\nelastic top: {needs}\nelastic plan: {needs}\n"
