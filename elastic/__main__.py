@@ -1,4 +1,4 @@
-"""`python -m elastic`: the command."""
+"""The command: `elastic`, or `python -m elastic`."""
 
 from __future__ import annotations
 

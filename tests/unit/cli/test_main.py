@@ -162,9 +162,8 @@ sys.argv = ["elastic", "simulate"]
 @pytest.mark.parametrize(
     ("package", "start"),
     [
-        ("torch", "import elastic_command; elastic_command.main()"),
-        ("elastic.cli.main", "import elastic_command; elastic_command.main()"),
-        ("elastic.sim.run", "import elastic_command; elastic_command.main()"),
+        ("elastic.cli.main", "from elastic.__main__ import main; main()"),
+        ("elastic.sim.run", "from elastic.__main__ import main; main()"),
         ("elastic.cli.main", "runpy.run_module('elastic', run_name='__main__')"),
         ("elastic.sim.run", "runpy.run_module('elastic', run_name='__main__')"),
     ],
