@@ -45,8 +45,6 @@ class ControllerHealth:
 
     running: bool = False
     """True while its thread is alive."""
-    in_tick_s: float | None = None
-    """Seconds for which it has been in its present tick: many where a sensor or a policy hangs; None: between two."""
     ticks: int = 0
     last_tick_s: float | None = None
     """Seconds since the epoch."""
@@ -58,6 +56,8 @@ class ControllerHealth:
     """The last ones, oldest first; bounded."""
     cost: float = 0.0
     """The thread's CPU time as a share of the time since it was started."""
+    in_tick_s: float | None = None
+    """Seconds for which it has been in its present tick: many where a sensor or a policy hangs; None: between two."""
 
 
 class Controller:
