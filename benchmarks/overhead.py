@@ -7,8 +7,8 @@ for the other: the difference is the hooks, and where weights lie, as those of a
 microseconds spent in the hooks are timed too, inside running steps: they are below the spread of a step. *As loaded*:
 pairs of fresh processes that load one checkpoint, of which one wraps it, in turn; what a user has with Elastic and
 without. Target: the interval of the paired ratio contains 1.00, or it is at most 1.01; the hooks' share is at most 1 %.
-With `--earlier`, decode steps under another checkout of Elastic are compared with this one's, both in processes of
-their own: in the process of a benchmark they take some 2 % longer.
+With `--earlier`, decode steps under another checkout of Elastic are compared in such pairs, too: in the process of a
+benchmark they take some 2 % longer.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +105,30 @@ def as_loaded(options: Any, pairs: int) -> dict[str, Any]:
     """Compare decode steps of fresh processes, plain and wrapped, over the same checkpoint: a ratio for each pair."""
     with tempfile.TemporaryDirectory() as folder:
         base_model(options).save_pretrained(folder)
-        ratios = []
-        for _ in range(pairs):
-            with (
-                AnotherProcess(options, f"plain {folder}") as plain,
-                AnotherProcess(options, f"wrapped {folder}") as wrapped,
-            ):
-                times = paired({"plain": plain.round, "wrapped": wrapped.round}, options.device, 4 * options.rounds)
-            ratios.append(ratio(times["wrapped"], times["plain"])["median"])
+        return of_processes(
+            options,
+            pairs,
+            lambda: AnotherProcess(options, f"wrapped {folder}"),
+            lambda: AnotherProcess(options, f"plain {folder}"),
+        )
+
+
+def over_earlier(options: Any, pairs: int) -> dict[str, Any]:
+    """Compare decode steps under another checkout with this one's, in the same way: starts differ by some percent."""
+    return of_processes(
+        options, pairs, lambda: EarlierCheckout(options, "decode"), lambda: AnotherProcess(options, "decode")
+    )
+
+
+def of_processes(
+    options: Any, pairs: int, above: Callable[[], AnotherProcess], below: Callable[[], AnotherProcess]
+) -> dict[str, Any]:
+    """Return the ratio of the times of two fresh processes, in turn, of so many pairs."""
+    ratios = []
+    for _ in range(pairs):
+        with above() as first, below() as second:
+            times = paired({"first": first.round, "second": second.round}, options.device, 4 * options.rounds)
+        ratios.append(ratio(times["first"], times["second"])["median"])
     return ratio(ratios, [1.0] * pairs) | {"pairs": ratios}
 
 
@@ -128,13 +145,6 @@ def be_a_process(options: Any) -> None:
 def base_model(options: Any) -> Any:
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
     return llama(12, dtype, options.device, quick=options.quick)
-
-
-def over_earlier(options: Any) -> dict[str, float]:
-    """Return the time of decode steps under another checkout, over this one's."""
-    with AnotherProcess(options, "decode") as this, EarlierCheckout(options, "decode") as earlier:
-        times = paired({"wrapped": this.round, "earlier": earlier.round}, options.device, 4 * options.rounds)
-    return ratio(times["earlier"], times["wrapped"])
 
 
 def main() -> None:
@@ -157,7 +167,7 @@ def main() -> None:
     elastic.unwrap(model)
     pairs = (5 if options.device == "cpu" else 0) if options.pairs is None else options.pairs
     loaded = as_loaded(options, pairs) if pairs else None
-    earlier = over_earlier(options) if options.earlier else None
+    earlier = over_earlier(options, max(pairs, 1)) if options.earlier else None
     step_us = 1e6 * statistics.median(decode["plain"]) / STEPS
     results = {
         "hooks_us_per_step": hooks,
