@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from elastic.cli.interrupts import leaving_on_interrupt
+from elastic.cli.inputs.interrupts import leaving_on_interrupt
 
 with leaving_on_interrupt():
     from elastic.cli.main import main

@@ -17,7 +17,7 @@ from elastic.assets import MODEL_DIR
 from elastic.cli.fleet import add_options as add_fleet
 from elastic.cli.inputs.bench_options import add_bench
 from elastic.cli.inputs.intent_options import add_estimate, add_place
-from elastic.cli.interrupts import INTERRUPTED, leaving_on_interrupt
+from elastic.cli.inputs.interrupts import INTERRUPTED, leaving_on_interrupt
 from elastic.cli.rank import add_options as add_rank
 from elastic.cli.serve import add_options as add_serve
 from elastic.cli.vllm_args import add_options as add_vllm_args

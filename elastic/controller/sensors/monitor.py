@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from elastic.controller.decision import error_text
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.controller.snapshot import DeviceStats, HostStats, MemoryStats, PlaceReading, Snapshot
 from elastic.types import Event
@@ -89,7 +90,7 @@ class Monitor:
         try:
             self._devices, self._host = self._machine()
         except Exception as error:  # of whatever kind: policies go by the instance's own readings too
-            fault = f"{type(error).__name__}: {error}"
+            fault = error_text(error)
             if fault != self._machine_fault:
                 logger.warning("the machine cannot be read, and its last reading stays: %s", fault)
         self._machine_s, self._machine_fault = now, fault

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -188,3 +188,16 @@ class FakeLauncher:
         for _ in range(count):
             for rank in list(self.ranks.values()):
                 rank.step()
+
+
+def made_worlds(kind: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Yield what makes worlds of a kind; their fleets are stopped at the end."""
+    made: list[Any] = []
+
+    def make(*args: Any, **options: Any) -> Any:
+        made.append(kind(*args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.fleet.stop(drain=False)

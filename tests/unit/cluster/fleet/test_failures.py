@@ -19,7 +19,7 @@ from elastic.cluster.fleet.moves import Mover
 from elastic.engines.base import Output, Request, Sampling
 from elastic.engines.sampling import answer_seed
 from elastic.errors import RankLost
-from support.cluster.fake_rank import BLOCK, FakeLauncher, FakeRank, alone
+from support.cluster.fake_rank import BLOCK, FakeLauncher, FakeRank, alone, made_worlds
 from support.serving.generations import Collector
 
 
@@ -79,15 +79,7 @@ class World:
 
 @pytest.fixture
 def world() -> Iterator[Any]:
-    made: list[World] = []
-
-    def make(*args: Any, **options: Any) -> World:
-        made.append(World(*args, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.fleet.stop(drain=False)
+    yield from made_worlds(World)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])

@@ -16,7 +16,7 @@ from elastic.engines.base import Request
 from elastic.engines.core.kv_state import KVFormat, KVSource
 from elastic.engines.core.load import EngineLoad
 from support.cluster.fake_group import LAYERS, GroupRank
-from support.cluster.fake_rank import BLOCK, FakeLauncher
+from support.cluster.fake_rank import BLOCK, FakeLauncher, made_worlds
 from support.serving.generations import Collector
 
 PAGE = 4096
@@ -120,15 +120,7 @@ class World:
 
 @pytest.fixture
 def worlds() -> Iterator[Callable[..., World]]:
-    made: list[World] = []
-
-    def make(*args: Any, **options: Any) -> World:
-        made.append(World(*args, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.fleet.stop(drain=False)
+    yield from made_worlds(World)
 
 
 def test_nothing_is_kept_where_a_rank_could_not_have_a_sector_for_each_group_of_layers(worlds: Any) -> None:
