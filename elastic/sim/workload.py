@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from elastic.bench.traces.generator import ArrivalProcess, LengthDistribution, Poisson
+from elastic.bench.traces.generator import ArrivalProcess, LengthDistribution, thinned
 from elastic.bench.traces.trace import Trace
 from elastic.engines.base import Request
 from elastic.errors import ConfigError
@@ -103,9 +103,8 @@ class Rates:
         return before + share * (after - before)
 
     def times(self, rng: random.Random) -> Iterator[float]:
-        """Yield arrivals: those at the highest rate, each kept with its share."""
-        highest = max(self.rates)
-        return (at_s for at_s in Poisson(highest).times(rng) if rng.random() * highest < self.rate(at_s))
+        """Yield Poisson arrivals at the rate of each moment."""
+        return thinned(rng, max(self.rates), self.rate)
 
 
 @dataclass(frozen=True)
@@ -126,9 +125,8 @@ class Bursts:
             raise ConfigError("bursts without a rate above 0 bring no request")
 
     def times(self, rng: random.Random) -> Iterator[float]:
-        """Yield arrivals: those at the highest rate, each kept with its share."""
+        """Yield Poisson arrivals at the rate of each moment."""
         starts = [begin for begin, _, _ in self.windows]
-        highest = max([self.rate, *(rate for _, _, rate in self.windows)])
 
         def rate(at_s: float) -> float:
             number = bisect_right(starts, at_s) - 1
@@ -136,7 +134,7 @@ class Bursts:
                 return self.windows[number][2]
             return self.rate
 
-        return (at_s for at_s in Poisson(highest).times(rng) if rng.random() * highest < rate(at_s))
+        return thinned(rng, max([self.rate, *(rate for _, _, rate in self.windows)]), rate)
 
 
 def merged(sources: Sequence[RequestSource], seed: int, until_s: float) -> Iterator[RequestArrival]:

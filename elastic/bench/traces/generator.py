@@ -90,7 +90,7 @@ class OnOff:
     def times(self, rng: random.Random) -> Iterator[float]:
         """Yield Poisson arrivals at the rate of each moment."""
         cycle_s, highest = self.on_s + self.off_s, max(self.on_rate, self.off_rate)
-        return _thin(rng, highest, lambda at_s: self.on_rate if at_s % cycle_s < self.on_s else self.off_rate)
+        return thinned(rng, highest, lambda at_s: self.on_rate if at_s % cycle_s < self.on_s else self.off_rate)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Ramp:
     def times(self, rng: random.Random) -> Iterator[float]:
         """Yield Poisson arrivals at the rate of each moment."""
         change, highest = self.last_rate - self.first_rate, max(self.first_rate, self.last_rate)
-        return _thin(rng, highest, lambda at_s: self.first_rate + change * min(1.0, at_s / self.over_s))
+        return thinned(rng, highest, lambda at_s: self.first_rate + change * min(1.0, at_s / self.over_s))
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def generate(arrivals: ArrivalProcess, lengths: LengthDistribution, duration_s: 
     return Trace(requests, f"{arrivals} {lengths}", window=(0.0, duration_s), seed=seed)
 
 
-def _thin(rng: random.Random, highest: float, rate: Callable[[float], float]) -> Iterator[float]:
+def thinned(rng: random.Random, highest: float, rate: Callable[[float], float]) -> Iterator[float]:
     """Yield Poisson arrivals at a rate that changes with time: those at the highest rate, each kept with its share."""
     return (t for t in Poisson(highest).times(rng) if rng.random() * highest < rate(t))
 
