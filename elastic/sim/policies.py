@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from elastic.cluster.fleet.planning.policies import FleetPolicies, FleetPolicy, chosen
-from elastic.cluster.fleet.planning.router import Routing
 from elastic.config import Lengths, Overload
 from elastic.errors import ConfigError, nearest
 from elastic.sim.core.fleet import RankModel, SimulatedFleet
-from elastic.sim.core.host import Computer
 from elastic.sim.core.instance import PlacePages
 from elastic.sim.core.threads import SimulatedThreads
 from elastic.sim.mechanisms.fleet import START_S, ElasticFleet, ScheduledVerbs
@@ -115,18 +113,11 @@ def make_fleet(
     rank: RankModel,
     mechanisms: Mechanisms | None,
     instances: int,
-    *,
-    routing: Routing,
-    max_queue: int | None,
-    at_once: bool,
-    seed: int,
-    name: str,
-    devices: Sequence[Computer] = (),
+    **options: Any,
 ) -> SimulatedFleet:
-    """Return a fleet that does what was said, from the first event on."""
+    """Return a fleet that does what was said, from the first event on; `options` are those of any `SimulatedFleet`."""
     if mechanisms is None:
-        options: dict[str, Any] = {"routing": routing, "max_queue": max_queue, "at_once": at_once, "devices": devices}
-        return SimulatedFleet(threads.events, rank, instances, **options, seed=seed, name=name)
+        return SimulatedFleet(threads.events, rank, instances, **options)
     made = ElasticFleet(
         threads,
         mechanisms.model,
@@ -136,12 +127,7 @@ def make_fleet(
         replaces=mechanisms.replaces,
         moves=mechanisms.moves,
         start_s=mechanisms.start_s,
-        routing=routing,
-        max_queue=max_queue,
-        at_once=at_once,
-        seed=seed,
-        name=name,
-        devices=devices,
+        **options,
     )
     names = tuple(made.instances)
     if mechanisms.tp > 1:

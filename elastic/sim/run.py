@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -72,16 +72,15 @@ class Run:
         `progress` is told the time of the run now and then.
         """
         began, scenario = time.perf_counter(), self.scenario
-        _Arrivals(self.clock, self._jobs, self._submit).next()
+        self._await_next()
         self._sample()
         every_s = scenario.duration_s / scenario.samples
         end_s = scenario.duration_s + scenario.drain_s
         while self.clock.now < end_s:
             self.threads.run(min(end_s, self.clock.now + every_s))
-            if self.clock.now <= scenario.duration_s or self._live:
-                self._sample()
-            elif not self._live:
+            if self.clock.now > scenario.duration_s and not any(fleet.dispatcher.records for fleet in self.fleets):
                 break
+            self._sample()
             progress(self.clock.now)
         for fleet in self.fleets:
             fleet.check()
@@ -127,9 +126,15 @@ class Run:
             befall(fleets[0], model.mechanisms.faults)
         return fleets
 
-    @property
-    def _live(self) -> bool:
-        return any(fleet.dispatcher.records for fleet in self.fleets)
+    def _await_next(self) -> None:
+        """Have the next request come when it is due: no later one is drawn before."""
+        job = next(self._jobs, None)
+        if job is not None:
+            self.clock.at(max(self.clock.now, job.at_s), partial(self._come, job))
+
+    def _come(self, job: RequestArrival) -> None:
+        self._submit(job)
+        self._await_next()
 
     def _submit(self, job: RequestArrival) -> None:
         number, model = next(self._numbers), self._model_of(job)
@@ -168,21 +173,3 @@ class Run:
         use = 1 - sum(load.free_blocks for load in loads) / total if total else 0.0
         queued = sum(load.waiting for load in loads) + sum(len(fleet.dispatcher.queue) for fleet in self.fleets)
         self.report.sample(self.clock.now, use, sum(load.running for load in loads), queued)
-
-
-class _Arrivals:
-    """Submits requests one after another, so that only the next one is there."""
-
-    def __init__(
-        self, clock: VirtualClock, jobs: Iterator[RequestArrival], submit: Callable[[RequestArrival], object]
-    ) -> None:
-        self._clock, self._jobs, self._submit = clock, jobs, submit
-
-    def next(self) -> None:
-        job = next(self._jobs, None)
-        if job is not None:
-            self._clock.at(max(self._clock.now, job.at_s), partial(self._come, job))
-
-    def _come(self, job: RequestArrival) -> None:
-        self._submit(job)
-        self.next()
