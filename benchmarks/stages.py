@@ -163,7 +163,7 @@ def predicted(model: LayeredModel, ranks: int, stages: int, batches: Batches) ->
     engine = make_fleet(threads, model.rank, Mechanisms(chosen(None), model, stages), ranks, **options)
     assert isinstance(engine, ElasticFleet)
     try:
-        engine.run(GROUPED_S)
+        engine.threads.run(GROUPED_S)
         if engine.failed or any(len(set(rank.path.ranks)) != stages for rank in engine.world.ranks.values()):
             raise RuntimeError(f"{ranks} simulated ranks are not in {stages} stages: {engine.failed}")
         return [_simulated(engine, requests) for requests in batches]
@@ -183,7 +183,7 @@ def _simulated(engine: ElasticFleet, requests: Sequence[Request]) -> list[Answer
 
         engine.submit(request, listener)
     while engine.dispatcher.records:
-        engine.run(engine.clock.now + LOOK_S)
+        engine.threads.run(engine.clock.now + LOOK_S)
     return answers
 
 

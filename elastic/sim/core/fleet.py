@@ -62,6 +62,9 @@ class SimulatedFleet:
     there, and takes them away.
     """
 
+    _watched = False
+    """Whether instances tell that they are alive while no request waits, too."""
+
     def __init__(
         self,
         clock: VirtualClock,
@@ -109,7 +112,7 @@ class SimulatedFleet:
         instance = self._instance(name, made, spec, "simulated", [], True, heard_s=now, progress_s=now)  # type: ignore[arg-type]
         self.instances[name] = made
         self.dispatcher.instances[name] = instance
-        made.listen(partial(self._heard, instance), partial(self._lost, instance))
+        made.listen(partial(self._heard, instance), lambda why: self.on_lost(instance, why))
         return made
 
     def _executor(self, number: int, noise: StepNoise) -> LocalExecutor:
@@ -138,12 +141,9 @@ class SimulatedFleet:
         self.dispatcher.heard(instance, message)  # type: ignore[arg-type]
         self._watch()
 
-    def _lost(self, instance: Instance, why: str) -> None:
-        self.on_lost(instance, why)
-
     def _watch(self) -> None:
-        """Have instances tell what room they have while requests wait."""
-        if self.dispatcher.queue and not self._beating:
+        """Have instances tell what room they have while requests wait, or somebody watches."""
+        if (self._watched or self.dispatcher.queue) and not self._beating:
             self._beating = True
             self.clock.after(BEAT_S, self._beat)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -79,7 +78,7 @@ class ElasticFleet(SimulatedFleet):
         self.failed: list[ElasticError] = []
         """What verbs raised that were called."""
         self._policies = policies or FleetPolicies()
-        self._watching, self._start_s = watch, start_s
+        self._watched, self.start_s = watch, start_s
         self._moves = moves or self._policies.balance
         self._file = tempfile.TemporaryFile() if self._moves else None  # noqa: SIM115 - until `finish`
         with clock.use(self.threads):
@@ -106,13 +105,9 @@ class ElasticFleet(SimulatedFleet):
 
     def start(self) -> None:
         """Have the policies begin, as the next event."""
-        if self._watching:
+        if self._watched:
             self.threads.thread(self._supervisor.start, "start of the supervisor").start()
         self.threads.thread(self._threads.start, "start of the policies").start()
-
-    def run(self, until_s: float = math.inf) -> None:
-        """Have all happen that is due until then."""
-        self.threads.run(until_s)
 
     def call(self, verb: Callable[[ScheduledVerbs], object]) -> None:
         """Have a verb be done beside all else, from now on; see `failed`."""
@@ -134,11 +129,6 @@ class ElasticFleet(SimulatedFleet):
                 if instance.memory is not None:
                     instance.memory.close()
             self._file = None
-
-    @property
-    def reason(self) -> str:
-        """What the policy of overloads or lengths said last."""
-        return self._threads.reason
 
     def stage_times(self) -> dict[str, StageTimes]:
         """Return what ranks did with their time, of those that computed layers with others, while they did."""
@@ -184,7 +174,7 @@ class ElasticFleet(SimulatedFleet):
 
     def _scale_out(self, count: int) -> tuple[str, ...]:
         """Start so many more ranks, on a thread; return their names when they serve."""
-        clock.sleep(self._start_s)
+        clock.sleep(self.start_s)
         return tuple(self.join().name for _ in range(count))
 
     def join(self) -> Instance:
@@ -196,12 +186,6 @@ class ElasticFleet(SimulatedFleet):
             self.dispatcher.dispatch()
         self.log.add("joined", rank=instance.name, instance=instance.name)
         return instance
-
-    def _watch(self) -> None:
-        if self._watching and not self._beating:
-            self._beating = True
-            self.clock.after(0.25, self._beat)
-        super()._watch()
 
 
 class _Starter:
@@ -218,5 +202,5 @@ class _Starter:
 
     def start(self, spec: RankSpec) -> Instance:
         """Start a rank; return when it serves."""
-        clock.sleep(self._fleet._start_s)
+        clock.sleep(self._fleet.start_s)
         return self._fleet.join()

@@ -89,9 +89,9 @@ class Play:
             self._count(rank.instance.scheduler)
         fleet.start()
         while fleet.clock.now < most_s and (fleet.clock.now <= last or fleet.dispatcher.records):
-            fleet.run(fleet.clock.now + 0.5)
+            fleet.threads.run(fleet.clock.now + 0.5)
             fleet.check()
-        fleet.run(fleet.clock.now + more_s)
+        fleet.threads.run(fleet.clock.now + more_s)
         fleet.check()
 
     def check_ends(self) -> None:

@@ -237,7 +237,7 @@ def seconds_of_one_with_work(made: Play) -> float:
     made.fleet.clock.at(0.1, lambda: made.fleet.call(lambda verbs: verbs.drop(LAYERS * WEIGHTS * 4096)))
     made.run()
     made.fleet.call(lambda verbs: verbs.restore())
-    made.fleet.run(made.fleet.clock.now + 10.0)
+    made.fleet.threads.run(made.fleet.clock.now + 10.0)
     made.check_ends()
     made.check_computed()
     assert made.kinds() == ["dropped", "parted", "restored"]
