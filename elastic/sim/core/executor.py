@@ -21,6 +21,11 @@ TOKEN, STOP = 1, 2
 _TOKEN, _STOP = SampledToken(TOKEN), SampledToken(STOP)
 
 
+def chunks_of(step: Step) -> list[Chunk]:
+    """Return a step as costs see it."""
+    return [Chunk(chunk.sequence, chunk.start, len(chunk.tokens)) for chunk in step.chunks]
+
+
 class AnswerEnds:
     """Where sequences end that an executor computes, if that is before their `max_tokens`."""
 
@@ -86,8 +91,7 @@ class LocalExecutor:
 
     def seconds(self, step: Step) -> float:
         """Draw the seconds of a step, while others are idle."""
-        chunks = [Chunk(chunk.sequence, chunk.start, len(chunk.tokens)) for chunk in step.chunks]
-        seconds = self.cost.batch(chunks)
+        seconds = self.cost.batch(chunks_of(step))
         return seconds * self.noise(seconds)
 
     @property

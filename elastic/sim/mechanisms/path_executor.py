@@ -12,9 +12,8 @@ from elastic.engines.core.step import Step, StepResult
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import RankLost
 from elastic.planning.estimate.performance import Handovers
-from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.clock import VirtualClock
-from elastic.sim.core.executor import AnswerEnds
+from elastic.sim.core.executor import AnswerEnds, chunks_of
 from elastic.sim.core.host import Counting
 from elastic.sim.core.step_seconds import StepNoise
 from elastic.sim.mechanisms.model import LayeredModel, StepParts
@@ -96,7 +95,7 @@ class PathExecutor:
         future: Future[StepResult] = Future()
         self._in_flight[future] = tuple({self.path.home, *self.path.ranks})
         self._expect(future, 1)
-        chunks = [Chunk(chunk.sequence, chunk.start, len(chunk.tokens)) for chunk in step.chunks]
+        chunks = chunks_of(step)
         parts = self._model.parts(chunks)
         parts = parts.times(self._noise(parts.alone_s(self._model.layers)))
         nbytes = self._model.token_bytes * sum(chunk.tokens for chunk in chunks)
@@ -117,8 +116,12 @@ class PathExecutor:
     def _go(
         self, step: Step, future: Future[StepResult], legs: list[Leg], before: tuple[str, ...], nbytes: int
     ) -> None:
-        """Compute the first leg, when hidden states have come to all of its ranks."""
+        """Compute the first leg, when hidden states have come to all of its ranks; without one, the step is done."""
         if future not in self._in_flight:
+            return
+        if not legs:
+            self._end(future)
+            future.set_result(self._answers.result(step))
             return
         leg = legs[0]
         new = [rank for rank in leg.seconds if rank not in before]
@@ -143,18 +146,7 @@ class PathExecutor:
         ranks, seconds = tuple(leg.seconds), 0.0
         if len(ranks) > 1:
             seconds = self._wires.hidden_s(ranks, nbytes * (len(ranks) - 1), leg.exchanges)
-        self._clock.after(seconds, partial(self._next, step, future, legs[1:], ranks, nbytes))
-
-    def _next(
-        self, step: Step, future: Future[StepResult], legs: list[Leg], before: tuple[str, ...], nbytes: int
-    ) -> None:
-        if future not in self._in_flight:
-            return
-        if legs:
-            self._go(step, future, legs, before, nbytes)
-        else:
-            self._end(future)
-            future.set_result(self._answers.result(step))
+        self._clock.after(seconds, partial(self._go, step, future, legs[1:], ranks, nbytes))
 
     def _end(self, future: Future[StepResult]) -> None:
         """Have a step be in flight no more."""

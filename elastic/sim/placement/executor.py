@@ -11,7 +11,7 @@ from elastic.engines.core.step import Step, StepResult
 from elastic.planning.estimate.performance import InstanceCost
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.clock import VirtualClock
-from elastic.sim.core.executor import LocalExecutor
+from elastic.sim.core.executor import LocalExecutor, chunks_of
 from elastic.sim.core.host import SharedDevices
 from elastic.sim.core.step_seconds import StepNoise
 from elastic.sim.core.stretch import Stretch
@@ -67,13 +67,13 @@ class StagedExecutor(LocalExecutor):
         """Have a step be computed by all stages."""
         self.answers.note(step.added, step.removed)
         future: Future[StepResult] = Future()
-        chunks = [Chunk(chunk.sequence, chunk.start, len(chunk.tokens)) for chunk in step.chunks]
+        chunks = chunks_of(step)
         seconds = [self._instance.stage_s(stage, chunks) for stage in range(len(self._stages))]
         factor = self.noise(sum(seconds))
         tokens = sum(chunk.tokens for chunk in chunks)
         hop_s = self._instance.hop(self._instance.token_bytes * tokens) if len(seconds) > 1 else 0.0
-        done = partial(self._done, step, future)
-        self._begin(0, [factor * each for each in seconds], hop_s, done)
+        seconds = [factor * each for each in seconds]
+        self._begin(0, seconds, hop_s, lambda: future.set_result(self.answers.result(step)))
         return future
 
     def _begin(self, stage: int, seconds: Sequence[float], hop_s: float, done: Callable[[], object]) -> None:
@@ -86,6 +86,3 @@ class StagedExecutor(LocalExecutor):
         last = stage + 1 == len(self._stages)
         then = done if last else partial(self._begin, stage + 1, seconds, hop_s, done)
         self._clock.after(hop_s, then) if hop_s else then()
-
-    def _done(self, step: Step, future: Future[StepResult]) -> None:
-        future.set_result(self.answers.result(step))
