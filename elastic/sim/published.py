@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,12 +49,8 @@ class PublishedFigure:
         return {"name": self.name, "value": self.value, "source": self.source, "ours": self.ours, "here": figure}
 
 
-def read_published(tables: Sequence[Table]) -> tuple[PublishedFigure, ...]:
-    """Return the figures of `[[published]]`. Raises `ConfigError` naming a wrong key."""
-    return tuple(map(_read, tables))
-
-
-def _read(table: Table) -> PublishedFigure:
+def read_published(table: Table) -> PublishedFigure:
+    """Return a figure of `[[published]]`. Raises `ConfigError` naming a wrong key."""
     ours = table.text("ours", among=tuple(OURS)) if "ours" in table else ""
     figure = PublishedFigure(table.text("name"), table.text("value"), table.text("source"), ours)
     table.done()

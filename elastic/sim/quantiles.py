@@ -6,17 +6,19 @@ import math
 
 ACCURACY = 0.005
 """How far a quantile may be off, relative to itself."""
+_LOG_RATIO = math.log((1 + ACCURACY) / (1 - ACCURACY))
+"""Of the bounds of a bucket."""
+_MIDDLE = 2 / (1 + math.exp(_LOG_RATIO))
+"""Of a bucket, relative to its upper bound."""
 
 
 class QuantileSketch:
     """Counts of values above 0 in buckets whose bounds grow by the same factor; what is not above 0 counts as 0."""
 
-    def __init__(self, accuracy: float = ACCURACY) -> None:
+    def __init__(self) -> None:
         self.count = 0
         self.total = 0.0
         self.most = 0.0
-        self._factor = math.log((1 + accuracy) / (1 - accuracy))
-        self._middle = 2 / (1 + math.exp(self._factor))  # of a bucket, relative to its upper bound
         self._zeros = 0
         self._buckets: dict[int, int] = {}
 
@@ -28,7 +30,7 @@ class QuantileSketch:
         if value <= 0:
             self._zeros += 1
             return
-        bucket = math.ceil(math.log(value) / self._factor)
+        bucket = math.ceil(math.log(value) / _LOG_RATIO)
         self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
 
     @property
@@ -44,7 +46,7 @@ class QuantileSketch:
         value = 0.0
         for share in shares:
             while below <= share * (self.count - 1) and (bucket := next(buckets, None)) is not None:
-                value = math.exp(bucket[0] * self._factor) * self._middle
+                value = math.exp(bucket[0] * _LOG_RATIO) * _MIDDLE
                 below += bucket[1]
             quantiles.append(value)
         return quantiles

@@ -174,7 +174,7 @@ def _scenario(table: Table, folder: Path, seed: int | None) -> Scenario:
         table.whole("samples", 240, most=1_000_000),
         own_seed if seed is None else seed,
         table.text("predicts", ""),
-        read_published(table.tables("published")),
+        tuple(map(read_published, table.tables("published"))),
         placement,
     )
     table.done()

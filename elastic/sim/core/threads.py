@@ -105,7 +105,7 @@ class Waiter:
 
     def __init__(self, threads: SimulatedThreads) -> None:
         self._threads = threads
-        self._thread = threads.require_thread()
+        self._thread = threads.current_thread()
         self._timer: ScheduledEvent | None = None
         self._state = "new"
 
@@ -305,9 +305,11 @@ class SimulatedThreads:
         """Return a thread. What it raises is raised by `run`."""
         return SimulatedThread(self, work, name)
 
-    def current_thread(self) -> clock.Thread:
-        """Return the thread that runs."""
-        return self.require_thread()
+    def current_thread(self) -> SimulatedThread:
+        """Return the thread that runs. Raises `StateError` in an event: it cannot wait."""
+        if self.running is None:
+            raise StateError("an event of a simulation cannot wait; do it on a thread of the simulation")
+        return self.running
 
     def future(self) -> SimulatedFuture[Any]:
         """Return a future that threads can wait for."""
@@ -325,12 +327,6 @@ class SimulatedThreads:
         for thread in threads:
             thread.join()
         return futures
-
-    def require_thread(self) -> SimulatedThread:
-        """Return the thread that runs. Raises `StateError` in an event: it cannot wait."""
-        if self.running is None:
-            raise StateError("an event of a simulation cannot wait; do it on a thread of the simulation")
-        return self.running
 
     def run(self, until: float = math.inf) -> None:
         """Have events happen until then, with this thread living by this clock, too."""
