@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -69,12 +70,13 @@ class SharedHost:
         return 1.0 + self.contention * (len(self._tasks) - 1)
 
 
+@dataclass(eq=False)
 class _Task:
     """What one rank computes."""
 
-    def __init__(self, left_s: float, done: Callable[[], object]) -> None:
-        self.left_s, self.done = left_s, done
-        self.due: ScheduledEvent | None = None
+    left_s: float
+    done: Callable[[], object]
+    due: ScheduledEvent | None = None
 
 
 class ComputeTurn:

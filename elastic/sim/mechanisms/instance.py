@@ -135,7 +135,8 @@ class RankInstance(SimulatedInstance):
             self._coming[message.request].append(message)
         elif isinstance(message, Submit) and message.kv:
             self._coming[message.states[0].request.id] = []
-            self.take_kv(message).add_done_callback(partial(self._came, message))
+            coming = self.take_kv(message)
+            coming.add_done_callback(lambda done: self.clock.after(0.0, partial(self._begin_with, message, done)))
         else:
             super()._take(message)
 
@@ -143,9 +144,6 @@ class RankInstance(SimulatedInstance):
         resumed = sequence.id in self._resumed
         self._resumed.discard(sequence.id)
         return resumed or not start
-
-    def _came(self, message: Submit, done: Future[dict[str, int]]) -> None:
-        self.clock.after(0.0, partial(self._begin_with, message, done))
 
     def _begin_with(self, message: Submit, done: Future[dict[str, int]]) -> None:
         """Go on with a request whose keys and values are here, as far as they came."""

@@ -19,14 +19,11 @@ from elastic.sim.mechanisms.moves import RequestMoves
 class RecoverableRank(Protocol):
     """What recovers: a `SimulatedRank`."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def books(self) -> RankBooks: ...
-    @property
-    def instance(self) -> RankInstance: ...
-    @property
-    def moves(self) -> RequestMoves: ...
+    name: str
+    books: RankBooks
+    instance: RankInstance
+    moves: RequestMoves
+
     def lose(self, rank: str) -> None: ...
     def begin_alone(self) -> None: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,15 +24,16 @@ from elastic.types import DROPPED, Action, Change, Drop, Fetch, PlanStep, Reside
 PLACE, FULL = "simulated", "float16"
 
 
+@dataclass(frozen=True)
 class PackedSteps:
     """Seconds of steps of one rank, of whose layers some are in the variant."""
 
-    def __init__(self, model: LayeredModel, packed: int) -> None:
-        self._model, self._packed = model, packed
+    model: LayeredModel
+    packed: int
 
     def batch(self, chunks: Sequence[Chunk]) -> float:
         """Return the seconds of a batch."""
-        return self._model.step_s(chunks, self._packed)
+        return self.model.step_s(chunks, self.packed)
 
 
 class Weights:
