@@ -136,7 +136,7 @@ class Shape:
 
     def cost(self, form: str, tp: int, pp: int, profile: CostProfile) -> InstanceCost:
         estimator, stages = self.estimator(Load(90, 12), profile), even_stages(self.layers, pp)
-        cost = estimator.instance_cost(Configuration(tp, pp, form), stages, kv_shape_of(self.layout.config, 4))
+        cost = estimator.instance_cost(Configuration(tp, pp, form), stages)
         assert cost is not None
         return cost
 

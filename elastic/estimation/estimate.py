@@ -193,8 +193,7 @@ class Estimator:
         Seconds of an output are those of its batches, which are linear in the layers. Raises `ConfigError` where these
         are not known.
         """
-        stages, kv = even_stages(len(self.layout.decoder.layers), 1), self.kv_shape(configuration)
-        cost = self.instance_cost(replace(configuration, pp=1), stages, kv)
+        cost = self.instance_cost(replace(configuration, pp=1), even_stages(len(self.layout.decoder.layers), 1))
         if cost is None:
             raise ConfigError(UNKNOWN_SECONDS)
         first_s, prompt = cost.ttft_s(self.load), self.load.prompt
@@ -214,7 +213,7 @@ class Estimator:
         self, configuration: Configuration, stages: Sequence[range], devices: Sequence[Device], most_requests: int
     ) -> Candidate:
         """Return what is known of a configuration in such stages on devices, the ranks that share one side by side."""
-        tp, kv = configuration.tp, self.kv_shape(configuration)
+        tp, kv = configuration.tp, self.layout.kv_shape(configuration.kv)
         rooms = [self.room(kv, tp, layers) for layers in stages]
         ranks, requests = self.ranks(configuration, stages, rooms, devices, 1)
         if requests > 1:  # logits of all that run at a time are more, which leaves room for fewer
@@ -225,7 +224,7 @@ class Estimator:
             ranks,
             min(requests, most_requests),
             sum(tp * self.request_bytes(room, configuration, each) for room, each in zip(rooms, stages, strict=True)),
-            self.instance_cost(configuration, stages, kv),
+            self.instance_cost(configuration, stages),
             self.costs.basis,
             "" if self.planned else unserved(configuration),
             self.quality_loss(configuration),
@@ -237,15 +236,11 @@ class Estimator:
 
         Raises `ConfigError` where these layers cannot be cut or packed so.
         """
-        room = self.room(self.kv_shape(configuration), configuration.tp, layers)
+        room = self.room(self.layout.kv_shape(configuration.kv), configuration.tp, layers)
         kept = room.pages(requests, self.load.tokens) * self.pages.page_bytes
         share = self.copied_share(configuration, layers)
         held = self.rank(Device("", self.devices[0].kind, 0), layers, configuration, requests)
         return held.used + math.ceil(kept / (1 - share)) + 1  # a share of a whole number of bytes is rounded down
-
-    def kv_shape(self, configuration: Configuration) -> KVShape:
-        """Return the keys and values of one token in one layer. Raises `ConfigError` for an unknown form."""
-        return self.layout.kv_shape(configuration.kv)
 
     def quality_loss(self, configuration: Configuration) -> float | None:
         """Return by how much the mean loss of a token rises; None where it was not said of a form."""
@@ -307,9 +302,9 @@ class Estimator:
             return 0.0
         return copied_share(len(layers), read_bytes(configuration.kv, self.layout.dtype.itemsize))
 
-    def instance_cost(self, configuration: Configuration, stages: Sequence[range], kv: KVShape) -> InstanceCost | None:
+    def instance_cost(self, configuration: Configuration, stages: Sequence[range]) -> InstanceCost | None:
         """Return the seconds of an instance's batches; None where they were not measured."""
-        tp, weights = configuration.tp, configuration.weights
+        tp, weights, kv = configuration.tp, configuration.weights, self.layout.kv_shape(configuration.kv)
         try:
             layers = {k.name: self.costs.layer(k, weights, kv, tp) for k in self.layout.kinds}
             rest = self.costs.rest(weights, kv)

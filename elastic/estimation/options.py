@@ -63,8 +63,7 @@ class ModelOption:
         """Return the seconds of batches in such stages. Raises `ConfigError` where they are not known."""
         cut = tuple(stage.layers for stage in stages)
         if cut not in self._costs:
-            kv = self.estimator.kv_shape(self.configuration)
-            cost = self.estimator.instance_cost(self.configuration, cut, kv)
+            cost = self.estimator.instance_cost(self.configuration, cut)
             if cost is None:
                 raise ConfigError(f"the seconds of {self.configuration} are not known; measure them")
             self._costs[cut] = cost

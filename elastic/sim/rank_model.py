@@ -140,7 +140,7 @@ def _divided(estimator: Estimator, configuration: Configuration, alone: Instance
     halves = replace(configuration, tp=SHARES * configuration.tp)
     stages = (range(len(estimator.layout.decoder.layers)),)
     try:
-        shared = estimator.instance_cost(halves, stages, estimator.kv_shape(halves))
+        shared = estimator.instance_cost(halves, stages)
     except ConfigError:
         return None
     return None if shared is None else DividedSteps.of(alone, shared, SHARES)

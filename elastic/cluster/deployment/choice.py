@@ -57,7 +57,7 @@ class FleetOption(ModelOption):
         Beyond an estimate's, each part of the heads has pages of its own, and each rank requests of its own.
         """
         estimator, own = self.estimator, self.configuration
-        kv, tokens = estimator.kv_shape(own), estimator.load.tokens
+        kv, tokens = estimator.layout.kv_shape(own.kv), estimator.load.tokens
         whole, part = estimator.room(kv, own.tp, layers), estimator.room(kv, self.shards, layers)
         parts = kv.parts(self.shards) // kv.parts(own.tp)
         pages = parts * (part.pages(requests, tokens) + (own.ranks - 1) * part.pages(1, tokens))

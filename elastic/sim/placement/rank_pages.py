@@ -16,7 +16,7 @@ def rank_pages(
 
     Raises `ConfigError` for a model with several forms of attention, and where no room is left for keys and values.
     """
-    groups = estimator.room(estimator.kv_shape(configuration), configuration.tp, layers).groups
+    groups = estimator.room(estimator.layout.kv_shape(configuration.kv), configuration.tp, layers).groups
     if len(groups) != 1 or groups[0][0] is not None:
         raise ConfigError("model: layers with a sliding window are not simulated; take one whose layers are all alike")
     (_, sector, blocks) = groups[0]
