@@ -90,7 +90,8 @@ class Controller:
         self._pid = os.getpid()
         self._health = ControllerHealth()
         self._faults: deque[ControllerFault] = deque(maxlen=FAULTS_KEPT)
-        self._future: Future[Any] | None = None
+        self._futures: list[Future[Any]] = []
+        """Of actions that were asked for, and may fail yet."""
         self._spent_s = 0.0
         self._began_s = math.nan
         self._tick_began_s: float | None = None
@@ -142,7 +143,7 @@ class Controller:
             try:
                 return self._tick()
             except Exception as error:  # the thread must outlive whatever policies, sensors and actions do
-                self._record(error)
+                self._note(error_text(error))
                 return None
             finally:
                 self._tick_began_s = None
@@ -163,11 +164,11 @@ class Controller:
             raise StateError("this controller belongs to the process that forked; wrap the model again here")
 
     def _tick(self) -> Plan | None:
-        if self._future is not None and self._future.done():
-            future, self._future = self._future, None
+        for future in [each for each in self._futures if each.done()]:
+            self._futures.remove(future)
             error = None if future.cancelled() else future.exception()
             if error is not None:
-                self._record(error)
+                self._note(error_text(error))
         snapshot = self._sense()
         if snapshot is None:
             self._stop.set()
@@ -187,15 +188,12 @@ class Controller:
         )
         if plan.actions:
             why = f"{plan.reason} ({plan.figures})" if plan.figures else plan.reason
-            self._future = _future(self._act(plan.actions, why))  # in no local: an error in it would know this frame
+            # what comes back is in no local: an error in it would know this frame
+            self._futures.extend(each for each in [self._act(plan.actions, why)] if isinstance(each, Future))
         return plan
 
-    def _record(self, error: BaseException) -> None:
-        """Keep a fault as text: an error knows frames, and they know tensors."""
-        self._note(error_text(error))
-
     def _note(self, text: str) -> None:
-        """Keep the text of a fault, or count it again."""
+        """Keep a fault, or count it again: its text alone, for an error knows frames, and they know tensors."""
         last = self._faults[-1] if self._faults else None
         if last is not None and last.text == text:
             self._faults[-1] = ControllerFault(time.time(), text, last.times + 1)
@@ -215,13 +213,9 @@ def _run(reference: weakref.ref[Controller], stop: threading.Event, tick_s: floa
         try:
             controller.tick()
         except BaseException as error:  # such as `sys.exit()` in a policy
-            controller._record(error)
+            controller._note(error_text(error))
         del controller
         wait_s = min(max(0.0, tick_s - (time.monotonic() - start)), threading.TIMEOUT_MAX)
-
-
-def _future(result: object) -> Future[Any] | None:
-    return result if isinstance(result, Future) else None
 
 
 @atexit.register

@@ -185,6 +185,18 @@ def test_an_action_that_fails_is_a_fault_whether_at_once_or_later() -> None:
     assert one.tick()
 
 
+def test_an_action_fails_behind_the_next_one() -> None:
+    """A policy may act again before it is known what became of its last actions."""
+    first: Future[Any] = Future()
+    futures = [first, failing_future(OSError("second"))]
+    one = controller(Says(Plan(SWAP, "a"), Plan(SWAP, "b"), Plan((), "calm")), lambda a, w: futures.pop(0))
+    one.tick()
+    one.tick()
+    first.set_exception(OSError("first"))
+    one.tick()
+    assert [fault.text for fault in one.health().faults] == ["OSError: first", "OSError: second"]
+
+
 class Heavy:
     """Stands for a tensor in a frame."""
 
