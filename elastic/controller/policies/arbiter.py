@@ -118,7 +118,7 @@ class Arbiter:
                 self._require_possible(plan)
             return PolicyOffer(plans, self._priced(number, plans, snapshot, costs))
         except (Exception, SystemExit) as error:
-            return PolicyOffer((Plan((), f"{_name(policy)} failed", remembered),), (), _fault(policy, error))
+            return PolicyOffer((Plan((), f"{type(policy).__name__} failed", remembered),), (), _fault(policy, error))
 
     def _require_possible(self, plan: Plan) -> None:
         """Raise `ConfigError` for layers and variants that the model has not: they have no price."""
@@ -236,9 +236,5 @@ def _relieves(plan: Plan, snapshot: Snapshot) -> bool:
     return not isinstance(first, Restore | Replicate)
 
 
-def _name(policy: ControllerPolicy) -> str:
-    return type(policy).__name__
-
-
 def _fault(policy: ControllerPolicy, error: BaseException) -> str:
-    return f"{_name(policy)}: {error_text(error)}"
+    return f"{type(policy).__name__}: {error_text(error)}"
