@@ -112,16 +112,21 @@ def best_merger(candidates: Sequence[InstanceDraft], kv: LiveTokens, step: int, 
         while degree <= most_ranks:
             able = [candidate for candidate in own if sum(kv) <= candidate.reading.capacity_at(degree)]
             for members in filter(_complete, _sets(able, degree, step)):
-                room = min(member.reading.capacity_at(degree) for member in members)
-                mergers.append(Merger(members, degree, holds_together(members, kv, room)))
+                mergers.append(Merger(members, degree, holds_together(members, kv)))
             degree *= 2
     return min(mergers, key=attrgetter("order"), default=None)
 
 
-def holds_together(members: Sequence[InstanceDraft], kv: LiveTokens, room: int) -> bool:
-    """Tell whether instances that become one with so much KV would hold a request beside all that they have."""
+def room_together(members: Sequence[InstanceDraft]) -> int:
+    """Return the KV of the instance that some become."""
+    degree = sum(member.reading.degree for member in members)
+    return min(member.reading.capacity_at(degree) for member in members)
+
+
+def holds_together(members: Sequence[InstanceDraft], kv: LiveTokens) -> bool:
+    """Tell whether the instance that some become would hold a request beside all that they have."""
     live = [request for member in members for request in member.live]
-    return tokens_to_end([*live, kv]) <= room
+    return tokens_to_end([*live, kv]) <= room_together(members)
 
 
 def _sets(candidates: Sequence[InstanceDraft], degree: int, step: int) -> Iterator[tuple[InstanceDraft, ...]]:

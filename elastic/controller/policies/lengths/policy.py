@@ -22,6 +22,7 @@ from elastic.controller.policies.lengths.candidates import (
     best_merger,
     holds_together,
     lower_degree,
+    room_together,
 )
 from elastic.controller.policies.lengths.snapshot import (
     InstanceReading,
@@ -133,7 +134,7 @@ class _Decision:
         self.candidates = [InstanceDraft(reading) for reading in snapshot.instances]
         self.large = {large.ranks: large for each in snapshot.instances if (large := self._carried(each))}
         self.targets: dict[str, Ranks] = {}
-        self.planned: dict[Ranks, list[InstanceDraft]] = {}
+        self.planned: dict[Ranks, Sequence[InstanceDraft]] = {}
         self.asked = dict(state.asked_s)
         self.routes: list[tuple[str, str]] = []
         self.ups: list[ScaleUp] = []
@@ -232,12 +233,11 @@ class _Decision:
         if now:
             self._send(request, min(now, key=lambda candidate: (not candidate.needed, _by_load(candidate))))
             return
-        rooms = {ranks: _room(members) for ranks, members in self.planned.items()}
-        for ranks, room in rooms.items():
-            if holds_together(self.planned[ranks], request.kv, room):
+        for ranks, members in self.planned.items():
+            if holds_together(members, request.kv):
                 self._await(request, ranks)
                 return
-        some = able or any(room >= request.tokens for room in rooms.values())
+        some = able or any(room_together(members) >= request.tokens for members in self.planned.values())
         late = self.now - request.since_s >= self.settings.wait_s
         if not some and not self._ever_holds(request):
             self.refused.append(request.name)
@@ -269,7 +269,7 @@ class _Decision:
         self.left.append(request)
         self.targets[request.name] = ranks
         members = self.planned[ranks]
-        ready = holds_together(members, request.kv, _room(members))
+        ready = holds_together(members, request.kv)
         members[0].add(request.kv)
         busy = any(member.reading.busy for member in members)
         if ready and not busy and self.now - self.asked.get(ranks, -math.inf) >= self.settings.cooldown_s:
@@ -283,7 +283,7 @@ class _Decision:
         merger = best_merger(self.candidates, request.kv, settings.step, settings.most_ranks)
         if merger is None:
             return False
-        self.planned[merger.ranks] = list(merger.members)
+        self.planned[merger.ranks] = merger.members
         self._take(merger.members)
         self._await(request, merger.ranks)
         return True
@@ -361,9 +361,3 @@ def _by_load(candidate: InstanceDraft) -> tuple[float, int, str]:
 def _short_tokens(candidates: Sequence[InstanceDraft]) -> int:
     """Return the largest request that needs the degree of no instance by which it could be held."""
     return max((candidate.short_tokens for candidate in candidates if not candidate.taken), default=0)
-
-
-def _room(members: Sequence[InstanceDraft]) -> int:
-    """Return the KV of the instance that some become."""
-    degree = sum(member.reading.degree for member in members)
-    return min(member.reading.capacity_at(degree) for member in members)
