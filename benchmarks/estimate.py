@@ -293,7 +293,7 @@ class Shape:
             with engine_for(small, "full", torch.device("cpu"), CONTEXT, STEP_TOKENS):
                 (place,) = small.elastic.status().places
                 held = sum(nbytes for owner, nbytes in place.owners.items() if owner != "staging")
-            due = (pages.fixed + pages.of_kind(kind.name, "full", 1) * len(fingerprint_layers(kind))) * page
+            due = (pages.fixed + pages.of_kind(kind, "full", 1) * len(fingerprint_layers(kind))) * page
             found.append(held / due)
         return found
 

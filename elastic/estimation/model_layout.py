@@ -23,9 +23,12 @@ from elastic.weights.paging import stored_layout
 from elastic.weights.parameter_slot import ParameterSlot
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerKind:
-    """Decoder layers of one class, with parameters of the same names, shapes and dtypes, and one kind of attention."""
+    """Decoder layers of one class, with parameters of the same names, shapes and dtypes, and one kind of attention.
+
+    A kind of a layout is equal to itself alone, and a key of what is counted of it.
+    """
 
     name: str
     layers: tuple[int, ...]

@@ -44,12 +44,11 @@ class WeightPages:
 
     def layers(self, layers: range, weights: str, tp: int) -> int:
         """Count the pages of some layers in a variant, at the fullest of the ranks that share them."""
-        kinds = [self.layout.kind_of[layer] for layer in layers]
-        return sum(self.of_kind(kind.name, weights, tp) for kind in kinds)
+        return sum(self.of_kind(self.layout.kind_of[layer], weights, tp) for layer in layers)
 
     def staging(self, weights: str, buffers: int) -> int:
         """Count the pages that `wrap` keeps back: of the largest packed layer, and of buffers for released layers."""
-        packed = 0 if weights == FULL else max(self.of_kind(kind.name, weights, 1) for kind in self.layout.kinds)
+        packed = 0 if weights == FULL else max(self.of_kind(kind, weights, 1) for kind in self.layout.kinds)
         largest = max(kind.full.nbytes for kind in self.layout.kinds)
         return packed + buffers * self.pages_for(largest)
 
@@ -57,16 +56,12 @@ class WeightPages:
         """Return the share of a layer's weights that its ranks divide."""
         if tp == 1:
             return 0.0
-        plan = self.cut(kind.name, tp).plan
+        plan = self.cut(kind, tp).plan
         shared = sum(cut.elements(part) for cut in plan.cuts.values() for part in range(tp))
         return shared / plan.elements
 
-    def _kind(self, name: str) -> LayerKind:
-        return next(kind for kind in self.layout.kinds if kind.name == name)
-
-    def _of_kind(self, name: str, weights: str, tp: int) -> int:
+    def _of_kind(self, kind: LayerKind, weights: str, tp: int) -> int:
         """Count the pages of one layer of a kind. Raises `ConfigError` where it cannot be packed or cut so."""
-        kind = self._kind(name)
         if weights == FULL:
             return kind.full.page_count(self.page_bytes) if tp == 1 else self._full_share(kind, tp)
         config = variant_config(weights)
@@ -76,7 +71,7 @@ class WeightPages:
 
     def _full_share(self, kind: LayerKind, tp: int) -> int:
         """Count the pages of a share of a layer, as `wrap(shards=tp)` lays it out. (AMOEBA, section 3.2)"""
-        cut = self.cut(kind.name, tp)
+        cut = self.cut(kind, tp)
         layouts = {name: cut.stored(name, like, self.page_bytes) for name, like in kind.full.parameters.items()}
         layout = LayerLayout.pack({name: layouts[name] for name in sorted(layouts, key=cut.parted.__contains__)})
         pages = cut.pages(layout, self.page_bytes)
@@ -90,7 +85,7 @@ class WeightPages:
 
     def _part(self, kind: LayerKind, tp: int, part: int) -> dict[str, torch.Tensor]:
         """Return a layer's parameters as a rank with this part has them, on the meta device."""
-        cuts = self.cut(kind.name, tp).plan.cuts
+        cuts = self.cut(kind, tp).plan.cuts
         tensors = {}
         for name, slot in kind.slots.items():
             shape = list(slot.parameter.shape)
@@ -99,9 +94,8 @@ class WeightPages:
             tensors[name] = torch.empty(shape, dtype=slot.parameter.dtype, device="meta")
         return tensors
 
-    def _cut(self, name: str, tp: int) -> LayerCut:
+    def _cut(self, kind: LayerKind, tp: int) -> LayerCut:
         """Cut a layer. Raises `ConfigError` where it has no feed-forward network that can be cut into so many parts."""
-        kind = self._kind(name)
         return cut_decoder_layer(self.layout.decoder, kind.layers[0], kind.slots, self.page_bytes, tp)
 
 

@@ -36,7 +36,7 @@ def layer_work(pages: WeightPages, kind: LayerKind, weights: str, kv: KVShape, t
     Matrices that all ranks have whole, shares of matrices, experts, and attention.
     """
     config = pages.layout.config
-    cuts = pages.cut(kind.name, tp).plan.cuts.keys() if tp > 1 else ()
+    cuts = pages.cut(kind, tp).plan.cuts.keys() if tp > 1 else ()
     bytes_of = _stored_bytes(kind, weights, pages.target)
     smaller = weights != FULL and isinstance(variant_config(weights), Structured)
     read, met = dict.fromkeys(_GROUPS, 0.0), dict.fromkeys(_GROUPS, 0.0)
