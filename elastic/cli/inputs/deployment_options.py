@@ -17,6 +17,7 @@ _ALONE = (
     "latency",
     "cost",
     "quality_loss",
+    "tolerance",
     "losses",
     "kind",
     "place_by",
@@ -29,7 +30,7 @@ _ALONE = (
     "harvest",
 )
 """Options that mean nothing without `--devices`."""
-_NOT_WITH = ("ranks", "place", "variants", "policy", "shards", "prepack", "cores", "max_queue")
+_NOT_WITH = ("ranks", "place", "variants", "policy", "shards", "prepack", "cores", "max_queue", "slo_ttft", "slo_tpot")
 """Those that a deployment chooses, or does not have."""
 
 
