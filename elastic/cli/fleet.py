@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from elastic.cli.acts.deployments import DEPLOYING, add_deploying, complete_deploying
 from elastic.cli.inputs.checks import TOKEN, read_secret
 from elastic.cli.inputs.exchange_options import add_exchange, exchange_form
-from elastic.cli.views.status_client import NoAnswer, ask, base_url, post
+from elastic.cli.views.sizes import ranges
+from elastic.cli.views.status_client import NoAnswer, Send, act, ask, base_url
 from elastic.errors import ConfigError
 
-LOOK_S, ACT_S = 5.0, 660.0
-"""How long the server may take: a rank that is added loads its model."""
+LOOK_S = 5.0
+"""How long the server may take to say how it is."""
 MOST_LAYERS = 10_000
 
 
@@ -93,7 +95,7 @@ def fleet(options: Namespace) -> int:
     token = read_secret("--token-file", options.token_file, TOKEN)
     if token is None:
         raise ConfigError(f"elastic fleet {options.what} needs a token: give --token-file FILE, or set {TOKEN}")
-    return _ACTS[options.what](url, token, options)
+    return _ACTS[options.what](partial(act, url, token), options)
 
 
 def _status(url: str) -> int:
@@ -115,19 +117,13 @@ def _status(url: str) -> int:
     return 0
 
 
-def _done(url: str, token: str, verb: str, body: Mapping[str, Any]) -> Any:
-    """Have a fleet do something; return what the server says of it."""
-    told = post(url, f"/elastic/fleet/{verb}", body, token, ACT_S)
-    return next(iter(told.values()), None) or {}
-
-
 def _said(options: Namespace, *names: str) -> dict[str, Any]:
     """Return options as the fields of a body that have their names."""
     return {name: getattr(options, name) for name in names}
 
 
-def _move(url: str, token: str, options: Namespace) -> int:
-    moved = _done(url, token, "move", _said(options, "request", "instance"))
+def _move(send: Send, options: Namespace) -> int:
+    moved = send("move", _said(options, "request", "instance"))
     print(
         f"{options.request} goes on at {options.instance}: {moved.get('moved_bytes', 0):,} bytes were copied, "
         f"its next token came after {moved.get('stalled_ms', 0.0):.1f} ms"
@@ -135,19 +131,19 @@ def _move(url: str, token: str, options: Namespace) -> int:
     return 0
 
 
-def _add(url: str, token: str, options: Namespace) -> int:
-    print(f"{_done(url, token, 'add', {'places': options.place or []})} serves")
+def _add(send: Send, options: Namespace) -> int:
+    print(f"{send('add', {'places': options.place or []})} serves")
     return 0
 
 
-def _remove(url: str, token: str, options: Namespace) -> int:
-    _done(url, token, "remove", {"rank": options.rank, "drain": not options.now})
+def _remove(send: Send, options: Namespace) -> int:
+    send("remove", {"rank": options.rank, "drain": not options.now})
     print(f"{options.rank} has ended")
     return 0
 
 
-def _plan(url: str, token: str, options: Namespace) -> int:
-    offers = _done(url, token, "plan", _said(options, "need"))
+def _plan(send: Send, options: Namespace) -> int:
+    offers = send("plan", _said(options, "need"))
     for offer in offers:
         loss = "" if offer.get("lossless", True) else ", with a loss of quality"
         nbytes = offer.get("relieved_bytes", 0)
@@ -158,8 +154,8 @@ def _plan(url: str, token: str, options: Namespace) -> int:
     return 0
 
 
-def _capacity(url: str, token: str, options: Namespace) -> int:
-    capacities = _done(url, token, "capacity", _said(options, "degrees"))
+def _capacity(send: Send, options: Namespace) -> int:
+    capacities = send("capacity", _said(options, "degrees"))
     for rank, blocks in capacities.items():
         told = ", ".join(f"{count:,} at tp={degree}" for degree, count in blocks.items())
         print(f"{rank}: blocks of the longest request: {told or 'none, since layers are not cut so'}")
@@ -168,54 +164,54 @@ def _capacity(url: str, token: str, options: Namespace) -> int:
     return 0
 
 
-def _drop(url: str, token: str, options: Namespace) -> int:
+def _drop(send: Send, options: Namespace) -> int:
     wanted = {"layers": _layers_by_rank(options.layers)} if options.layers else _said(options, "need")
     body = {**wanted, **_said(options, "whole", "most", "dry_run"), **_form(options)}
-    dropped = _done(url, token, "drop", body)
+    dropped = send("drop", body)
     for group in dropped.get("groups") or []:
         for rank, keeps in zip(group["members"], group["keeps"], strict=True):
-            print(f"{rank} keeps layers {_ranges(keeps)}")
+            print(f"{rank} keeps layers {ranges(keeps)}")
     return _exchanged(dropped, f"{dropped.get('freed_bytes', 0):,} bytes of weights have left")
 
 
-def _restore(url: str, token: str, options: Namespace) -> int:
+def _restore(send: Send, options: Namespace) -> int:
     body = {**_said(options, "rank", "sharing", "dry_run"), **_form(options)}
-    return _returned(_done(url, token, "restore", body))
+    return _returned(send("restore", body))
 
 
-def _reshard(url: str, token: str, options: Namespace) -> int:
-    done = _done(url, token, "reshard", {**_said(options, "instances", "tp", "dry_run"), **_form(options)})
+def _reshard(send: Send, options: Namespace) -> int:
+    done = send("reshard", {**_said(options, "instances", "tp", "dry_run"), **_form(options)})
     members = ", ".join(done.get("members") or options.instances)
     left = f"{members} at tp={done.get('tp', options.tp)}; {done.get('freed_bytes', 0):,} bytes of weights have left"
     return _exchanged(done, f"{left}, {done.get('fetched_bytes', 0):,} came back")
 
 
-def _migrate(url: str, token: str, options: Namespace) -> int:
-    done = _done(url, token, "migrate", {**_layers_at(options), **_form(options)})
+def _migrate(send: Send, options: Namespace) -> int:
+    done = send("migrate", {**_layers_at(options), **_form(options)})
     return _exchanged(done, f"{options.rank} computes layers {options.layers} of {options.home}")
 
 
-def _replicate(url: str, token: str, options: Namespace) -> int:
-    done = _done(url, token, "replicate", _layers_at(options))
-    there = f"layers of {options.home} that {options.rank} computes too: {_ranges(done.get('layers')) or 'none'}"
+def _replicate(send: Send, options: Namespace) -> int:
+    done = send("replicate", _layers_at(options))
+    there = f"layers of {options.home} that {options.rank} computes too: {ranges(done.get('layers') or ()) or 'none'}"
     return _exchanged(done, f"{there}; {done.get('fetched_bytes', 0):,} bytes of weights came there")
 
 
-def _evict(url: str, token: str, options: Namespace) -> int:
+def _evict(send: Send, options: Namespace) -> int:
     body = {"home": options.home, "layers": None if options.layers is None else _layers(options.layers)}
-    done = _done(url, token, "evict", body)
-    gone = _ranges(done.get("layers")) or "none"
+    done = send("evict", body)
+    gone = ranges(done.get("layers") or ()) or "none"
     return _exchanged(done, f"layers of {options.home} that have no replica any more: {gone}")
 
 
-def _merge(url: str, token: str, options: Namespace) -> int:
-    merged = _done(url, token, "merge", _said(options, "ranks"))
+def _merge(send: Send, options: Namespace) -> int:
+    merged = send("merge", _said(options, "ranks"))
     print(f"{', '.join(merged.get('members') or options.ranks)} can compute each other's layers")
     return 0
 
 
-def _split(url: str, token: str, options: Namespace) -> int:
-    return _returned(_done(url, token, "split", _said(options, "rank")))
+def _split(send: Send, options: Namespace) -> int:
+    return _returned(send("split", _said(options, "rank")))
 
 
 def _layers_at(options: Namespace) -> dict[str, Any]:
@@ -250,7 +246,7 @@ def _exchanged(done: Mapping[str, Any], what: str) -> int:
 def _planned(done: Mapping[str, Any]) -> int:
     """Say what would be done; return the exit code."""
     for rank, layers in (done.get("restored") or {}).items():
-        print(f"{rank} has layers {_ranges(layers)} in a variant; they are restored first")
+        print(f"{rank} has layers {ranges(layers)} in a variant; they are restored first")
     fetched = f"{done['fetched_bytes']:,} come back, " if done.get("fetched_bytes") else ""
     print(
         f"planned: {done.get('freed_bytes', 0):,} bytes of weights would leave, {fetched}{done.get('flips', 0)} layers "
@@ -259,12 +255,6 @@ def _planned(done: Mapping[str, Any]) -> int:
         f"{(done.get('price') or {}).get('seconds', 0.0):.3f} s of serving, and longer steps afterwards"
     )
     return 0
-
-
-def _ranges(layers: Sequence[int] | None) -> str:
-    from elastic.cli.views.layer_grid import ranges
-
-    return ranges(layers or ())
 
 
 def _layers_by_rank(given: Sequence[str]) -> dict[str, list[int]]:

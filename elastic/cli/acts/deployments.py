@@ -7,7 +7,7 @@ from typing import Any
 
 from elastic.cli.inputs.intent_options import add_intent, add_load, intent_of, said_load
 from elastic.cli.views.sizes import mib
-from elastic.cli.views.status_client import post
+from elastic.cli.views.status_client import Send
 from elastic.planning.estimate.intent import Intent
 
 DEPLOY_S = 1800.0
@@ -46,7 +46,7 @@ def complete_deploying(
     undeploy.add_argument("--now", action="store_true", help="do not wait until its requests have ended")
 
 
-def _deploy(url: str, token: str, options: Namespace) -> int:
+def _deploy(send: Send, options: Namespace) -> int:
     body = {
         "path": options.path,
         "name": options.name,
@@ -55,7 +55,7 @@ def _deploy(url: str, token: str, options: Namespace) -> int:
         "weights": options.weights.split(",") if options.weights else None,
         "replicas": options.replicas,
     }
-    told = post(url, "/elastic/fleet/deploy", body, token, DEPLOY_S).get("deployed") or {}
+    told = send("deploy", body, DEPLOY_S)
     print(f"{told.get('name')} serves as {told.get('configuration')}")
     for stage in told.get("stages") or []:
         first, last = stage["layers"]
@@ -63,7 +63,7 @@ def _deploy(url: str, token: str, options: Namespace) -> int:
     return 0
 
 
-def _intend(url: str, token: str, options: Namespace) -> int:
+def _intend(send: Send, options: Namespace) -> int:
     body = {
         "name": options.name,
         "intent": None if intent_of(options) == Intent() else _intent(options),  # none was said: it stays
@@ -71,7 +71,7 @@ def _intend(url: str, token: str, options: Namespace) -> int:
         "replicas": options.replicas,
         "dry_run": options.dry_run,
     }
-    told = post(url, "/elastic/fleet/intend", body, token, DEPLOY_S).get("intended") or {}
+    told = send("intend", body, DEPLOY_S)
     for step in told.get("steps") or []:
         to = f" to {step['weights']}" if step.get("weights") else ""
         print(f"  {step['kind']} {', '.join(step['devices'])}{to}: {step.get('moved_bytes', 0):,} bytes of weights")
@@ -84,17 +84,17 @@ def _intend(url: str, token: str, options: Namespace) -> int:
     return 1 if told.get("status") == "partial" else 0
 
 
-def _undeploy(url: str, token: str, options: Namespace) -> int:
-    post(url, "/elastic/fleet/undeploy", {"name": options.name, "drain": not options.now}, token, DEPLOY_S)
+def _undeploy(send: Send, options: Namespace) -> int:
+    send("undeploy", {"name": options.name, "drain": not options.now}, DEPLOY_S)
     print(f"{options.name} has ended")
     return 0
 
 
-def _resize(url: str, token: str, options: Namespace) -> int:
+def _resize(send: Send, options: Namespace) -> int:
     body = {"device": options.device, "memory": options.memory}
-    devices = post(url, "/elastic/fleet/resize", body, token, DEPLOY_S)["devices"]
-    told = next(device for device in devices if device["name"] == options.device)
-    print(f"{options.device} has {mib(told['memory_bytes'])} for models, {mib(told['free_bytes'])} free")
+    for told in send("resize", body, DEPLOY_S):
+        if told["name"] == options.device:
+            print(f"{options.device} has {mib(told['memory_bytes'])} for models, {mib(told['free_bytes'])} free")
     return 0
 
 

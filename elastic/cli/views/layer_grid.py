@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from elastic.memory.backends.base import runs
+from elastic.cli.views.sizes import ranges
 from elastic.types import DROPPED, HOST, Status
 
 OWN, REPLICA, PART, NOTHING = ("█", "blue"), ("▒", "green"), ("▖", "yellow"), ("·", "dim")
@@ -46,8 +46,3 @@ def layers_at(
 def spans(place: str, layers: Sequence[tuple[str, ...]]) -> str:
     """Return the layers that a place has as text, such as `0-7, 12`."""
     return ranges([index for index, homes in enumerate(layers) if place in homes])
-
-
-def ranges(indices: Sequence[int]) -> str:
-    """Return ascending indices as text, such as `0-7, 12`."""
-    return ", ".join(str(first) if n == 1 else f"{first}-{first + n - 1}" for first, n in runs(indices))

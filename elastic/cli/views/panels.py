@@ -11,8 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic.cli.views.layer_grid import layers_at, of_status, ranges
-from elastic.cli.views.sizes import mib
+from elastic.cli.views.layer_grid import layers_at, of_status
+from elastic.cli.views.sizes import mib, ranges
 from elastic.types import Event, Evict, KVStatus, PlaceStatus, ResizeKV, Status, Swap
 
 _KINDS = {"migratekv": "migrate KV of"}

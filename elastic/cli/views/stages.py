@@ -9,9 +9,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from elastic.cli.views.layer_grid import ranges
 from elastic.cli.views.panels import tabulated
-from elastic.cli.views.sizes import mib
+from elastic.cli.views.sizes import mib, ranges
 from elastic.cli.views.status_document import StatusDocument
 from elastic.cluster.control.status import UP
 

@@ -7,7 +7,7 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic.cli.views.status_document import NotAStatus, StatusDocument, printable, read_status
@@ -15,6 +15,10 @@ from elastic.errors import ConfigError, ElasticError
 
 PATH = "/elastic/status"
 MOST_BYTES = 16 << 20
+ACT_S = 660.0
+"""How long a server may take to act: a rank that is added loads its model."""
+Send = Callable[..., Any]
+"""`act` at a server: it has a verb, a body, and perhaps other seconds."""
 
 
 class NoAnswer(ElasticError):
@@ -34,10 +38,13 @@ def base_url(text: str) -> str:
     return url.rstrip("/").removesuffix(PATH)
 
 
-def post(url: str, path: str, body: Mapping[str, Any], token: str | None, timeout_s: float) -> dict[str, Any]:
-    """Ask a server to do something. Raises `ConfigError` in its words, `NoAnswer` where there are none."""
-    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+def act(url: str, token: str, verb: str, body: Mapping[str, Any], timeout_s: float = ACT_S) -> Any:
+    """Have the fleet behind a server do something; return what that says of it.
+
+    Raises `ConfigError` in its words, `NoAnswer` where there are none.
+    """
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
+    request = urllib.request.Request(f"{url}/elastic/fleet/{verb}", json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             document = json.loads(answer.read(MOST_BYTES))
@@ -49,7 +56,8 @@ def post(url: str, path: str, body: Mapping[str, Any], token: str | None, timeou
         raise NoAnswer(f"{url} does not answer within {timeout_s:g} s") from None
     except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         raise NoAnswer(f"{url} cannot be reached: {_reason(error)}") from None
-    return document if isinstance(document, dict) else {}
+    told = document if isinstance(document, dict) else {}
+    return next(iter(told.values()), None) or {}
 
 
 def ask(url: str, timeout_s: float) -> StatusDocument:
