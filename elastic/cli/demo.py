@@ -44,10 +44,10 @@ def demo(options: Namespace) -> int:
     console.rule("act 1: the KV limit moves under a running generation")
     same, needs = _act(_move_the_limit, place, loaded, options, console, expected)
     console.rule("act 2: a budget too small for model and KV cache; pages travel between weights and cache")
-    small = Place(f"{place.device}#small", place.device, needs.too_small_bytes(place), place.page_bytes)
+    small = Place(f"{place.device}#small", place.device, needs.too_small_bytes(), place.page_bytes)
     also, _ = _act(_trade_layers, small, loaded, options, console, expected)
     console.rule("act 3: as small a budget; layers are swapped to int4 while the cache is short of pages, and restored")
-    tight = Place(f"{place.device}#tight", place.device, needs.too_small_bytes(place, RESERVE), place.page_bytes)
+    tight = Place(f"{place.device}#tight", place.device, needs.too_small_bytes(RESERVE), place.page_bytes)
     _act(_swap_layers, tight, loaded, options, console, expected, variants=("int4",))
     again = torch.equal(_write(loaded, options), expected)
     burst = _burst(place, loaded, needs, options, console)
@@ -77,7 +77,7 @@ class Needs:
     prompt: int
     """Of the KV cache, for the prompt alone."""
 
-    def too_small_bytes(self, place: Place, reserve: float = 0) -> int:
+    def too_small_bytes(self, reserve: float = 0) -> int:
         """Return a budget for all weights, a reserve as a share of them, and a part of the KV cache."""
         return int((1 + reserve) * self.weights + max(KV_IN_SECOND_ACT * self.kv, self.prompt))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,15 @@ def simulate(options: Namespace) -> int:
     document = {**described(scenario), **run.report.document()}
     document["published"] = [figure.described(document) for figure in scenario.published]
     _show(console, scenario, document, speed)
+    figures = {**asdict(speed), "events_per_s": speed.events_per_s}
     if options.json is not None:
-        write_text(options.json, json.dumps({**document, "speed": _speed(speed)}) + "\n", "--json")
+        write_text(options.json, json.dumps({**document, "speed": figures}) + "\n", "--json")
     if options.plot is not None:
         from elastic.sim.plots import draw
 
         draw(run.report, Path(options.plot), scenario.title)
     short = {key: value for key, value in document.items() if key not in ("timeline", "actions")}
-    print(json.dumps({**short, "speed": _speed(speed)}))
+    print(json.dumps({**short, "speed": figures}))
     return 0
 
 
@@ -55,16 +57,6 @@ def described(scenario: Scenario) -> dict[str, Any]:
         "instances": scenario.instances,
         "seconds_from": scenario.basis,
         "predicts": scenario.predicts,
-    }
-
-
-def _speed(speed: SimulationSpeed) -> dict[str, float]:
-    return {
-        "wall_s": speed.wall_s,
-        "events": speed.events,
-        "events_per_s": speed.events_per_s,
-        "steps": speed.steps,
-        "simulated_s": speed.simulated_s,
     }
 
 
