@@ -117,17 +117,13 @@ class MeasuredCostModel(CostModel):
         self.rows = rows
         self.tokens = tokens
         self.token_bytes = token_bytes
-        self._splits: dict[Places, _Split] = {}
+        self._splits: dict[Places, LayerSplit] = {}
         self._lines: dict[tuple[str, int], LinearLatency] = {}
         self._links: dict[tuple[str, str], LinearLatency] = {}
 
-    def split(self, places: Places) -> tuple[int, ...]:
-        """Return the rows of each of a layer's places; some may get none if there are fewer rows than places."""
-        return self._split(places).rows
-
     def work(self, places: Places) -> float:
         """Return the seconds until the slowest place has computed its rows; within a run none are sent."""
-        return self._split(places).work_s
+        return self.split(places).work_s
 
     def crossing(self, before: Places, after: Places) -> float:
         """Return the seconds to join rows, send them to the next layer's own place and split them again.
@@ -138,14 +134,14 @@ class MeasuredCostModel(CostModel):
             return 0.0
         apart = before[0] != after[0] and _device(before[0]) != _device(after[0])
         whole = self._link(before[0], after[0])(self.rows) if apart else 0.0
-        return self._split(before).scatter_s + whole + self._split(after).scatter_s
+        return self.split(before).scatter_s + whole + self.split(after).scatter_s
 
     def total(self, work: float, traffic: float, crossings: float) -> float:
         """Return the seconds of all layers and transitions."""
         return work + crossings
 
-    def _split(self, places: Places) -> _Split:
-        """Split the rows between a set of places; worked out once for each set."""
+    def split(self, places: Places) -> LayerSplit:
+        """Split a layer's rows between a set of places; worked out once for each set."""
         split = self._splits.get(places)
         if split is not None:
             return split
@@ -159,7 +155,7 @@ class MeasuredCostModel(CostModel):
             work_s = max(self._side_by_side([p for p in computing if _device(p[0]) == d]) for d in set(devices))
         sent_s = [self._link(places[0], place)(n) for place, n in zip(places[1:], rows[1:], strict=True) if n]
         elsewhere = sum(device != devices[0] for device, n in zip(devices, rows, strict=True) if n)
-        split = _Split(rows, work_s + elsewhere * self.calibration.handing_s, math.fsum(sent_s))
+        split = LayerSplit(rows, work_s + elsewhere * self.calibration.handing_s, math.fsum(sent_s))
         self._splits[places] = split
         return split
 
@@ -222,10 +218,11 @@ class WeightedCost(CostModel):
 
 
 @dataclass(frozen=True)
-class _Split:
-    """The rows of one set of places, and their seconds."""
+class LayerSplit:
+    """The rows of a layer at one set of places, and their seconds."""
 
     rows: tuple[int, ...]
+    """Of each place; some may get none if there are fewer rows than places."""
     work_s: float
     scatter_s: float
     """To send rows to the replicas, or to have them back."""

@@ -49,7 +49,7 @@ class StageCut:
 
 
 Score = tuple[float, float]
-Found = tuple[Score, tuple[tuple[int, int, int], ...]]
+ScoredCut = tuple[Score, tuple[tuple[int, int, int], ...]]
 """The score of a cut, and its stages: (rank, first layer, layer behind the last)."""
 
 
@@ -81,11 +81,7 @@ def stages(
         return None
     fetched_bytes, bottleneck = best
     limit = bottleneck * (1 + 1e-12)
-
-    def least_moved(rank: int, start: int, stop: int) -> Score:
-        return table.fetched(rank, start, stop), table.moved(rank, start, stop)
-
-    least = table.search(least_moved, limit)
+    least = table.search(lambda *run: (table.fetched(*run), table.moved(*run)), limit)
     assert least is not None
     (_, moved), cuts = least
     runs = {rank: range(start, stop) for rank, start, stop in cuts}
@@ -138,12 +134,12 @@ class _Table:
         seconds += (self._first if start == 0 else 0.0) + (self._last if stop == self._count else 0.0)
         return seconds * self._ranks[rank].slowness
 
-    def search(self, score: Callable[[int, int, int], Score], limit: float | None = None) -> Found | None:
+    def search(self, score: Callable[[int, int, int], Score], limit: float | None = None) -> ScoredCut | None:
         """Find the cut of the least score: sums of its first part, then the most of its second one.
 
         With `limit` no stage costs more than that, and the second part is summed, too.
         """
-        best: dict[tuple[int, int], Found] = {(0, 0): ((0, 0), ())}  # by ranks with a stage, and layers in one
+        best: dict[tuple[int, int], ScoredCut] = {(0, 0): ((0, 0), ())}  # by ranks with a stage, and layers in one
         for used in self._used():
             for start in range(self._count):
                 state = best.get((used, start))

@@ -41,14 +41,13 @@ class Work:
 
     def shared(self, ranks: int, kv_parts: int = 1) -> Work:
         """Return what one of some ranks does that share it, with heads of keys and values in so many parts."""
-        return Work(
-            self.weight_bytes / ranks,
-            self.token_flops / ranks,
-            self.chunk_flops / ranks,
-            self.least_met,
-            self.pair_flops / ranks,
-            self.kv_bytes / kv_parts,
-            self.window,
+        return replace(
+            self,
+            weight_bytes=self.weight_bytes / ranks,
+            token_flops=self.token_flops / ranks,
+            chunk_flops=self.chunk_flops / ranks,
+            pair_flops=self.pair_flops / ranks,
+            kv_bytes=self.kv_bytes / kv_parts,
         )
 
     def amounts(self, chunks: Sequence[Chunk]) -> tuple[float, float]:
