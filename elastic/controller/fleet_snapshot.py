@@ -56,6 +56,11 @@ class GroupReading:
         return max(0, self.capacity_bytes - self.committed_bytes)
 
     @property
+    def lacking_bytes(self) -> int:
+        """What waiting requests need beyond what is free; at least 1."""
+        return max(1, self.waiting_bytes - self.free_bytes)
+
+    @property
     def use(self) -> float:
         """The share of the capacity that live requests have or are promised."""
         return self.committed_bytes / self.capacity_bytes if self.capacity_bytes else 1.0

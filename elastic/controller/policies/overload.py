@@ -133,7 +133,7 @@ class OverloadPolicy:
     def _observe(self, snapshot: FleetSnapshot, group: GroupReading, state: GroupState) -> GroupState:
         """Count and time what is seen of a group."""
         now, overload = snapshot.at_s, self._overload(group)
-        eases = not overload and _has_dropped(group, len(snapshot.layer_bytes)) and self._eased(snapshot, group)
+        eases = not overload and _has_dropped(snapshot, group) and self._eased(snapshot, group)
         idle = not group.running and not group.committed_bytes and not group.waiting_bytes
         since = now if state.idle_since_s is None else state.idle_since_s
         pressed, pressed_s = (state.pressed + 1, now) if overload else (0, state.pressed_s)
@@ -160,7 +160,7 @@ class OverloadPolicy:
         free = {i for i, (g, s) in enumerate(zip(groups, states, strict=True)) if self._may_act(g, s, snapshot.at_s)}
         pressed = [number for number, state in enumerate(states) if state.pressed >= ticks]
         if queue_ticks >= ticks:
-            need = self._queue_need(snapshot) + sum(self._need(groups[number]) for number in pressed)
+            need = self._queue_need(snapshot) + sum(groups[number].lacking_bytes for number in pressed)
             fullest = sorted(free, key=lambda number: (-groups[number].use, number))
             plan = self._plan(snapshot, fullest, need) if free else None
             if plan:
@@ -174,7 +174,7 @@ class OverloadPolicy:
             return (), "requests wait at the fleet, and no drop frees enough", need
         drops: list[GroupPlan] = []
         reasons, short = [], 0
-        for number in sorted(pressed, key=lambda number: (-self._need(groups[number]), number)):
+        for number in sorted(pressed, key=lambda number: (-groups[number].lacking_bytes, number)):
             if number not in free:
                 continue
             plan, words = self._relieve(snapshot, number, free, pressed)
@@ -183,20 +183,20 @@ class OverloadPolicy:
                 drops.extend(plan.groups)
                 free -= {other for group in plan.groups for other in group.groups}
             if "no drop" in words:
-                short += max(1, self._need(groups[number]) - (plan.freed_bytes if plan is not None else 0))
+                short += max(1, groups[number].lacking_bytes - (plan.freed_bytes if plan is not None else 0))
         return tuple(drops), "; ".join(dict.fromkeys(reasons)), short
 
     def _relieve(
         self, snapshot: FleetSnapshot, number: int, free: set[int], pressed: Sequence[int]
     ) -> tuple[DropPlan | None, str]:
         """Plan a drop for one group, with as few partners as suffice: calm ones first, the smallest and emptiest."""
-        groups, need = snapshot.groups, self._need(snapshot.groups[number])
+        groups, need = snapshot.groups, snapshot.groups[number].lacking_bytes
         others = [other for other in free if other != number]
         partners = sorted(others, key=lambda i: (i in pressed, len(groups[i].members), -groups[i].free_bytes, i))
         most: list[int] = []
         for count in range(len(partners) + 1):
             chosen = [number, *partners[:count]]
-            need += self._need(groups[chosen[-1]]) if count and chosen[-1] in pressed else 0
+            need += groups[chosen[-1]].lacking_bytes if count and chosen[-1] in pressed else 0
             if sum(len(groups[i].members) for i in chosen) > self.settings.most_stages:
                 break
             plan = self._plan(snapshot, chosen, need)
@@ -249,10 +249,6 @@ class OverloadPolicy:
             best, low, high = (best, low, middle - 1) if plan is None else (plan, middle + 1, high)
         return best
 
-    def _need(self, group: GroupReading) -> int:
-        """Return the bytes that a group lacks."""
-        return max(1, group.waiting_bytes - group.free_bytes)
-
     def _dropped(self, state: GroupState, group: GroupReading, now: float) -> GroupState:
         regrets = regretted(state.regrets, state.restored_s, now, self.settings.dwell_s)
         return replace(
@@ -263,7 +259,7 @@ class OverloadPolicy:
         """Return the groups that get their layers back, and why, or why none does."""
         now, settings, reasons, restores = snapshot.at_s, self.settings, [], []
         for number, (group, state) in enumerate(zip(snapshot.groups, states, strict=True)):
-            if not _has_dropped(group, len(snapshot.layer_bytes)):
+            if not _has_dropped(snapshot, group):
                 continue
             idle = state.idle_since_s is not None and now - state.idle_since_s >= settings.idle_s
             if not self._may_act(group, state, now):
@@ -289,13 +285,13 @@ def _layers(group: GroupReading) -> Layers:
     return tuple(member.held.layers for member in group.members)
 
 
-def _has_dropped(group: GroupReading, layers: int) -> bool:
-    return any(len(member.held.layers) < layers for member in group.members)
+def _has_dropped(snapshot: FleetSnapshot, group: GroupReading) -> bool:
+    return any(len(member.held.layers) < len(snapshot.layer_bytes) for member in group.members)
 
 
 def _rest(snapshot: FleetSnapshot, group: GroupReading) -> int:
     """Return the bytes of layers that a group which has dropped some still holds several times."""
-    if not _has_dropped(group, len(snapshot.layer_bytes)):
+    if not _has_dropped(snapshot, group):
         return 0
     held = sum(snapshot.layer_bytes[layer] for layers in _layers(group) for layer in layers)
     return held - sum(snapshot.layer_bytes)
