@@ -17,7 +17,8 @@ from elastic.errors import ConfigError, require, require_count, require_whole
 from elastic.kvcache.attention import attends_for_engines
 from elastic.kvcache.score_terms import ScoreTerms
 from elastic.kvcache.storage.pool import KVPool
-from elastic.planning.sharding.heads import kv_shards, parts_of
+from elastic.planning.sharding.heads import kv_shards
+from elastic.planning.sharding.numbers import of_layers
 from elastic.runtime.runtime import runtime
 from elastic.weights.decoder import PAGED_CACHE
 
@@ -148,7 +149,7 @@ def kv_format(
     if dtype == INT8 and dim % 2:
         raise ConfigError(f"kv_cache_dtype={INT8!r} needs heads of an even size; this model's have {dim}: use 'auto'")
     dtype = str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype
-    layers = tuple((parts_of(group.layers, parts), group.window) for group in groups)
+    layers = tuple((of_layers(group.layers, parts), group.window) for group in groups)
     tokens = block_tokens or usual_block_tokens(dtype, dim)
     return KVFormat(tokens, block_layout, dtype, heads // parts, dim, layers, parts)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic.errors import ConfigError
 from elastic.kvcache.storage.sector_space import BlockGroup
-from elastic.planning.sharding.heads import parts_of
+from elastic.planning.sharding.numbers import of_layers
 from elastic.weights.decoder import layer_configs
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -38,4 +38,4 @@ def layer_groups(config: Any) -> tuple[LayerGroup, ...]:
 
 def block_groups(groups: Sequence[LayerGroup], block_bytes: int, kv_shards: int) -> tuple[BlockGroup, ...]:
     """Return the blocks that groups of decoder layers have, each layer in so many parts, of `block_bytes` in each."""
-    return tuple(BlockGroup(parts_of(group.layers, kv_shards), block_bytes, kv_shards) for group in groups)
+    return tuple(BlockGroup(of_layers(group.layers, kv_shards), block_bytes, kv_shards) for group in groups)

@@ -15,11 +15,6 @@ def kv_shards(shards: int, kv_heads: int) -> int:
     return math.gcd(shards, kv_heads)
 
 
-def parts_of(layers: Iterable[int], kv_shards: int) -> tuple[int, ...]:
-    """Return the numbers of all KV parts of layers, counted over all layers, in the order of these."""
-    return tuple(layer * kv_shards + part for layer in layers for part in range(kv_shards))
-
-
 def kv_parts(shards: Iterable[int], of: int, kv_shards: int) -> tuple[int, ...]:
     """Return the numbers of the KV parts that shards need, from the first to the last, each once.
 

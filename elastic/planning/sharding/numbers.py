@@ -1,4 +1,4 @@
-"""Shards of decoder layers by number: part p of layer l, of `of` parts each, is `l * of + p`."""
+"""Numbers of shards of layers, or of parts of their KV caches: part p of layer l, of `of` each, is `l * of + p`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def by_layer(shards: Iterable[int], of: int) -> dict[int, tuple[int, ...]]:
 
 
 def of_layers(layers: Iterable[int], of: int) -> tuple[int, ...]:
-    """Return all shards of layers."""
+    """Return all shards of layers, in the order of these."""
     return tuple(layer * of + part for layer in layers for part in range(of))
 
 
