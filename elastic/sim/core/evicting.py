@@ -35,11 +35,6 @@ class OptimisticBlocks(BlockManager):
         """Sequences that had to give theirs back at some time."""
         super().__init__(*args, **options)
 
-    @property
-    def evicted_wait(self) -> bool:
-        """Whether one of them has none now."""
-        return not self.evicted.isdisjoint(self._waiting)
-
     def promised_sectors(self) -> int:
         """Promise nothing."""
         return 0
@@ -47,7 +42,8 @@ class OptimisticBlocks(BlockManager):
     def free_blocks(self) -> int:
         """Count the blocks that new sequences may have: none before those that were evicted."""
         with self.memory.lock:
-            return 0 if self.evicted_wait else max(0, self._free(0) - self.spare * self.running)
+            evicted_wait = not self.evicted.isdisjoint(self._waiting)
+            return 0 if evicted_wait else max(0, self._free(0) - self.spare * self.running)
 
     def lack(self, wanted: Sequence[tuple[BlockTable, int]], spare: int = 0) -> bool:
         """Tell whether there are too few blocks for tables to hold so many tokens each, and to spare some."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from elastic.cluster.control.stage_questions import Room
@@ -26,6 +27,17 @@ class Guest:
     """Whether it has gone, and only its keys and values are kept."""
     told: bool = False
     """Whether others may read these."""
+
+
+@contextmanager
+def _restoring(owner: object, name: str) -> Iterator[None]:
+    """Have an attribute be as it was where there was no room for what it became."""
+    before = getattr(owner, name)
+    try:
+        yield
+    except CapacityError:
+        setattr(owner, name, before)
+        raise
 
 
 class RankBooks:
@@ -134,23 +146,16 @@ class RankBooks:
     def allot(self, home: str, sectors: int) -> None:
         """Keep room for so many sectors of a home."""
         guest = self.guests[home]
-        before, guest.sectors = guest.sectors, sectors
-        try:
+        with _restoring(guest, "sectors"):
+            guest.sectors = sectors
             self.settle()
-        except CapacityError:
-            guest.sectors = before
-            raise
 
     def prepare(self, home: str, shards: Collection[int]) -> None:
         """Have memory for shards that come."""
-        coming = self.coming if home == self.name else self.guests[home].coming
-        new = set(shards) - coming
-        coming |= new
-        try:
+        owner = self if home == self.name else self.guests[home]
+        with _restoring(owner, "coming"):
+            owner.coming = owner.coming.union(shards)
             self.settle()
-        except CapacityError:
-            coming -= new
-            raise
 
     def give_up(self, home: str, shards: Collection[int]) -> None:
         """Undo `prepare`."""
@@ -181,24 +186,18 @@ class RankBooks:
 
     def bring(self, shards: Collection[int]) -> int:
         """Have weights here; return their pages."""
-        had, before = self.resident, self.weight_pages()
-        self.resident |= frozenset(shards)
-        try:
+        before = self.weight_pages()
+        with _restoring(self, "resident"):
+            self.resident |= frozenset(shards)
             self.settle()
-        except CapacityError:
-            self.resident = had
-            raise
         return self.weight_pages() - before
 
     def pack(self, layers: Collection[int], *, packed: bool) -> int:
         """Have layers be in the variant, or in full; return the pages that come free."""
-        had, before = self.packed, self.weight_pages()
-        self.packed = had | frozenset(layers) if packed else had - frozenset(layers)
-        try:
+        before = self.weight_pages()
+        with _restoring(self, "packed"):
+            self.packed = self.packed.union(layers) if packed else self.packed.difference(layers)
             self.settle()
-        except CapacityError:
-            self.packed = had
-            raise
         return before - self.weight_pages()
 
     def check(self) -> None:
