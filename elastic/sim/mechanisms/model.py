@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -170,9 +170,13 @@ class LayeredModel:
         """The pages of a layer in the variant."""
         return -(-int(1000 * (self.packed.share if self.packed else 1) * self.rank.pages.layer_weights) // 1000)
 
-    def kv_pages(self, shards: Collection[int]) -> int:
+    def kv_parts(self, shards: Iterable[int]) -> tuple[int, ...]:
+        """Return the parts of the KV cache that shards have, by number."""
+        return kv_parts(shards, self.shards, self.kv_shards)
+
+    def kv_pages(self, shards: Iterable[int]) -> int:
         """Count the pages of a sector in what these shards have of the KV cache."""
-        return self.part_pages * len(kv_parts(shards, self.shards, self.kv_shards))
+        return self.part_pages * len(self.kv_parts(shards))
 
     def step_s(self, chunks: Sequence[Chunk], packed: int = 0) -> float:
         """Return the seconds of a step of one rank by itself; so many layers are in the variant."""

@@ -25,7 +25,6 @@ from elastic.engines.core.sequence import Sequence as LiveSequence
 from elastic.engines.core.step import SequenceState
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ElasticError, Overloaded, StateError
-from elastic.planning.sharding.heads import kv_parts
 from elastic.sim.mechanisms.books import Guest
 from elastic.sim.mechanisms.instance import RankInstance
 from elastic.sim.mechanisms.wires import Wires
@@ -60,7 +59,7 @@ class RequestMoves:
         if not self._reports or scheduler.journal is not None:
             return
         memory.log = memory.mapped
-        mapped = partial(self._mapped_since, self._parts_of(path.shards_of(path.home)))
+        mapped = partial(self._mapped_since, self._instance.model.kv_parts(path.shards_of(path.home)))
         journal = KVJournal(self._instance.note, mapped, self._instance.blocks.release, path.epoch)
         journal.note_computed(scheduler.sequences.values())
         scheduler.journal = journal
@@ -79,7 +78,7 @@ class RequestMoves:
         model, memory = self._instance.model, self._instance.hello.memory
         pages = dict.fromkeys(sectors, tuple(range(model.part_pages)))
         file = None if memory is None else memory.file
-        return LayersKV(file, model.page_bytes, model.kv, dict.fromkeys(self._parts_of(guest.shards), pages))
+        return LayersKV(file, model.page_bytes, model.kv, dict.fromkeys(model.kv_parts(guest.shards), pages))
 
     def answer(self, question: MOVES) -> Any:
         """Answer. Raises errors of Elastic."""
@@ -203,10 +202,6 @@ class RequestMoves:
         if request not in self._held:
             raise StateError(f"request {request!r} was not handed over, or was released; it cannot be taken back")
         self._instance.scheduler.resume(self._held.pop(request))
-
-    def _parts_of(self, shards: Iterable[int]) -> tuple[int, ...]:
-        """Return the parts of the KV cache that shards have."""
-        return kv_parts(shards, self._instance.model.shards, self._instance.model.kv_shards)
 
     def _mapped_since(self, parts: tuple[int, ...]) -> list[SectorPages]:
         """Take the log of sectors: return where they are in the parts that are computed here."""

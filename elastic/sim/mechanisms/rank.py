@@ -16,7 +16,6 @@ from elastic.engines.pipeline.batches import BatchCount
 from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.written_blocks import Blocks, DirtyBlockTracker
 from elastic.errors import RankLost, StateError
-from elastic.planning.sharding.heads import kv_parts
 from elastic.sim.core.host import Counting
 from elastic.sim.mechanisms.books import RankBooks
 from elastic.sim.mechanisms.instance import RankInstance
@@ -174,9 +173,8 @@ class SimulatedRank:
             case ask.Allot(home, sectors):
                 return self._allot(home, sectors)
             case ask.LayersMemory(home, shards):
-                parts = kv_parts(shards, self.world.model.shards, self.world.model.kv_shards)
                 model = self.world.model
-                pages: dict[int, dict[int, tuple[int, ...]]] = {part: {} for part in parts}
+                pages: dict[int, dict[int, tuple[int, ...]]] = {part: {} for part in model.kv_parts(shards)}
                 return LayersKV(None, model.page_bytes, model.kv, pages, RankMemory(self.name, PLACE))
             case ask.BeginExchange():
                 return instance.do_between(self._begin_exchange)
@@ -244,7 +242,7 @@ class SimulatedRank:
     def _new_parts(self, home: str, parts: Iterable[int]) -> set[int]:
         """Return those of parts of the KV cache that are not here yet."""
         shards = self.path.shards_of(self.name) if home == self.name else self.books.guests[home].shards
-        return set(parts).difference(kv_parts(shards, self.world.model.shards, self.world.model.kv_shards))
+        return set(parts).difference(self.world.model.kv_parts(shards))
 
     def _flip(self, path: LayerPath) -> Future[Flipped]:
         """Stand still, have copied what was written last, and go on by another path."""
@@ -259,9 +257,9 @@ class SimulatedRank:
         paused, began_s, blocks = instance.paused, instance.clock.now, self._exchange.take()
         instance.paused = True
         self.moves.tell_no_kv()
-        block_bytes, form = len(blocks[0]) * world.model.kv.block_bytes, (world.model.shards, world.model.kv_shards)
+        block_bytes, model = len(blocks[0]) * world.model.kv.block_bytes, world.model
         nbytes = {
-            (source, target): block_bytes * len(world.ranks[target]._new_parts(self.name, kv_parts(shards, *form)))
+            (source, target): block_bytes * len(world.ranks[target]._new_parts(self.name, model.kv_parts(shards)))
             for (source, target), shards in moves.items()
         }
 
@@ -275,7 +273,7 @@ class SimulatedRank:
             instance.wake()
             done.set_result(Flipped((instance.clock.now - began_s) * 1e3, sum(nbytes.values())))
 
-        copied = Counting(len(nbytes), lambda: instance.clock.after(world.model.links.flip_s, commit))
+        copied = Counting(len(nbytes), lambda: instance.clock.after(model.links.flip_s, commit))
         for ends, each in nbytes.items():
             world.wires.copy(ends, each, copied, coordinated=False)
 
