@@ -19,9 +19,9 @@ def text_prompts(trace: Trace, tokens: Sequence[int], *, seed: int = 0, shared_p
     """Cut prompts from a tokenized text, each from a position of its own; after the end it begins again.
 
     With `shared_prefix`, the first so many tokens of every prompt (all but one of a shorter one) are the text's first.
-    Raises `ConfigError` for a text with fewer tokens than the trace has requests.
+    Raises `ConfigError` for a text without tokens, or with fewer than the trace has requests.
     """
-    if len(tokens) < len(trace.requests):
+    if len(tokens) < max(1, len(trace.requests)):
         raise ConfigError(
             f"the text has {len(tokens):,} tokens, and {len(trace.requests):,} prompts must begin at different ones; "
             "give a longer text"

@@ -51,6 +51,8 @@ def read_trace(path: str | Path, *, seed: int = 0) -> Trace:
     if not read:
         raise ConfigError(f"{path}: there is no request in it")
     good = sorted((r for r in read if r.prompt_tokens and r.output_tokens), key=lambda r: r.arrival_s)
+    if not good:
+        raise ConfigError(f"{path}: none of its {len(read)} requests has tokens of a prompt and of an output")
     if columns is _AZURE:
         zero_s = min(r.arrival_s for r in read)
         good = [replace(r, arrival_s=round(r.arrival_s - zero_s, 6)) for r in good]

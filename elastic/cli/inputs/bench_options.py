@@ -38,6 +38,7 @@ def check_pairs(options: Namespace) -> None:
         (options.url is not None, served_here, "is of a model that is served here; give --model in place of --url"),
         (options.model is not None, ("served_model_name",), "is of a server; give --url in place of --model"),
         (options.prompts is None, ("tokenizer",), "cuts prompts from a text; give --prompts FILE"),
+        (options.prompts is not None, ("vocabulary",), "is of random tokens; leave --prompts out"),
         (options.trace is not None, ("duration", "lengths"), "is of generated requests; cut a --trace by --window A:B"),
         (options.out is None, ("save_detailed",), "is of the file of the result; give --out FILE"),
     )

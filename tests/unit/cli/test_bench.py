@@ -115,6 +115,7 @@ def test_a_model_is_served_and_measured_in_this_process(tmp_path: Path) -> None:
         (["--poisson", "5", "--token-scale", "0"], "token scale 0.0 must be above 0"),
         (["--trace", "x", "--duration", "5"], "--duration is of generated requests; cut a --trace by --window A:B"),
         (["--trace", "x", "--lengths", "5:2"], "--lengths is of generated requests"),
+        (["--poisson", "5", "--prompts", "x", "--vocabulary", "9"], "--vocabulary is of random tokens"),
         (["--poisson", "5", "--save-detailed"], "--save-detailed is of the file of the result; give --out FILE"),
         (["--poisson", "5", "--tokenizer", "x"], "--tokenizer cuts prompts from a text; give --prompts FILE"),
         (["--poisson", "5", "--max-queue", "3"], "--max-queue is of a model that is served here"),

@@ -59,6 +59,8 @@ def test_random_tokens_are_of_the_vocabulary_and_differ_between_requests() -> No
 def test_what_cannot_work_is_refused_in_words() -> None:
     with pytest.raises(ConfigError, match="the text has 3 tokens, and 4 prompts"):
         text_prompts(trace_of([5] * 4), [1, 2, 3])
+    with pytest.raises(ConfigError, match="the text has 0 tokens"):
+        text_prompts(trace_of([]), [], shared_prefix=3)
     with pytest.raises(ConfigError, match="vocabulary of 1"):
         random_prompts(trace_of([5]), 1)
     with pytest.raises(ConfigError, match="shared prefix -1"):

@@ -90,6 +90,7 @@ GOOD_MOONCAKE = json.dumps({"timestamp": 1, "input_length": 1, "output_length": 
         ("", "line 1: '' is no header of a known trace"),
         ("time,tokens\n1,2\n", "line 1: 'time,tokens' is no header"),
         (AZURE_HEADER, "there is no request in it"),
+        (AZURE_HEADER + "2023-11-16 18:17:03,5,0\n", "none of its 1 requests has tokens of a prompt and of an output"),
         (AZURE_HEADER + "yesterday,1,2\n", "line 2: TIMESTAMP 'yesterday' is not a time"),
         (AZURE_HEADER + "2023-11-16 18:17:03,many,2\n", "line 2: ContextTokens 'many' is not a number of tokens"),
         (AZURE_HEADER + "2023-11-16 18:17:03,1,-2\n", "line 2: GeneratedTokens '-2' must be a whole number"),
