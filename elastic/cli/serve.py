@@ -298,7 +298,10 @@ def wrap_options(options: Namespace) -> dict[str, Any]:
 def _check(options: Namespace, token: str | None) -> None:
     """Raise `ConfigError` for wrong options, before a model is loaded."""
     from elastic.runtime.options import check_prepack
+    from elastic.server.tools.formats import TOOL_FORMATS
 
+    if options.tool_call_parser is not None and options.tool_call_parser not in TOOL_FORMATS:
+        raise ConfigError(f"--tool-call-parser {options.tool_call_parser}: choose one of {', '.join(TOOL_FORMATS)}")
     if options.enable_actions and not token:
         raise ConfigError(f"--enable-actions needs a token: give --token-file FILE, or set {TOKEN}")
     if not 0 <= options.port < 65536:

@@ -306,6 +306,7 @@ WRONG = [
     (["/nowhere", "--host", "203.0.113.7"], "--host 203.0.113.7 --port 8000"),
     (["/nowhere", "--order", "last_first"], "--order is of layers that are swapped; give --variants too"),
     (["/nowhere", "--place", "gpu"], "'gpu' is not a place"),
+    (["/nowhere", "--tool-call-parser", "xml"], "--tool-call-parser xml: choose one of hermes"),
     ([str(MODEL_DIR), "--place", "cpu=64MiB", "--port", "0", "--max-model-len", "1025"], "more than the 1024 tokens"),
     ([str(MODEL_DIR), "--place", "cpu=64MiB", "--port", "0", "--policy", ""], "policy='' is not known"),
 ]
