@@ -16,7 +16,7 @@ from rich.live import Live
 import elastic
 from elastic.cli.acts.dropped_layers import serve_a_burst
 from elastic.cli.inputs.checks import parse_place
-from elastic.cli.inputs.model_loading import Loaded, load
+from elastic.cli.inputs.model_loading import Loaded, load, write
 from elastic.cli.views.panels import screen
 from elastic.cli.views.sizes import mib
 from elastic.config import Place, parse_bytes
@@ -40,7 +40,7 @@ def demo(options: Namespace) -> int:
     place = Place(place.name, place.device, place.budget_bytes, page_bytes)
     console = Console()
     loaded = load(options, place.device)
-    expected = _write(loaded, options)
+    expected = write(loaded, options)
     console.rule("act 1: the KV limit moves under a running generation")
     same, needs = _act(_move_the_limit, place, loaded, options, console, expected)
     console.rule("act 2: a budget too small for model and KV cache; pages travel between weights and cache")
@@ -49,7 +49,7 @@ def demo(options: Namespace) -> int:
     console.rule("act 3: as small a budget; layers are swapped to int4 while the cache is short of pages, and restored")
     tight = Place(f"{place.device}#tight", place.device, needs.too_small_bytes(RESERVE), place.page_bytes)
     _act(_swap_layers, tight, loaded, options, console, expected, variants=("int4",))
-    again = torch.equal(_write(loaded, options), expected)
+    again = torch.equal(write(loaded, options), expected)
     burst = _burst(place, loaded, needs, options, console)
     in_acts, after = ("yes" if equal else "NO" for equal in (same and also, again))
     console.print(
@@ -113,15 +113,6 @@ def _act(
     return torch.equal(tokens, expected), Needs(weights, kv, prompt)
 
 
-def _write(loaded: Loaded, options: Namespace, **more: Any) -> torch.Tensor:
-    """Generate, with the same seed every time; returns token ids, [1, tokens]."""
-    torch.manual_seed(options.seed)
-    tokens: torch.Tensor = loaded.model.generate(
-        **loaded.inputs, max_new_tokens=options.max_new_tokens, do_sample=True, temperature=0.7, **more
-    )
-    return tokens
-
-
 def _show(
     director: Director, loaded: Loaded, runtime: elastic.Runtime, options: Namespace, console: Console
 ) -> tuple[torch.Tensor, int]:
@@ -131,10 +122,10 @@ def _show(
     """
     from transformers import TextIteratorStreamer
 
-    def write() -> torch.Tensor:
+    def write_to_end() -> torch.Tensor:
         """Generate to the end, [1, tokens], and end the stream whatever happens."""
         try:
-            return _write(loaded, options, streamer=streamer)
+            return write(loaded, options, streamer=streamer)
         finally:
             streamer.end()
 
@@ -143,7 +134,7 @@ def _show(
     next(acting)
     text, most = options.prompt, 0
     with ThreadPoolExecutor(1) as pool, Live(console=console, auto_refresh=False) as live:
-        writing = pool.submit(write)
+        writing = pool.submit(write_to_end)
         try:
             for piece in streamer:
                 text += piece

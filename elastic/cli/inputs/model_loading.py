@@ -41,6 +41,15 @@ def load(options: Namespace, device: torch.device) -> Loaded:
     return Loaded(model.to(device), tokenizer, inputs.to(device))
 
 
+def write(loaded: Loaded, options: Namespace, **more: Any) -> torch.Tensor:
+    """Go on with the prompt, alike for each seed; returns token ids, [1, tokens]."""
+    torch.manual_seed(options.seed)
+    tokens: torch.Tensor = loaded.model.generate(
+        **loaded.inputs, max_new_tokens=options.max_new_tokens, do_sample=True, temperature=0.7, **more
+    )
+    return tokens
+
+
 def _check_length(config: Any, prompt_tokens: int, new_tokens: int) -> None:
     """Raise `ConfigError` for more tokens than the model's context holds."""
     most = context_length(config.get_text_config(decoder=True))
