@@ -138,8 +138,8 @@ def make_fleet(
     return made
 
 
-def befall(fleet: ElasticFleet, faults: tuple[Fault, ...]) -> None:
-    """Have faults befall a fleet in time."""
+def schedule_faults(fleet: ElasticFleet, faults: tuple[Fault, ...]) -> None:
+    """Have faults come to a fleet in time. Raises `ConfigError` for an instance that it has not."""
     names = tuple(fleet.instances)
     for fault in faults:
         if not fault.instance < len(names):

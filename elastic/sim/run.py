@@ -9,13 +9,13 @@ from functools import partial
 from itertools import count
 
 from elastic.errors import CapacityError, Overloaded
-from elastic.sim.core.clock import VirtualClock, stream
+from elastic.sim.core.clock import VirtualClock, random_stream
 from elastic.sim.core.fleet import SimulatedFleet
 from elastic.sim.core.host import ComputeTurn, SharedDevices, SharedHost
 from elastic.sim.core.threads import SimulatedThreads
 from elastic.sim.mechanisms.fleet import ElasticFleet
 from elastic.sim.placement.deployments import SimulatedDeployments
-from elastic.sim.policies import befall, make_fleet
+from elastic.sim.policies import make_fleet, schedule_faults
 from elastic.sim.report import Report
 from elastic.sim.scenario import Scenario, SimulatedModel
 from elastic.sim.workload import RequestArrival, merged, request_of
@@ -57,8 +57,8 @@ class Run:
         self._models = {source.name: source.model for source in scenario.sources}
         self._jobs = merged(scenario.sources, scenario.seed, scenario.duration_s)
         self._numbers = count()
-        self._choose = stream(scenario.seed, "fleets")
-        self._choose_model = stream(scenario.seed, "models")
+        self._choose = random_stream(scenario.seed, "fleets")
+        self._choose_model = random_stream(scenario.seed, "models")
 
     @property
     def fleets(self) -> list[SimulatedFleet]:
@@ -123,7 +123,7 @@ class Run:
             for number in range(options.fleets)
         ]
         if model.mechanisms is not None and isinstance(fleets[0], ElasticFleet):
-            befall(fleets[0], model.mechanisms.faults)
+            schedule_faults(fleets[0], model.mechanisms.faults)
         return fleets
 
     def _await_next(self) -> None:

@@ -14,7 +14,7 @@ from elastic.bench.traces.generator import ArrivalProcess, LengthDistribution, t
 from elastic.bench.traces.trace import Trace
 from elastic.engines.base import Request
 from elastic.errors import ConfigError
-from elastic.sim.core.clock import stream
+from elastic.sim.core.clock import random_stream
 from elastic.sim.core.executor import STOP, TOKEN
 
 MOST_TOKENS = 10_000_000
@@ -76,8 +76,8 @@ class RequestSource:
             assert self.trace is not None
             yield from ((r.arrival_s, r.prompt_tokens, r.output_tokens) for r in self.trace.requests)
             return
-        lengths = stream(seed, f"lengths {self.name}")
-        for at_s in self.arrivals.times(stream(seed, f"arrivals {self.name}")):
+        lengths = random_stream(seed, f"lengths {self.name}")
+        for at_s in self.arrivals.times(random_stream(seed, f"arrivals {self.name}")):
             yield (at_s, *self.lengths.draw(lengths))
 
 

@@ -66,6 +66,6 @@ class VirtualClock:
             self.now = max(self.now, until_s)
 
 
-def stream(seed: int, name: str) -> random.Random:
+def random_stream(seed: int, name: str) -> random.Random:
     """Return random numbers of their own for something, so that others that draw more or less do not change them."""
     return random.Random(f"{name} {seed}")

@@ -15,7 +15,7 @@ from elastic.cluster.rank.spec import RankSpec
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.base import Listener, Request
 from elastic.planning.estimate.roofline import BatchCost
-from elastic.sim.core.clock import VirtualClock, stream
+from elastic.sim.core.clock import VirtualClock, random_stream
 from elastic.sim.core.executor import LocalExecutor
 from elastic.sim.core.host import Computer, SharedHost
 from elastic.sim.core.instance import EngineOptions, PlacePages, SimulatedInstance
@@ -104,7 +104,7 @@ class SimulatedFleet:
         number, model = len(self.instances), self.model
         name = f"{self._name}{number}"
         pace = model.paces.get(name)
-        drawn = Noise(model.noise, stream(self.seed, f"noise {name}"))
+        drawn = Noise(model.noise, random_stream(self.seed, f"noise {name}"))
         noise = drawn if pace is None else PacedSeconds(pace, self.clock)
         made = self._make(name, self._executor(number, noise))
         spec = RankSpec(name, "simulated")

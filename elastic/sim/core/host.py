@@ -136,7 +136,7 @@ class SharedDevices:
 
     def compute(self, seconds: float, done: Callable[[], object]) -> None:
         """Have a step computed. All devices are asked at once, so that no two steps wait for each other."""
-        begin = Counting(len(self._turns), lambda: self._clock.after(seconds, partial(self._end, done)))
+        begin = Countdown(len(self._turns), lambda: self._clock.after(seconds, partial(self._end, done)))
         for turn in self._turns:
             turn.take(begin)
 
@@ -164,7 +164,7 @@ def _nobody() -> None:
     """Nobody is told."""
 
 
-class Counting:
+class Countdown:
     """Calls something when it was called so many times."""
 
     def __init__(self, count: int, done: Callable[[], object]) -> None:

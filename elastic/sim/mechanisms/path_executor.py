@@ -14,7 +14,7 @@ from elastic.errors import RankLost
 from elastic.planning.estimate.performance import Handovers
 from elastic.sim.core.clock import VirtualClock
 from elastic.sim.core.executor import AnswerEnds, chunks_of
-from elastic.sim.core.host import Counting
+from elastic.sim.core.host import Countdown
 from elastic.sim.core.step_seconds import StepNoise
 from elastic.sim.mechanisms.model import LayeredModel, StepParts
 from elastic.sim.mechanisms.stage_turn import StageTurn
@@ -125,7 +125,7 @@ class PathExecutor:
             return
         leg = legs[0]
         new = [rank for rank in leg.seconds if rank not in before]
-        waiting = Counting(len(leg.seconds), partial(self._done, step, future, legs, nbytes))
+        waiting = Countdown(len(leg.seconds), partial(self._done, step, future, legs, nbytes))
         begin = partial(self._compute, leg, waiting)
         if new:
             ends = before[0], *new
@@ -135,7 +135,7 @@ class PathExecutor:
         else:
             begin()
 
-    def _compute(self, leg: Leg, waiting: Counting) -> None:
+    def _compute(self, leg: Leg, waiting: Countdown) -> None:
         for rank, seconds in leg.seconds.items():
             self._turns[rank].compute(seconds, waiting)
 

@@ -16,13 +16,13 @@ from elastic.engines.pipeline.batches import BatchCount
 from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.written_blocks import Blocks, DirtyBlockTracker
 from elastic.errors import RankLost, StateError
-from elastic.sim.core.host import Counting
+from elastic.sim.core.host import Countdown
 from elastic.sim.mechanisms.books import RankBooks
 from elastic.sim.mechanisms.instance import RankInstance
 from elastic.sim.mechanisms.model import LayeredModel
 from elastic.sim.mechanisms.moves import MOVES, RequestMoves
 from elastic.sim.mechanisms.path_executor import PathExecutor
-from elastic.sim.mechanisms.recovery import come_home
+from elastic.sim.mechanisms.recovery import recover
 from elastic.sim.mechanisms.stage_turn import StageTurn
 from elastic.sim.mechanisms.weights import PLACE, Weights
 from elastic.sim.mechanisms.wires import Wires
@@ -198,7 +198,7 @@ class SimulatedRank:
             case ask.GiveUpLayers(home, shards):
                 return books.give_up(home, shards)
             case ask.Recover(lost, memories, weights):
-                return come_home(self, lost, memories, {shard for shards, _ in weights for shard in shards})
+                return recover(self, lost, memories, {shard for shards, _ in weights for shard in shards})
         raise StateError(f"a simulated rank does not know {type(question).__name__}")
 
     def _set_cap(self, sectors: int | None) -> Any:
@@ -273,7 +273,7 @@ class SimulatedRank:
             instance.wake()
             done.set_result(Flipped((instance.clock.now - began_s) * 1e3, sum(nbytes.values())))
 
-        copied = Counting(len(nbytes), lambda: instance.clock.after(model.links.flip_s, commit))
+        copied = Countdown(len(nbytes), lambda: instance.clock.after(model.links.flip_s, commit))
         for ends, each in nbytes.items():
             world.wires.copy(ends, each, copied, coordinated=False)
 

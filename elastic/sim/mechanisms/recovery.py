@@ -28,7 +28,7 @@ class RecoverableRank(Protocol):
     def begin_alone(self) -> None: ...
 
 
-def come_home(rank: RecoverableRank, lost: str, memories: Collection[str], elsewhere: Collection[int]) -> Future[int]:
+def recover(rank: RecoverableRank, lost: str, memories: Collection[str], elsewhere: Collection[int]) -> Future[int]:
     """Compute all layers at home again; return the tokens that are computed anew.
 
     `memories` are of those that have gone, where they can still be read; weights of shards that are `elsewhere` come

@@ -16,7 +16,7 @@ from elastic.planning.estimate.performance import InstanceCost
 from elastic.planning.estimate.roofline import Roofline, Work
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
-from elastic.sim.core.clock import VirtualClock, stream
+from elastic.sim.core.clock import VirtualClock, random_stream
 from elastic.sim.core.pages import SimulatedMemory
 from elastic.sim.core.step_seconds import ALIKE, MeasuredPace, MeasuredStep, Noise
 from elastic.sim.core.stretch import Stretch
@@ -58,7 +58,7 @@ def test_quantiles_of_nothing_and_of_zeros_are_zero() -> None:
 
 
 def test_noise_has_the_mean_of_what_it_is_multiplied_with() -> None:
-    noise = Noise(0.3, stream(0, "noise"))
+    noise = Noise(0.3, random_stream(0, "noise"))
     assert statistics.fmean(noise() for _ in range(20_000)) == pytest.approx(1, abs=0.02)
     assert Noise(0.0, random.Random())() == 1.0
 
@@ -66,7 +66,7 @@ def test_noise_has_the_mean_of_what_it_is_multiplied_with() -> None:
 def test_measured_noise_is_that_of_steps_of_such_seconds() -> None:
     short = [MeasuredStep(1e-3 * (1 + i / ALIKE), 2.0 + i % 2) for i in range(ALIKE)]
     long = [MeasuredStep(1.0 + i / ALIKE, 1.0) for i in range(ALIKE + 7)]
-    noise = Noise([*long, *short], stream(0, "noise"))
+    noise = Noise([*long, *short], random_stream(0, "noise"))
     drawn = [noise(1.5e-3) for _ in range(300)]
     assert set(drawn) == {2.0, 3.0}
     assert sum(a == b for a, b in itertools.pairwise(drawn)) < 20, "each follows the one that it followed"

@@ -12,7 +12,7 @@ from elastic.engines.core.step import ScheduledChunk, SequenceState, Step
 from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.turn import StageTimes
 from elastic.planning.pipeline import chunk_cost
-from elastic.sim.core.clock import VirtualClock, stream
+from elastic.sim.core.clock import VirtualClock, random_stream
 from elastic.sim.core.executor import AnswerEnds
 from elastic.sim.core.host import SharedHost
 from elastic.sim.core.step_seconds import Noise
@@ -28,7 +28,7 @@ RANKS = ("a", "b", "c", "h")
 
 
 def executor(layered: LayeredModel, path: LayerPath, clock: VirtualClock, turns: dict[str, StageTurn]) -> PathExecutor:
-    wires, noise = Wires(clock, layered.links), Noise(0.0, stream(0, "none"))
+    wires, noise = Wires(clock, layered.links), Noise(0.0, random_stream(0, "none"))
     return PathExecutor(clock, layered, wires, turns, AnswerEnds({}), noise, lambda rank, layer: 1.0, path)
 
 
