@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from elastic.cluster.control.status import Wire
 from elastic.controller.loop import ControllerHealth
 from elastic.controller.snapshot import RequestStats
 from elastic.engines.pipeline.turn import StageTimes
@@ -32,17 +33,6 @@ class OtherEvent:
 
 
 @dataclass(frozen=True)
-class WireDocument:
-    """What went between a rank and another one."""
-
-    rank: str
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    read_bytes: int = 0
-    copied_bytes: int = 0
-
-
-@dataclass(frozen=True)
 class RankDocument:
     """One process of a fleet, and what it last said of itself."""
 
@@ -65,7 +55,7 @@ class RankDocument:
     controller: ControllerHealth | None = None
     traffic: RequestStats | None = None
     times: StageTimes | None = None
-    wires: tuple[WireDocument, ...] | None = None
+    wires: tuple[Wire, ...] | None = None
     utilization: float | None = None
 
 
