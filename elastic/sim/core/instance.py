@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from elastic.clock import settle
 from elastic.cluster.control.messages import Beat, Cancel, Hello, ModelFacts, News, Refused, Submit
 from elastic.engines.base import Output, SampledToken
 from elastic.engines.core.block_manager import BlockManager
@@ -99,10 +98,8 @@ class SimulatedInstance:
         self.stalls = 0
         """Times that a live sequence was left out of a step for want of blocks."""
         kv = KVFormat(options.block_tokens, "head_centric", "float16", 1, 1, (((0,), None),))
-        hello = Hello(name, 1, "here", FACTS, kv, options.max_requests, None, self.load())
-        self.hello = replace(hello, shares_prefixes=self.blocks.shares)
-        self.on_question: Callable[[Any], Any] = self._refuse
-        """What answers questions, such as of a group."""
+        shares = self.blocks.shares
+        self.hello = Hello(name, 1, "here", FACTS, kv, options.max_requests, None, self.load(), shares_prefixes=shares)
         self._in_flight, self._cohorts = 0, 1
         self._between: list[Callable[[], object]] = []  # what is to be done between two steps
         self._stretch_s, self._message_s = stretch_s, message_s
@@ -122,9 +119,9 @@ class SimulatedInstance:
         self.clock.after(self._message_s, partial(self._take, message))
 
     def ask(self, question: Any) -> Future[Any]:
-        """Answer a question."""
+        """Refuse a question: it computes its layers by itself."""
         answer: Future[Any] = Future()
-        settle(answer, partial(self.on_question, question))
+        answer.set_exception(StateError(f"a simulated rank does not know {type(question).__name__}"))
         return answer
 
     def kill(self, why: str = "killed by the fleet") -> None:
@@ -295,9 +292,6 @@ class SimulatedInstance:
     def _is_first(self, sequence: Sequence, start: int) -> bool:
         """Return whether it is the first that is told of an answer here; `start` tokens of it were told before."""
         return not start
-
-    def _refuse(self, question: Any) -> Any:
-        raise StateError(f"a simulated rank does not know {type(question).__name__}")
 
 
 def _first(sequence: Sequence, sampled: SampledToken, finish: Any, now: float) -> Output:

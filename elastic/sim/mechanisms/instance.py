@@ -56,8 +56,8 @@ class RankInstance(SimulatedInstance):
         self.threads, self.model = threads, model
         self.hangs = False
         """Whether it does nothing any more, and says nothing."""
-        self.answer: Callable[[Any], Any] = self._refuse
-        """Answers a question, at once or by a future."""
+        self.answer: Callable[[Any], Any]
+        """Answers a question, at once or by a future: its `SimulatedRank` does."""
         self.take_kv: Callable[[Submit], Future[dict[str, int]]] = _nothing_came
         """Has the keys and values here that a request comes with; by sequence, of how many tokens."""
         self.recomputed_tokens = 0
