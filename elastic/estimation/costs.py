@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from elastic.errors import ConfigError
@@ -22,26 +21,20 @@ from elastic.planning.measured_cost import LinearLatency
 class Costs(Protocol):
     """Seconds of the parts of a model on a kind of device."""
 
-    @property
-    def basis(self) -> str:
-        """Where they are from."""
+    basis: str
+    """Where they are from."""
+    link: LinearLatency
+    """For so many bytes from one device to another."""
+    link_basis: str
+    """Where those of links are from: "measured", or "assumed" (their latency, if not their rate, is)."""
+    handovers: Handovers
+    """What engines take around links."""
 
     def layer(self, kind: LayerKind, weights: str, kv: KVShape, tp: int) -> BatchCost:
         """Return the cost of a layer in a variant at one of `tp` ranks. Raises `ConfigError` where it is not known."""
 
     def rest(self, weights: str, kv: KVShape) -> BatchCost:
         """Return the cost of what is around the layers."""
-
-    @property
-    def link_basis(self) -> str:
-        """Where those of links are from: "measured", or "assumed" (their latency, if not their rate, is)."""
-
-    def link(self) -> LinearLatency:
-        """Return the seconds for so many bytes from one device to another."""
-
-    @property
-    def handovers(self) -> Handovers:
-        """What engines take around links."""
 
     def beside(self, cost: BatchCost, others: int) -> BatchCost:
         """Return a cost while so many other devices compute."""
@@ -56,6 +49,7 @@ class SheetCosts:
     def __init__(self, pages: WeightPages, device: DeviceKind) -> None:
         self.pages = pages
         self.device = device
+        self.link = _link(device)
         self.basis = "assumed" if device.source.startswith("assumed") else "data sheet"
         self._layers: dict[tuple[str, str, KVShape, int], Roofline] = {}
 
@@ -71,25 +65,22 @@ class SheetCosts:
         """Return the cost of the head; weights are full there."""
         return Roofline((rest_work(self.pages.layout),), self.device.flops_s, self.device.bytes_s)
 
-    def link(self) -> LinearLatency:
-        """Return the seconds for so many bytes."""
-        return _link(self.device)
-
     def beside(self, cost: BatchCost, others: int) -> BatchCost:
         """Return it as it is: each device has memory of its own."""
         return cost
 
 
-@dataclass(frozen=True)
 class MeasuredCosts:
-    """Seconds that were fitted to measurements of fingerprints."""
+    """Seconds that were fitted to measurements of fingerprints; those of links are `device`'s where they were not."""
 
     basis = "measured"
 
-    pages: WeightPages
-    device: DeviceKind
-    """Of which the links are where they were not measured."""
-    profile: CostProfile
+    def __init__(self, pages: WeightPages, device: DeviceKind, profile: CostProfile) -> None:
+        self.pages = pages
+        self.profile = profile
+        self.link = _link(device) if profile.link is None else profile.link
+        self.link_basis = "assumed" if profile.link is None else "measured"
+        self.handovers = profile.handovers
 
     def layer(self, kind: LayerKind, weights: str, kv: KVShape, tp: int) -> BatchCost:
         """Return the cost of a layer in a variant at one of `tp` ranks, which share it by their part of its weights."""
@@ -103,20 +94,6 @@ class MeasuredCosts:
     def rest(self, weights: str, kv: KVShape) -> BatchCost:
         """Return the cost of what is around the layers."""
         return self.profile.around[form_of(weights, kv.form)]
-
-    @property
-    def link_basis(self) -> str:
-        """Where those of links are from."""
-        return "assumed" if self.profile.link is None else "measured"
-
-    def link(self) -> LinearLatency:
-        """Return the seconds for so many bytes."""
-        return _link(self.device) if self.profile.link is None else self.profile.link
-
-    @property
-    def handovers(self) -> Handovers:
-        """What engines take around links."""
-        return self.profile.handovers
 
     def beside(self, cost: BatchCost, others: int) -> BatchCost:
         """Return a cost while so many others read the same memory."""

@@ -314,7 +314,7 @@ class Estimator:
             return None
         if tp * len(stages) > 1:
             layers, rest = {name: without_replays(cost) for name, cost in layers.items()}, without_replays(rest)
-        link = self.costs.link()
+        link = self.costs.link
         # each rank sends its heads to all others, and a sum of full width: the mean of the two
         exchange = LinearLatency(link.fixed_s, link.each_s * (tp - 1) * (1 + 1 / tp) / 2)
         return InstanceCost(

@@ -78,7 +78,7 @@ def stages_of(plan: Deployment) -> tuple[StageStatus, ...]:
 
 def links_of(plan: Deployment, costs: Costs) -> tuple[LinkStatus, ...]:
     """Return the links of all instances; what was measured of two ranks stands for all of a kind of devices."""
-    link = costs.link()
+    link = costs.link
     return tuple(LinkStatus(pair, costs.link_basis, link.fixed_s, link.each_s) for pair in plan.links)
 
 
