@@ -14,9 +14,8 @@ from elastic.sim.core.clock import ScheduledEvent, VirtualClock
 class Computer(Protocol):
     """Where a rank computes."""
 
-    @property
-    def shared(self) -> bool:
-        """Whether what others compute meanwhile makes a step take longer."""
+    shared: bool
+    """Whether what others compute meanwhile makes a step take longer."""
 
     def compute(self, seconds: float, done: Callable[[], object]) -> None:
         """Have something computed that takes so long by itself."""
@@ -29,18 +28,14 @@ class SharedHost:
         """`contention`: how much longer something takes for each other rank that computes meanwhile; 0: nothing is
         shared."""
         self.contention = contention
+        self.shared = contention > 0
         self._clock = clock
         self._tasks: list[_Task] = []
         self._at_s = 0.0  # until when their progress is counted
 
-    @property
-    def shared(self) -> bool:
-        """Whether what others compute meanwhile makes a step take longer."""
-        return self.contention > 0
-
     def compute(self, seconds: float, done: Callable[[], object]) -> None:
         """Have a rank begin something that takes so long by itself."""
-        if not self.contention:
+        if not self.shared:
             self._clock.after(seconds, done)
             return
         self._advance()
