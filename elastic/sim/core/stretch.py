@@ -80,6 +80,5 @@ class StretchingScheduler(RestartingScheduler):
             if self.blocks.shares and sequence.computed // size > sequence.table.shared:
                 self.blocks.share_computed(sequence.table, sequence.tokens, sequence.computed)
         self.steps += steps
-        now = self._clock()
-        self._last_s = now
+        self._last_s = self._clock()
         return got

@@ -58,8 +58,9 @@ class RankInstance(SimulatedInstance):
         """Whether it does nothing any more, and says nothing."""
         self.answer: Callable[[Any], Any]
         """Answers a question, at once or by a future: its `SimulatedRank` does."""
-        self.take_kv: Callable[[Submit], Future[dict[str, int]]] = _nothing_came
-        """Has the keys and values here that a request comes with; by sequence, of how many tokens."""
+        self.take_kv: Callable[[Submit], Future[dict[str, int]]]
+        """Has the keys and values here that a request comes with; by sequence, of how many tokens. `RequestMoves` does.
+        """
         self.recomputed_tokens = 0
         """That were computed here again."""
         self._report: KVReport | None = None
@@ -189,9 +190,3 @@ class RankInstance(SimulatedInstance):
     def _fail(self, answer: Future[Any], error: ElasticError) -> None:
         if self._asked.pop(answer, 0) is None:
             answer.set_exception(error)
-
-
-def _nothing_came(message: Submit) -> Future[dict[str, int]]:
-    nothing: Future[dict[str, int]] = Future()
-    nothing.set_result({})
-    return nothing
