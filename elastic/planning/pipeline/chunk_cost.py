@@ -96,7 +96,7 @@ class ChunkCost:
             raise ConfigError(
                 f"{len(samples)} samples cannot be fitted; measure {len(terms)} batches or more, in seconds above 0"
             )
-        rows = [[term(s.chunks) / s.seconds for term in terms.values()] for s in samples]
+        rows = [[AMOUNTS[term](sample.chunks) / sample.seconds for term in terms] for sample in samples]
         fitted = dict(zip(terms, not_negative(rows), strict=True))
         alpha, extra, shared = fitted.get("alpha", 0.0), fitted.get("extra", 0.0), fitted.get("batch", 0.0)
         return cls(
@@ -149,44 +149,29 @@ class ChunkProfile:
         return ModelCost(ChunkCost.fit(self.layer, form), ChunkCost.fit(self.rest, "linear"), self.layers)
 
 
-Chunks = Sequence[tuple[int, int]]
-Term = Callable[[Chunks], float]
-
-
-def _prefix(chunks: Chunks) -> float:
-    return sum(start * count for start, count in chunks)
-
-
-def _read(chunks: Chunks) -> float:
-    return sum(start for start, _ in chunks)
-
-
-def _own(chunks: Chunks) -> float:
-    return sum(count * count + count for _, count in chunks)
-
-
-def _tokens(chunks: Chunks) -> float:
-    return sum(count for _, count in chunks)
-
-
-def _once(chunks: Chunks) -> float:
-    return 1.0
-
-
-_LINEAR: Mapping[str, Term] = {"token": _tokens, "extra": len, "batch": _once}
-"""gamma n - lambda (n - 1) of n chunks is (gamma - lambda) n + lambda: neither is below zero."""
-_PAPER: Mapping[str, Term] = {"alpha": lambda chunks: _prefix(chunks) + _own(chunks), **_LINEAR}
-FORMS: Mapping[str, Mapping[str, Term]] = {
-    "paper": _PAPER,
-    "reads": {**_PAPER, "read": _read},
-    "two alphas and reads": {"prefix": _prefix, "own": _own, "read": _read, **_LINEAR},
-    "two alphas": {"prefix": _prefix, "own": _own, **_LINEAR},
-    "no prefix": {"own": _own, **_LINEAR},  # as DistServe
-    "no self-attention": {"prefix": _prefix, **_LINEAR},  # as NanoFlow
-    "linear": _LINEAR,
-    "tokens": {"token": _tokens, "batch": _once},
+AMOUNTS: Mapping[str, Callable[[Sequence[tuple[int, int]]], float]] = {
+    "alpha": lambda chunks: sum(start * count + count * count + count for start, count in chunks),
+    "prefix": lambda chunks: sum(start * count for start, count in chunks),
+    "own": lambda chunks: sum(count * count + count for _, count in chunks),
+    "read": lambda chunks: sum(start for start, _ in chunks),
+    "token": lambda chunks: sum(count for _, count in chunks),
+    "extra": len,
+    "batch": lambda chunks: 1.0,
 }
-"""What is fitted: by name the coefficients, and the amounts that they are multiplied with."""
+"""What coefficients are multiplied with, for a batch. Of n chunks gamma n - lambda (n - 1) is (gamma - lambda) n +
+lambda: neither `extra` nor `batch` is below zero."""
+_LINEAR = ("token", "extra", "batch")
+FORMS: Mapping[str, tuple[str, ...]] = {
+    "paper": ("alpha", *_LINEAR),
+    "reads": ("alpha", *_LINEAR, "read"),
+    "two alphas and reads": ("prefix", "own", "read", *_LINEAR),
+    "two alphas": ("prefix", "own", *_LINEAR),
+    "no prefix": ("own", *_LINEAR),  # as DistServe
+    "no self-attention": ("prefix", *_LINEAR),  # as NanoFlow
+    "linear": _LINEAR,
+    "tokens": ("token", "batch"),
+}
+"""The coefficients that are fitted."""
 
 
 def larger_root(square: float, linear: float, constant: float) -> float:

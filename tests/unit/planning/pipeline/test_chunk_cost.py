@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from elastic.errors import ConfigError
 from elastic.planning.pipeline.chunk_cost import (
+    AMOUNTS,
     FORMS,
     BatchTiming,
     Chunk,
@@ -87,8 +88,8 @@ def test_held_out_batches_are_predicted_and_models_blind_to_attention_fail_there
     """Attention is 30 % of the time and more in these shapes: else the comparison would say nothing."""
     samples, held_out = measured(1, 60, 0.02), measured(2, 60, 0.02)
     assert not {s.chunks for s in samples} & {s.chunks for s in held_out}
-    attention = sum(TRUE.prefix * FORMS["two alphas"]["prefix"](s.chunks) for s in held_out)
-    attention += sum(TRUE.own * FORMS["two alphas"]["own"](s.chunks) for s in held_out)
+    attention = sum(TRUE.prefix * AMOUNTS["prefix"](s.chunks) for s in held_out)
+    attention += sum(TRUE.own * AMOUNTS["own"](s.chunks) for s in held_out)
     assert attention >= 0.3 * sum(s.seconds for s in held_out)
     errors = {form: relative_errors(ChunkCost.fit(samples, form), held_out) for form in FORMS}
     assert statistics.mean(errors["paper"]) <= 0.05
