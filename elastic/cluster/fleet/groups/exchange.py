@@ -46,6 +46,7 @@ _Told = dict[WeightsSource, set[int]]
 class _Counts:
     flips: int = 0
     moved_bytes: int = 0
+    copy_s: float = 0.0
     fetched_bytes: int = 0
     freed_bytes: int = 0
     stalled_ms: float = 0.0
@@ -55,7 +56,7 @@ class Exchange:
     """One transition of a group, on the calling thread; see `run`."""
 
     def __init__(self, ranks: Ranks, group: Group, target: Shape, timeout_s: float, form: ExchangeForm = LIVE) -> None:
-        self._ranks, self.group, self._target, self._form = ranks, group, target, form
+        self._ranks, self.group, self._target, self.form = ranks, group, target, form
         self._deadline = Deadline(timeout_s)
         self._caps = CapChange(ranks, group, self._deadline)
         self.counts = _Counts()
@@ -84,7 +85,7 @@ class Exchange:
             rooms = self._restore_variants(measure(self._ranks, group.members))
         except StateError as error:
             return self._result("deferred", str(error))
-        books, most = self._books(rooms), self._form.layers_per_step
+        books, most = self._books(rooms), self.form.layers_per_step
         plans = plans_of(group.shape, self._target, books, group.caps_in_force(), most)
         try:
             transition = self._lower_caps(plans)
@@ -94,7 +95,7 @@ class Exchange:
             self._connect(transition, rooms)
             compare_weights(self._ranks, group)
             self._did("connected")
-            with self._stalled(transition) if self._form.exchange == "stall" else nullcontext():
+            with self._stalled(transition) if self.form.exchange == "stall" else nullcontext():
                 self._change(transition)
         except RankLost:
             raise
@@ -243,7 +244,7 @@ class Exchange:
         books = self._books(measure(self._ranks, group.members))
         caps = books.caps(group.shape, staging=True)
         try:
-            planned = plan_transition(group.shape, self._target, books, caps, self._form.layers_per_step)
+            planned = plan_transition(group.shape, self._target, books, caps, self.form.layers_per_step)
         except CapacityError:  # the rest has an order with the caps of now
             return rest
         gains = any(cap > (1 + GAIN) * now[home] for home, cap in planned.caps.items())
@@ -256,7 +257,7 @@ class Exchange:
 
     def _flip(self, flips: FlipRound) -> list[ElasticError]:
         """Flip layers of several instances side by side; return the errors of those that failed."""
-        shape, coordinated = self.group.shape, self._form.coordinated
+        shape, coordinated = self.group.shape, self.form.coordinated
         pauses = {home: [flip for flip in flips if flip.home == home] for home in dict.fromkeys(f.home for f in flips)}
         calls = [
             partial(flip_layers, self._ranks, shape.paths[home], each, coordinated=coordinated)
@@ -277,6 +278,7 @@ class Exchange:
         self._goes_by(done.path.home, done.path)
         counts.flips += sum(len({shard // self.group.shape.shards for shard in flip.shards}) for flip in flips)
         counts.moved_bytes += done.moved_bytes
+        counts.copy_s += done.copy_s
         counts.stalled_ms = max(counts.stalled_ms, done.stalled_ms)
 
     def _drop_unneeded(self, ranks: Iterable[str]) -> None:
@@ -305,7 +307,7 @@ class Exchange:
         chosen = {rank: tuple(sorted(set().union(*told[rank].values()) or missing[rank])) for rank in missing}
         actions: dict[str, tuple[Action, ...]] = {}
         for rank, shards in chosen.items():
-            fetch = Fetch((), tuple(told[rank]), self._form.coordinated, shards)
+            fetch = Fetch((), tuple(told[rank]), self.form.coordinated, shards)
             actions[rank] = (fetch if fetch.sources else Restore(shards=shards),)
         for rank, change in self._apply(actions, {rank: kept[rank] for rank in kept if not told[rank]}):
             if change.deferred:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from elastic import clock
 from elastic.cluster.control.stage_questions import (
     BeginExchange,
     CopyLayers,
@@ -54,6 +55,8 @@ class FlipDone:
 
     path: LayerPath
     moved_bytes: int
+    copy_s: float
+    """What it took to copy them, the end of it while the instance stood still."""
     stalled_ms: float
 
 
@@ -70,13 +73,16 @@ def flip_layers(ranks: Ranks, path: LayerPath, flips: Sequence[LayerFlip], *, co
         prepared: list[str] = []
         try:
             _prepare(ranks, {rank: PrepareLayers(home, shards, exchange) for rank, shards in coming.items()}, prepared)
+            began_s = clock.now()
             moved_bytes, sources = _copy(ranks, flips, coordinated)
+            copy_s = clock.now() - began_s
             told = {way: there for way, there in sources.items() if way[0] != home}
             flipped = ranks.ask(home, FlipLayers(goal, told))
         except ElasticError:
             _undo(ranks, home, {rank: coming[rank] for rank in prepared})
             raise
-    return FlipDone(goal, moved_bytes + flipped.copied_bytes, flipped.stalled_ms)
+    copy_s += flipped.stalled_ms / 1e3
+    return FlipDone(goal, moved_bytes + flipped.copied_bytes, copy_s, flipped.stalled_ms)
 
 
 def _by_target(flips: Sequence[LayerFlip]) -> dict[str, tuple[int, ...]]:

@@ -181,7 +181,7 @@ class Groups:
             goal = replace(plan, groups=tuple(targets.of_ranks(each, units) for each in plan.groups))
             wanted = [(each.members, partial(targets.planned_shape, plan=each)) for each in goal.groups]
             if dry_run:
-                would, _ = self._dry_runs.of(wanted, form.layers_per_step)
+                would, _ = self._dry_runs.of(wanted, form)
                 return Dropped(**vars(would), groups=goal.groups, freed_bytes=goal.freed_bytes)
             done: list[Dropped] = []
             for each, (members, target_of) in zip(goal.groups, wanted, strict=True):
@@ -227,7 +227,7 @@ class Groups:
                 return Restored("planned" if dry_run else "applied", members=(rank,))
             if dry_run:
                 target_of = targets.undropped if sharing else targets.apart
-                would, _ = self._dry_runs.of([(group.members, target_of) for group in groups], form.layers_per_step)
+                would, _ = self._dry_runs.of([(group.members, target_of) for group in groups], form)
                 return Restored(**vars(would), members=tuple(name for group in groups for name in group.members))
             return all_restored([self._restore(group, timeout_s, why, form, sharing=sharing) for group in groups])
 
@@ -255,7 +255,7 @@ class Groups:
             targets.require_shards(measure(self._ranks, members), tp)
             target_of = partial(targets.sharded, units=targets.units_of(members, tp))
             if dry_run:
-                would, leaving = self._dry_runs.of([(members, target_of)], form.layers_per_step)
+                would, leaving = self._dry_runs.of([(members, target_of)], form)
                 return Resharded(**vars(would), members=members, tp=tp, freed_bytes=leaving)
             if len(members) == 1:
                 return Resharded("applied", members=members)
@@ -340,7 +340,7 @@ class Groups:
 
     def _would(self, names: Sequence[str], target_of: TargetOf, form: ExchangeForm) -> tuple[Exchanged, int]:
         """Return what would come of a change of one group of ranks, and the bytes of weights that would leave."""
-        return self._dry_runs.of([(self.registry.together(names)[1], target_of)], form.layers_per_step)
+        return self._dry_runs.of([(self.registry.together(names)[1], target_of)], form)
 
     def _become(
         self, names: Sequence[str], target_of: TargetOf, timeout_s: float, form: ExchangeForm, kind: EventKind, why: str
@@ -378,6 +378,7 @@ class Groups:
         group = exchange.group
         try:
             done = exchange.run()
+            self._dry_runs.learn(exchange.form, exchange.counts.moved_bytes, exchange.counts.copy_s)
             note_reach(self._dispatcher, group.shape, measure(self._ranks, group.members))
             group.told = blocks_told(self._dispatcher, group.members)
             return done

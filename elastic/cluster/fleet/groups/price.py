@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from elastic.cluster.control.stage_questions import MeasureRoom, Room
 from elastic.cluster.control.status import EventKind, FleetEvent
-from elastic.cluster.fleet.groups.group import LayerFlip, Shape
+from elastic.cluster.fleet.groups.flip import ExchangeForm
+from elastic.cluster.fleet.groups.group import Shape
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.results import Exchanged
 from elastic.cluster.fleet.groups.transition import flips_between
@@ -18,10 +20,12 @@ from elastic.controller.policies.group_costs import GroupPrice, priced
 from elastic.controller.sensors.sliding_window import moving_average
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import RankLost
+from elastic.memory.rate_limit import YieldingPace
 from elastic.planning.pipeline.chunk_cost import Chunk, ModelCost
 from elastic.planning.pipeline.step_time import StepSeconds, shared_round_s
 from elastic.types import MigrateKV
 
+PRIOR = ActionCosts().of(MigrateKV)
 HOP_S = 3e-4
 """Seconds for the hidden states of a step to go from one rank to the next: about that between processes of a host."""
 Change = tuple[Shape, Shape]
@@ -35,8 +39,15 @@ class DryRuns:
 
     def __init__(self, ranks: Ranks, log: EventLog) -> None:
         self._ranks, self._log = ranks, log
+        self._byte_s: dict[bool, float] = {}  # of keys and values beside steps, by whether copies let these pass
 
-    def of(self, wanted: Sequence[Wanted], layers_per_step: int | None) -> tuple[Exchanged, int]:
+    def learn(self, form: ExchangeForm, moved_bytes: int, copy_s: float) -> None:
+        """Know what copies took in an exchange that is done."""
+        if moved_bytes:
+            byte_s = copy_s / moved_bytes
+            self._byte_s[form.coordinated] = moving_average(self._byte_s.get(form.coordinated, byte_s), byte_s, WEIGHT)
+
+    def of(self, wanted: Sequence[Wanted], form: ExchangeForm) -> tuple[Exchanged, int]:
         """Return what would come of these changes, and the bytes of weights that would leave.
 
         Weights are counted as they are. Keys and values are those that requests have now, or that are kept for reuse.
@@ -44,28 +55,43 @@ class DryRuns:
         names = {name: MeasureRoom(name) for members, _ in wanted for name in members}
         rooms: Mapping[str, Room] = self._ranks.ask_all(names)
         changes = [_change(shape_of(members, rooms), target_of) for members, target_of in wanted]
-        cost = learned_cost(self._log.events())
-        price = predict(changes, rooms, cost, self._slower(changes, rooms), layers_per_step)
+        cost, (before_s, slower) = learned_cost(self._log.events()), self._steps(changes, rooms)
+        price = predict(changes, rooms, cost, slower, form.layers_per_step)
+        byte_s = self._copy_byte_s(form) if before_s else PRIOR.byte_s
+        copied, fetched = kv_bytes(changes, rooms), sum(weight_bytes(rooms, target, now) for now, target in changes)
+        waits = sum(step_waits(*change, form) for change in changes if flips_between(*change))
         ranks = {rank: rooms[rank] for _, target in changes if not target.apart for rank in target.members}
         done = Exchanged(
             "planned",
             sum(len(flips_between(*change)) for change in changes),
-            kv_bytes(changes, rooms),
-            sum(weight_bytes(rooms, target, now) for now, target in changes),
-            seconds=cost.byte_s * price.wire_bytes + cost.pause_s * price.flips,
+            copied,
+            fetched,
+            seconds=byte_s * copied
+            + cost.byte_s * (price.wire_bytes - copied)
+            + cost.pause_s * price.flips
+            + before_s * waits,
             restored=restored_first(ranks),
             price=price,
         )
         return done, sum(weight_bytes(rooms, now, target) for now, target in changes)
 
-    def _slower(self, changes: Sequence[Change], rooms: Mapping[str, Room]) -> float:
-        """Return the share by which steps are longer afterwards, with what instances' next steps have."""
+    def _copy_byte_s(self, form: ExchangeForm) -> float:
+        """Return what a byte of keys and values takes beside steps: as earlier ones did."""
+        prior = PRIOR.byte_s * (1 + YieldingPace.PATIENCE if form.coordinated else 1)
+        return self._byte_s.get(form.coordinated, prior)
+
+    def _steps(self, changes: Sequence[Change], rooms: Mapping[str, Room]) -> tuple[float, float]:
+        """Return the seconds of the slowest group's steps now, and the share by which steps are longer afterwards.
+
+        With what instances' next steps have.
+        """
         dispatcher = self._ranks.dispatcher
         with dispatcher.lock:
             there = dispatcher.instances
             model = next((instance.hello.cost for instance in there.values() if instance.hello.cost is not None), None)
             running = {name: instance.decoding() for name, instance in there.items()}
-        return slowdown(changes, rooms, model, running)
+        before_s = slowest_s([now for now, _ in changes], next_steps(rooms, model, running))
+        return before_s, slowdown(changes, rooms, model, running)
 
 
 def shape_of(members: Sequence[str], rooms: Mapping[str, Room]) -> Shape:
@@ -103,8 +129,19 @@ def predict(
     leaving = sum(weight_bytes(rooms, now, target) for now, target in changes)
     coming = sum(weight_bytes(rooms, target, now) for now, target in changes)
     coming += sum(restored_bytes(rooms[rank]) for _, target in changes if not target.apart for rank in target.members)
-    flips = sum(_pauses(flips_between(now, target), now.shards, layers_per_step) for now, target in changes)
+    flips = sum(_pauses(now, target, layers_per_step).total() for now, target in changes)
     return priced(leaving - coming, coming + kv_bytes(changes, rooms), flips, slower, cost)
+
+
+def step_waits(now: Shape, target: Shape, form: ExchangeForm) -> int:
+    """Count the steps for whose end a change waits, where there is room for all layers at once.
+
+    For what lives to fit its cap, a connection to open, and to close; in each round of flips for an exchange to begin,
+    for room at the target, and for the flip. Instances that stand still are waited for once.
+    """
+    around = 1 + now.apart + target.apart
+    rounds = max(_pauses(now, target, form.layers_per_step).values())
+    return around + (3 * rounds if form.exchange == "live" else 1)
 
 
 def restored_first(rooms: Mapping[str, Room]) -> dict[str, tuple[int, ...]]:
@@ -119,12 +156,15 @@ def restored_bytes(room: Room) -> int:
     return sum(grown) * room.page_bytes
 
 
-def _pauses(flips: Sequence[LayerFlip], shards: int, layers_per_step: int | None) -> int:
-    """Count the pauses for these flips of single layers: at one no rank both gives and gets some."""
+def _pauses(now: Shape, target: Shape, layers_per_step: int | None) -> Counter[str]:
+    """Count the pauses of each instance for its flips: at one no rank both gives and gets some."""
     layers: dict[tuple[str, bool], set[int]] = {}
-    for flip in flips:
-        layers.setdefault((flip.home, flip.source == flip.home), set()).add(flip.shards[0] // shards)
-    return sum(-(-len(each) // (layers_per_step or len(each))) for each in layers.values())
+    for flip in flips_between(now, target):
+        layers.setdefault((flip.home, flip.source == flip.home), set()).add(flip.shards[0] // now.shards)
+    pauses = Counter[str]()
+    for (home, _), each in layers.items():
+        pauses[home] += -(-len(each) // (layers_per_step or len(each)))
+    return pauses
 
 
 def kv_bytes(changes: Sequence[Change], rooms: Mapping[str, Room]) -> int:
@@ -154,15 +194,25 @@ def slowdown(
     ranks are. `model` is what a rank has measured of it. Where none has, a step takes as long as ranks saw it, see
     `seen_steps`, and none is said to become shorter: what ranks that share layers all have to compute is not known.
     """
-    if model is None:
-        steps = seen_steps(rooms, running)
-    else:
-        batches = ((home, chunks) for home, chunks in running.items() if chunks)
-        steps = {home: StepSeconds(model.layer.batch(chunks), model.rest.batch(chunks)) for home, chunks in batches}
-    before_s = max((_round_s(now, steps) for now, _ in changes), default=0.0)
-    after_s = max((_round_s(target, steps) for _, target in changes), default=0.0)
+    steps = next_steps(rooms, model, running)
+    before_s, after_s = (slowest_s([change[i] for change in changes], steps) for i in (0, 1))
     slower = after_s / before_s - 1 if before_s > 0 else 0.0
     return slower if model is not None else max(0.0, slower)
+
+
+def slowest_s(shapes: Iterable[Shape], steps: Mapping[str, StepSeconds]) -> float:
+    """Return the seconds of a step of the slowest of these groups; 0.0 where nothing runs."""
+    return max((_round_s(shape, steps) for shape in shapes), default=0.0)
+
+
+def next_steps(
+    rooms: Mapping[str, Room], model: ModelCost | None, running: Mapping[str, Sequence[Chunk]]
+) -> dict[str, StepSeconds]:
+    """Return what the next steps of instances that have work take; see `slowdown`."""
+    if model is None:
+        return seen_steps(rooms, running)
+    batches = ((home, chunks) for home, chunks in running.items() if chunks)
+    return {home: StepSeconds(model.layer.batch(chunks), model.rest.batch(chunks)) for home, chunks in batches}
 
 
 def seen_steps(rooms: Mapping[str, Room], running: Mapping[str, Sequence[Chunk]]) -> dict[str, StepSeconds]:
@@ -207,12 +257,11 @@ EXCHANGES: tuple[EventKind, ...] = ("dropped", "restored", "migrated", "resharde
 
 def learned_cost(events: Iterable[FleetEvent], kinds: Collection[EventKind] = EXCHANGES) -> ActionCost:
     """Return the cost of a pause as events of these kinds had it so far, and of a byte as moves of KV elsewhere do."""
-    prior = ActionCosts().of(MigrateKV)
-    pause_s = prior.pause_s
+    pause_s = PRIOR.pause_s
     for event in events:
         if event.kind in kinds and event.stalled_ms:
             pause_s = moving_average(pause_s, event.stalled_ms / 1e3, WEIGHT)
-    return ActionCost(prior.byte_s, pause_s)
+    return ActionCost(PRIOR.byte_s, pause_s)
 
 
 def weight_bytes(rooms: Mapping[str, Room], shape: Shape, other: Shape) -> int:

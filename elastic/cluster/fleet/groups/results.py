@@ -30,7 +30,7 @@ class Exchanged:
     stalled_ms: float = 0.0
     """The longest that an instance stood still for one flip."""
     seconds: float = 0.0
-    """What it took. Planned: copies and pauses, as its price has them."""
+    """What it took. Planned: copies, pauses, and the steps for whose end it waits; live requests fit at once."""
     why: str = ""
     """What stopped it."""
     timeline: tuple[tuple[str, float], ...] = ()

@@ -59,6 +59,38 @@ def test_a_drop_under_load_makes_room_and_a_restore_takes_it_back(fleets: Fleets
     assert 0 < dropped.stalled_ms < 1e3 * dropped.seconds
 
 
+@pytest.mark.parametrize("form", [{}, {"exchange": "stall"}, {"layers_per_step": 1}])
+def test_a_dry_run_under_load_says_how_long_a_drop_takes(fleets: Fleets, form: dict[str, Any]) -> None:
+    made, drops = fleets(None, 2), []
+
+    def act(verbs: Any) -> None:
+        drops.extend(verbs.drop(LAYERS * WEIGHTS * 4096, dry_run=dry, **form) for dry in (True, False))
+
+    made.come(burst(16))
+    made.fleet.clock.at(0.6, lambda: made.fleet.call(act))
+    made.run()
+    planned, done = drops
+    assert (planned.status, done.status) == ("planned", "applied")
+    assert done.seconds / 2 < planned.seconds < 2 * done.seconds
+
+
+def test_dry_runs_learn_how_fast_keys_and_values_are_copied_beside_steps(fleets: Fleets) -> None:
+    made, drops = fleets(None, 2, layered=model(links=Links(bytes_s=2e5))), []
+
+    def act(verbs: Any) -> None:
+        drops.extend(verbs.drop(LAYERS * WEIGHTS * 4096, dry_run=dry) for dry in (True, False))
+
+    for at_s in (0.0, 60.0):
+        made.come(burst(16, at_s=at_s + 0.5))
+        made.fleet.clock.at(at_s + 0.6, lambda: made.fleet.call(act))
+        made.fleet.clock.at(at_s + 50.0, lambda: made.fleet.call(lambda verbs: verbs.restore()))
+    made.run()
+    assert [done.status for done in drops] == ["planned", "applied"] * 2
+    first, second = drops[0].seconds / drops[1].seconds, drops[2].seconds / drops[3].seconds
+    assert first < 0.2
+    assert 0.5 < second < 2
+
+
 def test_what_a_rank_cannot_do_between_two_steps_is_told_to_whoever_asked(fleets: Fleets) -> None:
     made, asked = fleets(None, 1), list[Future[Any]]()
     made.come(burst(4))

@@ -12,14 +12,16 @@ import pytest
 from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.control.status import FleetEvent
 from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Shape
-from elastic.cluster.fleet.groups.price import HOP_S, learned_cost, slowdown
+from elastic.cluster.fleet.groups.price import HOP_S, learned_cost, slowdown, step_waits
 from elastic.cluster.fleet.records.requests import new_record
 from elastic.controller.policies.action_costs import PRIORS, WEIGHT
 from elastic.controller.policies.arbiter import DISTURBANCE, HORIZON_S
 from elastic.engines.base import Request
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ElasticError
+from elastic.memory.rate_limit import YieldingPace
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost, ModelCost
 from elastic.types import MigrateKV
 from support.cluster.fake_group import ALONE, LAYERS, SECTOR, GroupRank
@@ -170,6 +172,7 @@ def test_pauses_are_learned_from_what_was_done() -> None:
     assert learned.byte_s == PRIOR.byte_s
 
 
+DECODE = Chunk("", 0, 1)
 LAYER, REST = ChunkCost(0.0, 0.0, 1e-3, 0.0, 0.0), ChunkCost(0.0, 0.0, 5e-4, 0.0, 0.0)
 MODEL = ModelCost(LAYER, REST, 2)
 
@@ -188,6 +191,16 @@ def test_a_full_pipeline_computes_as_much_and_an_uneven_one_waits_for_its_busies
     assert even == pytest.approx(2 * HOP_S / (100 * 2.5e-3))
     uneven = slowdown([(ALONE_EACH, shape(("a", "a"), ("a", "b")))], {}, MODEL, {"a": ten, "b": ten})
     assert uneven == pytest.approx(3.5 / 2.5 - 1)  # three layers of two, and what is around two
+
+
+def test_a_change_waits_for_steps_around_it_and_in_each_round_of_flips() -> None:
+    live, one, stall = ExchangeForm(), ExchangeForm(layers_per_step=1), ExchangeForm(exchange="stall")
+    both = shape(("b", "b"), ("b", "b"))
+    waits = {
+        form: (step_waits(ALONE_EACH, both, form), step_waits(both, ALONE_EACH, form)) for form in (live, one, stall)
+    }
+    assert waits == {live: (2 + 3, 2 + 3), one: (2 + 2 * 3, 2 + 2 * 3), stall: (3, 3)}
+    assert step_waits(PIPELINE, both, live) == 1 + 3, "what is connected stays so"
 
 
 def test_steps_are_no_longer_where_nothing_runs() -> None:
@@ -220,7 +233,8 @@ def test_the_last_steps_say_of_no_change_that_steps_become_shorter() -> None:
 
 @pytest.mark.parametrize("measured", [True, False])
 def test_the_price_of_a_drop_has_the_longer_steps(fleet: Fleet, measured: bool) -> None:
-    without = fleet.drop(3 * PAGES * 4096, dry_run=True).price
+    idle = fleet.drop(3 * PAGES * 4096, dry_run=True)
+    without = idle.price
     instance = fleet._dispatcher.instances["r0"]
     if measured:
         instance.client.hello = replace(instance.hello, cost=replace(MODEL, layers=LAYERS))
@@ -229,9 +243,13 @@ def test_the_price_of_a_drop_has_the_longer_steps(fleet: Fleet, measured: bool) 
     record = new_record(Request((1, 2), 9), Collector(), time.perf_counter())
     record.answers[0].tokens.append(5)
     instance.records = {record.request.id: record}
-    longer = fleet.drop(3 * PAGES * 4096, dry_run=True).price
+    loaded = fleet.drop(3 * PAGES * 4096, dry_run=True)
+    longer = loaded.price
     instance.records = {}
     assert without is not None
     assert longer is not None
     assert longer.slower > without.slower == 0.0
     assert longer.seconds == pytest.approx(without.seconds + HORIZON_S * longer.slower)
+    step_s = MODEL.layer.batch([DECODE]) * LAYERS + MODEL.rest.batch([DECODE]) if measured else 0.02
+    behind_steps_s = YieldingPace.PATIENCE * PRIOR.byte_s * idle.moved_bytes
+    assert loaded.seconds == pytest.approx(idle.seconds + 5 * step_s + behind_steps_s)
