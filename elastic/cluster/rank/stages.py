@@ -60,7 +60,6 @@ class Stages:
         self._engine, self._host = engine, host
         self._lock = threading.Lock()
         self._hub: PeerHub | None = None
-        self._attached: set[str] = set()  # stages of the engine here; its transport is closed with the last
 
     def close(self) -> None:
         """End all connections: whoever waits on them returns."""
@@ -95,7 +94,6 @@ class Stages:
             case AttachStage(rank):
                 return self._attach(rank)
             case DetachStage(rank):
-                self._attached.discard(rank)
                 return engine.ranks.detach(rank)
             case CloseStage(home, keep):
                 return engine.stages.close(home, keep=keep)
@@ -112,7 +110,6 @@ class Stages:
             case Allot(home, sectors):
                 return engine.stages.allot(home, sectors)
             case Recover(lost, memories, weights):
-                self._attached.clear()
                 return engine.recovery.recover(lost, partial(self._restore, weights), memories)
         return self._exchange(question)
 
@@ -162,10 +159,7 @@ class Stages:
     def _attach(self, rank: str) -> None:
         """Have another rank be a stage of the engine here."""
         engine, hub = self._engine, self._opened
-        if not self._attached:
-            engine.ranks.use_transport(hub.transport(engine.rank))
-        engine.ranks.attach(rank, hub.connect_log(rank, engine.rank))
-        self._attached.add(rank)
+        engine.ranks.attach(rank, hub.connect_log(rank, engine.rank), hub.transport(engine.rank))
 
     def _restore(self, elsewhere: Sequence[tuple[tuple[int, ...], WeightsSource]], shards: tuple[int, ...]) -> None:
         """Have the weights of shards here again, from ranks that have them or the checkpoint; return when they are."""

@@ -323,7 +323,7 @@ class HomeExecutor:
 
     def _compute(self, plan: StagePlan, number: int, begun: BegunStep) -> StepResult:
         if self.transport is None or self.forward is None:
-            raise StateError("there is no transport to the other ranks of the path; call use_transport first")
+            raise StateError("there is no transport to the other ranks of the path; attach one first")
         output = self.forward.run(plan, self.transport, number, begun.inputs)
         self.confirm()
         return self._runner.finish(begun, output)

@@ -170,7 +170,9 @@ def test_heads_and_sums_go_over_sockets_as_well(group: Callable[..., EngineGroup
     ranks = group("ab", 2)
     ranks.join("a", "b")
     stage = ranks["b"].stages.by_home["a"]
-    ranks["a"].ranks.use_transport(ranks.hubs["a"].transport("a"))
+    home = ranks["a"]._home
+    home.transport.close()
+    home.transport = ranks.hubs["a"].transport("a")
     stage._transport.close()
     stage._transport = ranks.hubs["b"].transport("a")
     ranks["a"].cohorts.set_cohorts(cohorts)

@@ -111,9 +111,7 @@ class EngineGroup:
         while not self[home].ranks.cap_reached():
             time.sleep(0.001)
         self[guest].stages.open(home, there, end, self[home].path, sectors)
-        if self[home]._home.transport is None:
-            self[home].ranks.use_transport(self.exchange.transport(home, home))
-        self[home].ranks.attach(guest, here)
+        self[home].ranks.attach(guest, here, self[home]._home.transport or self.exchange.transport(home, home))
         self.logs[home, guest] = there
 
     def move(

@@ -27,8 +27,8 @@ from elastic.runtime.runtime import Runtime
 class JoinedRanks:
     """What a rank asks of its engine to have others compute its layers. Thread-safe; not for listeners.
 
-    First `HostedStages.open` at the other rank, here `attach` and `use_transport`; then layers can be exchanged. The
-    last rank that is detached parts them.
+    First `HostedStages.open` at the other rank, here `attach`; then layers can be exchanged. The last rank that is
+    detached parts them.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class JoinedRanks:
         exchange.peers, exchange.pace.sending = peers, sending
         self._runtime.exchange_with(peers, exchange.pace)
 
-    def attach(self, rank: str, log: LogConnection) -> None:
+    def attach(self, rank: str, log: LogConnection, transport: Transport) -> None:
         """Tell a rank of the engine's memory by a log, so that layers can go there.
 
-        From now on no request moves with its keys and values. Raises `StateError` while one does, or for a rank that
-        is attached.
+        Hidden states go by the transport; it is closed when the last rank is detached. From now on no request moves
+        with its keys and values. Raises `StateError` while one does, or for a rank that is attached.
         """
         self._stages.require_rank()
 
@@ -73,6 +73,7 @@ class JoinedRanks:
                 self._moves.allow()
                 raise
             home.attach(rank, log, partial(self._note_lost, rank))
+            home.transport = transport
 
         self._loop.between_steps(attach)
 
@@ -88,17 +89,6 @@ class JoinedRanks:
                 self.part(path)
 
         self._loop.between_steps(detach)
-
-    def use_transport(self, transport: Transport) -> None:
-        """Have hidden states go by this; it is closed when the last rank is detached."""
-
-        def use() -> None:
-            self._loop.settle_intact()
-            if self._home.transport is not None and self._home.transport is not transport:
-                self._home.transport.close()
-            self._home.transport = transport
-
-        self._loop.between_steps(use)
 
     def set_cap(self, sectors: int | None) -> EngineLoad:
         """Have so many sectors at the most, what other ranks have allotted, None: any number; return the load then."""
