@@ -21,6 +21,8 @@ Pairs = Sequence[tuple[int, int]]
 Item = TypeVar("Item")
 AT_ONCE = 4 << 20
 """Bytes that are read at once, without a pace."""
+TURN = 1 << 20
+"""Bytes of scattered blocks of a file that are read in one turn behind what computes."""
 
 
 def changed_blocks(start: int, stop: int, block_tokens: int, window: int | None) -> list[int]:
@@ -192,13 +194,10 @@ def _chunks(
 
 
 def _at_once(reader: MemoryReader, pace: YieldingPace | None) -> int:
-    """Return how many bytes are read in one turn; 0: one stretch.
-
-    From a file, behind what computes, one by one: turns of a whole chunk take half as long, but more waits for them.
-    """
+    """Return how many bytes are read in one turn."""
     if pace is None:
         return AT_ONCE
-    return pace.chunk if reader.waits else 0
+    return pace.chunk if reader.waits else min(pace.chunk, TURN)
 
 
 def _batches(items: Iterable[Item], nbytes: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
@@ -234,21 +233,22 @@ def _copy_stretches(
     wanted = {first: pieces[first] for first, _, sector, _ in places if sector in ranges.mapped}
     staged = _ask(reader, memory.kv.device, wanted)
     copied = 0
-    with memory.lock:
-        target = ranges.view(layer, torch.uint8)
+    with memory.lock if staged else nullcontext():  # of a file each stretch by itself, for steps that need the lock
         for first, count, sector, _ in places:
-            if sector not in ranges.mapped or (reader.waits and first not in staged):
-                if must_be_here:
-                    raise StateError(
-                        f"sector {sector} of group {group} is not mapped here: block {first} cannot be copied"
-                    )
-                continue
-            shown = target[first * nbytes : (first + count) * nbytes]
-            if reader.waits:
-                shown.copy_(staged[first])
-            else:
-                read_into(reader, shown, pieces[first])
-            copied += shown.nbytes
+            with memory.lock:
+                target = ranges.view(layer, torch.uint8)
+                if sector not in ranges.mapped or (reader.waits and first not in staged):
+                    if must_be_here:
+                        raise StateError(
+                            f"sector {sector} of group {group} is not mapped here: block {first} cannot be copied"
+                        )
+                    continue
+                shown = target[first * nbytes : (first + count) * nbytes]
+                if reader.waits:
+                    shown.copy_(staged[first])
+                else:
+                    read_into(reader, shown, pieces[first])
+                copied += shown.nbytes
         if staged:
             finish_current_stream(memory.kv.device)  # so that no copy is queued on a sector that is unmapped
     return copied
