@@ -376,6 +376,29 @@ def test_a_copy_with_a_pace_asks_ahead_of_each_chunk(network: bool, monkeypatch:
         assert not rank.coordinated
 
 
+def test_scattered_blocks_of_a_file_have_one_turn_as_far_as_a_chunk_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bound in ("LEAST", "MOST"):
+        monkeypatch.setattr(YieldingPace, bound, 2 * FORM.block_bytes)
+    home, guest = home_and_guest()
+    there, waited = filled(home, 0), []
+
+    def idle(seconds: float) -> bool:
+        waited.append(seconds)
+        return True
+
+    blocks = blocks_of(home, 0)[::2]
+    pace = YieldingPace(idle, lambda: 60.0)
+    nbytes = copy_layers(guest, layers_kv(home, 2), (2,), (blocks, ()), pace=pace)
+    assert nbytes == len(blocks) * FORM.block_bytes
+    assert len(waited) == -(-len(blocks) // 2)
+    size = home.blocks_per_sector(0)
+    for block in blocks:
+        sector, place = divmod(block, size)
+        own, theirs = sector_of(guest, 2, sector), there[2, sector]
+        part = slice(place * FORM.block_bytes, (place + 1) * FORM.block_bytes)
+        assert torch.equal(own[part], theirs[part])
+
+
 @pytest.mark.parametrize("chunk_blocks", [None, 2, 100])
 def test_blocks_that_another_rank_has_are_asked_for_together(
     chunk_blocks: int | None, monkeypatch: pytest.MonkeyPatch
