@@ -255,16 +255,15 @@ class Instance:
         return InstanceStatus(self.name, self.name, ranks, self.load, requests, self.freeness, epoch, path, tp)
 
 
-def request_blocks(kv: KVFormat, request: Request) -> int:
-    """Count the blocks that one answer of a request may need at the most."""
-    return blocks_of(kv, len(request.prompt) + request.max_tokens)
-
-
 def blocks_of(kv: KVFormat, tokens: int) -> int:
-    """Count the blocks, of all groups of layers, that so many tokens of a sequence need."""
+    """Count the blocks that so many tokens of a sequence need, in the size of those of the first group of layers.
+
+    Loads and limits are counted so: a block of a group with half as many layers is half of one.
+    """
     if kv.windows == (None,):
         return -(-tokens // kv.block_tokens)
-    return sum(blocks_by_group(kv, tokens))
+    first, *_ = sizes = [len(layers) for layers, _ in kv.groups]
+    return sum(-(-count * size // first) for count, size in zip(blocks_by_group(kv, tokens), sizes, strict=True))
 
 
 def blocks_by_group(kv: KVFormat, tokens: int) -> list[int]:

@@ -56,8 +56,9 @@ class KVFormat:
 
     @property
     def group_block_bytes(self) -> int:
-        """Count the bytes that a block of an instance's load stands for: in all layers of a group."""
-        return self.block_bytes * sum(len(layers) for layers, _ in self.groups) // len(self.groups)
+        """Count the bytes that a block of an instance's load stands for: in all layers of the first group."""
+        (first, _), *_ = self.groups
+        return self.block_bytes * len(first)
 
 
 def scale_slots(tokens: int, dim: int) -> int:

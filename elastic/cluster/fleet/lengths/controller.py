@@ -10,7 +10,7 @@ from elastic import clock
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.results import GroupStatus, Resharded
 from elastic.cluster.fleet.groups.verbs import GroupVerbs
-from elastic.cluster.fleet.instance import Instance, request_blocks
+from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.lengths.readings import Capacity, LengthReadings
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.ticks import Attempts
@@ -138,7 +138,7 @@ class LengthController:
             return ""
         size, blocks = first.kv_format.group_block_bytes, self._capacity.get(first.name, {})
         largest, now = size * blocks.get(up.degree, 0), size * blocks.get(1, 0)
-        needed = size * request_blocks(first.kv_format, record.request)
+        needed = size * first.request_blocks(record.request)
         offer = Offer("reshard", planned.price.seconds, largest - now, largest_bytes=largest)
         choice = cheapest([offer], max(1, needed - now), needed)
         return f"; {choice.words}" if choice is not None else ""

@@ -10,10 +10,9 @@ from elastic import clock
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.results import GroupStatus
 from elastic.cluster.fleet.groups.targets import sharing
-from elastic.cluster.fleet.instance import AHEAD, Instance, blocks_of, request_blocks
+from elastic.cluster.fleet.instance import AHEAD, Instance, blocks_of
 from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.controller.policies.lengths.snapshot import InstanceReading, LengthSnapshot, LiveTokens, WaitingRequest
-from elastic.engines.core.kv_state import KVFormat
 
 Capacity = Mapping[str, Mapping[int, int]]
 """Rank -> degree -> the blocks of an instance of so many ranks like it."""
@@ -42,14 +41,14 @@ class LengthReadings:
             serving = {instance.name: instance for instance in dispatcher.serving()}
             if not serving:
                 return None
-            usual, kv = dispatcher.answer_lengths.usual(), next(iter(serving.values())).kv_format
+            usual, any_of = dispatcher.answer_lengths.usual(), next(iter(serving.values()))
             units = [unit for unit in _units(groups, serving) if dispatcher.queue or len(unit.ranks) > 1]
             readings = tuple(
                 self._read([serving[name] for name in unit.ranks], unit, capacity, usual, frozenset(changing))
                 for unit in units
             )
             waiting = tuple(
-                WaitingRequest(record.request.id, _kv(kv, record), record.arrived_s) for record in dispatcher.queue
+                WaitingRequest(record.request.id, _kv(any_of, record), record.arrived_s) for record in dispatcher.queue
             )
         return LengthSnapshot(clock.now(), readings, waiting)
 
@@ -118,7 +117,7 @@ def _reading(
         first.hello.host,
         tuple(instance.name for instance in instances),
         blocks,
-        tuple(_kv(first.kv_format, record) for record in records),
+        tuple(_kv(first, record) for record in records),
         sum(_pending(record, usual) for record in records),
         float(degree),
         not changing.isdisjoint(unit.ranks),
@@ -136,11 +135,13 @@ def _least(tables: Sequence[Mapping[int, int]]) -> Mapping[int, int]:
     return {degree: min(table[degree] for table in tables) for degree in first if all(degree in t for t in others)}
 
 
-def _kv(kv: KVFormat, record: RequestRecord) -> LiveTokens:
+def _kv(instance: Instance, record: RequestRecord) -> LiveTokens:
     """Return the blocks that a request has when it goes on, and those that it may come to need besides."""
+    kv, request = instance.kv_format, record.request
     so_far = max((len(answer.tokens) for answer in record.live), default=0)
-    held = blocks_of(kv, len(record.request.prompt) + so_far + 1)
-    return LiveTokens(held, max(0, request_blocks(kv, record.request) - held))
+    held = blocks_of(kv, len(request.prompt) + so_far + 1)
+    most = max(held, blocks_of(kv, len(request.prompt) + request.max_tokens))
+    return LiveTokens(held, most - held, max(0, instance.request_blocks(request) - most))
 
 
 def _pending(record: RequestRecord, usual: int | None) -> float:

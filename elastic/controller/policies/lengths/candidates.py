@@ -42,7 +42,7 @@ class InstanceDraft:
         """Note a request that is sent here, or that waits for room here; not `begins`: behind another that waits."""
         if begins:
             self.live.append(kv)
-        self._added += sum(kv)
+        self._added += kv.most
 
     @property
     def to_end(self) -> int:
@@ -54,14 +54,14 @@ class InstanceDraft:
     @property
     def needed(self) -> bool:
         """Whether any of its requests needs its degree."""
-        return any(self.reading.needs_degree(sum(kv)) for kv in self.live)
+        return any(self.reading.needs_degree(kv.alone) for kv in self.live)
 
     def holds(self, kv: LiveTokens) -> bool:
         """Tell whether a request could begin here now, and all that are here end; and part, if it is a short one."""
         room = self.room
         if self.reading.slots is not None and len(self.live) - len(self.reading.live) >= self.reading.slots:
             return False
-        if self.promised or sum(kv) > room or self.to_end + kv.held > room:
+        if self.promised or kv.alone > room or self.to_end + kv.held > room:
             return False
         return tokens_to_end([*self.live, kv]) <= room and self._parts_with(kv)
 
@@ -70,12 +70,12 @@ class InstanceDraft:
 
         So a large instance can part as soon as those have ended for which it is large.
         """
-        degree, tokens = 1, sum(kv)
+        degree = 1
         while degree < self.reading.degree:
             room = self.reading.capacity.get(degree, 0)
-            if tokens <= room:
-                others = [sum(other) for other in self.live if sum(other) <= room]
-                return _fit([*others, tokens], self.reading.degree // degree, room)
+            if kv.alone <= room:
+                others = [other for other in self.live if other.alone <= room]
+                return _fit([*others, kv], self.reading.degree // degree, room)
             degree *= 2
         return True
 
@@ -110,7 +110,7 @@ def best_merger(candidates: Sequence[InstanceDraft], kv: LiveTokens, step: int, 
         own = [candidate for candidate in free if candidate.reading.host == host]
         degree = step
         while degree <= most_ranks:
-            able = [candidate for candidate in own if sum(kv) <= candidate.reading.capacity_at(degree)]
+            able = [candidate for candidate in own if kv.alone <= candidate.reading.capacity_at(degree)]
             for members in filter(_complete, _sets(able, degree, step)):
                 mergers.append(Merger(members, degree, holds_together(members, kv)))
             degree *= 2
@@ -176,15 +176,15 @@ def lower_degree(reading: InstanceReading) -> int | None:
     degree = 1
     while degree < reading.degree:
         room = reading.capacity.get(degree, 0)
-        if room and _fit([sum(request) for request in reading.live], reading.degree // degree, room):
+        if room and _fit(reading.live, reading.degree // degree, room):
             return degree
         degree *= 2
     return None
 
 
-def _fit(tokens: Sequence[int], parts: int, room: int) -> bool:
+def _fit(live: Sequence[LiveTokens], parts: int, room: int) -> bool:
     """Tell whether requests fit so many parts, if each in turn, the largest first, goes to the emptiest."""
     held = [0] * parts
-    for count in sorted(tokens, reverse=True):
-        held[held.index(min(held))] += count
-    return max(held) <= room
+    for kv in sorted(live, key=attrgetter("most"), reverse=True):
+        held[held.index(min(held))] += kv.most
+    return max(held) <= room and all(kv.alone <= room for kv in live)

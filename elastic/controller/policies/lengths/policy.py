@@ -170,7 +170,7 @@ class _Decision:
             return None
         ranks = frozenset(reading.ranks)
         carried = next((carried for carried in self.state.large if carried.ranks == ranks), LargeState(ranks, self.now))
-        needed = any(reading.needs_degree(sum(request)) for request in reading.live)
+        needed = any(reading.needs_degree(request.alone) for request in reading.live)
         return replace(carried, needed_s=self.now, closed_s=None) if needed else carried
 
     # -- requests

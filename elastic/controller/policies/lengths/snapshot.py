@@ -16,6 +16,18 @@ class LiveTokens(NamedTuple):
 
     held: int
     needed: int
+    rounding: int = 0
+    """What is kept besides where it is alone, as KV comes in larger pieces; others share these."""
+
+    @property
+    def most(self) -> int:
+        """All that it may have."""
+        return self.held + self.needed
+
+    @property
+    def alone(self) -> int:
+        """The room that it needs where nothing else is."""
+        return self.most + self.rounding
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,7 @@ class WaitingRequest:
     @property
     def tokens(self) -> int:
         """Its prompt, and its answer at the most."""
-        return sum(self.kv)
+        return self.kv.alone
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,16 @@ def test_blocks_are_those_of_all_groups_of_layers() -> None:
     assert blocks_of(SLIDING, 5) == 2 + 2
 
 
+def test_a_block_of_a_group_with_fewer_layers_is_a_part_of_one_as_loads_count_them() -> None:
+    groups = ((0, 1, 2, 3), 8), ((4, 5), None)
+    of_six = KVFormat(4, "head_centric", "float32", 2, 8, groups)
+    assert blocks_of(of_six, 80) == 2 + 20 // 2
+    assert of_six.group_block_bytes == 4 * of_six.block_bytes
+    assert blocks_of(of_six, 80) * of_six.group_block_bytes == (4 * 2 + 2 * 20) * of_six.block_bytes
+    turned = KVFormat(4, "head_centric", "float32", 2, 8, groups[::-1])
+    assert blocks_of(turned, 80) == 20 + 2 * 2
+
+
 def test_answers_of_one_request_share_the_blocks_of_its_prompt() -> None:
     assert all_blocks(KV, record(9, 7, 0)) == 4
     assert all_blocks(KV, record(9, 7, 0, n=3)) == 2 + 3 * 2

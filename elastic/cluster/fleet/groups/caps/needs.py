@@ -81,22 +81,22 @@ def _need(instance: Instance, room: Room, cap: int, own: RequestRecord | None) -
     Room and cap are of now; what the instance said last may be of before its cap changed.
     """
     kv, records = instance.kv_format, [*instance.records.values(), *([own] if own is not None else [])]
-    committed, size = room.committed_sectors, sector_blocks(room, kv)
-    wanted = -(-sum(all_blocks(kv, record) for record in records) // size)
+    committed, size = room.committed_sectors, load_blocks(room, kv)
+    wanted = _sectors(sum(all_blocks(kv, record) for record in records), size, kv)
     waiting = waiting_blocks(instance)
     lacking = sum(waiting) + (all_blocks(kv, own) if own is not None else 0)
-    short = cap - committed <= NEARLY * cap or committed + -(-lacking // size) > cap
+    short = cap - committed <= NEARLY * cap or committed + _sectors(lacking, size, kv) > cap
     largest = 0
     if own is not None and not instance.fits_alone(own.request):
-        largest = -(-instance.request_blocks(own.request) // load_blocks(room, kv))
-    first = min(wanted, committed + -(-waiting[0] // size)) if waiting else 0
+        largest = -(-instance.request_blocks(own.request) // size)
+    first = min(wanted, committed + _sectors(waiting[0], size, kv)) if waiting else 0
     waits_s = waited_s(instance, clock.now())
     return Need(committed, wanted, room.most_sectors, short, largest, first, waits_s)
 
 
-def sector_blocks(room: Room, kv: KVFormat) -> int:
-    """Count the blocks of a sector, of the groups of layers the smallest."""
-    return max(1, min(room.sector_pages) * room.page_bytes // kv.block_bytes)
+def _sectors(blocks: int, size: int, kv: KVFormat) -> int:
+    """Count the sectors of so many blocks; each further group of layers may have one that is not full."""
+    return -(-blocks // size) + (len(kv.groups) - 1 if blocks else 0)
 
 
 def load_blocks(room: Room, kv: KVFormat) -> int:

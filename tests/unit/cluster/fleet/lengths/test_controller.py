@@ -17,6 +17,7 @@ from elastic.cluster.fleet.lengths.controller import LengthController
 from elastic.config import Lengths
 from elastic.controller.policies.group_costs import GroupPrice
 from elastic.engines.base import Request
+from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import StateError
 from support.cluster.fake_rank import BLOCK, FakeLauncher, FakeRank
@@ -216,6 +217,24 @@ def test_short_ones_go_on_meanwhile_and_pass_who_waits_for_ranks_to_become_one(w
     w.controller.tick()  # the change is under way
     assert w.given()["another"] not in up.instances
     assert w.fleet.status().queued == 1
+
+
+def test_who_fits_by_its_blocks_and_not_by_its_sectors_is_too_long_for_a_rank(world: Callable[..., World]) -> None:
+    """A rank has 10 blocks; each of two groups of layers takes whole sectors of 4, so 8 and 2 blocks take 12."""
+    w = world()
+    groups = KVFormat(BLOCK, "head_centric", "float32", 2, 8, (((0,), None), ((1,), 2 * BLOCK)))
+    for rank in w.launcher.ranks.values():
+        rank.hello = replace(rank.hello, kv=groups, sector_blocks=(4, 4))
+    w.ask(8, "between")
+    w.tick()
+    assert w.verbs.asked == [(("r0", "r1"), 2)]
+    w.ask(4, "short")
+    w.tick()
+    assert w.given().keys() == {"between", "short"}
+    w.launcher.step(6)
+    w.tick()
+    assert w.verbs.asked[1:] == [(("r0",), 1)], "it parts again"
+    w.fleet.check()
 
 
 def test_who_is_larger_than_its_instances_limit_now_is_the_one_whom_limits_follow(world: Callable[..., World]) -> None:

@@ -24,13 +24,13 @@ def full_snapshot(world: World) -> LengthSnapshot:
     """Read every request of every instance."""
     dispatcher, capacity = world.dispatcher, world.controller._capacity
     serving = {i.name: i for i in dispatcher.instances.values() if i.state == "serving"}
-    usual, kv = dispatcher.answer_lengths.usual(), next(iter(serving.values())).kv_format
+    usual, any_of = dispatcher.answer_lengths.usual(), next(iter(serving.values()))
     units = readings._units(world.verbs.groups(), serving)
     instances = tuple(
         readings._reading([serving[name] for name in unit.ranks], unit, capacity, usual, frozenset()) for unit in units
     )
     waiting = tuple(
-        readings.WaitingRequest(record.request.id, readings._kv(kv, record), record.arrived_s)
+        readings.WaitingRequest(record.request.id, readings._kv(any_of, record), record.arrived_s)
         for record in dispatcher.queue
     )
     return LengthSnapshot(clock.now(), instances, waiting)

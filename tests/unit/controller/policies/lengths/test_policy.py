@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,18 @@ class Run:
 
 def decide(instances: list[InstanceReading], *waiting: WaitingRequest, **settings: Any) -> LengthPlan:
     return Run(**settings).at(0.0, instances, *waiting)
+
+
+def test_what_is_rounded_up_where_a_request_is_alone_counts_for_it_and_not_for_all_together() -> None:
+    rounded = LiveTokens(900, 0, 150)
+    plan = decide([instance("a"), instance("b")], WaitingRequest("w", rounded, 0.0))
+    assert plan.ups == (ScaleUp(("a", "b"), 2, "w"),), "1050 of 1000"
+    some = (LiveTokens(900, 0, 90), LiveTokens(900, 0, 90))
+    large = replace(instance("a", ranks="ab"), live=some)
+    assert lower_degree(large) == 1, "each fits one"
+    assert lower_degree(replace(large, live=(rounded,))) is None
+    assert InstanceDraft(replace(instance("a"), live=(LiveTokens(500, 0, 200),))).holds(LiveTokens(450, 0, 200))
+    assert tokens_to_end(some) == 1800
 
 
 def test_the_bankers_sum_is_what_all_need_to_end_one_after_another() -> None:
