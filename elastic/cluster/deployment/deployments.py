@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import logging
 import threading
 import time
@@ -18,8 +19,10 @@ from elastic.cluster.deployment.harvest import Harvester
 from elastic.cluster.deployment.hysteresis import Replanning
 from elastic.cluster.deployment.status import DeploymentStatus, DeviceStatus, Replanned
 from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.fleet.ticks import Attempts
+from elastic.cluster.rank.spec import options_of
 from elastic.config import parse_bytes
-from elastic.errors import ConfigError, ElasticError, NotFound, StateError, require
+from elastic.errors import ConfigError, ElasticError, NotFound, StateError, require, require_flag
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import check_losses
 from elastic.estimation.profile import CostProfile
@@ -33,6 +36,8 @@ from elastic.planning.estimate.intent import Intent, Objective
 from elastic.planning.estimate.performance import USUAL_LOAD, Load
 
 logger = logging.getLogger(__name__)
+_CHOSEN = {"model", "ranks", "places", "cores", "shards", "tp", "pp"}
+"""Arguments of a fleet that follow from the configuration, and the devices, of a deployment."""
 _open: weakref.WeakSet[Deployments] = weakref.WeakSet()
 
 
@@ -78,14 +83,19 @@ class Deployments:
             )
         preferred((), policy, theta)
         check_losses(losses or {})
+        require(isinstance(replanning, Replanning | None), "replanning", replanning, "an elastic.Replanning, or None")
+        require(isinstance(store, ProfileStore | None), "store", store, "a ProfileStore, or None")
+        require_flag(harvest, "harvest")
         self._book, self._order, self._losses = DeviceBook(available), (policy, theta), losses
         every = weights or dict.fromkeys((FULL, *(losses or ())))
         self._weights, self._kv = named_forms(every, "weights"), named_forms(kv, "kv")
-        self._fleet_options = {"launch": launch, **(fleet or {})}
+        self._fleet_options = {"launch": launch, **_options(fleet)}
         self._replanning, self._store = replanning or Replanning(), store or ProfileStore()
         self._harvester = Harvester(self._book, self._store, self._measured) if harvest else None
         self._watches = replanning is not None
         self._deployed: dict[str, Deployed] = {}
+        self._ending: dict[str, Deployed] = {}
+        self._ticks = Attempts("deployments could not be looked after")
         self._lock = threading.RLock()  # of changes
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -100,14 +110,18 @@ class Deployments:
 
     def stop(self, *, drain: bool = True) -> None:
         """End all deployments; with `drain` when their requests have ended. Can be called twice."""
+        require_flag(drain, "drain")
         self._ended.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         with self._lock:
             if self._harvester is not None:
                 self._harvester.stop()
-            for name in list(self._deployed):
-                self._deployed.pop(name).stop(drain=drain)
+            left = {**self._ending, **self._deployed}
+            self._ending |= self._deployed
+            self._deployed.clear()
+        for name in left:
+            self._end(name, drain)
         _open.discard(self)
 
     def __enter__(self) -> Self:
@@ -146,7 +160,10 @@ class Deployments:
         Raises `ConfigError` for what is no model, for other replicas, for a name that is taken, and what ranks raise;
         `CapacityError` with the reasons of each configuration where none fits.
         """
+        is_path = isinstance(path, str | Path) and "\0" not in str(path)
+        require(is_path, "path", path, "the directory of a model")
         name = name or Path(path).resolve().name
+        require(isinstance(name, str), "name", name, "a text")
         wanted, count = Intent.of(intent), ReplicaRange.of(replicas)
         require(load is None or isinstance(load, Load), "load", load, "an elastic.Load, or None")
         with self._lock:
@@ -156,8 +173,10 @@ class Deployments:
                 )
             if name in self._deployed:
                 raise ConfigError(f"{name!r} is deployed; give another name, or change it with intend({name!r}, ...)")
+            if name in self._ending:
+                raise StateError(f"{name!r} ends when its requests have; wait for that, or give another name")
             devices = [*self._book.devices.values()]
-            options = {**self._fleet_options, **(fleet or {})}
+            options = {**self._fleet_options, **_options(fleet)}
             forms = named_forms(weights or self._weights, "weights"), named_forms(kv or self._kv, "kv")
             chooser = Chooser(path, devices, *forms, *self._order, self._losses, options.get("engine"))
             expected = load or chooser.bounded(USUAL_LOAD)
@@ -198,6 +217,8 @@ class Deployments:
         stays as it is.
         """
         count = None if replicas is None else ReplicaRange.of(replicas)
+        require(load is None or isinstance(load, Load), "load", load, "an elastic.Load, or None")
+        require_flag(dry_run, "dry_run")
         with self._lock:
             deployed = self._named(name)
             wanted = deployed.intent if intent is None else Intent.of(intent)
@@ -207,7 +228,7 @@ class Deployments:
             try:
                 why = f"the intent is {describe(wanted)}"
                 return deployed.change(wanted, expected, why, replicas=count, dry_run=dry_run)
-            except ElasticError:
+            except BaseException:
                 deployed.meter.expected = before
                 raise
 
@@ -217,10 +238,11 @@ class Deployments:
 
     def remove(self, name: str, *, drain: bool = True) -> None:
         """End a deployment; with `drain` when its requests have ended. Raises `ConfigError` for an unknown name."""
+        require_flag(drain, "drain")
         with self._lock:
-            deployed = self._named(name)
+            self._ending[name] = self._named(name)
             del self._deployed[name]
-            deployed.stop(drain=drain)
+        self._end(name, drain)
 
     def resize(self, device: str, memory: int | str) -> None:
         """Have more or less of a device from now on (bytes, or such as "1GiB"); deployments change when they must, or
@@ -261,13 +283,29 @@ class Deployments:
 
     def _run(self) -> None:
         while not self._ended.wait(self._replanning.tick_s):
-            with self._lock:  # what has come while it was waited for is told of before it is measured
-                now_s, deployed = time.monotonic(), list(self._deployed.values())
-                self._book.busy.tell(now_s, *_busy(deployed))
-                if self._harvester is not None:
-                    self._harvester.tick(now_s, deployed)
-                for each in deployed:
-                    self._look(each, now_s)
+            self._ticks.attempt(self._tick)
+
+    def _tick(self) -> None:
+        with self._lock:  # what has come while it was waited for is told of before it is measured
+            now_s, deployed = time.monotonic(), list(self._deployed.values())
+            self._book.busy.tell(now_s, *_busy(deployed))
+            if self._harvester is not None:
+                self._harvester.tick(now_s, deployed)
+            for each in deployed:
+                self._look(each, now_s)
+
+    def _end(self, name: str, drain: bool) -> None:
+        """End what is to end, beside changes of others; where it may not end here (in a listener), it stays."""
+        deployed = self._ending.get(name)
+        if deployed is None:
+            return  # somebody else has ended it
+        try:
+            deployed.stop(drain=drain)
+        except ElasticError:
+            self._deployed[name] = deployed
+            raise
+        finally:
+            self._ending.pop(name, None)
 
     def _look(self, deployed: Deployed, now_s: float) -> None:
         try:
@@ -286,9 +324,21 @@ class Deployments:
                 each.measured(profile)
 
     def _named(self, name: str) -> Deployed:
-        if name not in self._deployed:
+        if not isinstance(name, str) or name not in self._deployed:
             raise NotFound(f"there is no deployment {name!r}; there are: {', '.join(self._deployed) or 'none'}")
         return self._deployed[name]
+
+
+def _options(fleet: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return further options of each fleet. Raises `ConfigError` for what is none, or is chosen here."""
+    require(isinstance(fleet, Mapping | None), "fleet", fleet, "a mapping from options of Fleet to their values")
+    allowed = inspect.signature(Fleet).parameters.keys() - _CHOSEN
+    for option in fleet or {}:
+        if option not in allowed:
+            raise ConfigError(f"fleet: no option {option!r} can be said here; there are {', '.join(sorted(allowed))}")
+    for kind in ("wrap", "engine"):
+        options_of(kind, (fleet or {}).get(kind))
+    return dict(fleet or {})
 
 
 def describe(intent: Intent) -> str:

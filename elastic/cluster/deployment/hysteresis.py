@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.errors import require, require_period
+from elastic.errors import is_number, require, require_period
 from elastic.planning.deployment.placing import Deployment, Refusal
 from elastic.planning.deployment.replicas import total_value
 from elastic.planning.estimate.intent import Intent, Objective
@@ -26,9 +26,10 @@ class Replanning:
 
     def __post_init__(self) -> None:
         require_period(self.tick_s, "tick_s")
-        require(0 <= self.better < 1, "better", self.better, "at least 0, and below 1")
-        require(self.patience_s >= 0, "patience_s", self.patience_s, "at least 0")
-        require(self.dwell_s >= 0, "dwell_s", self.dwell_s, "at least 0")
+        require(is_number(self.better) and 0 <= self.better < 1, "better", self.better, "at least 0, and below 1")
+        for name in ("patience_s", "dwell_s"):
+            seconds = getattr(self, name)
+            require(isinstance(seconds, int | float) and seconds >= 0, name, seconds, "at least 0")
 
 
 class Hysteresis:

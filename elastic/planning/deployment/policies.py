@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, is_number
 from elastic.planning.deployment.devices import DeviceState
 
 PolicyName = Literal["hybrid", "packing", "least-loaded"]
@@ -30,7 +29,7 @@ def preferred(
     """
     if policy not in POLICIES:
         raise ConfigError(f"policy={policy!r} is not known; use one of {', '.join(POLICIES)}")
-    if not 0 <= theta < math.inf:
+    if not (is_number(theta) and theta >= 0):
         raise ConfigError(f"theta={theta!r} is no load; give 0 or more, such as {THETA}")
     if policy == "packing":
         return [_packing(states)]

@@ -1,0 +1,139 @@
+"""Verbs of deployments: what cannot be is refused in words and changes nothing, and one that ends holds up no other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import elastic
+from elastic.cluster.deployment.deployed import Deployed
+from elastic.cluster.deployment.deployments import Deployments
+from elastic.cluster.deployment.hysteresis import Replanning
+from elastic.cluster.fleet.records.delivery import Delivery
+from elastic.errors import ConfigError, NotFound, StateError
+from elastic.planning.estimate.performance import Load
+from support import architectures
+
+DEVICES = "cpu#verbs1=12MiB,cpu#verbs2=12MiB"
+OPTIONS: dict[str, Any] = {"launch": "in-process", "replanning": None}
+LOAD = Load(32, 16, 0.1)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: Any) -> Path:
+    folder: Path = tmp_path_factory.mktemp("models") / "model"
+    architectures.build("llama-gqa").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def fleet() -> Iterator[Deployments]:
+    with Deployments(DEVICES, **OPTIONS) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"theta": "high"},
+        {"fleet": 3},
+        {"fleet": {"tp": 2}},
+        {"fleet": {"engine": 3}},
+        {"replanning": 3},
+        {"harvest": "yes"},
+        {"store": 3},
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"theta=|fleet|engine=|replanning=|harvest=|store="):
+        Deployments(DEVICES, **{**OPTIONS, **options})
+    with pytest.raises(ConfigError, match="dwell_s='long' cannot be"):
+        Replanning(dwell_s="long")  # type: ignore[arg-type]
+    assert Replanning(dwell_s=float("inf")).dwell_s == float("inf"), "it never changes by itself"
+
+
+def test_arguments_that_cannot_be_are_refused_and_nothing_has_changed(fleet: Deployments, path: Path) -> None:
+    for wrong in (None, 5, "model\0"):
+        with pytest.raises(ConfigError, match=r"path=.* cannot be; it must be the directory of a model"):
+            fleet.deploy(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="name=5 cannot be"):
+        fleet.deploy(path, name=5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no option 'ranks' can be said here"):
+        fleet.deploy(path, fleet={"ranks": 2})
+    fleet.deploy(path, load=LOAD)
+    with pytest.raises(ConfigError, match="load=3 cannot be"):
+        fleet.intend("model", load=3)  # type: ignore[arg-type]
+    assert fleet.expected("model") == LOAD
+    with pytest.raises(ConfigError, match="drain='no' cannot be"):
+        fleet.remove("model", drain="no")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="drain='no' cannot be"):
+        fleet.stop(drain="no")  # type: ignore[arg-type]
+    with pytest.raises(NotFound, match="no deployment"):
+        fleet.remove(["model"])  # type: ignore[arg-type]
+    assert fleet.names() == ("model",)
+    assert fleet["model"].serving
+
+
+def test_what_may_not_be_ended_here_stays_deployed(
+    fleet: Deployments, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.deploy(path, load=LOAD)
+    with monkeypatch.context() as listening:
+        listening.setattr(Delivery, "on_this_thread", lambda: True)
+        with pytest.raises(StateError, match="by a listener"):
+            fleet.remove("model")
+    assert (fleet.names(), fleet["model"].serving) == (("model",), True)
+    fleet.remove("model")
+    assert all(device.free_bytes == device.memory_bytes for device in fleet.devices())
+
+
+def test_one_that_ends_holds_up_no_other_and_stopping_all_does_not_wait_for_its_requests(
+    fleet: Deployments, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.deploy(path, load=LOAD, name="ends")
+    fleet.deploy(path, load=LOAD, name="stays")
+    stop, begun, may_end = Deployed.stop, threading.Event(), threading.Event()
+
+    def patient(deployed: Deployed, *, drain: bool = True) -> None:
+        if drain:
+            begun.set()
+            may_end.wait(20)
+        else:
+            may_end.set()  # as a fleet cancels the requests for which another call waits
+        stop(deployed, drain=False)
+
+    monkeypatch.setattr(Deployed, "stop", patient)
+    ending = threading.Thread(target=fleet.remove, args=("ends",))
+    ending.start()
+    assert begun.wait(30)
+    assert fleet.intend("stays", "latency", dry_run=True).status in ("planned", "unchanged")
+    assert not may_end.is_set()
+    assert ending.is_alive()
+    assert fleet.names() == ("stays",)
+    with pytest.raises(StateError, match="'ends' ends when its requests have"):
+        fleet.deploy(path, name="ends")
+    fleet.stop(drain=False)
+    ending.join(30)
+    assert not ending.is_alive()
+    assert fleet.names() == ()
+
+
+def test_a_fault_in_a_look_ends_no_later_ones(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+
+    def look(deployed: Deployed, now_s: float) -> None:
+        looks.append(now_s)
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(Deployed, "look", look)
+    with Deployments(DEVICES, launch="in-process", replanning=elastic.Replanning(tick_s=0.01)) as fleet:
+        fleet.deploy(path, load=LOAD)
+        until_s = time.monotonic() + 30
+        while len(looks) < 3:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
