@@ -167,14 +167,7 @@ class Deployments:
         wanted, count = Intent.of(intent), ReplicaRange.of(replicas)
         require(load is None or isinstance(load, Load), "load", load, "an elastic.Load, or None")
         with self._lock:
-            if self._thread is None or self._ended.is_set():
-                raise StateError(
-                    "start the deployments first, or make new ones: `with elastic.Deployments(...) as fleet`"
-                )
-            if name in self._deployed:
-                raise ConfigError(f"{name!r} is deployed; give another name, or change it with intend({name!r}, ...)")
-            if name in self._ending:
-                raise StateError(f"{name!r} ends when its requests have; wait for that, or give another name")
+            self._require_new(name)
             devices = [*self._book.devices.values()]
             options = {**self._fleet_options, **_options(fleet)}
             forms = named_forms(weights or self._weights, "weights"), named_forms(kv or self._kv, "kv")
@@ -322,6 +315,15 @@ class Deployments:
         for each in self._deployed.values():
             if each.path == path and profile.around.keys() >= set(each.forms):
                 each.measured(profile)
+
+    def _require_new(self, name: str) -> None:
+        """Raise what `deploy` raises where nothing can be deployed, or not under this name."""
+        if self._thread is None or self._ended.is_set():
+            raise StateError("start the deployments first, or make new ones: `with elastic.Deployments(...) as fleet`")
+        if name in self._deployed:
+            raise ConfigError(f"{name!r} is deployed; give another name, or change it with intend({name!r}, ...)")
+        if name in self._ending:
+            raise StateError(f"{name!r} ends when its requests have; wait for that, or give another name")
 
     def _named(self, name: str) -> Deployed:
         if not isinstance(name, str) or name not in self._deployed:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from elastic.engines.base import Engine
+from elastic.errors import NotFound
 from elastic.server.generation.state import ServerState
 from elastic.server.protocol.errors import APIError
 
@@ -44,18 +47,22 @@ class Catalogue:
         return [self.own, *self._others.values()]
 
     def refresh(self) -> None:
-        """See what is deployed now. Reads tokenizers: not on the event loop."""
+        """See what is deployed now. Reads tokenizers: not on the event loop.
+
+        The threads of a model that is gone end with the last request that has found it here.
+        """
         if self.deployments is None or self._options is None:
             return
         with self._lock:
             told = {each.name: each.path for each in self.deployments.status() if each.name != self.own.name}
-            others = {name: state for name, state in self._others.items() if name in told}
-            for name in told.keys() - others.keys():
-                others[name] = ServerState(self.deployments[name], name=name, **self._options(told[name]))
-            gone = [state for name, state in self._others.items() if name not in others]
-            self._others = {name: others[name] for name in told}
-        for state in gone:
-            state.close()
+            engines = dict[str, Engine]()
+            for name in told:
+                with suppress(NotFound):  # it ends just now
+                    engines[name] = self.deployments[name]
+            kept = {n: state for n, state in self._others.items() if state.engine is engines.get(n)}
+            new = engines.keys() - kept.keys()  # also a name that means another model than before
+            made = {n: ServerState(engines[n], name=n, **self._options(told[n])) for n in new}
+            self._others = {name: (kept | made)[name] for name in engines}
 
     def close(self) -> None:
         """End the threads of the models that are not the server's own."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +56,27 @@ def test_a_request_goes_to_the_model_that_it_names(client: TestClient, deploymen
     assert client.post("/v1/responses", json={"model": "other", "input": "hello"}).json()["model"] == "other"
     told = client.post("/tokenize", json={"model": "other", "prompt": "hello"})
     assert told.json()["max_model_len"] == CONTEXT // 2
+
+
+def test_a_name_that_was_deployed_anew_is_the_new_model(client: TestClient, deployments: FakeDeployments) -> None:
+    """Also where a program, or another request, has done both before the server looked."""
+    deploy(client, "/models/other")
+    deployments.remove("other")
+    deployments.deploy("/models/newer", Intent(), name="other")
+    client.app.state.models.refresh()  # type: ignore[attr-defined]
+    answer = client.post("/v1/completions", json={"model": "other", **ASKED})
+    assert answer.status_code == 200, answer.text
+    assert deployments["other"].counters.read().arrived == 1
+
+
+def test_a_request_that_is_read_when_its_model_ends_is_read_to_its_end(client: TestClient) -> None:
+    deploy(client, "/models/other")
+    state = client.app.state.models.named("other")  # type: ignore[attr-defined]
+    assert client.post("/elastic/fleet/undeploy", json={"name": "other"}).status_code == 200
+    assert asyncio.run(state.prompts._on_thread(5, lambda tokenizer: tokenizer("hello")["input_ids"]))
+    gone = weakref.ref(state)
+    del state
+    assert gone() is None, "its threads end with it"
 
 
 def test_an_unknown_model_is_refused_with_the_names_there_are(client: TestClient) -> None:
