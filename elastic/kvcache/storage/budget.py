@@ -21,11 +21,16 @@ class WeightsShare:
                 kv.limits = kv.limits.with_maximum(kv.limits.maximum + pages)
 
     def take_from_cache(self, pages: int) -> bool:
-        """Take pages back for weights if caches can do without; return whether they do. If not, nothing has changed."""
+        """Take pages back for weights if caches can do without; return whether they do. If not, nothing has changed.
+
+        Caches of other models on the place keep what their live requests need to end.
+        """
         kv = self._kv
         with kv.lock:
             shortfall = self.shortfall(pages)
             if shortfall > 0 and kv.reclaimer.trim_live() < shortfall:
+                return False
+            if kv.pool.claimed(but=kv) > 0 and pages > kv.usage.beside_others(kv.pool, kv, growing=False):
                 return False
             kv.limits = kv.limits.with_maximum(kv.limits.maximum - pages)
             kv.reclaimer.tidy(lambda: kv.reclaimer.fit_mapped(kv.unreserved))  # what it frees is for the weights

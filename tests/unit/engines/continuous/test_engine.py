@@ -24,6 +24,7 @@ from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.executor.attention import BlockAttention
 from support import architectures
 from support.lossless_variant import HALF, exact
+from support.processes import wait_until
 from support.serving.generations import SERVED, Collector, Continuation, continuation, prompts, same_unless_close, serve
 from support.wrapped_model import PAGE, small, tight
 
@@ -91,6 +92,37 @@ def test_requests_of_two_models_on_one_place_all_end(each: int, engines: Any, wr
         both[number % 2].submit(request, heard)
     heard.wait([request.id for request in requests], 120)
     assert {heard.ends[request.id].finish for request in requests} == {"length"}
+
+
+def test_layers_that_come_back_wait_for_pages_that_live_requests_of_another_model_need(
+    engines: Any, wrapped: Any
+) -> None:
+    one, other = (architectures.build("qwen3", seed=seed) for seed in range(2))
+    wrapped(one, ["cpu#promised=440KiB/4KiB"])
+    one.elastic.release([1, 2])
+    wrapped(other, ["cpu#promised=440KiB/4KiB"])
+    engine, heard = engines(other), Collector()
+    begun, may_go = threading.Event(), threading.Event()
+
+    def listen(output: Output) -> None:
+        heard(output)
+        begun.set()
+        assert may_go.wait(60)
+
+    tokens = engine.longest_request(500)
+    (prompt,) = prompts([5], architectures.VOCAB)
+    request = Request(prompt, tokens - len(prompt), ignore_eos=True)
+    engine.submit(request, listen)
+    assert begun.wait(60)
+    result = one.elastic.restore([1, 2])
+    may_go.set()
+    assert result.deferred, result
+    heard.wait([request.id], 60)
+    assert heard.ends[request.id].finish == "length", heard.ends[request.id].error
+    owner = f"layer:{result.deferred[-1]}"
+    wait_until(lambda: owner in one.elastic.status().places[0].owners)
+    one.elastic.check()
+    other.elastic.check()
 
 
 @pytest.mark.parametrize("name", sorted(architectures.CONFIGS))
