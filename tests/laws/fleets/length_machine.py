@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import elastic
 from elastic import CapacityError, Lengths, Overloaded
 from elastic.cluster.fleet.fleet import Fleet
-from elastic.cluster.fleet.instance import request_blocks
+from elastic.cluster.fleet.instance import blocks_of
 from elastic.cluster.fleet.lengths import controller
 from elastic.cluster.fleet.lengths.controller import LengthController
 from elastic.engines.base import Request
@@ -152,7 +152,7 @@ class LengthMachine(RuleBasedStateMachine):
     def blocks_of(self, request: Request) -> int:
         kv = self.fleet._members.kv_format
         assert kv is not None
-        return request_blocks(kv, request)
+        return blocks_of(kv, len(request.prompt) + request.max_tokens)
 
     def fits(self, request: Request) -> bool:
         return self.blocks_of(request) <= self.most_blocks
