@@ -296,6 +296,9 @@ def test_gradients_flow_through_modules_elsewhere(device: Any, wrapped: Any) -> 
     expected = gradient()
     wrapped(model, here_and_there()).elastic.migrate(MLP, "there")
     assert torch.equal(gradient(), expected)
+    mlp.requires_grad_(True)
+    with pytest.raises(StateError, match="on another device than its layer, gets no gradient"):
+        gradient()
 
 
 def test_a_layer_with_shared_parameters_stays_but_its_own_modules_go(device: Any, wrapped: Any) -> None:

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import elastic
+from elastic.errors import StateError
 from support.architectures import build, prompt
 
 ARCHITECTURES = ["llama-gqa", "mistral-sliding", "gpt2", "gemma3", "deepseek-v3"]
@@ -145,3 +146,21 @@ def test_gradients_of_a_graph_older_than_a_release_are_there_after_it(wrapped: A
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert ours.grad is not None, name
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("architecture", ["llama-gqa", "gpt2", "qwen3-moe"])
+@pytest.mark.parametrize("act", ["release", "swap"])
+def test_weights_that_are_not_at_their_place_in_full_refuse_gradients(
+    architecture: str, act: str, wrapped: Any
+) -> None:
+    model = wrapped(build(architecture).requires_grad_(True), variants=("int4",))
+    model.elastic.release([1]) if act == "release" else model.elastic.swap([1], "int4")
+    out = model(inputs_embeds=(given := embeddings(model))).logits.square().sum()
+    assert torch.autograd.grad(out, given, retain_graph=True)[0].any()
+    with pytest.raises(StateError, match=r"1, which is in .*, gets no gradient there: .*requires_grad_\(False\)"):
+        out.backward()
+    model.zero_grad()
+    for parameter in model.elastic.weights.slots(1).values():
+        parameter.parameter.requires_grad_(False)
+    model(inputs_embeds=given).logits.sum().backward()
+    assert given.grad.any()

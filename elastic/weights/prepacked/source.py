@@ -12,12 +12,14 @@ from elastic.weights.prepacked.joined import JoinedProduct, find_groups, join
 from elastic.weights.prepacked.onednn import OneDNNLayout
 from elastic.weights.prepacked.padding import multiply_padded, padded_rows
 from elastic.weights.proxy.host_source import HostSource
-from elastic.weights.proxy.tensor import FORWARD_FUNCTIONS, Function, WeightProxy, on_values, register
+from elastic.weights.proxy.tensor import FORWARD_FUNCTIONS, Function, WeightProxy, differentiable, on_values, register
 from elastic.weights.proxy.weight_home import WeightHome
 
 
 class ResidentSource:
     """A matrix, [outputs, inputs], where its layer computes; `packed` are its bytes, in the pages of a unit or not."""
+
+    has_gradient = True
 
     def __init__(self, owner: str, layout: OneDNNLayout, packed: torch.Tensor, on_write: Callable[[], None]) -> None:
         self.packed = packed
@@ -106,18 +108,6 @@ def _is_plain(x: torch.Tensor, layout: OneDNNLayout) -> bool:
     return x.dtype is layout.dtype and not recorded and not torch.is_autocast_enabled("cpu")
 
 
-class _Unpacked(torch.autograd.Function):
-    """A matrix, [outputs, inputs], in the plain order, whose gradient is that of the weight in the slot."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: WeightProxy) -> torch.Tensor:
-        return weight.source.value()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
 def _linear(function: Function, args: Any, kwargs: Any) -> Any:
     """Compute F.linear(x, weight, bias)."""
     names = ("input", "weight", "bias")
@@ -126,7 +116,7 @@ def _linear(function: Function, args: Any, kwargs: Any) -> Any:
     if not isinstance(source, Source) or isinstance(x, WeightProxy) or isinstance(bias, WeightProxy):
         return on_values(function, args, kwargs)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):  # to the bit as on a plain model
-        return F.linear(x, _Unpacked.apply(weight).to(x.dtype), bias)  # type: ignore[no-untyped-call]
+        return F.linear(x, differentiable(weight, source.value()).to(x.dtype), bias)
     return source.product(x, bias)
 
 

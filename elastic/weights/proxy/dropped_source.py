@@ -32,6 +32,8 @@ def missing_error(layer: str, index: int, missing: Sequence[int], of: int) -> St
 class DroppedSource:
     """A weight that is not here: its shape and dtype are known, and whoever needs its value is refused."""
 
+    has_gradient = False
+
     def __init__(self, layer: str, index: int, missing: Sequence[int] = (0,), of: int = 1) -> None:
         self._layer = layer
         self._index = index

@@ -15,6 +15,8 @@ class HostSource:
     With a `variant`, the parameter is packed in it at its place, and cannot be written.
     """
 
+    has_gradient = False
+
     def __init__(self, unit: WeightHome, name: str, variant: str = "") -> None:
         self._unit = unit
         self._name = name

@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from elastic.memory.backends.peers import reachable
 from elastic.memory.copy_engine import to_device
 from elastic.weights.proxy.remote_tensor import RemoteTensor, wrap_remote
-from elastic.weights.proxy.tensor import FORWARD_FUNCTIONS, Function, WeightProxy, on_values, register
+from elastic.weights.proxy.tensor import (
+    FORWARD_FUNCTIONS,
+    Function,
+    WeightProxy,
+    differentiable,
+    on_values,
+    register,
+    trains,
+)
 from elastic.weights.proxy.transfer_cache import moved
 from elastic.weights.proxy.weight_home import WeightHome
 
@@ -23,6 +31,8 @@ _T = torch.Tensor
 
 class RemoteSource:
     """A parameter that is at its unit's place: plain there, or a `WeightProxy` of a variant; or a view of one."""
+
+    has_gradient = False
 
     def __init__(self, unit: WeightHome, at_place: torch.Tensor) -> None:
         self.unit = unit
@@ -99,7 +109,7 @@ def _brought(value: Any, unit: WeightHome) -> Any:
     """Return a function's argument on the unit's device."""
     device, source = unit.pool.backend.device, _remote(value)
     if source is not None and source.unit.pool.backend.device == device:
-        return source.at_place
+        return differentiable(value, source.at_place) if trains(value) else source.at_place
     if isinstance(value, WeightProxy):
         return to_device(value.source.value(), device)
     if isinstance(value, RemoteTensor):

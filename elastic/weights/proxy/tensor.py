@@ -9,7 +9,7 @@ register kernels; all others see the value, a plain tensor. Writing in place is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,9 @@ Function = Callable[..., Any]
 
 class WeightSource(Protocol):
     """The source of a weight's value. All tensors have the same shape and dtype."""
+
+    has_gradient: ClassVar[bool]
+    """Whether the value is the weight itself, as far as gradients are concerned."""
 
     def value(self) -> torch.Tensor:
         """Return the weight, any shape, as a plain tensor on its device: right now, for reading only."""
@@ -52,8 +55,24 @@ def register(kind: type, functions: Iterable[Function], kernel: Function) -> Non
 
 def on_values(function: Function, args: Any, kwargs: Any) -> Any:
     """Compute a function on plain tensors: the kernel for kinds of sources whose value is at hand."""
-    plain = [arg.source.value() if isinstance(arg, WeightProxy) else arg for arg in args]
-    return function(*plain, **{k: v.source.value() if isinstance(v, WeightProxy) else v for k, v in kwargs.items()})
+    return function(*map(_value_of, args), **{name: _value_of(arg) for name, arg in kwargs.items()})
+
+
+def _value_of(arg: Any) -> Any:
+    if not isinstance(arg, WeightProxy):
+        return arg
+    value = arg.source.value()
+    return differentiable(arg, value) if trains(arg) else value
+
+
+def trains(weight: Any) -> bool:
+    """Return whether an argument of a function is a proxy that a gradient is asked for."""
+    return torch.is_grad_enabled() and isinstance(weight, WeightProxy) and weight.requires_grad
+
+
+def differentiable(weight: WeightProxy, value: torch.Tensor) -> torch.Tensor:
+    """Return a value, any shape, through which the weight gets its gradient, or whoever asks for that is refused."""
+    return _Value.apply(weight, value)  # type: ignore[no-any-return, no-untyped-call]
 
 
 FORWARD_FUNCTIONS: tuple[Function, ...] = (
@@ -107,7 +126,9 @@ class WeightProxy(torch.Tensor):
     def of_shape(cls, like: torch.Tensor, shape: Sequence[int], source: WeightSource) -> WeightProxy:
         """Make a proxy of any shape, with the dtype and device of `like`, contiguous: for a part of it, or a view."""
         with outside_inference_mode():
-            self: WeightProxy = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+            self: WeightProxy = torch.Tensor._make_wrapper_subclass(
+                cls, shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
+            )
         self.source = source
         return self
 
@@ -161,6 +182,24 @@ class WeightProxy(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Weight({tuple(self.shape)}, {self.dtype}, {self.source.describe()})"
+
+
+class _Value(torch.autograd.Function):
+    """The value of a weight, any shape: its gradient is that of the proxy in the slot, if the source has one."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: WeightProxy, value: torch.Tensor) -> torch.Tensor:
+        ctx.source = weight.source
+        return value.detach()  # the tensor itself is the source's, and would be given a graph
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if not ctx.source.has_gradient:
+            raise StateError(
+                f"a weight {ctx.source.describe()}, gets no gradient there: have it at its place in full (rt.restore, "
+                "rt.migrate), or freeze it (requires_grad_(False)), and gradients flow through it"
+            )
+        return gradient, None
 
 
 _COPIES = frozenset((torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default))
