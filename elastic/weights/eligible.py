@@ -86,18 +86,12 @@ def _overlapping(model: nn.Module) -> set[int]:
 
 
 def _adapters(model: nn.Module) -> set[int]:
-    """Return the parameters (ids) that lie beside a `base_layer`, as PEFT's do.
-
-    Also those that PEFT adapts by their names (`target_parameters`): it writes into these in each forward pass.
-    """
+    """Return the parameters (ids) that lie beside a `base_layer`, as PEFT's do."""
     adapters: set[int] = set()
     for module in model.modules():
         base = module._modules.get("base_layer")
         if base is not None:
             adapters |= {id(p) for p in module.parameters()} - {id(p) for p in base.parameters()}
-            while (inner := base._modules.get("base_layer")) is not None:
-                base = inner
-            adapters.add(id(getattr(base, getattr(module, "parameter_name", ""), None)))
     return adapters
 
 

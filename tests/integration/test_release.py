@@ -379,21 +379,37 @@ def test_adapters_stay_and_what_is_under_them_is_released(wrapped: Any) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama-gqa", "mixtral"])
-def test_parameters_that_adapters_write_into_stay(architecture: str, wrapped: Any) -> None:
+@pytest.mark.parametrize("first", ["adapters", "wrap"])
+def test_parameters_that_are_adapted_by_name_are_released_and_packed(
+    architecture: str, first: str, wrapped: Any
+) -> None:
     peft = pytest.importorskip("peft")
     adapted = {"llama-gqa": "mlp.up_proj.weight", "mixtral": "experts.down_proj"}[architecture]
     config = peft.LoraConfig(target_parameters=[adapted], target_modules=[], init_lora_weights=False)
-    model = peft.get_peft_model(build(architecture), config).eval().requires_grad_(False)
-    expected = model(**prompt()).logits
-    rt = wrapped(model).elastic
+
+    def adapt(model: Any) -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, config).eval()
+
+    def gradients(model: Any) -> list[torch.Tensor]:
+        trained = [p for name, p in model.named_parameters() if "lora_" in name]
+        return list(torch.autograd.grad(model(**prompt()).logits.sum(), trained))
+
+    plain, inner = adapt(build(architecture)), build(architecture)
+    model = adapt(inner) if first == "adapters" else inner
+    rt = wrapped(model, variants=("int8",)).elastic
+    model = model if first == "adapters" else adapt(model)
     rt.release([0, 1])
-    released = {name for name, p in model.named_parameters() if isinstance(p, WeightProxy)}
-    assert released
-    end = adapted.rsplit(".", 1)[1]
-    assert not any("lora_" in name or ("base_layer" in name and name.endswith(end)) for name in released)
-    assert torch.equal(model(**prompt()).logits, expected)
+    released = {name.rsplit(".", 1)[1] for name, p in model.named_parameters() if isinstance(p, WeightProxy)}
+    assert adapted.rsplit(".", 1)[1] in released
+    assert torch.equal(model(**prompt()).logits, plain(**prompt()).logits)
+    assert all(map(torch.equal, gradients(model), gradients(plain)))
+    rt.swap(1, "int8")
+    assert 0 < (model(**prompt()).logits - plain(**prompt()).logits).abs().max() < 0.5
     rt.restore()
-    assert torch.equal(model(**prompt()).logits, expected)
+    assert torch.equal(model(**prompt()).logits, plain(**prompt()).logits)
+    model.merge_adapter()
+    torch.testing.assert_close(model(**prompt()).logits, plain(**prompt()).logits)
 
 
 def test_projections_can_be_called_by_themselves(wrapped: Any) -> None:

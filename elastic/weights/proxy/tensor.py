@@ -161,6 +161,8 @@ class WeightProxy(torch.Tensor):
             return args[0]
         if function in _COPIES:
             return _copy_on_device(args[0])
+        if function is torch.ops.aten.set_.source_Tensor and args[0] is args[1]:
+            return args[0]  # a parametrization begins so, such as that of PEFT for an adapter on a parameter
         kwargs = kwargs or {}
         for number, argument in enumerate(function._schema.arguments):
             target = args[number] if number < len(args) else kwargs.get(argument.name)
