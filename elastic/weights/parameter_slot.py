@@ -123,6 +123,7 @@ class UnpagedTensors:
     """
 
     def __init__(self, layer: nn.Module, slots: Mapping[str, ParameterSlot]) -> None:
+        self._layer, self._slots = weakref.ref(layer), slots
         paged = {id(slot.parameter) for slot in slots.values()}
         owners: list[dict[str, Any]] = [d for m in layer.modules() for d in (m._parameters, m._buffers)]
         self._tensors = [
@@ -136,8 +137,9 @@ class UnpagedTensors:
         self.accelerate_hooks = [hook for hook in hooks if getattr(hook, "execution_device", None) is not None]
 
     def parameters(self) -> list[str]:
-        """Return the names of those that are parameters: others use them too, or they are adapters."""
-        return [name for owner, name in self._tensors if isinstance(owner[name], nn.Parameter)]
+        """Return the names of those that are parameters now: others use them too, or they are adapters."""
+        layer, paged = self._layer(), {id(slot.parameter) for slot in self._slots.values()}
+        return [] if layer is None else [name for name, p in layer.named_parameters() if id(p) not in paged]
 
     def move_to(self, device: torch.device) -> None:
         """Have the buffers on a device, and accelerate send inputs there."""

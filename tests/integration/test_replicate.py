@@ -319,7 +319,7 @@ def test_layers_with_adapters_are_refused(wrapped: Any) -> None:
     adapted.forward = lambda hidden: projection(hidden) + adapted.lora(hidden)
     model.model.layers[1].mlp.up_proj = adapted
     rt = wrapped(model, three_places()).elastic
-    with pytest.raises(ConfigError, match=r"or adapters \(weight\): a copy would not follow"):
+    with pytest.raises(ConfigError, match=r"or adapters \(mlp\.up_proj\.lora\.weight\): a copy would not follow"):
         rt.replicate(1, "cpu#b")
 
 
@@ -402,6 +402,25 @@ def test_other_ways_to_call_a_model_with_replicas(wrapped: Any) -> None:
     rt.replicate([1, 2], "cpu#b")
     assert torch.allclose(model(**inputs, past_key_values=cache).logits, expected, atol=1e-5)
     assert [isinstance(layer, RowSplitLayer) for layer in cache.layers] == [False, True, True]
+
+
+def test_adapters_that_come_after_wrap_are_noticed(wrapped: Any) -> None:
+    peft = pytest.importorskip("peft")
+    model = build("llama-gqa")
+    rt = wrapped(model, three_places()).elastic
+    rt.replicate([0, 1], "cpu#b")
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, config).eval().requires_grad_(False)
+    with pytest.raises(StateError, match=r"modules of layers 0 to 1 were replaced .*; evict their replicas"):
+        adapted(**prompt(3))
+    rt.evict([0, 1], "cpu#b")
+    expected = adapted(**prompt(3)).logits
+    for refused in (lambda: rt.replicate(0, "cpu#b"), lambda: rt.drop(0)):
+        with pytest.raises(ConfigError, match=r"or adapters \(self_attn\.q_proj\.lora_A"):
+            refused()
+    adapted.merge_and_unload()
+    rt.replicate([0, 1], "cpu#b")
+    assert torch.allclose(model(**prompt(3)).logits, expected, atol=1e-5)
 
 
 def test_gradients_and_written_weights_are_refused(wrapped: Any) -> None:

@@ -49,6 +49,7 @@ class LayerCopy:
         for module in self.module.modules():
             for name in _ACCELERATE:
                 module.__dict__.pop(name, None)
+        self._children = [(module._modules, dict(module._modules)) for module in original.modules()]
         self._copies: dict[nn.Module, nn.Module] = dict(zip(original.modules(), self.module.modules(), strict=True))
 
     def put(self, slots: Mapping[str, ParameterSlot], contents: Mapping[str, Content], device: torch.device) -> None:
@@ -65,8 +66,14 @@ class LayerCopy:
                 if buffer is not None and buffer.device != device:
                     module._buffers[name] = buffer.to(device)
 
+    @property
+    def is_like_original(self) -> bool:
+        """Whether the original has the modules that it had when it was copied; an adapter may have come since."""
+        return all(now == then for now, then in self._children)
+
     def empty(self) -> None:
-        """Hold no tensor any more."""
+        """Hold no tensor any more, and nothing of the original."""
+        self._children.clear()
         for module in self.module.modules():
             module._parameters.clear()
             module._buffers.clear()

@@ -43,9 +43,14 @@ class ReplicaGroup:
         self._version = sum(min(replica.version for replica in by_place.values()) for by_place in replicas)
 
     def require_unwritten(self) -> None:
-        """Raise `StateError` if a layer was written since it was replicated: its replicas are old."""
+        """Raise `StateError` if a layer was written since it was replicated, or got an adapter: its replicas are old."""
         if sum(unit.version() for unit in self._units) != self._version:
-            raise StateError(
-                f"weights of layers {self.layers[0]} to {self.layers[-1]} were written after they were replicated; "
-                "evict their replicas and replicate them again"
-            )
+            changed = "weights of layers {} to {} were written"
+        elif not all(replica.copy.is_like_original for by_place in self.replicas for replica in by_place.values()):
+            changed = "modules of layers {} to {} were replaced (by adapters, maybe)"
+        else:
+            return
+        raise StateError(
+            f"{changed.format(self.layers[0], self.layers[-1])} after they were replicated; evict their replicas and "
+            "replicate them again"
+        )
