@@ -167,7 +167,9 @@ def version_of(units: Iterable[WeightUnit]) -> int:
 def require_no_gradients(unit: WeightUnit) -> None:
     """Raise `StateError` if a parameter has a gradient, which a weight without bytes cannot carry."""
     if any(slot.parameter.grad is not None for slot in unit.slots.values()):
-        raise StateError(f"{unit.name} has gradients; set them to None before it is released, restored, dropped or swapped")
+        raise StateError(
+            f"{unit.name} has gradients; set them to None before it is released, restored, dropped or swapped"
+        )
 
 
 def by_place(units: Iterable[WeightUnit]) -> dict[str, list[WeightUnit]]:

@@ -43,7 +43,7 @@ class ReplicaGroup:
         self._version = sum(min(replica.version for replica in by_place.values()) for by_place in replicas)
 
     def require_unwritten(self) -> None:
-        """Raise `StateError` if a layer was written since it was replicated, or got an adapter: its replicas are old."""
+        """Raise `StateError` if a layer was written or got an adapter since it was replicated: replicas are old."""
         if sum(unit.version() for unit in self._units) != self._version:
             changed = "weights of layers {} to {} were written"
         elif not all(replica.copy.is_like_original for by_place in self.replicas for replica in by_place.values()):

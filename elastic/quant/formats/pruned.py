@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, is_integer, is_number
 
 CALIBRATED = ("wanda", "sparsegpt")
 """Criteria that need samples of a matrix's inputs."""
@@ -38,7 +38,8 @@ class SemiStructured(_ByCriterion):
     also changes those that stay. The latter two need calibration text."""
 
     def __post_init__(self) -> None:
-        if (self.kept, self.of) not in ((2, 4), (4, 8)):
+        whole = is_integer(self.kept) and is_integer(self.of)
+        if not whole or (self.kept, self.of) not in ((2, 4), (4, 8)):
             raise ConfigError(f"{self.kept}:{self.of} is no pattern that can be stored; use 2:4 or 4:8")
         _check_criterion(self.by, CRITERIA)
 
@@ -58,7 +59,7 @@ class Unstructured(_ByCriterion):
     among those of 128 inputs, and it changes those that stay. The latter two need calibration text."""
 
     def __post_init__(self) -> None:
-        if not 0.1 <= self.sparsity <= 0.95:
+        if not is_number(self.sparsity) or not 0.1 <= self.sparsity <= 0.95:
             raise ConfigError(f"sparsity={self.sparsity!r} is not supported; use a share from 0.1 to 0.95")
         _check_criterion(self.by, CRITERIA)
 
@@ -85,7 +86,7 @@ class Structured(_ByCriterion):
 
     def __post_init__(self) -> None:
         for name, share in (("ffn", self.ffn), ("heads", self.heads)):
-            if not 0.05 <= share <= 1:
+            if not is_number(share) or not 0.05 <= share <= 1:
                 raise ConfigError(f"{name}={share!r} is not supported; use a share from 0.05 to 1")
         if self.ffn == self.heads == 1:
             raise ConfigError("Structured() removes nothing; give ffn or heads a share below 1")

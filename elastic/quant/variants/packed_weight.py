@@ -16,7 +16,15 @@ import torch.nn.functional as F
 from elastic.quant.formats.base import BoundKernel, Kernel, KernelTarget, MatrixShape, PackedTensors, bind, format_of
 from elastic.quant.formats.kernel_table import MatmulSpec, bucket_of, paths
 from elastic.weights.batch_context import full_batch_tokens
-from elastic.weights.proxy.tensor import FORWARD_FUNCTIONS, Function, WeightProxy, WeightSource, on_values, register, trains
+from elastic.weights.proxy.tensor import (
+    FORWARD_FUNCTIONS,
+    Function,
+    WeightProxy,
+    WeightSource,
+    on_values,
+    register,
+    trains,
+)
 
 
 class KernelCache:
@@ -186,7 +194,8 @@ def _getitem(function: Function, args: Any, kwargs: Any) -> Any:
         return on_values(function, args, kwargs)
     if isinstance(index, int) or (isinstance(index, torch.Tensor) and not index.ndim and not index.is_floating_point()):
         return _view(weight, packed.expert(int(index)))
-    if isinstance(index, torch.Tensor) and index.ndim == 1 and index.dtype in (torch.int64, torch.int32) and not trains(weight):
+    several = isinstance(index, torch.Tensor) and index.ndim == 1 and index.dtype in (torch.int64, torch.int32)
+    if several and not trains(weight):
         used, positions = torch.unique(index, return_inverse=True)
         return torch.stack([packed.expert(int(i)).value() for i in used])[positions]
     return on_values(function, args, kwargs)
@@ -224,7 +233,8 @@ def _usable(x: Any, weight: Any, transposed: bool, *, experts: bool = False) -> 
         return False
     if x.shape[-1:] != (packed.matrix.inputs,) or packed.transposed is not transposed:
         return False
-    return (packed.experts is not None) is experts and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+    recorded = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return (packed.experts is not None) is experts and not recorded
 
 
 def _product(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:

@@ -73,6 +73,9 @@ def test_impossible_ones_are_refused_in_words(variant: Any, words: str) -> None:
     for config, known in ((SemiStructured, "sparsegpt"), (Unstructured, "sparsegpt"), (Structured, "magnitude, wanda")):
         with pytest.raises(ConfigError, match=rf"by='size' is not supported; use one of: .*{known}"):
             config(**{"by": "size", **({"ffn": 0.5} if config is Structured else {})})
+    for config, value in ((Unstructured, "0.5"), (Structured, "0.5"), (SemiStructured, 2.0)):
+        with pytest.raises(ConfigError, match=r"='0.5' is not supported|2.0:4 is no pattern"):
+            config(value)
     with pytest.raises(ConfigError, match="by='sparsegpt' is not supported; use one of: magnitude, wanda"):
         Structured(ffn=0.5, by="sparsegpt")
 
