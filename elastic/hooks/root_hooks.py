@@ -17,6 +17,7 @@ from elastic.hooks.request_tracking import TrackedRequest
 from elastic.memory.backends.streams import capturing, note_current_stream
 from elastic.weights import batch_context
 from elastic.weights.decoder import EARLIER_NAME, cache_argument, layer_count
+from elastic.weights.proxy.compilation import require_uncompiled
 
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -42,7 +43,6 @@ class EnterRoot(Hook):
         self._weights = context.weights
         self._forward = context.forward
         self._requests = context.requests
-        self._refuse = torch.compiler.disable(_refuse_compilation)  # type: ignore[no-untyped-call]
         names = list(inspect.signature(type(root).forward).parameters)[1:]
         self._cache_name = cache_argument(root)
         wanted = (self._cache_name, "use_cache", "input_ids", "inputs_embeds", *_OUTPUTS)
@@ -52,8 +52,7 @@ class EnterRoot(Hook):
         self._gpus = [pool.device for pool in pools if pool.device.type == "cuda"]
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-        if torch.compiler.is_compiling():
-            self._refuse()
+        require_uncompiled()
         if self._gpus and batch_context.thread.graphs is None and capturing():
             _refuse_capture()
         outermost = self.gate.enter(id(module), sys._getframe(2))  # that of the module's call, which outlasts its hooks
@@ -174,11 +173,6 @@ class LeaveRoot(Hook):
             self._enter.gate.leave(id(module))
         if output is None:
             self._enter.give_back_pages(sys.exception())
-
-
-def _refuse_compilation() -> None:
-    """Refuse outside the compiled code, where an error is not taken for a reason to run it uncompiled."""
-    raise StateError("a wrapped model cannot be compiled; unwrap it first")
 
 
 def _refuse_capture() -> None:

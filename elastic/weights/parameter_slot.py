@@ -123,7 +123,7 @@ class UnpagedTensors:
     """
 
     def __init__(self, layer: nn.Module, slots: Mapping[str, ParameterSlot]) -> None:
-        self._layer, self._slots = weakref.ref(layer), slots
+        self._layer, self._slots = weakref.ref(layer), weakref.WeakSet(slots.values())
         paged = {id(slot.parameter) for slot in slots.values()}
         owners: list[dict[str, Any]] = [d for m in layer.modules() for d in (m._parameters, m._buffers)]
         self._tensors = [
@@ -138,7 +138,7 @@ class UnpagedTensors:
 
     def parameters(self) -> list[str]:
         """Return the names of those that are parameters now: others use them too, or they are adapters."""
-        layer, paged = self._layer(), {id(slot.parameter) for slot in self._slots.values()}
+        layer, paged = self._layer(), {id(slot.parameter) for slot in self._slots}
         return [] if layer is None else [name for name, p in layer.named_parameters() if id(p) not in paged]
 
     def move_to(self, device: torch.device) -> None:

@@ -289,6 +289,14 @@ def test_compiled_models_are_refused_in_words(wrapped: Any) -> None:
     model = wrapped(build("llama-gqa"))
     with pytest.raises(Exception, match="cannot be compiled; unwrap it first"):
         torch.compile(model, backend="eager")(**prompt())
+    model.elastic.release([1])
+    parts = model.model.layers[0], model.model.layers[0].self_attn, model.model.layers[1].mlp
+    for part in parts:
+        part.compile(backend="eager")
+        with pytest.raises(StateError, match="or a part of it, cannot be compiled; unwrap it first"):
+            model(**prompt())
+        part._compiled_call_impl = None
+    model.generate(**prompt(), max_new_tokens=2, pad_token_id=0)
 
 
 def test_offloaded_models_are_refused_with_the_remedy() -> None:

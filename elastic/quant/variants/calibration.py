@@ -29,7 +29,7 @@ def inputs_of(
 
     tokens: [sequences, tokens], int64; each sequence is one forward pass. Raises `ConfigError` for anything else.
     """
-    if tokens.ndim != 2 or not tokens.numel() or tokens.is_floating_point():
+    if tokens.ndim != 2 or not tokens.numel() or tokens.dtype not in (torch.int64, torch.int32):
         raise ConfigError(f"calibration: token ids [sequences, tokens] are needed, not {tokens.dtype} {tokens.shape}")
     ids = range(getattr(model.get_input_embeddings(), "num_embeddings", 1 << 31))  # type: ignore[operator]
     least, most = map(int, tokens.aminmax())

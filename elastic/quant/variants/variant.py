@@ -66,6 +66,7 @@ class Variant:
             chosen = replace(chosen, config=config)
         _check_name(chosen.name)
         if chosen.checkpoint is not None:
+            require(isinstance(chosen.checkpoint, str | Path), "checkpoint", chosen.checkpoint, "a path, or None")
             return chosen
         format_of(chosen.config)
         _check_calibration(chosen)

@@ -9,7 +9,7 @@ register kernels; all others see the value, a plain tensor. Writing in place is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from elastic.errors import StateError
 from elastic.memory.pages.mapped_storage import outside_inference_mode
+from elastic.weights.proxy.compilation import require_uncompiled
 
 Function = Callable[..., Any]
 
@@ -25,8 +26,9 @@ Function = Callable[..., Any]
 class WeightSource(Protocol):
     """The source of a weight's value. All tensors have the same shape and dtype."""
 
-    has_gradient: ClassVar[bool]
-    """Whether the value is the weight itself, as far as gradients are concerned."""
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the value is the weight itself, as far as gradients are concerned."""
 
     def value(self) -> torch.Tensor:
         """Return the weight, any shape, as a plain tensor on its device: right now, for reading only."""
@@ -136,6 +138,7 @@ class WeightProxy(torch.Tensor):
     def __torch_function__(
         cls, function: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        require_uncompiled()
         kwargs = kwargs or {}
         proxy = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, WeightProxy)), None)
         kernel = _kernels.get((type(proxy.source), function)) if proxy is not None else None

@@ -132,9 +132,12 @@ def test_calibration_text_makes_a_variant_better(wrapped: Any) -> None:
         errors[name] = distance(model(**held_out).logits, full)
     assert errors["searched"] < 0.9 * errors["plain"]
     assert not any(module._forward_pre_hooks for name, module in model.named_modules() if name.endswith("proj"))
-    for wrong in (torch.randn(2, 8), torch.ones(8, dtype=torch.long), torch.ones(0, 8, dtype=torch.long)):
+    shapes = (torch.ones(8, dtype=torch.long), torch.ones(0, 8, dtype=torch.long))
+    for wrong in (torch.randn(2, 8), torch.ones(2, 8, dtype=torch.bool), *shapes):
         with pytest.raises(ConfigError, match="calibration: token ids"):
             elastic.wrap(build("llama-mha"), variants=[elastic.Variant("int4", calibration=wrong)])
+    with pytest.raises(ConfigError, match="checkpoint=3 cannot be; it must be a path"):
+        elastic.wrap(build("llama-mha"), variants=[elastic.Variant("mine", checkpoint=3)])  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

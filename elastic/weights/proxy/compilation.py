@@ -1,0 +1,20 @@
+"""Compiled code would not see that weights move, nor what reads keys and values in pages."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from elastic.errors import StateError
+
+
+def require_uncompiled() -> None:
+    """Raise `StateError` where the caller is being compiled, with a part of a wrapped model or all of it."""
+    if torch.compiler.is_compiling():
+        # outside the compiled code, where an error is not taken for a reason to run it uncompiled
+        torch.compiler.disable(_refuse)()  # type: ignore[no-untyped-call]
+
+
+def _refuse() -> NoReturn:
+    raise StateError("a wrapped model, or a part of it, cannot be compiled; unwrap it first")
