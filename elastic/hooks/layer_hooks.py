@@ -18,7 +18,7 @@ from elastic.hooks.interceptor import Args, Kwargs
 from elastic.weights import batch_context
 from elastic.weights.layer import Absence
 from elastic.weights.model import ModelWeights
-from elastic.weights.proxy.compilation import require_uncompiled
+from elastic.weights.proxy.compilation import refuse_compilation
 from elastic.weights.proxy.dropped_source import missing_error
 
 
@@ -38,7 +38,8 @@ class EnterLayer(Hook):
         self._interceptors = context.forward.interceptors
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-        require_uncompiled()
+        if torch.compiler.is_compiling():
+            refuse_compilation()
         if self._thread.plain and not torch.is_grad_enabled():
             return None
         if not self._thread.keys:  # it is called by itself

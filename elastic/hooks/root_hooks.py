@@ -17,7 +17,7 @@ from elastic.hooks.request_tracking import TrackedRequest
 from elastic.memory.backends.streams import capturing, note_current_stream
 from elastic.weights import batch_context
 from elastic.weights.decoder import EARLIER_NAME, cache_argument, layer_count
-from elastic.weights.proxy.compilation import require_uncompiled
+from elastic.weights.proxy.compilation import refuse_compilation
 
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -52,7 +52,8 @@ class EnterRoot(Hook):
         self._gpus = [pool.device for pool in pools if pool.device.type == "cuda"]
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-        require_uncompiled()
+        if torch.compiler.is_compiling():
+            refuse_compilation()
         if self._gpus and batch_context.thread.graphs is None and capturing():
             _refuse_capture()
         outermost = self.gate.enter(id(module), sys._getframe(2))  # that of the module's call, which outlasts its hooks

@@ -17,7 +17,7 @@ from elastic.kvcache.storage.pool import KVPool, StoreLease
 from elastic.memory.backends.peers import reachable
 from elastic.memory.backends.streams import on_stream
 from elastic.memory.copy_engine import to_device
-from elastic.weights.proxy.compilation import require_uncompiled
+from elastic.weights.proxy.compilation import refuse_compilation
 
 
 class LayerMemory(Protocol):
@@ -114,7 +114,8 @@ class ElasticLayer(PagedLayer):
         Where the cache is on another device, attention goes there; one that cannot gets copies. Raises `CapacityError`
         with the cache as it was, `ConfigError` for states that do not continue it.
         """
-        require_uncompiled()
+        if torch.compiler.is_compiling():
+            refuse_compilation()
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise StateError(
                 "the elastic KV cache is written in place and cannot be differentiated; run under torch.no_grad(), "

@@ -9,11 +9,12 @@ import torch
 from elastic.errors import StateError
 
 
-def require_uncompiled() -> None:
-    """Raise `StateError` where the caller is being compiled, with a part of a wrapped model or all of it."""
-    if torch.compiler.is_compiling():
-        # outside the compiled code, where an error is not taken for a reason to run it uncompiled
-        torch.compiler.disable(_refuse)()  # type: ignore[no-untyped-call]
+def refuse_compilation() -> None:
+    """Raise `StateError` for a caller that is being compiled, with a part of a wrapped model or all of it.
+
+    That is done outside the compiled code, where an error is not taken for a reason to run it uncompiled.
+    """
+    torch.compiler.disable(_refuse)()  # type: ignore[no-untyped-call]
 
 
 def _refuse() -> NoReturn:

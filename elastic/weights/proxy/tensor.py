@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from elastic.errors import StateError
 from elastic.memory.pages.mapped_storage import outside_inference_mode
-from elastic.weights.proxy.compilation import require_uncompiled
+from elastic.weights.proxy.compilation import refuse_compilation
 
 Function = Callable[..., Any]
 
@@ -138,7 +138,8 @@ class WeightProxy(torch.Tensor):
     def __torch_function__(
         cls, function: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        require_uncompiled()
+        if torch.compiler.is_compiling():
+            refuse_compilation()
         kwargs = kwargs or {}
         proxy = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, WeightProxy)), None)
         kernel = _kernels.get((type(proxy.source), function)) if proxy is not None else None
