@@ -153,4 +153,4 @@ class ReleaseHandler(ActionHandler):
 def _no_prefetch_buffer(streamer: WeightStreamer) -> CapacityError:
     pool = streamer.pool
     message = f"place {pool.name} has no room for the prefetch buffer that released layers are called in"
-    return pool.shortage(f"{message}; give it a larger budget", streamer.buffer_pages)
+    return pool.shortage(f"{message}; lower the KV limit, or give it a larger budget", streamer.buffer_pages)
