@@ -6,6 +6,7 @@ curl -s localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import torch
@@ -17,7 +18,7 @@ from elastic.engines.continuous import ContinuousEngine
 from elastic.server import create_app, run
 
 
-def main(path: str = str(MODEL_DIR), port: str = "8000") -> int:
+def main(path: str, port: int) -> int:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     elastic.wrap(model, variants=["int4"], policy="balanced")  # layers are swapped when the KV cache is short of pages
     engine = ContinuousEngine(model, max_queue=256)
@@ -28,11 +29,15 @@ def main(path: str = str(MODEL_DIR), port: str = "8000") -> int:
         return model.elastic.status().layers
 
     try:
-        return run(app, port=int(port))  # drains on SIGTERM; or any ASGI server: uvicorn.run(app)
+        return run(app, port=port)  # drains on SIGTERM; or any ASGI server: uvicorn.run(app)
     finally:
         engine.stop(drain=False)
         elastic.unwrap(model)
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("model", nargs="?", default=str(MODEL_DIR), help="directory of a model")
+    options.add_argument("port", nargs="?", type=int, default=8000)
+    arguments = options.parse_args()
+    sys.exit(main(arguments.model, arguments.port))
