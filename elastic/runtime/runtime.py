@@ -130,6 +130,11 @@ class Runtime(LayerVerbs):
         return self.controller.health() if self.controller else ControllerHealth(last_reason="policy='manual'")
 
     @property
+    def working(self) -> bool:
+        """Whether actions that were asked for are under way."""
+        return self._executor.working
+
+    @property
     def busy(self) -> bool:
         """Whether actions that were asked for are under way or deferred."""
         return self._executor.busy

@@ -94,9 +94,14 @@ class ActionExecutor:
         return self._held.told()
 
     @property
+    def working(self) -> bool:
+        """Whether any job is not done yet."""
+        return self._unfinished > 0
+
+    @property
     def busy(self) -> bool:
         """Whether any job is not done yet, or any action deferred."""
-        return self._unfinished > 0 or bool(self._runner.deferred())
+        return self.working or bool(self._runner.deferred())
 
     def retry(self) -> None:
         """Have deferred actions tried again. May be called under any lock: it only queues a job."""

@@ -107,7 +107,7 @@ class ElasticModel:
             pool = parts.pools[0]
             pool.listeners.append(self.changed)
             memory.callback(pool.listeners.remove, self.changed)
-            self.runtime.event_listeners.append(self.changed)
+            self.runtime.event_listeners += [self.wake, self.changed]
             self._streaming = StreamingHooks(options.decoder.layers, parts.weights) if eager else None
             if self._streaming is not None:
                 on_model.callback(self._streaming.remove)
@@ -129,16 +129,18 @@ class ElasticModel:
         return self.runtime.counters
 
     @property
-    def unsettled(self) -> bool:
-        """Whether the scheduler's side should go on stepping though no request is there.
+    def working(self) -> bool:
+        """Whether actions are under way, or ranks have something to agree on."""
+        return not self.runtime.closed and (self.runtime.working or self.actions.pending)
 
-        Actions are under way, ranks have something to agree on, or a controller has layers to bring back.
-        """
+    @property
+    def unsettled(self) -> bool:
+        """Whether actions are under way or deferred, or a controller has layers to bring back."""
         runtime = self.runtime
         if runtime.closed:
             return False
         away = runtime.controller is not None and set(runtime.form()) != {self._parts.weights.layers[0].dtype}
-        return runtime.busy or self.actions.pending or away
+        return self.working or runtime.busy or away
 
     def changed(self) -> None:
         """Tell the scheduler's side that something may have changed. Safe from any thread, under any lock."""
@@ -146,9 +148,10 @@ class ElasticModel:
             self.channel.changed()
 
     def wake(self) -> None:
-        """Have an engine that waits for requests look at this model again, when it is next told anything."""
+        """Have the scheduler's side ask this rank again how it is: before an engine waits, or a request enters."""
         if self._wake_file is not None:
-            Path(self._wake_file).touch()
+            with open(self._wake_file, "ab", buffering=0) as file:  # its length counts: its times are too coarse
+                file.write(b"!")
 
     def begin_forward(self) -> None:
         """Enter a step: no action commits until `end_forward`."""

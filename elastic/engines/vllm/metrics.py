@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import REGISTRY, Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
@@ -44,7 +44,10 @@ class CapacityStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class CapacityPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The figures for Prometheus, as `elastic:usable_blocks` and so on."""
+    """The figures for Prometheus, as `elastic:usable_blocks` and so on.
+
+    Those of an engine before are unregistered, as vLLM does with its own.
+    """
 
     def __init__(
         self,
@@ -54,6 +57,10 @@ class CapacityPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+        for collector in list(REGISTRY._collector_to_names):
+            if getattr(collector, "_name", "").startswith("elastic:"):
+                REGISTRY.unregister(collector)
 
         def make(kind: Any, name: str, text: str) -> Any:
             metric = kind(name=f"elastic:{name}", documentation=text, labelnames=labelnames)

@@ -34,6 +34,8 @@ class _Told:
     """A request that lives, and what was told of it."""
 
     request: Request
+    wakes: int
+    """How often ranks had asked to be looked at when it came."""
     tokens: int = 0
     preemptions: int = 0
 
@@ -48,7 +50,6 @@ class SchedulerSide:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._counts = bool(extra.get("count_requests", True))
         self._wake_file: str | None = extra.get("wake_file")
-        self._woken_ns = 0
         self._ledger = promise_ledger(vllm_config, kv_cache_config, binding=bool(extra.get("promise", True)))
         self._requests: dict[str, _Told] = {}  # those that live
         self._prefixes = PrefixSharing()
@@ -85,7 +86,7 @@ class SchedulerSide:
         """Note a request before it has any block."""
         with self.lock:
             self._idle = False
-            self._requests[request.request_id] = _Told(request)
+            self._requests[request.request_id] = _Told(request, self._wakes())
             self._follow_weights()
             self._prefixes.arrive(request)
             arrived_s = time.perf_counter() - max(0.0, time.time() - request.arrival_time)
@@ -94,10 +95,12 @@ class SchedulerSide:
     def may_enter(self, request: Request) -> bool:
         """Whether all that live, and this one, can still get every block that they may need.
 
-        One that has looked for its prefix by the weights of before is to look again, with the next step.
+        One that has looked for its prefix by the weights of before is to look again, with the next step; so is one
+        before which an action ended that ranks of other processes have not told of yet.
         """
         self._follow_weights()
-        if not self._prefixes.may_look_up(request.request_id):
+        told = self._local is not None or self._requests[request.request_id].wakes <= self.coordinator.wakes
+        if not told or not self._prefixes.may_look_up(request.request_id):
             return False
         return self._ledger.may_enter(request.request_id, _tokens(request), self.coordinator.room)
 
@@ -165,7 +168,7 @@ class SchedulerSide:
     @property
     def busy(self) -> bool:
         """Whether steps are needed though no request is there."""
-        told = not self._events and self._last_wake() == self._woken_ns
+        told = not self._events and self._wakes() == self.coordinator.wakes
         return not told or self.coordinator.busy or self._agreement.pending
 
     def new_figures(self) -> CapacityStats | None:
@@ -188,10 +191,10 @@ class SchedulerSide:
 
     def _decide(self) -> StepOrders:
         """Return the next orders, with what happened since the last ones."""
-        self._woken_ns = self._last_wake()
+        wakes = self._wakes()
         self._tell_progress(self._requests.values())
         events, self._events = self._events, []
-        return self.coordinator.next_orders(actions=self._agreement.orders(), requests=events)
+        return self.coordinator.next_orders(actions=self._agreement.orders(), requests=events, wakes=wakes)
 
     def _follow_weights(self) -> None:
         """Have nothing found in the prefix cache that was computed with other weights than the ranks have now.
@@ -202,10 +205,10 @@ class SchedulerSide:
         if self._prefixes.change(weights):
             self.coordinator.capacity.forget_contents()
 
-    def _last_wake(self) -> int:
-        """Return when the wake file was last touched; 0: never."""
+    def _wakes(self) -> int:
+        """Count how often ranks have asked to be looked at."""
         try:
-            return os.stat(self._wake_file).st_mtime_ns if self._wake_file else 0
+            return os.stat(self._wake_file).st_size if self._wake_file else 0
         except FileNotFoundError:
             return 0
 

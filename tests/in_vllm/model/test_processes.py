@@ -50,20 +50,25 @@ def test_release_swap_and_resize_across_processes(reference: list[list[int]]) ->
         llm.llm_engine.engine_core.shutdown()
 
 
-def test_an_async_engine() -> None:
-    from vllm import SamplingParams
+def async_engine(budget: str) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    options: dict[str, Any] = {**PLAIN, **elastic.vllm.options("20MiB", variants=("int4",))}
+    options: dict[str, Any] = {**PLAIN, **elastic.vllm.options(budget, variants=("int4",))}
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(model=MODEL, **options))
 
-    async def decode(engine: Any, number: int) -> list[int]:
-        sampling = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-        outputs = [output async for output in engine.generate(TEXTS[number], sampling, f"r{number}")]
-        return list(outputs[-1].outputs[0].token_ids)
 
+async def decode(engine: Any, number: int, length: int = 60) -> list[int]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+    outputs = [output async for output in engine.generate(TEXTS[number], sampling, f"r{number}")]
+    return list(outputs[-1].outputs[0].token_ids)
+
+
+def test_an_async_engine() -> None:
     async def serve() -> tuple[list[list[int]], list[list[int]]]:
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=MODEL, **options))
+        engine = async_engine("20MiB")
         try:
             runtime = elastic.vllm.runtime(engine)
             plain = await asyncio.gather(*(decode(engine, number) for number in range(4)))
@@ -78,3 +83,23 @@ def test_an_async_engine() -> None:
 
     plain, meanwhile = asyncio.run(serve())
     assert plain == meanwhile
+
+
+def test_an_engine_is_paused_while_layers_wait_for_blocks_of_its_requests(reference: list[list[int]]) -> None:
+    async def serve() -> list[list[int]]:
+        engine = async_engine("16MiB")
+        try:
+            runtime = elastic.vllm.runtime(engine)
+            await runtime.release(range(6))
+            running = asyncio.gather(*(decode(engine, number, 200) for number in range(8)))
+            while (await runtime.status()).kv[0].used_bytes < 4 << 20:
+                await asyncio.sleep(0.01)
+            assert (await runtime.restore()).status == "deferred"
+            await asyncio.wait_for(engine.pause_generation(mode="keep", clear_cache=False), 60)
+            assert "absent" in await runtime.form()
+            await engine.resume_generation()
+            return await running
+        finally:
+            engine.shutdown()
+
+    assert asyncio.run(serve()) == [tokens[:200] for tokens in reference]

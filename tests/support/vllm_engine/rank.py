@@ -44,6 +44,7 @@ class StubModel:
     weights: Callable[[], Weights] = lambda: (0, b"")
     rank: int = 0
     unsettled: bool = False
+    working: bool = False
     channel: WorkerChannel | None = None
 
     def close(self) -> None:

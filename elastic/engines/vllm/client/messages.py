@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from operator import index
 from typing import Any
 
 from elastic import errors, types
@@ -30,8 +31,8 @@ _CAPACITY = ("requested_bytes", "free_bytes", "total_bytes")
 
 
 def encode(value: Any) -> str:
-    """Return a value of records, tuples, texts and numbers as JSON."""
-    return json.dumps(_plain(value))
+    """Return a value of records, tuples, texts and numbers as JSON. Raises `ConfigError` for anything else."""
+    return json.dumps(_plain(value), default=_whole)
 
 
 def decode(text: str) -> Any:
@@ -58,7 +59,7 @@ def decode_error(text: str) -> Exception:
 
 
 def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if type(value).__name__ in _RECORDS:
         fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {_TAG: type(value).__name__, **fields}
     if isinstance(value, list | tuple):
@@ -66,6 +67,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     return value
+
+
+def _whole(value: Any) -> int:
+    """Return a whole number of another library, such as NumPy's."""
+    try:
+        return index(value)
+    except TypeError:
+        raise errors.ConfigError(
+            f"{value!r} cannot be sent to the workers; give numbers, names, and actions of elastic.types"
+        ) from None
 
 
 def _made(value: Any) -> Any:

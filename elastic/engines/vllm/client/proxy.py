@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
@@ -99,7 +99,7 @@ class RemoteRuntime:
 
     def apply(self, actions: Action | Sequence[Action]) -> tuple[Result, ...]:
         """Do actions, all or none, on all ranks before the same step; return the first rank's results."""
-        several = (actions,) if is_dataclass(actions) else tuple(actions)
+        several = tuple(actions) if isinstance(actions, Iterable) else (actions,)
         return tuple(self._change("apply", several, why="by hand")[0])
 
     def _look(self, name: str, *arguments: Any) -> Any:

@@ -65,19 +65,24 @@ class CapacityCoordinator:
         self._adjust()
 
     def next_orders(
-        self, *, actions: ActionOrders | None = None, requests: Iterable[RequestEvent | StepTokens] = ()
+        self, *, actions: ActionOrders | None = None, requests: Iterable[RequestEvent | StepTokens] = (), wakes: int = 0
     ) -> StepOrders:
         """Decide what all ranks do before the step that was just scheduled."""
         self._adjust()
         if self.settled:
             self._order()
         usable, actions = self.capacity.usable, actions or ActionOrders()
-        return StepOrders(self.sequence, self.ordered, self.taken, usable, actions, tuple(requests))
+        return StepOrders(self.sequence, self.ordered, self.taken, usable, actions, tuple(requests), wakes)
 
     @property
     def weights(self) -> list[Weights]:
         """What each rank computes with, as it told last."""
         return [state.weights for _, state in sorted(self.ranks.items())]
+
+    @property
+    def wakes(self) -> int:
+        """How often ranks had asked to be looked at when all last told how they are."""
+        return min(state.wakes for state in self.ranks.values())
 
     @property
     def taken(self) -> int:
@@ -109,8 +114,15 @@ class CapacityCoordinator:
 
     @property
     def busy(self) -> bool:
-        """Whether steps are needed though no request is there."""
-        return not self.settled or self.needed != self.mapped or any(state.unsettled for state in self.ranks.values())
+        """Whether steps are needed though no request is there, or all that are there are paused.
+
+        What waits for blocks that paused requests have is no reason.
+        """
+        if not self.settled or any(state.working for state in self.ranks.values()):
+            return True
+        if self.capacity.used:
+            return self._next != self.mapped
+        return self.needed != self.mapped or any(state.unsettled for state in self.ranks.values())
 
     @property
     def blocks_coming(self) -> bool:
@@ -135,10 +147,15 @@ class CapacityCoordinator:
             self.mapped = min(state.mapped for state in self.ranks.values())
         self.capacity.set_limit(min(self.mapped, self.needed) * self.blocks_per_sector, evict=not self.moving)
 
-    def _order(self) -> None:
-        """Order sectors to be mapped, or those unmapped in which nothing is left."""
+    @property
+    def _next(self) -> int:
+        """Sectors for the next order: more are mapped, or those unmapped in which nothing is left."""
         kept = -(-self.capacity.end // self.blocks_per_sector)
-        sectors = self.needed if self.needed > self.mapped else kept
+        return self.needed if self.needed > self.mapped else kept
+
+    def _order(self) -> None:
+        """Order what is not mapped so."""
+        sectors = self._next
         if sectors != self.mapped or any(state.mapped > sectors for state in self.ranks.values()):
             self.sequence += 1
             self.ordered = sectors

@@ -55,6 +55,8 @@ class StepOrders:
     actions: ActionOrders = field(default_factory=ActionOrders)
     requests: tuple[RequestEvent | StepTokens, ...] = ()
     """What happened since the last orders, in its order."""
+    wakes: int = 0
+    """How often ranks had asked to be looked at."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,12 @@ class RankState:
     """What requests that live may have beyond the limit, which binds new ones only."""
     unsettled: bool = False
     """Whether it wants to be stepped though no request is there."""
+    working: bool = False
+    """Whether it wants to be stepped also while requests that have blocks are paused."""
     actions: RankReport | None = None
     weights: Weights = (0, b"")
+    wakes: int = 0
+    """Those of the last orders: what it tells is as new."""
     number: int = 0
     """Of the report, at this rank: a later one counts, in whatever order they come."""
 

@@ -47,7 +47,7 @@ class WorkerChannel:
         self.used_bytes = self.capacity_bytes = 0
         self.weights = model.weights
         self._following = threading.Lock()
-        self._sequence = 0
+        self._sequence = self._wakes = 0
         self._mapping = self._closed = False
         self._failed = False  # less than RETRY_S ago
         self._error = ""  # of the last failure; empty: the last try had none
@@ -68,6 +68,7 @@ class WorkerChannel:
         orders = find_orders(metadata)
         if orders is None:
             return
+        self._wakes = orders.wakes
         self.used_bytes = orders.used_blocks * self.sectors.block_bytes
         self.capacity_bytes = orders.capacity_blocks * self.sectors.block_bytes
         self._model.actions.execute(orders.actions)
@@ -147,8 +148,9 @@ class WorkerChannel:
             target = min(reachable, kv.limits.open // sectors.sector_pages)
             most = min(reachable, kv.limits.maximum // sectors.sector_pages)
             mapped = sectors.mapped
-        unsettled = self._model.unsettled or self._mapping or self._failed
-        return RankState(self._sequence, mapped, target, most, unsettled, actions, self.weights())
+        working = self._model.working or self._mapping
+        unsettled = working or self._model.unsettled or self._failed
+        return RankState(self._sequence, mapped, target, most, unsettled, working, actions, self.weights(), self._wakes)
 
 
 def _count(counters: RequestMetrics, events: Iterable[RequestEvent | StepTokens]) -> None:

@@ -50,6 +50,21 @@ def test_a_shrink_waits_for_the_last_block_in_its_way() -> None:
     assert coordinator.next_orders().sectors == 2
 
 
+def test_what_waits_for_blocks_that_requests_have_needs_no_steps_until_these_run() -> None:
+    coordinator = one_rank(3)
+    held = coordinator.capacity.pool.get_new_blocks(9)
+    coordinator.receive(StepReport({0: RankState(0, 3, 1, 8, unsettled=True)}))
+    assert not coordinator.busy
+    coordinator.capacity.pool.free_blocks([held.pop(), held.pop()])
+    coordinator.capacity.withdraw_freed()
+    assert coordinator.busy, "a sector can be unmapped"
+    coordinator.receive(StepReport({0: RankState(0, 3, 3, 8, unsettled=True, working=True)}))
+    assert coordinator.busy, "ranks may have to agree"
+    coordinator.capacity.pool.free_blocks(held)
+    coordinator.receive(StepReport({0: RankState(0, 3, 3, 8, unsettled=True)}))
+    assert coordinator.busy, "no request has blocks"
+
+
 def test_what_one_rank_cannot_map_no_rank_keeps() -> None:
     coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(32)), None)
     state = RankState(0, 1, 4, 8)

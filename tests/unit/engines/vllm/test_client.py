@@ -241,3 +241,18 @@ def test_another_version_of_vllm_is_refused_with_the_known_ones(version: str) ->
 @pytest.mark.parametrize("version", ["0.31.0", "0.32.0+cpu", "0.33.1"])
 def test_known_versions(version: str) -> None:
     require_known(version)
+
+
+def test_whole_numbers_of_numpy_are_sent_and_what_is_no_number_is_refused() -> None:
+    sent = {"size": np.int64(4), "action": Release((np.int64(1),))}
+    assert decode(encode(sent)) == {"size": 4, "action": Release((1,))}
+    for wrong in (object(), Release, SLO()):
+        with pytest.raises(ConfigError, match="cannot be sent to the workers"):
+            encode(wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, 3])
+def test_what_is_no_action_is_left_to_the_ranks_to_refuse(wrong: Any) -> None:
+    ranks = Ranks([{"error": encode_error(ConfigError("no action of this model"))}], delay=0)
+    with pytest.raises(ConfigError, match="no action"):
+        RemoteRuntime(ranks).apply(wrong)
