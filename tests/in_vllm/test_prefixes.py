@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -39,16 +38,10 @@ def plain() -> list[list[int]]:
         return generate(llm)[1]
 
 
-@contextmanager
-def prefix_engine(**options: Any) -> Iterator[Any]:
-    with elastic_engine("32MiB", enable_prefix_caching=True, **options) as engine:
-        elastic.vllm.runtime(engine).kv.resize("12MiB")  # as much with packed layers: no blocks come or go
-        yield engine
-
-
 @pytest.fixture(scope="module")
 def llm(plain: list[list[int]]) -> Iterator[Any]:
-    with prefix_engine() as engine:
+    with elastic_engine("32MiB", enable_prefix_caching=True) as engine:
+        elastic.vllm.runtime(engine).kv.resize("12MiB")  # as much with packed layers: no blocks come or go
         wait_for(lambda: not coordinator(engine).busy)
         assert coordinator(engine).capacity.usable > 56  # which all prompts take at once, for the same sums each time
         yield engine
@@ -137,25 +130,3 @@ def test_requests_that_wait_across_a_change_look_by_the_present_weights(
     cached, again = generate(llm)
     assert cached > 0
     assert again == plain
-
-
-def test_what_comes_after_a_change_finds_nothing_of_before_though_no_step_has_told_of_it() -> None:
-    """The worker is in a process of its own: the scheduler hears of its weights with the steps."""
-    from vllm import SamplingParams
-
-    with prefix_engine(distributed_executor_backend="mp") as llm:
-        rt, engine, tokens = elastic.vllm.runtime(llm), llm.llm_engine, dict[str, list[int]]()
-        sampling = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
-        generate(llm)
-        engine.add_request("lives", {"prompt": TEXTS[0]}, SamplingParams(max_tokens=100, ignore_eos=True))
-        engine.step()
-        rt.swap(range(6), "int4")
-        for number, text in enumerate(LONG):
-            engine.add_request(str(number), {"prompt": text}, sampling)
-        while len(tokens) < len(LONG):
-            for output in engine.step():
-                if output.finished and output.request_id != "lives":
-                    assert output.num_cached_tokens == 0
-                    tokens[output.request_id] = list(output.outputs[0].token_ids)
-        engine.abort_request(["lives"])
-        engine.step()
