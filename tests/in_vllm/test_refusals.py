@@ -20,6 +20,13 @@ def test_a_budget_too_small_for_the_longest_request_is_refused_and_a_larger_one_
         assert len(run(llm, [4])[0]) == 4
 
 
+def test_a_cache_of_variants_that_cannot_be_made_is_refused() -> None:
+    refused = pytest.raises(ConfigError, match=r"variant_cache='/proc/none' cannot be made")
+    with refused, elastic_engine("20MiB", variant_cache="/proc/none"):
+        pass
+    assert not places._open
+
+
 def answer_nothing(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     return func(*args, **(kwargs or {}))
 

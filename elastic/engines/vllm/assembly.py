@@ -20,7 +20,7 @@ from elastic.engines.vllm.agreement import RankAgreement, at_place
 from elastic.engines.vllm.client.settings import EngineSettings
 from elastic.engines.vllm.model.decoder import find_decoder
 from elastic.engines.vllm.model.streaming import StreamingHooks
-from elastic.errors import StateError
+from elastic.errors import ConfigError, StateError
 from elastic.hooks.weights_recorder import WeightsRecorder
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.layout import choose_layout
@@ -250,7 +250,7 @@ def _wrap_options(
     policy = settings.to_policy() if controlled else "manual"
     cache = Path(settings.variant_cache) / place.name.rpartition("-")[2] if settings.variant_cache else None
     if cache is not None:
-        cache.mkdir(parents=True, exist_ok=True)
+        _make_directory(cache)
     return WrapOptions(
         decoder=decoder,
         places=[place],
@@ -267,6 +267,16 @@ def _wrap_options(
         lives_in_pages=lambda parameter: parameter.ndim > 1,  # norms are read by address, and are .05 % of a layer
         choose_prepacked=lambda module, weight, _: prepacked_layout(weight) if is_packable(module, weight) else None,
     )
+
+
+def _make_directory(cache: Path) -> None:
+    """Make the directory of a rank's variants. Raises `ConfigError` where there can be none."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"variant_cache={str(cache.parent)!r} cannot be made or written: {error.strerror}; give another directory"
+        ) from error
 
 
 def _make_kv(pools: Sequence[KVPool], homes: Sequence[KVPool], stack: ExitStack) -> KVMemory:
