@@ -24,24 +24,37 @@ _LONGEST = 160
 _SHOWN = 3
 
 
-def load_model(path: str, device: torch.device, *, option: str) -> tuple[Any, Any]:
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+"""What models are loaded in. `auto` is the checkpoint's own on CUDA, and float32 on CPUs, where half precision is often
+slow."""
+
+
+def load_model(path: str, device: torch.device, dtype: str = "auto", *, option: str) -> tuple[Any, Any]:
     """Load a model in evaluation mode, for this device but not to it yet, and its tokenizer.
 
-    Its dtype is the checkpoint's own on CUDA, and float32 on CPUs, where half precision is often slow.
+    `dtype` is one of `DTYPES`.
     """
     if device.type == "cuda":
         require_cuda(device)
     read_config(path, option=option)
     tokenizer = read_tokenizer(path, option=option)
-    return load_weights(path, device, option=option), tokenizer
+    return load_weights(path, device, dtype, option=option), tokenizer
 
 
-def load_weights(path: str, device: torch.device, *, option: str) -> Any:
+def load_weights(path: str, device: torch.device, dtype: str = "auto", *, option: str) -> Any:
     """Load a model as `load_model` does, without its tokenizer."""
     if device.type == "cuda":
         require_cuda(device)
-    model = read_model(path, torch.float32 if device.type == "cpu" else "auto", option=option)
+    model = read_model(path, chosen_dtype(dtype, device) or "auto", option=option)
     return model.eval().requires_grad_(False)
+
+
+def chosen_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
+    """Return what one of `DTYPES` is on a device; None: the checkpoint's own."""
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else None
+    chosen: torch.dtype = getattr(torch, dtype)
+    return chosen
 
 
 def read_config(path: str, *, option: str) -> Any:

@@ -144,7 +144,7 @@ def make_engine(options: Namespace, slo: SLO | None) -> Iterator[Engine]:
     from elastic.model_files import load_model
 
     place = parse_place(options.place)
-    model, _ = load_model(options.model, place.device, option="--model")
+    model, _ = load_model(options.model, place.device, options.dtype or "auto", option="--model")
     variants = tuple(name for name in options.variants.split(",") if name)
     chosen = {"policy": options.policy or "manual", "slo": slo, "variants": variants, "prepack": options.prepack}
     elastic.wrap(model.to(place.device), places=[place], **chosen)

@@ -18,6 +18,7 @@ from elastic.cli.fleet import add_options as add_fleet
 from elastic.cli.inputs.bench_options import add_bench
 from elastic.cli.inputs.intent_options import add_estimate, add_place
 from elastic.cli.inputs.interrupts import INTERRUPTED, leaving_on_interrupt
+from elastic.cli.inputs.model_loading import add_dtype
 from elastic.cli.rank import add_options as add_rank
 from elastic.cli.serve import add_options as add_serve
 from elastic.cli.vllm_args import add_options as add_vllm_args
@@ -94,6 +95,7 @@ def _add_common(command: argparse.ArgumentParser, *, prompt: str | None, tokens:
     command.add_argument(
         "--model", default=str(MODEL_DIR), metavar="PATH", help="model directory (default: the small one inside)"
     )
+    add_dtype(command)
     command.add_argument("--prompt", default=prompt, required=prompt is None, metavar="TEXT")
     command.add_argument("--max-new-tokens", type=int, default=tokens, metavar="N")
     command.add_argument("--place", metavar="PLACE", help="memory to use, such as cpu=64MiB or cuda:0=20GiB")
@@ -102,6 +104,7 @@ def _add_common(command: argparse.ArgumentParser, *, prompt: str | None, tokens:
 
 def _add_profile(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help="model directory")
+    add_dtype(command)
     command.add_argument(
         "--calibration", required=True, nargs="+", metavar="FILE", help="text like what will be served"
     )

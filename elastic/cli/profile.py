@@ -35,7 +35,7 @@ def profile(options: Namespace) -> int:
     path = beside if options.out is None else Path(options.out)
     require_file_to_write(options.out, "--out")
     require_file_to_write(options.plot, "--plot")
-    model, tokenizer = load_model(options.model, device, option="MODEL")
+    model, tokenizer = load_model(options.model, device, options.dtype or "auto", option="MODEL")
     model = model.to(device)
     measured = _measure(model, tokenizer, texts, path, options)
     console = Console()

@@ -41,6 +41,7 @@ def rank(options: Namespace) -> int:
         wrap=wrap,
         engine={"max_requests": options.max_requests, "grammars": "llguidance" if find_spec("llguidance") else None},
         cores=tuple(options.cores),
+        dtype=options.dtype or "auto",
         lookahead=options.lookahead,
     )
     connection = connect(address, key)  # before minutes are spent on the model

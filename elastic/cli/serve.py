@@ -21,6 +21,7 @@ from elastic.cli.inputs.fleet_options import (
     read_configs,
 )
 from elastic.cli.inputs.intent_options import intent_of, load_of, said_load
+from elastic.cli.inputs.model_loading import add_dtype
 from elastic.config import SLO, Place, parse_bytes
 from elastic.engines.base import Engine, GrammarCompiler
 from elastic.engines.structured import compiler_of
@@ -129,6 +130,7 @@ def add_memory(command: ArgumentParser) -> None:
     group.add_argument(
         "--place", action="append", metavar="PLACE", help="memory to use, such as cpu=64MiB or cuda:0=20GiB; repeatable"
     )
+    add_dtype(group)
     group.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="what layers can be in, as int4 2:4")
     group.add_argument(
         "--policy",
@@ -200,7 +202,7 @@ def model_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) ->
     from elastic.model_files import load_model
 
     device = Place.parse((options.place or ["cpu"])[0]).device
-    model, tokenizer = load_model(options.model, device, option="MODEL")
+    model, tokenizer = load_model(options.model, device, options.dtype or "auto", option="MODEL")
     max_model_len = longest(model, options)
     elastic.wrap(model.to(device), **chosen)
     stack.callback(elastic.unwrap, model)

@@ -91,7 +91,8 @@ def warn_of_other_files(layers: Sequence[WeightUnit], files: Checkpoint | None) 
     if not any(stored is not None and stored.shape == p.shape and stored.dtype == p.dtype for p, stored in pairs):
         logger.warning(
             "checkpoint: of %d parameters of decoder layers %d are in it by name, and none in its shape and dtype: "
-            "weights are copied to host memory instead; load the model from these files, in their dtype",
+            "weights are copied to host memory instead; load the model from these files, in their dtype (dtype= "
+            "of a fleet, --dtype of commands)",
             len(pairs),
             sum(stored is not None for _, stored in pairs),
         )

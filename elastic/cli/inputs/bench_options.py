@@ -7,6 +7,7 @@ import os
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
+from elastic.cli.inputs.model_loading import add_dtype
 from elastic.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def add_bench(command: ArgumentParser) -> None:
 
 def check_pairs(options: Namespace) -> None:
     """Raise `ConfigError` for options that mean nothing beside the others that were given."""
-    served_here = ("place", "policy", "variants", "prepack", "max_queue")
+    served_here = ("place", "dtype", "policy", "variants", "prepack", "max_queue")
     pairs = (
         (options.url is not None, served_here, "is of a model that is served here; give --model in place of --url"),
         (options.model is not None, ("served_model_name",), "is of a server; give --url in place of --model"),
@@ -76,6 +77,7 @@ def _add_target(run: ArgumentParser) -> None:
     run.add_argument("--place", metavar="PLACE", help="with --model: memory to use, such as cuda:0=20GiB")
     run.add_argument("--policy", metavar="POLICY", help=f"with --model: {POLICIES}, or a file")
     run.add_argument("--variants", default="", metavar="NAMES", help="with --model: what to swap to, such as int8,2:4")
+    add_dtype(run)
     run.add_argument("--prepack", action="store_true", help="with --model: matrices in a CPU's fastest order")
     run.add_argument("--max-queue", type=int, metavar="N", help="with --model: refuse more that wait")
 

@@ -30,7 +30,9 @@ _ALONE = (
     "harvest",
 )
 """Options that mean nothing without `--devices`."""
-_NOT_WITH = ("ranks", "place", "variants", "policy", "shards", "prepack", "cores", "max_queue", "slo_ttft", "slo_tpot")
+_NOT_WITH = (
+    "ranks", "place", "dtype", "variants", "policy", "shards", "prepack", "cores", "max_queue", "slo_ttft", "slo_tpot"
+)  # fmt: skip
 """Those that a deployment chooses, or does not have."""
 
 

@@ -148,6 +148,7 @@ def make_fleet(
         cores=_cores(options),
         launch=launcher,
         engine=engine,
+        dtype=options.dtype or "auto",
         shards=options.shards,
         tp=tp,
         pp=pp,

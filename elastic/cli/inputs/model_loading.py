@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,16 @@ import torch
 
 from elastic.cli.inputs.checks import require_at_least, require_characters
 from elastic.errors import ConfigError
-from elastic.model_files import load_model
+from elastic.model_files import DTYPES, load_model
 from elastic.weights.decoder import context_length
 
 SEEDS = range(-(2**63), 2**64)
 """Those that torch takes."""
+
+
+def add_dtype(command: ArgumentParser | _ArgumentGroup) -> None:
+    """Add the option of what a model is loaded in."""
+    command.add_argument("--dtype", choices=DTYPES, help="to load the model in (auto: float32 on CPUs, else its own)")
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ def load(options: Namespace, device: torch.device) -> Loaded:
     require_at_least(1, options.max_new_tokens, "--max-new-tokens")
     if options.seed not in SEEDS:
         raise ConfigError(f"--seed {options.seed} is out of range; use {SEEDS.start} to {SEEDS.stop - 1}")
-    model, tokenizer = load_model(options.model, device, option="--model")
+    model, tokenizer = load_model(options.model, device, options.dtype or "auto", option="--model")
     inputs = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False)
     _check_length(model.config, inputs["input_ids"].shape[1], options.max_new_tokens)
     return Loaded(model.to(device), tokenizer, inputs.to(device))

@@ -36,7 +36,7 @@ from elastic.planning.estimate.intent import Intent, Objective
 from elastic.planning.estimate.performance import USUAL_LOAD, Load
 
 logger = logging.getLogger(__name__)
-_CHOSEN = {"model", "ranks", "places", "cores", "shards", "tp", "pp"}
+_CHOSEN = {"model", "ranks", "places", "cores", "dtype", "shards", "tp", "pp"}
 """Arguments of a fleet that follow from the configuration, and the devices, of a deployment."""
 _open: weakref.WeakSet[Deployments] = weakref.WeakSet()
 

@@ -47,14 +47,14 @@ _fleets: weakref.WeakSet[Fleet] = weakref.WeakSet()
 class Fleet(PricedVerbs):
     """Several ranks that serve one model; an `Engine`. Nothing starts before `start`, or `with`.
 
-    `model` is a directory that ranks load. `ranks` is how many there are, each with `places` (see `elastic.wrap`), or
-    for each its own list of places; `cores` the CPU cores of each. `shards` is in how many parts each layer is cut,
-    that ranks can share (None: 4 with the policy "lengths", else `tp`). With `tp` or `pp` above 1 so many ranks have
-    the model together from the beginning: `tp` share each layer, in `pp` stages of as many layers (or of the layers
-    given for each); none ever holds more than its share of the weights, and `ranks` (None: as many as that takes) are
-    a multiple of it. `launch` starts them: "local" processes of this
-    host, "in-process" threads, "ray" actors, or a `Launcher`, such as a `JoinLauncher` for ranks that come by
-    themselves. `wrap` and `engine` are further options of `elastic.wrap` and `ContinuousEngine` in each.
+    `model` is a directory that ranks load, in `dtype` (one of `DTYPES`). `ranks` is how many there are, each with
+    `places` (see `elastic.wrap`), or a list of places for each; `cores` its CPU cores. `shards` is in how many parts
+    each layer is cut, for ranks to share (None: 4 with the policy "lengths", else `tp`). With `tp` or `pp` above 1
+    ranks have the model together from the beginning: `tp` share each layer, in `pp` stages of as many layers (or of
+    those given for each); none ever holds more than its share of the weights; `ranks` (None: as many as that takes) are
+    a multiple of it. `launch` starts them: "local" processes, "in-process" threads, "ray" actors, or a `Launcher`, as
+    `JoinLauncher` for ranks that come by themselves. `wrap` and `engine` are options of `elastic.wrap` and
+    `ContinuousEngine`.
 
     A request goes to an instance that can hold it, chosen by `routing` (see `router.route`); others wait here, at most
     `max_queue` of them (None: any number). With `policy="balance"` requests move while they generate, so that all
@@ -76,6 +76,7 @@ class Fleet(PricedVerbs):
         ranks: int | Sequence[Sequence[str]] | None = None,
         places: Sequence[str] = (),
         cores: Sequence[Sequence[int]] = (),
+        dtype: str = "auto",
         shards: int | None = None,
         tp: int = 1,
         pp: int | Sequence[int] = 1,
@@ -98,15 +99,15 @@ class Fleet(PricedVerbs):
         require(bulk in ("sockets", "nixl"), "bulk", bulk, "'sockets' or 'nixl'")
         policies, self._shares = chosen(policy), shares(tp, pp)
         ranks = len(self._shares) if ranks is None else ranks
-        self.counters = RequestMetrics()
-        self._grammars = grammars
-        options = {"engine": options_of("engine", engine), "environment": options_of("environment", environment)}
+        self.counters, self._grammars = RequestMetrics(), grammars
+        options: dict[str, Any] = {"dtype": dtype, "lookahead": policies.lookahead}
         options["wrap"] = policies.wrap_options(options_of("wrap", wrap), shards, self._shares)
+        options |= {"engine": options_of("engine", engine), "environment": options_of("environment", environment)}
         self._launcher = launcher_of(launch, rank_count(ranks))
         self._log = EventLog()
         self._dispatcher = Dispatcher(routing, max_queue, self.counters, self._log)
         self._members = Membership(self._dispatcher, self._log)
-        self._starter = RankStarter(self._launcher, self._members, model, {**options, "lookahead": policies.lookahead})
+        self._starter = RankStarter(self._launcher, self._members, model, options)
         self._specs = self._starter.specs(ranks, places, cores, self._shares)
         self._supervisor = Supervisor(
             self._dispatcher,

@@ -86,7 +86,7 @@ def _load_share(spec: RankSpec, places: list[Place], stack: ExitStack) -> tuple[
     if not isinstance(spec.model, str | Path):
         raise ConfigError("tp=, pp=: ranks read their shares of a model's directory; give its path, not the model")
     with _loading:
-        model, files = load_skeleton(str(spec.model), _device(places))
+        model, files = load_skeleton(str(spec.model), _device(places), spec.dtype)
     facts, options = stored_facts(model, files), {"checkpoint": files, **spec.wrap}
     layers = len(find_decoder(model).layers)
     wrap(model, places=places or None, load_shards=spec.share.shards_of(layers, options.get("shards", 1)), **options)
@@ -135,7 +135,8 @@ def _unwrap(model: Any, name: str) -> None:
 def _load(spec: RankSpec, places: list[Place]) -> Any:
     """Return the model of a rank: as it was given, or from its directory, at the device of its first place."""
     if not isinstance(spec.model, str | Path):
+        require(spec.dtype == "auto", "dtype", spec.dtype, "'auto', as the model is loaded")
         return spec.model
     device = _device(places)
     with _loading:
-        return load_weights(str(spec.model), device, option="model").to(device)
+        return load_weights(str(spec.model), device, spec.dtype, option="model").to(device)

@@ -14,15 +14,15 @@ from torch import nn
 from elastic.errors import ConfigError
 from elastic.memory.backends.cuda import require_cuda
 from elastic.memory.checkpoint_file import Checkpoint
-from elastic.model_files import quiet, read_config, reading, require_full_weights
+from elastic.model_files import chosen_dtype, quiet, read_config, reading, require_full_weights
 from elastic.weights.decoder import Decoder, find_decoder
 from elastic.weights.shards.stored import StoredParameter, find_stored
 from elastic.weights.shards.stored_names import blocks_of
 
 
-def load_skeleton(path: str, device: torch.device) -> tuple[Any, Checkpoint]:
+def load_skeleton(path: str, device: torch.device, dtype: str = "auto") -> tuple[Any, Checkpoint]:
     """Make the model of a directory on a device, with everything but the parameters of its decoder layers, and return
-    it with its files; those parameters are on the meta device.
+    it with its files; those parameters are on the meta device. `dtype` is one of `DTYPES`.
 
     Raises `ConfigError` as `load_weights` does, and for files in which they are not found one by one.
     """
@@ -32,10 +32,10 @@ def load_skeleton(path: str, device: torch.device) -> tuple[Any, Checkpoint]:
         require_cuda(device)
     config = read_config(path, option="model")
     require_full_weights(config, f"model {path}", "of which a rank can read no part; load all of it")
-    dtype = torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16
+    own = getattr(config, "dtype", None) or torch.bfloat16
     files = Checkpoint(path)
     with quiet(), reading(f"model {path}", "see that its config.json is whole"), _without_data():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=chosen_dtype(dtype, device) or own)
     model.tie_weights()
     files.blocks.update(blocks_of(model, files))
     _read_fixed(model, find_decoder(model), files, device, f"model {path}")
@@ -92,8 +92,9 @@ def _required(files: Checkpoint, names: list[str], like: torch.Tensor, what: str
         if stored is not None:
             return stored
     raise ConfigError(
-        f"{what}: its files have no {names[0]} of shape {list(like.shape)} that a rank could read a part of; copy the "
-        "checkpoint again, or save it anew with save_pretrained"
+        f"{what}: its files have no {names[0]} of shape {list(like.shape)}, in {like.dtype} or what that holds "
+        "exactly, that a rank could read a part of; give another dtype, copy the checkpoint again, or save it anew "
+        "with save_pretrained"
     )
 
 

@@ -13,6 +13,7 @@ from elastic.controller.sensors.nvml import identify
 from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.errors import ConfigError, is_list, nearest, require
 from elastic.memory.places import total_bytes
+from elastic.model_files import DTYPES
 from elastic.planning.sharding.share import Share
 from elastic.wrap import wrap
 
@@ -47,8 +48,13 @@ class RankSpec:
     """What it has of a model that several ranks begin to serve together; None: all of it."""
     unit: int = 0
     """Which ranks these are: those with the same number."""
+    dtype: str = "auto"
+    """What a model is loaded in from its directory: one of `DTYPES`."""
     lookahead: bool = False
     """Whether it measures what its model's steps cost before it serves, for steps that cost the same in a pipeline."""
+
+    def __post_init__(self) -> None:
+        require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
 
 
 def options_of(kind: str, given: Mapping[str, Any] | None) -> dict[str, Any]:

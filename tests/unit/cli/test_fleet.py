@@ -12,6 +12,7 @@ import pytest
 from elastic.cli import serve
 from elastic.cli.inputs.fleet_options import check_fleet, make_fleet
 from elastic.cli.main import main, parser
+from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.lengths.controller import LengthController
 from elastic.cluster.fleet.overload.controller import OverloadController
 from elastic.config import Lengths, Overload
@@ -124,6 +125,15 @@ def test_ranks_keep_keys_and_values_in_the_dtype_that_is_said() -> None:
         chosen = options("--ranks", "2", *arguments)
         fleet = make_fleet(chosen, "in-process", serve.wrap_options(chosen), None)
         assert [spec.engine["kv_cache_dtype"] for spec in fleet._specs] == [dtype] * 2
+
+
+def test_ranks_load_the_model_in_the_dtype_that_is_said() -> None:
+    for arguments, dtype in (((), "auto"), (("--dtype", "bfloat16"), "bfloat16")):
+        chosen = options("--ranks", "2", *arguments)
+        fleet = make_fleet(chosen, "in-process", serve.wrap_options(chosen), None)
+        assert [spec.dtype for spec in fleet._specs] == [dtype] * 2
+        with pytest.raises(ConfigError, match="dtype='int4' cannot be; it must be one of auto, bfloat16"):
+            Fleet(chosen.model, dtype="int4")
 
 
 def test_ranks_replay_decode_steps_as_is_said() -> None:

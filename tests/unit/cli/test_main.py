@@ -11,8 +11,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
 from elastic import __version__
+from elastic.cli import generate
+from elastic.cli.inputs.model_loading import load
 from elastic.cli.main import main
 from support.child_process import Forked
 
@@ -49,6 +52,15 @@ def test_generate_streams_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(first) > len("import os\n")
     assert main(["generate", "--prompt", "import os\n", "--max-new-tokens", "12", "--seed", "3"]) == 0
     assert capsys.readouterr().out == first
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_generate_loads_in_a_dtype(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(generate, "load", lambda *args: seen.append(load(*args)) or seen[0])
+    assert main(["generate", "--prompt", "import os", "--dtype", dtype, "--max-new-tokens", "4"]) == 0
+    (loaded,) = seen
+    assert loaded.model.dtype is (torch.float32 if dtype == "auto" else torch.bfloat16)
 
 
 def test_generate_can_prepack_weights(capsys: pytest.CaptureFixture[str]) -> None:

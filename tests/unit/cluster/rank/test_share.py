@@ -59,6 +59,24 @@ def test_what_is_read_layer_by_layer_is_the_model(architecture: str, saved: Any)
         assert torch.equal(model(**inputs).logits, expected)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_is_read_is_in_the_dtype_that_is_asked_for(dtype: str, tmp_path: Path) -> None:
+    architectures.build("llama-gqa").to(torch.bfloat16).save_pretrained(tmp_path)
+    path = str(tmp_path)
+    whole, (model, files) = load_weights(path, CPU, dtype, option="model"), load_skeleton(path, CPU, dtype)
+    assert {p.dtype for p in (*whole.parameters(), *model.parameters())} == {getattr(torch, dtype)}
+    elastic.wrap(model, places=small(8 << 20, "cpu#dtype"), checkpoint=files, load_shards=[1])
+    model.elastic.restore(range(3))
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in whole.state_dict().items())
+    elastic.unwrap(model)
+
+
+def test_a_part_is_read_in_no_dtype_that_would_round_it(saved: Any) -> None:
+    with pytest.raises(ConfigError, match=r"bfloat16 or what that holds exactly.*give another dtype"):
+        load_skeleton(saved("llama-gqa"), CPU, "bfloat16")
+
+
 def test_parts_come_from_the_files_and_the_ledger_has_just_them(saved: Any) -> None:
     path = saved("llama-gqa")
     model, files = load_skeleton(path, CPU)
