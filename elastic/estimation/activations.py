@@ -17,6 +17,7 @@ from elastic.engines.executor.attention_metadata import are_few
 from elastic.engines.executor.layer_groups import layer_groups
 from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.work import activation_bytes, copied_bytes, copies_blocks
+from elastic.memory.backends.streams import synchronize
 from elastic.planning.estimate.configuration import FULL
 from elastic.weights.decoder import context_length
 
@@ -63,7 +64,7 @@ def peak_bytes(engine: ContinuousEngine, mix: Mix) -> int:
     """Return the most bytes of tensors that are alive at a time in a batch, but for those that were before."""
     device = engine._model.device
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         profile_chunks(engine, [mix], 1)

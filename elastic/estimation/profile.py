@@ -24,7 +24,7 @@ from elastic.estimation.model_layout import LayerKind, ModelLayout, layout_of
 from elastic.estimation.weight_pages import WeightPages, kernel_target
 from elastic.estimation.work import copies_blocks, layer_work, window_of
 from elastic.memory.backends.cuda import require_cuda
-from elastic.memory.copy_engine import synchronize
+from elastic.memory.backends.streams import synchronize
 from elastic.planning.estimate.configuration import FULL, split_form
 from elastic.planning.estimate.devices import CPU_PAGE_BYTES, CUDA_PAGE_BYTES
 from elastic.planning.estimate.layer_cost import LayerCost, r_squared

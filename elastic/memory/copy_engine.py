@@ -33,12 +33,6 @@ def to_device(value: T, device: torch.device) -> T:
     return reachable(value, device).to(device, non_blocking=value.device.type == device.type == "cuda")  # type: ignore[return-value]
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until no kernel or copy on a device is under way; on a CPU there is none to wait for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy in this thread, without torch's own pool of threads where plain bytes will do.
 

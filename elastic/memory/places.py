@@ -15,6 +15,7 @@ from elastic.memory.backends.cgroup import memory_limit
 from elastic.memory.backends.cuda import CudaBackend, require_cuda
 from elastic.memory.backends.libc import libc
 from elastic.memory.backends.memfd import MemfdBackend
+from elastic.memory.backends.streams import synchronize
 from elastic.memory.pages.background import janitor
 from elastic.memory.pages.page_pool import PagePool
 
@@ -101,7 +102,7 @@ def require_memory(places: Sequence[Place]) -> None:
 def give_back_freed(device: torch.device) -> None:
     """Give freed memory that an allocator keeps for reuse back to the system: pages need it now."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        synchronize(device)
         torch.cuda.empty_cache()
     elif hasattr(libc, "malloc_trim"):  # glibc
         libc.malloc_trim(0)

@@ -11,8 +11,7 @@ import torch
 from elastic.errors import ElasticError
 from elastic.memory.backends.base import runs
 from elastic.memory.backends.rank_memory import MemoryReader, read_into
-from elastic.memory.backends.streams import finish_queued_work
-from elastic.memory.copy_engine import synchronize
+from elastic.memory.backends.streams import finish_queued_work, synchronize
 from elastic.memory.pages.background import janitor
 from elastic.memory.pages.mapped_storage import MappedStorage
 from elastic.memory.pages.page_pool import PagePool

@@ -24,7 +24,7 @@ from elastic.config import Place
 from elastic.errors import ConfigError
 from elastic.hooks.replicas.split_rows import BatchSlice, LayerInputs, NotSplittable, parameter_names
 from elastic.hooks.replicas.worker import ReplicaShard, ReplicaWorker, use_threads
-from elastic.memory.copy_engine import synchronize
+from elastic.memory.backends.streams import synchronize
 from elastic.planning.measured_cost import Calibration, LinearLatency, Points, fit
 from elastic.weights.decoder import Decoder
 from elastic.weights.proxy.transfer_cache import moved

@@ -11,9 +11,9 @@ from hashlib import blake2b
 import torch
 
 from elastic.errors import StateError
+from elastic.memory.backends.streams import synchronize
 from elastic.memory.checkpoint_file import Checkpoint
 from elastic.memory.checksum import digest
-from elastic.memory.copy_engine import synchronize
 from elastic.memory.host_store import HostTensor, host
 from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.rate_limit import RateLimiter

@@ -20,7 +20,7 @@ class Identity:
 
     ordinal: int
     uuid: str | None = None
-    """In the form `GPU-…`, or `MIG-…`."""
+    """In the form `GPU-…`, also of a part of a GPU (MIG), which NVML knows as `MIG-…`."""
     bus_id: str | None = None
     """In the form `00000000:3B:00.0`."""
 
@@ -83,15 +83,19 @@ class NVMLSensor:
                 self._handles[ordinal] = handle
 
     def _find(self, ordinal: int) -> Any:
-        """Look up a device by the UUID, else the bus id, else the ordinal: CUDA's where none are hidden or sorted."""
+        """Look up a device by the UUID, else the bus id, else the ordinal: CUDA's where none are hidden or sorted.
+
+        A part of a GPU has the bus id of all of it, whose memory is not its own.
+        """
         try:
             identity = self._identity(ordinal)
         except Exception as error:  # whatever CUDA raises: NVML may still know the ordinal
             logger.info("CUDA device %d cannot be identified: %s", ordinal, str(error))
             identity = Identity(ordinal)
-        nvml = self._nvml
+        nvml, part = self._nvml, identity.uuid and identity.uuid.replace("GPU-", "MIG-")
         ways: Iterable[tuple[Any, Callable[[Any], Any]]] = (
             (identity.uuid, lambda uuid: nvml.nvmlDeviceGetHandleByUUID(uuid)),
+            (part, lambda uuid: nvml.nvmlDeviceGetHandleByUUID(uuid)),
             (identity.bus_id, lambda bus_id: nvml.nvmlDeviceGetHandleByPciBusId(bus_id)),
             (ordinal, lambda index: nvml.nvmlDeviceGetHandleByIndex(index)),
         )

@@ -18,7 +18,7 @@ from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.engines.core.step import ScheduledChunk, SequenceState, Step
 from elastic.engines.executor.graphs.step_graphs import CAPTURE_AFTER
 from elastic.errors import ConfigError, StateError
-from elastic.memory.copy_engine import synchronize
+from elastic.memory.backends.streams import synchronize
 from elastic.planning.pipeline.chunk_cost import BatchTiming, ChunkProfile, ModelCost
 from elastic.weights.decoder import find_decoder
 

@@ -18,7 +18,7 @@ from elastic.kvcache.storage.layout import StoreGeometry
 from elastic.kvcache.storage.reclaim import Reclaimer
 from elastic.kvcache.storage.usage import KVLimits, PoolUsage, SectorUsage
 from elastic.memory.backends.peers import reachable
-from elastic.memory.copy_engine import synchronize
+from elastic.memory.backends.streams import synchronize
 from elastic.memory.pages.background import janitor
 from elastic.memory.pages.page_pool import PagePool
 from elastic.types import KVStatus, Resize, ResizeStatus

@@ -17,7 +17,7 @@ import torch
 from elastic.errors import BackendUnavailable, CapacityError, ConfigError, StateError
 from elastic.memory.backends.base import page_size
 from elastic.memory.backends.peers import can_access
-from elastic.memory.backends.streams import require_no_capture
+from elastic.memory.backends.streams import require_no_capture, synchronize
 
 
 def _driver() -> Any:
@@ -162,7 +162,7 @@ class CudaBackend:
         if self._closed:
             return
         if self._mapped:  # nobody is left who knows what may still use it
-            torch.cuda.synchronize(self.device)
+            synchronize(self.device)
         for address in list(self._mapped):
             self.unmap(address, 1)
         self.destroy(list(self._handles))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,8 @@ from elastic.errors import StateError
 
 _used: dict[int, set[torch.cuda.Stream]] = {}
 """Of each device, by index. Those of torch are never destroyed, and there are 32 of each priority."""
+capture_lock = threading.RLock()
+"""Held while graphs are captured, and by whoever waits for a whole device: that would end captures of any thread."""
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
@@ -48,6 +51,13 @@ def finish_queued_work(device: torch.device) -> None:
     if device.type == "cuda":
         for stream in {torch.cuda.default_stream(device), *list(_used.get(device.index or 0, ()))}:
             stream.synchronize()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until no kernel or copy on a device is under way; on a CPU there is none to wait for."""
+    if device.type == "cuda":
+        with capture_lock:
+            torch.cuda.synchronize(device)
 
 
 def finish_current_stream(device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from elastic.engines.base import Request
 from elastic.engines.executor.graphs import step_graphs
 from elastic.engines.executor.graphs.captured_pass import CapturedPass
 from elastic.engines.executor.graphs.piecewise_cuda_graph import PiecewiseCudaGraph
+from elastic.memory.backends.streams import capturing, synchronize
 from support import architectures
 from support.lossless_variant import HALF, exact
 from support.serving.generations import SERVED, Collector, Continuation, prompts, same_unless_close, serve
@@ -109,4 +111,33 @@ def test_a_model_that_looks_in_its_tensors_is_called(
     heard = serve(tracked.engine, [request := Request(prompt, 20, ignore_eos=True)])
     assert not replays
     assert "captur" in tracked.engine._runner.graphs.refusal
+    assert same_unless_close(architectures.build("llama-gqa"), prompt, heard.tokens[request.id])
+
+
+def test_a_thread_that_waits_for_the_device_ends_no_capture(
+    engines: Any, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = architectures.build("llama-gqa", device=DEVICE)
+    kind, waited = type(model.model.norm), [threading.Event() for _ in range(2)]
+    forward, waiting = kind.forward, [threading.Thread(target=lambda done=done: wait(done)) for done in waited]
+
+    def wait(done: threading.Event) -> None:
+        synchronize(DEVICE)
+        done.set()
+
+    def with_another_thread(module: Any, x: torch.Tensor) -> torch.Tensor:
+        if capturing() and waiting:
+            thread = waiting.pop()
+            thread.start()
+            thread.join(0.1)
+        result: torch.Tensor = forward(module, x)
+        return result
+
+    monkeypatch.setattr(kind, "forward", with_another_thread)
+    (prompt,) = prompts([5], architectures.VOCAB)
+    tracked = engines(model)
+    heard = serve(tracked.engine, [request := Request(prompt, 20, ignore_eos=True)])
+    assert not waiting
+    assert all(done.wait(60) for done in waited)
+    assert replays, tracked.engine._runner.graphs.refusal
     assert same_unless_close(architectures.build("llama-gqa"), prompt, heard.tokens[request.id])

@@ -15,6 +15,7 @@ import torch
 
 from elastic.engines.executor.graphs.graph_memory import GraphMemory
 from elastic.engines.executor.graphs.operator_graph import CaptureRefused
+from elastic.memory.backends.streams import capture_lock
 
 
 class _Call(NamedTuple):
@@ -43,9 +44,10 @@ class PiecewiseCudaGraph:
         self._pool, self._side = memory.cuda_pool(self._device)
         self._stream = torch.cuda.current_stream(self._device)
         try:
-            self._begin_piece()
-            self._output = run()
-            self._end_piece()
+            with capture_lock:
+                self._begin_piece()
+                self._output = run()
+                self._end_piece()
         except Exception as error:
             with suppress(RuntimeError):  # the driver says once more that the capture failed
                 self._graphs[-1].capture_end()

@@ -149,6 +149,12 @@ def test_a_device_is_found_by_uuid_then_bus_then_ordinal(nvml: FakeNvml, identit
     assert nvml.asked == [found]
 
 
+def test_a_part_of_a_gpu_is_not_taken_for_all_of_it(nvml: FakeNvml) -> None:
+    nvml.devices = [*UUIDS, ("MIG-cc", "none")]
+    sensor(Identity(0, "GPU-cc", "00000000:0B:00.0")).read()
+    assert nvml.asked == [2]
+
+
 def test_a_device_that_nvml_does_not_know_tells_nothing(nvml: FakeNvml) -> None:
     assert sensor(Identity(7, "GPU-zz", "none"), {"cuda:7": 7}).read() == (DeviceStats("cuda:7"),)
 
