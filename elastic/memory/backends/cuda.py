@@ -56,6 +56,12 @@ class CudaBackend:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self._cu = cu = _driver()
         self._call("cuInit", 0)
+        pages = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        if not self._call("cuDeviceGetAttribute", pages, index):
+            raise BackendUnavailable(
+                f"place {self.device}: this GPU, or the profile of this virtual GPU, has no virtual memory management; "
+                "use another one, or a 'cpu' place"
+            )
         self._context = self._call("cuDevicePrimaryCtxRetain", index)
         self._properties = cu.CUmemAllocationProp()
         self._properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED

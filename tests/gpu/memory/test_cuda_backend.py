@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from elastic.errors import CapacityError, StateError
+from elastic.errors import BackendUnavailable, CapacityError, StateError
 from elastic.memory.backends.cuda import CudaBackend
 from elastic.memory.pages.mapped_storage import MappedStorage
 
@@ -121,6 +121,14 @@ def test_torch_keeps_its_context_when_a_backend_is_closed(simulator: ModuleType)
     released = simulator.count("cuDevicePrimaryCtxRelease")
     CudaBackend(torch.device("cuda:0")).close()
     assert simulator.count("cuDevicePrimaryCtxRelease") == released
+
+
+def test_a_gpu_without_virtual_memory_management_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuda.bindings import driver
+
+    monkeypatch.setattr(driver, "cuDeviceGetAttribute", lambda *asked: (driver.CUresult.CUDA_SUCCESS, 0))
+    with pytest.raises(BackendUnavailable, match="has no virtual memory management; use another one, or a 'cpu' place"):
+        CudaBackend(torch.device("cuda:0"))
 
 
 def test_pages_are_refused_to_a_thread_that_captures_a_graph(
