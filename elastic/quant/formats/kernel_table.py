@@ -23,8 +23,8 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _PACKED = ("compiled", "packed", "marlin", "triton", "sparse", "dense")
 PATHS = (*_PACKED, "expanded", "expanded_float32", "dynamic", "reference")
 """The names that a table may have."""
-OPTIONAL = "compiled"
-"""A path that a machine without a C++ compiler lacks, whatever its table says: it goes by the default."""
+OPTIONAL = ("compiled", "triton", "sparse")
+"""Paths that a machine without a compiler or with another torch lacks, whatever its table says: the default serves."""
 FEW = 32
 """The most tokens for which a packed kernel is the default."""
 
@@ -80,7 +80,7 @@ class KernelTable:
             bucket = bucket_of(tokens)
             entry = self._entries.get(product)
             name = (entry and entry.get(bucket)) or default(paths, bucket)
-        if name == OPTIONAL and name not in paths:
+        if name in OPTIONAL and name not in paths:
             name = default(paths, bucket_of(tokens))
         if name not in paths:
             raise ConfigError(f"path {name!r} does not exist for {product}; there are: {', '.join(paths)}")

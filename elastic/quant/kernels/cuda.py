@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -52,11 +53,19 @@ def runs_triton(target: KernelTarget) -> bool:
 
 @functools.cache
 def _has_triton() -> bool:
-    """Return whether triton is installed; warn once where it is not."""
-    installed = importlib.util.find_spec("triton") is not None
-    if not installed:
-        logger.warning("triton is not installed: int8 and int3 products expand their weights; pip install triton")
-    return installed
+    """Return whether triton is installed and can compile what launches its kernels; warn once where not."""
+    if importlib.util.find_spec("triton") is None:
+        problem, remedy = "is not installed", "pip install triton"
+    elif not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        return True  # none runs here
+    else:
+        try:
+            importlib.import_module("triton").runtime.driver.active.utils  # noqa: B018  # compiled once for the system
+            return True
+        except Exception as error:  # whatever a compiler, a linker or the cache's folder has against it
+            problem, remedy = f"does not work: {error}", "install gcc and Python's headers"
+    logger.warning("triton %s; products in int8, int3 and sparse ones take longer: %s", problem, remedy)
+    return False
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,9 @@ def paths(
     kernels: dict[str, Kernel] = {
         "expanded": CheckedKernel(matrix, shapes, functools.partial(_bind_expanded, matrix=matrix, target=target))
     }
-    if "metadata" in parts and _kernel_agrees(dtype):
-        kernels["sparse"] = CheckedKernel(matrix, shapes, _bind_sparse)
+    with torch.cuda.device_of(parts["packed"]):  # it is tried on a GPU that is used, and is to compute
+        if "metadata" in parts and _kernel_agrees(dtype):
+            kernels["sparse"] = CheckedKernel(matrix, shapes, _bind_sparse)
     return kernels
 
 
@@ -134,7 +135,7 @@ def _bind_sparse(parts: PackedTensors) -> BoundKernel:
 
 @functools.cache
 def _kernel_agrees(dtype: torch.dtype) -> bool:
-    """Return whether torch's kernel reads metadata as it is written here; warn once where it does not."""
+    """Return whether torch's kernel reads metadata as written here, on the present GPU; warn once where not."""
     if not torch.cuda.is_available():
         return False
     generator = torch.Generator().manual_seed(0)

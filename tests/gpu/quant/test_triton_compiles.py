@@ -70,3 +70,31 @@ def test_the_kernels_compile_for_ampere_and_hopper(tmp_path: Path) -> None:
     assert child.returncode == 0, child.stderr[-4000:]
     assert child.stdout.count("compiled") == 2 * len(VARIANTS)
     assert child.stdout.count("expanded") == 2 * 3
+
+
+WITHOUT_A_COMPILER = """
+import torch
+from elastic.quant.formats.base import KernelTarget, MatrixShape, format_of
+from elastic.quant.formats.integer import Integers, round_to_nearest
+from elastic.quant.kernels.integer_format import pack
+
+config, matrix, target = Integers(8, 32), MatrixShape(32, 64), KernelTarget.of(torch.device("cuda:0"))
+parts = pack(config, round_to_nearest(torch.randn(32, 64), config), target)
+parts = {name: part.cuda() for name, part in parts.items()}
+paths = format_of(config).paths(config, parts, matrix, target)
+assert paths.keys() == {"expanded", "reference"}, paths
+x = torch.randn(4, 64, device="cuda")
+torch.testing.assert_close(paths["expanded"](x, parts), paths["reference"](x, parts))
+"""
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_where_nothing_can_be_compiled_products_do_without(tmp_path: Path) -> None:
+    left_out = ("TRITON_INTERPRET", "CC")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PATH": str(tmp_path)}
+    command = [sys.executable, "-c", WITHOUT_A_COMPILER]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert child.returncode == 0, child.stderr[-4000:]
+    assert "install gcc" in child.stderr

@@ -40,6 +40,14 @@ def test_what_was_never_measured_goes_by_the_default() -> None:
     assert default({"reference": PATHS["reference"]}, 1) == "reference"
 
 
+@pytest.mark.parametrize("lacking", ["compiled", "triton", "sparse"])
+def test_a_path_that_another_machine_had_goes_by_the_default(lacking: str) -> None:
+    table = KernelTable()
+    table.add(product(), {1: lacking, 512: lacking})
+    assert table.path(product(), 1, PATHS) is PATHS["packed"]
+    assert table.path(product(), 512, PATHS) is PATHS["expanded"]
+
+
 def test_entries_are_added_and_never_changed() -> None:
     table, other = KernelTable(), KernelTable()
     assert table.add(product(), {1: "reference"}) == {}

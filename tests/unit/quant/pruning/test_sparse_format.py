@@ -172,6 +172,19 @@ def test_tokens_are_given_to_the_sparse_kernel_by_eights(monkeypatch: pytest.Mon
         sparse_cuda._kernel_agrees.cache_clear()
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="there is one CUDA device")
+def test_the_kernel_is_tried_on_the_gpu_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    monkeypatch.setattr(sparse_cuda, "_kernel_agrees", lambda dtype: tried.append(torch.cuda.current_device()))
+    config = SemiStructured(2, 4)
+    parts = format_of(config).quantize(config, torch.randn(64, 128).half(), None, AMPERE)
+    parts = {name: part.to("cuda:1") for name, part in parts.items()}
+    format_of(config).paths(config, parts, MatrixShape(64, 128), AMPERE)
+    assert tried == [1]
+    assert torch.cuda.current_device() == 0
+
+
 def test_a_kernel_that_reads_another_order_or_is_not_there_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
