@@ -71,6 +71,22 @@ def test_packed_variants_come_from_a_file_into_page_locked_memory(wrapped: Any, 
     assert host.status().locked_bytes == host.status().memory_bytes > 0
 
 
+def test_variants_are_of_weights_that_the_caller_has_queued_on_a_stream(wrapped: Any) -> None:
+    plain, inputs = build("llama-gqa", device=HERE), prompt(2, device=HERE)
+    with paths.forced("reference"):
+        wrapped(plain, ["cuda:0=256MiB"], variants=("int8",)).elastic.swap([0, 1], "int8")
+        packed, weights = plain(**inputs).logits, bits(build("llama-gqa", device=HERE))
+        elastic.unwrap(plain)
+        with torch.cuda.stream(torch.cuda.Stream(HERE)), torch.no_grad():
+            model = build("llama-gqa", device=HERE)
+            torch.cuda.synchronize()
+            for name, parameter in model.named_parameters():
+                parameter.zero_().add_(weights[name])
+            rt = wrapped(model, ["cuda:0=256MiB"], variants=("int8",)).elastic
+            rt.swap([0, 1], "int8")
+            assert torch.equal(model(**inputs).logits, packed)
+
+
 @pytest.mark.parametrize("there", ["cuda:0#b", pytest.param("cuda:1", marks=TWO_DEVICES), "cpu"])
 def test_the_policy_scale_measures_its_places_and_replicates(
     there: str, wrapped: Any, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from elastic.errors import ConfigError
+from elastic.memory.backends.streams import synchronize
 from elastic.memory.checksum import digest
 from elastic.quant.formats.autotune import measure
 from elastic.quant.formats.base import KernelTarget, format_of
@@ -35,6 +36,8 @@ def build(
     """Pack all layers, several at a time, each into one block of the host store."""
     from tqdm.auto import tqdm
 
+    for device in {layer.device for layer in layers}:
+        synchronize(device)  # weights were written on the caller's stream, and threads have others
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="elastic-pack") as pool:
         packed = pool.map(lambda layer: in_one_block(pack(layer), layer.device), layers)
         return list(
