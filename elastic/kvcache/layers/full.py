@@ -14,7 +14,7 @@ from elastic.errors import ConfigError, StateError
 from elastic.kvcache.layers.base import PagedLayer
 from elastic.kvcache.layers.synchronized import synchronized
 from elastic.kvcache.storage.pool import KVPool, StoreLease
-from elastic.memory.backends.peers import reachable
+from elastic.memory.backends.peers import host_buffer, reachable
 from elastic.memory.backends.streams import on_stream
 from elastic.memory.copy_engine import to_device
 from elastic.weights.proxy.compilation import refuse_compilation
@@ -238,13 +238,12 @@ class ElasticLayer(PagedLayer):
         self._lease, self._origin = lease, origin
 
     def copy_to_host(self) -> OffloadedTokens | None:
-        """Copy what is held to host memory (page-locked beside a GPU); None if there is nothing to copy."""
+        """Copy what is held to host memory; None if there is nothing to copy."""
         if self._lease is None or not self._length:
             return None
         last_used = self.last_used
-        pinned = self.device.type == "cuda"
         with on_stream(self._lease.store.stream):
-            copies = [torch.empty(rows.shape, dtype=rows.dtype, pin_memory=pinned).copy_(rows) for rows in self.views()]
+            copies = [host_buffer(rows.shape, rows.dtype, rows.device).copy_(rows) for rows in self.views()]
         return OffloadedTokens(self, last_used, *copies)
 
     @synchronized

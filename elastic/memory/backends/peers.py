@@ -1,10 +1,14 @@
-"""GPUs that have no access to each other's memory: what goes from pages of one to another takes a detour."""
+"""Detours of what is copied: between GPUs that have no access to each other's memory, and by way of host memory."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from functools import cache
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 
 @cache
@@ -25,3 +29,13 @@ def reachable(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if can_access(source.index, device.index or 0):
         return tensor
     return tensor.clone().to(device)
+
+
+def host_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Make a tensor of host memory, [*shape], that a device copies to: page-locked for a GPU, if the system allows."""
+    if device.type == "cuda":
+        try:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            logger.warning("the system refuses page-locked memory: copies from %s are slower: %s", device, error)
+    return torch.empty(shape, dtype=dtype)

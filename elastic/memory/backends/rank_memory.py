@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from elastic.errors import StateError
+from elastic.memory.backends.peers import host_buffer
 from elastic.memory.backends.shared_file import SharedFile, host_name, open_shared
 from elastic.types import RankMemory
 
@@ -85,7 +86,7 @@ def staging(reader: MemoryReader, nbytes: int, device: torch.device) -> torch.Te
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError:  # a device copies to page-locked memory, too
             logger.info("%s has no room for %s bytes: they come by way of host memory", device, f"{nbytes:,}")
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return host_buffer([nbytes], torch.uint8, device)
 
 
 def read_into(reader: MemoryReader, target: torch.Tensor, pieces: Pieces) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -38,6 +39,19 @@ def test_a_cache_at_rest_goes_to_the_host_and_comes_back(architecture: str, side
     moved, stayed = step(cache), step(running)
     assert torch.equal(moved, stayed)
     torch.testing.assert_close(moved, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_goes_to_ordinary_memory_where_the_system_locks_none(wrapped: Any, simulator: ModuleType) -> None:
+    model, inputs = build("llama-gqa", device=HERE), prompt(2, device=HERE)
+    rt = wrapped(model).elastic
+    caches = [model(**inputs, use_cache=True).past_key_values for _ in range(3)]
+    before = [cache.layers[0].keys.clone() for cache in caches]
+    simulator.fail("cuMemHostAlloc")
+    done = rt.kv.resize(rt.kv.used_bytes // 3)
+    assert (done.status, done.moved_bytes > 0) == ("applied", True)
+    rt.kv.resize("max")
+    assert all(torch.equal(cache.layers[0].keys, keys) for cache, keys in zip(caches, before, strict=True))
+    rt.check()
 
 
 def test_weights_return_where_a_cache_was(wrapped: Any) -> None:

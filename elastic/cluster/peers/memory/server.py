@@ -24,6 +24,7 @@ from elastic.cluster.peers.memory.reader import (
     read_exactly,
 )
 from elastic.errors import BackendUnavailable, ElasticError, StateError
+from elastic.memory.backends.peers import host_buffer
 from elastic.memory.backends.rank_memory import Pieces
 from elastic.memory.backends.streams import finish_current_stream, finish_queued_work
 from elastic.memory.pages.mapped_storage import MappedStorage
@@ -129,7 +130,7 @@ class MappedPlace:
 
     def _content(self, offset: int, count: int) -> torch.Tensor:
         """Return bytes of pages, which stay as they are while they are copied. Raises `OSError`."""
-        content = torch.empty(count, dtype=torch.uint8, pin_memory=self._pool.device.type == "cuda")
+        content = host_buffer([count], torch.uint8, self._pool.device)
         self._copy(content, offset)
         return content
 
