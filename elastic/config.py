@@ -88,6 +88,12 @@ class Place:
         return cls(name, torch.device(device), budget, page)
 
     def __post_init__(self) -> None:
+        device = self.device
+        require(
+            isinstance(device, torch.device), f"device of place {self.name}", device, "such as torch.device('cuda:0')"
+        )
+        if device.type == "cuda" and device.index is None:
+            object.__setattr__(self, "device", torch.device("cuda:0"))  # as in text
         pages = "whole bytes above 0, a multiple of 4096 on a CPU, of 2 MiB on CUDA, or None, which has it chosen"
         for name, value, least, allowed in (
             ("budget", self.budget_bytes, 0, "whole bytes, at least 0, or None"),

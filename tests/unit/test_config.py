@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from elastic import SLO, ConfigError, Policy
 from elastic.config import MODES, Lengths, Place
@@ -61,6 +62,14 @@ def test_a_device_number_that_torch_would_wrap_around_is_no_place(number: str) -
     with pytest.raises(ConfigError, match="is not a place"):
         Place.parse(f"cuda:{number}=1GiB")
     assert Place.parse("cuda:127=1GiB").device.index == 127
+
+
+def test_a_place_has_a_numbered_gpu_and_no_name_of_one() -> None:
+    """`cuda` without a number was none of the devices of a model."""
+    assert Place("cuda:0", torch.device("cuda"), 1 << 30) == Place.parse("cuda=1GiB")
+    device: Any = "cuda:0"
+    with pytest.raises(ConfigError, match="device of place mine='cuda:0' cannot be; it must be such as torch.device"):
+        Place("mine", device)
 
 
 def test_a_policy_comes_from_toml_and_json(tmp_path: Path) -> None:
