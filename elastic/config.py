@@ -92,7 +92,7 @@ class Place:
         require(
             isinstance(device, torch.device), f"device of place {self.name}", device, "such as torch.device('cuda:0')"
         )
-        if device.type == "cuda" and device.index is None:
+        if device == torch.device("cuda"):
             object.__setattr__(self, "device", torch.device("cuda:0"))  # as in text
         pages = "whole bytes above 0, a multiple of 4096 on a CPU, of 2 MiB on CUDA, or None, which has it chosen"
         for name, value, least, allowed in (

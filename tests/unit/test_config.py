@@ -68,7 +68,7 @@ def test_a_place_has_a_numbered_gpu_and_no_name_of_one() -> None:
     """`cuda` without a number was none of the devices of a model."""
     assert Place("cuda:0", torch.device("cuda"), 1 << 30) == Place.parse("cuda=1GiB")
     device: Any = "cuda:0"
-    with pytest.raises(ConfigError, match="device of place mine='cuda:0' cannot be; it must be such as torch.device"):
+    with pytest.raises(ConfigError, match="device of place mine='cuda:0' cannot be; it must be such as torch"):
         Place("mine", device)
 
 

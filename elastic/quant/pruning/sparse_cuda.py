@@ -52,7 +52,7 @@ def paths(
     kernels: dict[str, Kernel] = {
         "expanded": CheckedKernel(matrix, shapes, functools.partial(_bind_expanded, matrix=matrix, target=target))
     }
-    with torch.cuda.device_of(parts["packed"]):  # it is tried on a GPU that is used, and is to compute
+    with torch.cuda.device_of(parts["packed"]):  # type: ignore[no-untyped-call]  # it is tried on the GPU that computes
         if "metadata" in parts and _kernel_agrees(dtype):
             kernels["sparse"] = CheckedKernel(matrix, shapes, _bind_sparse)
     return kernels
