@@ -32,6 +32,8 @@ def _driver() -> Any:
 
 def require_cuda(device: torch.device) -> None:
     """Raise an error that says what is missing before torch does."""
+    if torch.cuda._is_in_bad_fork():
+        raise BackendUnavailable(f"place {device}: CUDA was in use when this process was forked; spawn it instead")
     if not torch.cuda.is_available():
         raise BackendUnavailable(f"place {device}: this torch sees no CUDA device; use a 'cpu' place")
     if (device.index or 0) >= torch.cuda.device_count():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import threading
 from collections.abc import Iterator
 from types import ModuleType
@@ -12,6 +13,7 @@ import torch
 from elastic.errors import BackendUnavailable, CapacityError, StateError
 from elastic.memory.backends.cuda import CudaBackend
 from elastic.memory.pages.mapped_storage import MappedStorage
+from support.child_process import in_child
 
 pytestmark = pytest.mark.cuda
 INVALID_VALUE = 1
@@ -129,6 +131,24 @@ def test_a_gpu_without_virtual_memory_management_is_refused_in_words(monkeypatch
     monkeypatch.setattr(driver, "cuDeviceGetAttribute", lambda *asked: (driver.CUresult.CUDA_SUCCESS, 0))
     with pytest.raises(BackendUnavailable, match="has no virtual memory management; use another one, or a 'cpu' place"):
         CudaBackend(torch.device("cuda:0"))
+
+
+def test_a_forked_process_is_told_to_be_spawned_where_cuda_was_in_use() -> None:
+    code = """
+    import os, torch
+    from elastic.errors import BackendUnavailable
+    from elastic.memory.backends.cuda import CudaBackend
+    torch.zeros(1, device="cuda:0")
+    if os.fork():
+        raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
+    try:
+        CudaBackend(torch.device("cuda:0"))
+    except BackendUnavailable as error:
+        os._exit("spawn it instead" not in str(error))
+    finally:
+        os._exit(2)
+    """
+    in_child(textwrap.dedent(code))
 
 
 def test_pages_are_refused_to_a_thread_that_captures_a_graph(
