@@ -15,7 +15,7 @@ from elastic.memory.backends.cgroup import memory_limit
 from elastic.memory.backends.cuda import CudaBackend, require_cuda
 from elastic.memory.backends.libc import libc
 from elastic.memory.backends.memfd import MemfdBackend
-from elastic.memory.backends.streams import synchronize
+from elastic.memory.backends.streams import give_back_cached, synchronize
 from elastic.memory.pages.background import janitor
 from elastic.memory.pages.page_pool import PagePool
 
@@ -103,7 +103,7 @@ def give_back_freed(device: torch.device) -> None:
     """Give freed memory that an allocator keeps for reuse back to the system: pages need it now."""
     if device.type == "cuda":
         synchronize(device)
-        torch.cuda.empty_cache()
+        give_back_cached()
     elif hasattr(libc, "malloc_trim"):  # glibc
         libc.malloc_trim(0)
 

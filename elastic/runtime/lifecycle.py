@@ -9,7 +9,7 @@ from typing import Any
 
 FORKED = (
     "this model was wrapped before the process forked: its weights lie in pages of the parent, which may change them; "
-    "load and wrap it again in the child"
+    "load and wrap it again in the child, or where CUDA was in use in a process that is spawned"
 )
 EXIT_TIMEOUT_S = 10
 running: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -17,7 +17,7 @@ import torch
 from elastic.errors import BackendUnavailable, CapacityError, ConfigError, StateError
 from elastic.memory.backends.base import page_size
 from elastic.memory.backends.peers import can_access
-from elastic.memory.backends.streams import require_no_capture, synchronize
+from elastic.memory.backends.streams import give_back_cached, require_no_capture, synchronize
 
 
 def _driver() -> Any:
@@ -109,7 +109,7 @@ class CudaBackend:
             try:
                 self._create(pages)
             except CapacityError:  # torch's allocator keeps what was freed, for reuse
-                torch.cuda.empty_cache()
+                give_back_cached()
                 self._create(pages)
 
     def destroy(self, pages: Sequence[int]) -> None:

@@ -60,6 +60,12 @@ def synchronize(device: torch.device) -> None:
             torch.cuda.synchronize(device)
 
 
+def give_back_cached() -> None:
+    """Have torch's allocator give what it keeps for reuse back to the driver; some backends wait for the device."""
+    with capture_lock:
+        torch.cuda.empty_cache()
+
+
 def finish_current_stream(device: torch.device) -> None:
     """Wait until what this thread has queued on a device is over: others may read it on any stream then."""
     if device.type == "cuda":
