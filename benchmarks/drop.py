@@ -13,8 +13,9 @@ the Llama of 40M parameters of `serving.py`. Targets, fixed before the figures w
 - `exchange`: one instance drops half of its layers, which the other computes for it then; again and again, under load.
   Stall of a request that moves, its longest gap during a drop less its usual one: at most .1 of the whole exchange. P99
   gap of the other's requests during exchanges, over that at rest: at most 1.15; without coordination 1.5 times more.
-  Also the form of the paper, where the instance stands still for all of it, and TTFT of requests that come meanwhile:
-  one at each instance, in a drop as at rest. Gaps in which their prompts are computed count for the stall alone.
+  Gaps are those until the copies are done: then steps go through both ranks, and take longer whatever the form. Also
+  the form of the paper, where the instance stands still for all of it, and TTFT of requests that come meanwhile: one at
+  each instance, in every other drop, and as many at rest.
   Beside the seconds of a drop and of a restore are those that their dry runs predict
 - `restoration`: two waves and a calm, as those of `overload.py`, restoring and not restoring: P50 of TTFT and TPOT in
   the calm .2 better; P99 of TTFT in the second wave beside it
@@ -31,7 +32,6 @@ import random
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -51,6 +51,7 @@ from transformers import AutoModelForCausalLM
 import elastic
 from elastic.assets import MODEL_DIR
 from elastic.cluster.fleet.groups import exchange as exchanges
+from elastic.cluster.fleet.groups import flip as layer_flips
 from elastic.cluster.fleet.groups.results import Dropped
 from elastic.engines.base import Request
 
@@ -121,6 +122,21 @@ def capacity(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]
         "more": ratio(after, before),
         "bytes_after": shares,
     }
+
+
+@contextmanager
+def copies_noted() -> Iterator[list[float]]:
+    """Give the time at which each exchange of fleets in this process had copied keys and values."""
+    ends: list[float] = []
+    copy = layer_flips._copy
+
+    def noted(*args: Any) -> Any:
+        done = copy(*args)
+        ends.append(time.perf_counter())
+        return done
+
+    with patch.object(layer_flips, "_copy", noted):
+        yield ends
 
 
 @contextmanager
@@ -242,6 +258,8 @@ def exchange(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]
                 "stall_ms": summary([1e3 * value for value in figure["stall_s"]]),
                 "stall_of_exchange": ratio(figure["stall_s"], figure["seconds"]),
                 "others_p99_gap_over_rest": ratio(figure["others_p99"], figure["rest_p99"]),
+                "others_mean_gap_over_rest": ratio(figure["others_mean"], figure["rest_mean"]),
+                "others_longest_gap_over_rest": ratio(figure["others_longest"], figure["rest_longest"]),
                 "new_ttft_over_rest": ratio(figure["new_ttft_s"], figure["rest_ttft_s"]),
             }
             for name, figure in figures.items()
@@ -257,32 +275,35 @@ def exchanged(
 ) -> dict[str, float]:
     """Have one instance drop half of its layers and take them back some times, with three long requests at each."""
     first, second = names(engine)
-    times, length, new, rest_s = (1, 200, 300, 1.0) if quick else (3, 600, new, 2.0)
+    times, length, new, rest_s = (2, 200, 300, 1.0) if quick else (4, 600, new, 2.0)
     load, choose = Load(engine), random.Random(SEED)
     asked = [Request(prompt(length, choose), new, ignore_eos=True) for _ in range(6)]
     answers = [load.submit(request) for request in asked]
     while min(len(answer.tokens) for answer in answers) < 4:
         time.sleep(0.005)
-    drops, rests, done, back, ttft = [], [], [], [], {"during": [], "rest": []}
+    drops, copies, rests, done, back, ttft = [], [], [], [], [], {"during": [], "rest": []}
     dropping, returning = [], []  # seconds that dry runs predict
 
     def newcomers(when: str) -> None:
         for _ in range(2):  # one for each instance, in turn
             ttft[when].append(load.submit(Request(prompt(64, choose), 1, ignore_eos=True)))
 
-    for _ in range(times):
+    for number in range(times):
         begin = time.perf_counter()
-        time.sleep(rest_s / 2)
-        newcomers("rest")
-        time.sleep(rest_s / 2)
-        rests.append((begin, time.perf_counter()))
+        if number % 2:
+            newcomers("rest")
+        time.sleep(rest_s)
+        if not number % 2:
+            rests.append((begin, time.perf_counter()))
         dropping.append(engine.drop(layers={first: half, second: ()}, dry_run=True, **form).seconds)
         begin = time.perf_counter()
-        later = threading.Timer(rest_s / 2, newcomers, ["during"])
-        later.start()
-        done.append(engine.drop(layers={first: half, second: ()}, **form))
-        later.join()
+        if number % 2:
+            newcomers("during")
+        with copies_noted() as ends:
+            done.append(engine.drop(layers={first: half, second: ()}, **form))
         drops.append((begin, time.perf_counter()))
+        if not number % 2:
+            copies.append((begin, ends[0]))
         returning.append(engine.restore(dry_run=True).seconds)
         back.append(engine.restore())
     where = [engine.instance_of(request.id) for request in asked]
@@ -302,8 +323,12 @@ def exchanged(
         "predicted_restore_s": statistics.median(returning),
         "moved_bytes": statistics.median(one.moved_bytes for one in done),
         "stall_s": max(max(moved.longest(window)) - usual for window in drops),
-        "others_p99": percentiles([others.within(drops)], 0.99)[0],
+        "others_p99": percentiles([others.within(copies)], 0.99)[0],
         "rest_p99": percentiles([others.within(rests)], 0.99)[0],
+        "others_mean": statistics.fmean(others.within(copies)),
+        "rest_mean": statistics.fmean(others.within(rests)),
+        "others_longest": statistics.median(max(others.longest(window)) for window in copies),
+        "rest_longest": statistics.median(max(others.longest(window)) for window in rests),
         "new_ttft_s": max(answer.ttft_s for answer in ttft["during"]),
         "rest_ttft_s": max(answer.ttft_s for answer in ttft["rest"]),
     }

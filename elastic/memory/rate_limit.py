@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 
 class RateLimiter:
@@ -54,27 +55,34 @@ class YieldingPace:
     """Of a stage's time, for a chunk."""
     PATIENCE = 9.0
     """For how long a chunk waits at the most, in units of what it takes itself."""
+    LEAST_S = 1e-3
 
     def __init__(self, idle: Callable[[float], bool], stage_s: Callable[[], float]) -> None:
         """`idle` waits so many seconds for nothing to compute, and says if so; `stage_s` is what a stage takes."""
         self._idle, self._stage_s = idle, stage_s
         self.sending: Callable[[], bool] = lambda: False
         """Whether something waits to be sent that other ranks wait for."""
-        self._bytes_per_s = 0.0
+        self._bytes_per_s = {"copies": 0.0, "pages": 0.0}
 
     @property
     def chunk(self) -> int:
         """Bytes to be copied at once now."""
-        return int(min(self.MOST, max(self.LEAST, self._bytes_per_s * self._stage_s() * self.SHARE)))
+        return int(min(self.MOST, max(self.LEAST, self._bytes_per_s["copies"] * self._stage_s() * self.SHARE)))
+
+    @property
+    def between_s(self) -> float:
+        """Seconds for which steps may wait at a time, between two of them."""
+        return max(self.LEAST_S, self._stage_s() * self.SHARE)
 
     @contextmanager
-    def copying(self, nbytes: int) -> Iterator[None]:
-        """Copy a chunk when it may be, and learn what it takes."""
-        self._let_pass(self.PATIENCE * nbytes / self._bytes_per_s if self._bytes_per_s else self._stage_s())
+    def copying(self, nbytes: int, what: Literal["copies", "pages"] = "copies") -> Iterator[None]:
+        """Copy a chunk, or make or map pages for so much, when it may be, and learn what it takes."""
+        earlier = self._bytes_per_s[what]
+        self._let_pass(self.PATIENCE * nbytes / earlier if earlier else self._stage_s())
         began_s = time.perf_counter()
         yield
         rate = nbytes / max(1e-9, time.perf_counter() - began_s)
-        self._bytes_per_s += (rate - self._bytes_per_s) * (0.2 if self._bytes_per_s else 1.0)
+        self._bytes_per_s[what] += (rate - earlier) * (0.2 if earlier else 1.0)
 
     def _let_pass(self, most_s: float) -> None:
         os.sched_yield()  # who has come to compute, or has received what it waited for, is seen only once it runs

@@ -216,6 +216,8 @@ class PrepareLayers:
     shards: tuple[int, ...]
     exchange: Any = field(repr=False, hash=False)
     """What the home answered to `BeginExchange`."""
+    coordinated: bool = True
+    """Part by part, behind what the rank computes."""
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,8 @@ class Stages:
                 return engine.stages.kept(home, epoch)
             case BeginExchange(shards):
                 return engine.exchange.begin(shards)
-            case PrepareLayers(home, shards, exchange):
-                return engine.exchange.prepare(home, shards, exchange)
+            case PrepareLayers(home, shards, exchange, coordinated):
+                return engine.exchange.prepare(home, shards, exchange, coordinated=coordinated)
             case CopyLayers(home, shards, source, blocks, coordinated):
                 return engine.exchange.copy(home, shards, source, blocks, coordinated=coordinated)
             case SetCopies(copies):

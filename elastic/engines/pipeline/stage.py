@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -36,8 +38,11 @@ from elastic.engines.pipeline.written_blocks import Blocks
 from elastic.errors import ElasticError, RankLost, StateError
 from elastic.kvcache.storage.guest import GuestMemory
 from elastic.kvcache.storage.sector_space import SectorSpace
+from elastic.memory.rate_limit import YieldingPace
 
 logger = logging.getLogger(__name__)
+CREATED_BYTES = 1 << 20
+"""Of pages that are created at a time while others compute."""
 
 
 class GuestStage:
@@ -86,7 +91,9 @@ class GuestStage:
 
     # -- what the fleet asks, from any thread
 
-    def prepare(self, shards: Sequence[int], exchange: ExchangeStart, timeout_s: float) -> None:
+    def prepare(
+        self, shards: Sequence[int], exchange: ExchangeStart, timeout_s: float, *, coordinated: bool = True
+    ) -> None:
         """Have room for the keys and values of shards, in all sectors that the home has.
 
         Waits until the log is as far as the exchange says. Raises `CapacityError`, `StateError`; nothing has changed.
@@ -99,8 +106,8 @@ class GuestStage:
             self._require_running()
             self.memory.map(exchange.mapped)
             parts = self._beside_own(shards)
-            self.memory.add_layers(parts)
-            self._runner.cache.refresh()
+        self._make_room(parts, self._exchange.pace if coordinated else None)
+        with self._tables:
             self._answer(Located(self._sectors_as_of, self.memory.layer_pages(parts)))
 
     def copy(self, shards: Sequence[int], source: LayersKV, blocks: Blocks | None, *, coordinated: bool) -> int:
@@ -276,6 +283,35 @@ class GuestStage:
                 self._sectors_as_of = self._handled + 1
                 if mapped and self.memory.layers:
                     self._answer(Located(self._sectors_as_of, self.memory.layer_pages(self.memory.layers, mapped)))
+
+    def _make_room(self, parts: frozenset[int], pace: YieldingPace | None) -> None:
+        """Have parts of the KV cache be here; if one fails, none is. With a pace, some at a time between two steps."""
+        left, added = sorted(parts), list[int]()
+        if pace is not None:
+            self._create_pages(self.memory.growth(parts), pace)
+        try:
+            while left:
+                with nullcontext() if pace is None else self._turn, self._tables:
+                    self._require_running()
+                    until_s = math.inf if pace is None else time.perf_counter() + pace.between_s
+                    while left and time.perf_counter() < until_s:
+                        self.memory.add_layers(left[:1])
+                        added.append(left.pop(0))
+                    self._runner.cache.refresh()
+        except BaseException:
+            with self._tables:
+                self._drop_kv(frozenset(added))
+            raise
+
+    def _create_pages(self, count: int, pace: YieldingPace) -> None:
+        """Have so many pages be ready to be mapped, as far as the budget allows."""
+        pool = self.memory.kv.pool
+        step = max(1, CREATED_BYTES // pool.page_bytes)
+        for ready in range(step, count + step, step):
+            lacking = min(ready, count) - pool.cached_pages
+            if lacking > 0:
+                with pace.copying(lacking * pool.page_bytes, "pages"):
+                    pool.make_ready(min(ready, count))
 
     def _beside_own(self, shards: Iterable[int]) -> frozenset[int]:
         """Return where what shards need lies, without that which steps write here."""

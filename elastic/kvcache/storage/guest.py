@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from elastic.errors import ConfigError, IntegrityError, StateError
 from elastic.kvcache.storage.pool import KVPool
@@ -93,6 +93,11 @@ class GuestMemory(SectorSpace):
             except BaseException:
                 self.remove_layers(chosen)
                 raise
+
+    def growth(self, layers: Collection[int]) -> int:
+        """Count the pages that the mapped sectors need in layers that are not here."""
+        with self.lock:
+            return self._growth_with(layers)
 
     def remove_layers(self, layers: Iterable[int]) -> int:
         """Have layers be here no more: what is in them is lost. Return the pages that came free, and are kept no more.

@@ -56,9 +56,18 @@ def test_a_chunk_is_a_part_of_a_stage_at_the_rate_that_was_measured() -> None:
     assert rank.pace.chunk == YieldingPace.LEAST
     copy(rank, 0.01)
     assert rank.pace.chunk == YieldingPace.LEAST
-    bytes_per_s = rank.pace._bytes_per_s
+    bytes_per_s = rank.pace._bytes_per_s["copies"]
     assert 0 < bytes_per_s <= (1 << 20) / 0.01
     rank.stage_s = (1 << 20) / bytes_per_s / YieldingPace.SHARE
     assert rank.pace.chunk == pytest.approx(1 << 20, abs=1)
     rank.stage_s = 1e6
     assert rank.pace.chunk == YieldingPace.MOST
+    rank.stage_s = (1 << 20) / bytes_per_s / YieldingPace.SHARE
+    with rank.pace.copying(1 << 30, "pages"):
+        pass
+    assert rank.pace.chunk == pytest.approx(1 << 20, abs=1), "pages are made at a rate of their own"
+
+
+def test_what_is_done_between_two_steps_lasts_a_part_of_a_stage() -> None:
+    assert Rank(stage_s=0.0).pace.between_s == YieldingPace.LEAST_S
+    assert Rank(stage_s=1.0).pace.between_s == YieldingPace.SHARE

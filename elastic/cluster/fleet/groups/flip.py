@@ -56,7 +56,7 @@ class FlipDone:
     path: LayerPath
     moved_bytes: int
     copy_s: float
-    """What it took to copy them, the end of it while the instance stood still."""
+    """What it took to make room for them and to copy them, the end of it while the instance stood still."""
     stalled_ms: float
 
 
@@ -70,10 +70,10 @@ def flip_layers(ranks: Ranks, path: LayerPath, flips: Sequence[LayerFlip], *, co
     goal = path.redirected({shard: flip.target for flip in flips for shard in flip.shards})
     with ranks.flipping((home, *path.helpers, *goal.helpers)):
         exchange = ranks.ask(home, BeginExchange(tuple(shard for flip in flips for shard in flip.shards)))
-        prepared: list[str] = []
+        prepared, began_s = list[str](), clock.now()
         try:
-            _prepare(ranks, {rank: PrepareLayers(home, shards, exchange) for rank, shards in coming.items()}, prepared)
-            began_s = clock.now()
+            asked = {rank: PrepareLayers(home, shards, exchange, coordinated) for rank, shards in coming.items()}
+            _prepare(ranks, asked, prepared)
             moved_bytes, sources = _copy(ranks, flips, coordinated)
             copy_s = clock.now() - began_s
             told = {way: there for way, there in sources.items() if way[0] != home}

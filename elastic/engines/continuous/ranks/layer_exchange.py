@@ -26,8 +26,6 @@ from elastic.errors import ConfigError, RankLost, StateError
 
 ANSWER_S = 30.0
 """For how long a rank is waited for that copies or is asked something."""
-GIVING_BACK_S = 1e-3
-"""For how long steps wait at a time for memory to be given back."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ class LayerExchange:
         steps go by the path is lost, too (`RankLost`): no step has a result then, and `recover` goes by the path of
         before.
 
-        The memory of what left this rank is given back afterwards, for `GIVING_BACK_S` between two steps each.
+        The memory of what left this rank is given back afterwards, for a small part of a step between two of them.
         """
         try:
             flip = self._loop.between_steps(lambda: self._begin_flip(path, sources or {}, timeout_s))
@@ -150,13 +148,15 @@ class LayerExchange:
 
         self._loop.between_steps(resume)
 
-    def prepare(self, home: str, shards: Sequence[int], mapped: ExchangeStart) -> None:
+    def prepare(self, home: str, shards: Sequence[int], mapped: ExchangeStart, *, coordinated: bool = True) -> None:
         """Make room for the keys and values of shards that come here; `mapped` is what the exchange began with.
+
+        `coordinated`: at a rank that is not their home part by part, behind what computes here.
 
         Raises `CapacityError` where there is none, and nothing has changed.
         """
         if home != self._home.rank:
-            self._stages.of(home).prepare(shards, mapped, ANSWER_S)
+            self._stages.of(home).prepare(shards, mapped, ANSWER_S, coordinated=coordinated)
             return
         self._loop.between_steps(partial(self._kv.prepare, shards))
 
@@ -318,7 +318,7 @@ class LayerExchange:
 
     def _drop_away(self, parts: Sequence[int]) -> Sequence[int]:
         """Give back the memory of parts of the KV cache, unless they are needed here again; return those left."""
-        until_s = time.perf_counter() + GIVING_BACK_S
+        until_s = time.perf_counter() + self._kv.exchange.pace.between_s
         for done, part in enumerate(parts, 1):
             if part in self._kv.memory.layers and part not in self._kv.own_places:
                 self._kv.drop((part,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from elastic.engines.base import Output, Request, Sampling
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.pipeline.stage import GuestStage
 from elastic.errors import RankLost
+from elastic.kvcache.storage.guest import GuestMemory
 from elastic.memory.backends.shared_file import OpenFile, open_shared
 from support import architectures
 from support.architectures import in_turn
@@ -206,6 +207,56 @@ def test_prepared_layers_that_are_given_up_leave_nothing(group: Callable[..., En
     wait_until(lambda: ranks["b"].stages.by_home["a"].path == ranks["a"].path)  # the log is read by another thread
     with pytest.raises(StateError, match="are computed here"):
         ranks["b"].exchange.give_up("a", (1,))
+    ranks.part("a")
+
+
+def test_room_is_made_between_two_steps_of_others_unless_it_is_in_a_hurry(group: Callable[..., EngineGroup]) -> None:
+    ranks = group("ab")
+    ranks.join("a", "b")
+    pages, began = ranks["b"].runtime.status().places[0].owners, ranks["a"].exchange.begin((1, 2))
+
+    def prepare(*, coordinated: bool) -> threading.Thread:
+        asked = partial(ranks["b"].exchange.prepare, "a", (1, 2), began, coordinated=coordinated)
+        thread = threading.Thread(target=asked)
+        thread.start()
+        return thread
+
+    with ranks["b"]._home._turn:  # as a step that computes
+        prepare(coordinated=False).join(30)
+        assert ranks["b"].runtime.status().places[0].owners != pages
+        ranks["b"].exchange.give_up("a", (1, 2))
+        waits = prepare(coordinated=True)
+        wait_until(lambda: bool(ranks["b"]._home._turn._waiting))
+        assert ranks["b"].runtime.status().places[0].owners == pages
+    waits.join(30)
+    assert ranks["b"].runtime.status().places[0].owners != pages
+    ranks["b"].exchange.give_up("a", (1, 2))
+    ranks["a"].exchange.end()
+    ranks.part("a")
+
+
+def test_parts_that_were_prepared_leave_where_another_finds_no_room(
+    group: Callable[..., EngineGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = group("ab")
+    ranks.join("a", "b")
+    pages, began = ranks["b"].runtime.status().places[0].owners, ranks["a"].exchange.begin((1, 2))
+    add, added = GuestMemory.add_layers, list[tuple[int, ...]]()
+
+    def refuse_the_second(memory: GuestMemory, layers: Sequence[int], *more: Any) -> None:
+        added.append(tuple(layers))
+        if len(added) == 2:
+            raise CapacityError("no room", requested_bytes=1, free_bytes=0, total_bytes=0)
+        add(memory, layers, *more)
+
+    monkeypatch.setattr(GuestMemory, "add_layers", refuse_the_second)
+    with pytest.raises(CapacityError, match="no room"):
+        ranks["b"].exchange.prepare("a", (1, 2), began)
+    assert added == [(1,), (2,)]
+    assert ranks["b"].runtime.status().places[0].owners == pages
+    ranks["b"].exchange.prepare("a", (1, 2), began)
+    ranks["b"].exchange.give_up("a", (1, 2))
+    ranks["a"].exchange.end()
     ranks.part("a")
 
 
