@@ -56,7 +56,7 @@ class Exchange:
     """One transition of a group, on the calling thread; see `run`."""
 
     def __init__(self, ranks: Ranks, group: Group, target: Shape, timeout_s: float, form: ExchangeForm = LIVE) -> None:
-        self._ranks, self.group, self._target, self.form = ranks, group, target, form
+        self._ranks, self.group, self.target, self.form = ranks, group, target, form
         self._deadline = Deadline(timeout_s)
         self._caps = CapChange(ranks, group, self._deadline)
         self.counts = _Counts()
@@ -71,7 +71,7 @@ class Exchange:
         `CapacityError` for a shape that the ranks have no memory for, `RankLost` if one is lost: the group is repaired
         by who is told of it.
         """
-        for home, path in self._target.paths.items():  # requests go by as many copies as there are to be: all alike yet
+        for home, path in self.target.paths.items():  # requests go by as many copies as there are to be: all alike yet
             if path.copies > self.group.shape.paths[home].copies:
                 self._share_out(home, path.copies)
         try:
@@ -86,7 +86,7 @@ class Exchange:
         except StateError as error:
             return self._result("deferred", str(error))
         books, most = self._books(rooms), self.form.layers_per_step
-        plans = plans_of(group.shape, self._target, books, group.caps_in_force(), most)
+        plans = plans_of(group.shape, self.target, books, group.caps_in_force(), most)
         try:
             transition = self._lower_caps(plans)
             if transition is None:
@@ -172,7 +172,7 @@ class Exchange:
 
         Raises `StateError` where live requests keep the pages for longer than they may.
         """
-        first = {} if self._target.apart else restored_first(rooms)
+        first = {} if self.target.apart else restored_first(rooms)
         if not first:
             return rooms
         for rank, change in self._apply({rank: (Restore(layers),) for rank, layers in first.items()}):
@@ -221,7 +221,7 @@ class Exchange:
         while transition.rounds:
             self._take_round(transition.rounds[0])
             transition = self._rest(replace(transition, rounds=transition.rounds[1:]))
-        self._fetch(self._target.weights)
+        self._fetch(self.target.weights)
 
     def _take_round(self, flips: FlipRound) -> None:
         wanted: dict[str, set[int]] = {}
@@ -244,7 +244,7 @@ class Exchange:
         books = self._books(measure(self._ranks, group.members))
         caps = books.caps(group.shape, staging=True)
         try:
-            planned = plan_transition(group.shape, self._target, books, caps, self.form.layers_per_step)
+            planned = plan_transition(group.shape, self.target, books, caps, self.form.layers_per_step)
         except CapacityError:  # the rest has an order with the caps of now
             return rest
         gains = any(cap > (1 + GAIN) * now[home] for home, cap in planned.caps.items())
@@ -284,7 +284,7 @@ class Exchange:
     def _drop_unneeded(self, ranks: Iterable[str]) -> None:
         """Drop the weights at ranks that no instance needs there, and that are not to stay, side by side."""
         shape = self.group.shape
-        kept = {rank: shape.kept(rank, self._target.weights) for rank in ranks}
+        kept = {rank: shape.kept(rank, self.target.weights) for rank in ranks}
         gone = {rank: sorted(shape.weights[rank] - kept[rank]) for rank in kept if shape.weights[rank] - kept[rank]}
         asked = {rank: (Drop(shards=tuple(shards)),) for rank, shards in gone.items()}
         for rank, change in self._apply(asked):

@@ -378,7 +378,8 @@ class Groups:
         group = exchange.group
         try:
             done = exchange.run()
-            self._dry_runs.learn(exchange.form, exchange.counts.moved_bytes, exchange.counts.copy_s)
+            counts = exchange.counts
+            self._dry_runs.learn(exchange.form, exchange.target, counts.moved_bytes, counts.copy_s)
             note_reach(self._dispatcher, group.shape, measure(self._ranks, group.members))
             group.told = blocks_told(self._dispatcher, group.members)
             return done

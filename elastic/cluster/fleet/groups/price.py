@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from elastic.cluster.control.stage_questions import MeasureRoom, Room
 from elastic.cluster.control.status import EventKind, FleetEvent
@@ -34,18 +35,26 @@ Wanted = tuple[Sequence[str], Callable[[Shape], Shape]]
 """Ranks that are one group, and what of its shape is to be made."""
 
 
+class _Kind(NamedTuple):
+    """Of exchanges whose copies take alike."""
+
+    coordinated: bool
+    apart: bool
+    """Whether all layers come home, to ranks that wait for others meanwhile."""
+
+
 class DryRuns:
     """What changes of groups would come to, and their prices; nothing is done."""
 
     def __init__(self, ranks: Ranks, log: EventLog) -> None:
         self._ranks, self._log = ranks, log
-        self._byte_s: dict[bool, float] = {}  # of keys and values beside steps, by whether copies let these pass
+        self._byte_s: dict[_Kind, float] = {}  # of keys and values beside steps
 
-    def learn(self, form: ExchangeForm, moved_bytes: int, copy_s: float) -> None:
+    def learn(self, form: ExchangeForm, target: Shape, moved_bytes: int, copy_s: float) -> None:
         """Know what copies took in an exchange that is done."""
         if moved_bytes:
-            byte_s = copy_s / moved_bytes
-            self._byte_s[form.coordinated] = moving_average(self._byte_s.get(form.coordinated, byte_s), byte_s, WEIGHT)
+            kind, byte_s = _Kind(form.coordinated, target.apart), copy_s / moved_bytes
+            self._byte_s[kind] = moving_average(self._byte_s.get(kind, byte_s), byte_s, WEIGHT)
 
     def of(self, wanted: Sequence[Wanted], form: ExchangeForm) -> tuple[Exchanged, int]:
         """Return what would come of these changes, and the bytes of weights that would leave.
@@ -57,7 +66,8 @@ class DryRuns:
         changes = [_change(shape_of(members, rooms), target_of) for members, target_of in wanted]
         cost, (before_s, slower) = learned_cost(self._log.events()), self._steps(changes, rooms)
         price = predict(changes, rooms, cost, slower, form.layers_per_step)
-        byte_s = self._copy_byte_s(form) if before_s else PRIOR.byte_s
+        kind = _Kind(form.coordinated, all(target.apart for _, target in changes))
+        byte_s = self._copy_byte_s(kind) if before_s else PRIOR.byte_s
         copied, fetched = kv_bytes(changes, rooms), sum(weight_bytes(rooms, target, now) for now, target in changes)
         waits = sum(step_waits(*change, form) for change in changes if flips_between(*change))
         ranks = {rank: rooms[rank] for _, target in changes if not target.apart for rank in target.members}
@@ -75,10 +85,9 @@ class DryRuns:
         )
         return done, sum(weight_bytes(rooms, now, target) for now, target in changes)
 
-    def _copy_byte_s(self, form: ExchangeForm) -> float:
-        """Return what a byte of keys and values takes beside steps: as earlier ones did."""
-        prior = PRIOR.byte_s * (1 + YieldingPace.PATIENCE if form.coordinated else 1)
-        return self._byte_s.get(form.coordinated, prior)
+    def _copy_byte_s(self, kind: _Kind) -> float:
+        """Return what a byte of keys and values takes beside steps: as earlier ones of the kind did."""
+        return self._byte_s.get(kind, PRIOR.byte_s * (1 + YieldingPace.PATIENCE if kind.coordinated else 1))
 
     def _steps(self, changes: Sequence[Change], rooms: Mapping[str, Room]) -> tuple[float, float]:
         """Return the seconds of the slowest group's steps now, and the share by which steps are longer afterwards.
