@@ -92,7 +92,8 @@ class Stages:
                 log = self._opened.accept_log(home, ACCEPT_S)
                 return engine.stages.open(home, log, self._opened.transport(home), path, sectors, addresses)
             case AttachStage(rank):
-                return self._attach(rank)
+                hub = self._opened
+                return engine.ranks.attach(rank, hub.connect_log(rank, engine.rank), hub.transport(engine.rank))
             case DetachStage(rank):
                 return engine.ranks.detach(rank)
             case CloseStage(home, keep):
@@ -155,11 +156,6 @@ class Stages:
                 hub.serve_memory(self._engine.runtime.pools, self._engine.kv.exchange.pace.copying)
                 self._engine.ranks.use_peers(hub, lambda: hub.sending)
             return self._hub.address
-
-    def _attach(self, rank: str) -> None:
-        """Have another rank be a stage of the engine here."""
-        engine, hub = self._engine, self._opened
-        engine.ranks.attach(rank, hub.connect_log(rank, engine.rank), hub.transport(engine.rank))
 
     def _restore(self, elsewhere: Sequence[tuple[tuple[int, ...], WeightsSource]], shards: tuple[int, ...]) -> None:
         """Have the weights of shards here again, from ranks that have them or the checkpoint; return when they are."""

@@ -67,7 +67,8 @@ class DryRuns:
         cost, (before_s, slower) = learned_cost(self._log.events()), self._steps(changes, rooms)
         price = predict(changes, rooms, cost, slower, form.layers_per_step)
         kind = _Kind(form.coordinated, all(target.apart for _, target in changes))
-        byte_s = self._copy_byte_s(kind) if before_s else PRIOR.byte_s
+        prior_s = PRIOR.byte_s * (1 + YieldingPace.PATIENCE if kind.coordinated else 1)
+        byte_s = self._byte_s.get(kind, prior_s) if before_s else PRIOR.byte_s
         copied, fetched = kv_bytes(changes, rooms), sum(weight_bytes(rooms, target, now) for now, target in changes)
         waits = sum(step_waits(*change, form) for change in changes if flips_between(*change))
         ranks = {rank: rooms[rank] for _, target in changes if not target.apart for rank in target.members}
@@ -84,10 +85,6 @@ class DryRuns:
             price=price,
         )
         return done, sum(weight_bytes(rooms, now, target) for now, target in changes)
-
-    def _copy_byte_s(self, kind: _Kind) -> float:
-        """Return what a byte of keys and values takes beside steps: as earlier ones of the kind did."""
-        return self._byte_s.get(kind, PRIOR.byte_s * (1 + YieldingPace.PATIENCE if kind.coordinated else 1))
 
     def _steps(self, changes: Sequence[Change], rooms: Mapping[str, Room]) -> tuple[float, float]:
         """Return the seconds of the slowest group's steps now, and the share by which steps are longer afterwards.
