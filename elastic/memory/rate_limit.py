@@ -56,6 +56,7 @@ class YieldingPace:
     PATIENCE = 9.0
     """For how long a chunk waits at the most, in units of what it takes itself."""
     LEAST_S = 1e-3
+    """Seconds for what is done between two steps, however short these are."""
 
     def __init__(self, idle: Callable[[float], bool], stage_s: Callable[[], float]) -> None:
         """`idle` waits so many seconds for nothing to compute, and says if so; `stage_s` is what a stage takes."""
