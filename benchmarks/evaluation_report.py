@@ -31,6 +31,7 @@ FIGURES: tuple[tuple[str, Callable[[dict[str, Any]], float | None]], ...] = (
     ("tokens in int4 %", lambda s: 100 * s["elastic"]["token_share_by_variant"].get("int4", 0.0)),
     ("actions", lambda s: float(len(s["elastic"]["actions"]))),
 )
+RATIO_COLUMNS = ["", "", "P95 TTFT better", "throughput", "SLO violations fewer"]
 
 
 def report(measured: dict[str, Any], summaries: Summaries, conditions: Sequence[Any], machine: str, root: Path) -> None:
@@ -87,13 +88,25 @@ def document(
 ) -> str:
     """docs/evaluation.md."""
     command = "make evaluate-full" if measured["full"] else "make evaluate"
+    reading = Path(__file__).with_name("evaluation_reading.md")
     lines = [
         "# Evaluation",
         "",
+        "What a model under a controller does when requests come in bursts: full precision, static INT4, and Elastic "
+        "in three modes, on the same budget and the same requests of Azure's traces. "
         f"Written by `{command} TRACES=...` on {machine}, from `benchmarks/evaluation.toml`, whose conditions were "
-        "fixed before any result. Full precision, static INT4, and Elastic in three modes, on the same budget and the "
-        "same requests; every run in a fresh process, systems interleaved, medians of the repeats. All figures: "
-        f"`benchmarks/results/evaluation-{machine}.json`; what they mean: [benchmarking.md](benchmarking.md).",
+        "fixed before any result; every run in a fresh process, systems interleaved, medians of the repeats. All "
+        f"figures: `benchmarks/results/evaluation-{machine}.json`; what they mean: [benchmarking.md](benchmarking.md).",
+        "",
+        *([reading.read_text().rstrip(), ""] if reading.is_file() else []),
+        "## Beside full precision",
+        "",
+        "Paired by repeat: the geometric mean, the least and the most. Over 1 is better, over 0 % fewer.",
+        "",
+        *map(_markdown, (RATIO_COLUMNS, ["---"] * len(RATIO_COLUMNS))),
+        *(_ratio_row(c.name, system, r) for c in conditions for system, r in ratios_[c.name].items()),
+        "",
+        "## Every figure",
         "",
         "| workload | token scale | TTFT SLO s |",
         "| --- | --- | --- |",
@@ -102,13 +115,9 @@ def document(
     ]
     for condition in conditions:
         header, rows = _rows(summaries, measured["quality"], condition)
-        lines += [f"## {condition.name}", "", _markdown(header), _markdown(["---"] * len(header))]
+        lines += [f"### {condition.name}", "", _markdown(header), _markdown(["---"] * len(header))]
         lines += [_markdown(row) for row in rows]
-        lines += ["", *(_sentence(system, r) for system, r in ratios_[condition.name].items()), ""]
-        lines += [f"![{condition.name}]({name}/{condition.name}.png)", ""]
-    reading = Path(__file__).with_name("evaluation_reading.md")
-    if reading.is_file():
-        lines += [reading.read_text().rstrip(), ""]
+        lines += ["", f"![{condition.name}]({name}/{condition.name}.png)", ""]
     return "\n".join(lines)
 
 
@@ -147,16 +156,14 @@ def _fewer(full: Sequence[dict[str, Any]], system: Sequence[dict[str, Any]]) -> 
     return 100 * (1 - missed[1] / missed[0]) if missed[0] > 0 else None
 
 
-def _sentence(system: str, ratio: dict[str, Any]) -> str:
+def _ratio_row(condition: str, system: str, ratio: dict[str, Any]) -> str:
     better, throughput, fewer = ratio["p95_ttft_better"], ratio["throughput"], ratio["slo_violations_fewer_percent"]
-    parts = [f"- **{system}**"]
-    if better:
-        parts.append(f"P95 TTFT {better['mean']:.2f}x better [{better['low']:.2f}, {better['high']:.2f}]")
-    if throughput:
-        parts.append(f"throughput {throughput['mean']:.3f}x [{throughput['low']:.3f}, {throughput['high']:.3f}]")
-    if fewer is not None:
-        parts.append(f"SLO violations {fewer:.1f} % fewer")
-    return ", ".join(parts) + "."
+    cells = [
+        f"{better['mean']:.2f}x [{better['low']:.2f}, {better['high']:.2f}]" if better else "-",
+        f"{throughput['mean']:.3f}x [{throughput['low']:.3f}, {throughput['high']:.3f}]" if throughput else "-",
+        f"{fewer:.1f} %" if fewer is not None else "-",
+    ]
+    return _markdown([condition, system, *cells])
 
 
 def _percent(share: float | None) -> float | None:
