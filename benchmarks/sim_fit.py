@@ -1,8 +1,8 @@
 """What the simulator is told of ranks, fitted to steps that real ones computed for requests of no other run.
 
 A step takes what its chunks cost, at the machine's pace, times noise; and longer while another rank computes, as the
-cores of a host share its memory. The pace changes from minute to minute, with what else runs on the same machine: so
-requests that calibrate are served just before and just after others.
+cores of a host share its memory, and the fleet's process has none to itself. The pace changes from minute to minute,
+with what else runs on the same machine: so requests that calibrate are served just before and just after others.
 """
 
 from __future__ import annotations
@@ -13,25 +13,32 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import NamedTuple
 
-from sim_runs import ENGINE, LAYERS, TimedStep
+from sim_runs import ENGINE, HIDDEN, LAYERS, TimedStep
 
 from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.least_squares import not_negative
 from elastic.planning.pipeline.chunk_cost import BatchTiming
+from elastic.sim.core.host import HostSharing
 from elastic.sim.core.step_seconds import MeasuredPace, MeasuredStep
 from elastic.sim.mechanisms.model import LayeredModel, Links
 
-CONTENTIONS = tuple(0.1 * number for number in range(9))
+CONTENTIONS = tuple(0.05 * number for number in range(13))
 """That are tried."""
+CORES = 2
+"""Of the host."""
 MOST_STEPS = 500
 """Of a fleet, that are fitted to."""
 ROUNDS = 2
+MOST_TAKEN = 0.8
+"""Of a step, that messages can have taken."""
 FEW = 0.1
 """Of its time, while another step is computed: it is taken to be by itself."""
 REST = LayeredModel.rest
 STAGE_LINKS = Links(bytes_s=1e9, hop_s=3e-4)
 """Of ranks of which nobody measured what is between them."""
+MOST_BYTES_S = 1e12
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class Fitted:
 
     cost: LayerCost
     """At the pace of the first calibration."""
-    contention: float
+    sharing: HostSharing
     steps: tuple[MeasuredStep, ...]
     """Seconds of steps by the cost, and how many times these they took by themselves."""
     paces: Mapping[str, float]
@@ -64,14 +71,14 @@ class Fitted:
         pace = statistics.mean(self.paces[name] for name in calibrations)
         return replace(self, cost=self.cost.times(pace), cut=None if self.cut is None else self.cut.times(pace))
 
+    def alone_s(self, steps: Sequence[TimedStep]) -> list[float]:
+        """Return what each of these steps would have taken if nothing else had been computed meanwhile."""
+        return [_alone_s(*each, self.sharing) for each in zip(steps, beside(steps), strict=True)]
+
     def pace_over(self, calibrations: Sequence[str], steps: Sequence[TimedStep]) -> float:
         """Return how many times as long steps took as at the pace of calibrations, in all."""
         cost = self.at_pace_of(calibrations).cost
-        costs = math.fsum(cost.batch(step.as_chunks) for step in steps)
-        return (
-            math.fsum(_alone_s(step, share, self.contention) for step, share in zip(steps, beside(steps), strict=True))
-            / costs
-        )
+        return math.fsum(self.alone_s(steps)) / math.fsum(cost.batch(step.as_chunks) for step in steps)
 
     def paces_of(self, steps: Sequence[TimedStep], begin_s: float, within_s: float) -> dict[int, MeasuredPace]:
         """Return the pace of each rank in a run that began then, by its process id: a mean over so many seconds of
@@ -88,24 +95,27 @@ class Fitted:
         return {rank: MeasuredPace(each) for rank, each in found.items()}
 
 
-def fit(calibrations: Mapping[str, Sequence[TimedStep]], *, attention: bool = True) -> Fitted:
-    """Fit to the steps of each calibration. The first one's pace is 1."""
+def fit(calibrations: Mapping[str, Sequence[TimedStep]], frontend_s: float = 0.0, *, attention: bool = True) -> Fitted:
+    """Fit to the steps of each calibration. The first one's pace is 1.
+
+    `frontend_s`: what the fleet's process computes for each step, which was measured.
+    """
     every = {name: 1 + len(steps) // MOST_STEPS for name, steps in calibrations.items()}
     thinned = {name: steps[:: every[name]] for name, steps in calibrations.items()}
-    shares = {name: beside(steps)[:: every[name]] for name, steps in calibrations.items()}
-    found = (_fit(thinned, shares, contention, attention) for contention in CONTENTIONS)
-    return min(found, key=lambda each: math.fsum((step.factor - 1) ** 2 for step in each.steps))
+    others = {name: beside(steps)[:: every[name]] for name, steps in calibrations.items()}
+    sharings = (HostSharing(contention, frontend_s, CORES) for contention in CONTENTIONS)
+    return min((_fit(thinned, others, sharing, attention) for sharing in sharings), key=_off)
 
 
 def _fit(
     calibrations: Mapping[str, Sequence[TimedStep]],
-    shares: Mapping[str, Sequence[float]],
-    contention: float,
+    others: Mapping[str, Sequence[Beside]],
+    sharing: HostSharing,
     attention: bool,
 ) -> Fitted:
     """Fit the cost and the paces in turn."""
     alone = {
-        name: [_alone_s(step, share, contention) for step, share in zip(steps, shares[name], strict=True)]
+        name: [_alone_s(step, beside, sharing) for step, beside in zip(steps, others[name], strict=True)]
         for name, steps in calibrations.items()
     }
     first, paces = next(iter(calibrations)), dict.fromkeys(calibrations, 1.0)
@@ -124,28 +134,51 @@ def _fit(
         for each, seconds in zip(costs[name], alone[name], strict=True)
     )
     return Fitted(
-        cost.times(paces[first]), contention, measured, {name: pace / paces[first] for name, pace in paces.items()}
+        cost.times(paces[first]), sharing, measured, {name: pace / paces[first] for name, pace in paces.items()}
     )
 
 
-def _alone_s(step: TimedStep, share: float, contention: float) -> float:
-    """Return what a step takes by itself, that was beside others for a share of its time."""
-    return step.seconds * (1 - share * contention / (1 + contention))
+def _off(fitted: Fitted) -> float:
+    """Return how far off costs are, each step by its seconds: few prompts take as long as many steps of one token."""
+    return math.fsum(step.cost_s * (step.factor - 1) ** 2 for step in fitted.steps)
 
 
-def beside(steps: Sequence[TimedStep]) -> list[float]:
-    """Return for each step the share of its time in which another rank computed one of them; a rank has one at a
-    time."""
-    found = [0.0] * len(steps)
+class Beside(NamedTuple):
+    """What was computed beside a step."""
+
+    share: float
+    """Of its time, in which another rank computed a step."""
+    messages: float
+    """That the fleet's process took meanwhile, while ranks computed on all cores."""
+
+
+def _alone_s(step: TimedStep, beside: Beside, sharing: HostSharing) -> float:
+    """Return what a step takes by itself; each message takes half of its seconds from each of two ranks."""
+    taken_s = min(MOST_TAKEN * step.seconds, beside.messages * sharing.frontend_s / CORES)
+    return (step.seconds - taken_s) * (1 - beside.share * sharing.contention / (1 + sharing.contention))
+
+
+def beside(steps: Sequence[TimedStep]) -> list[Beside]:
+    """Return for each step what else was computed; a rank has one step at a time, and tells the fleet behind it."""
+    shares, messages = [0.0] * len(steps), [0.0] * len(steps)
     for rank in {step.rank for step in steps}:
         others = sorted((step for step in steps if step.rank == rank), key=attrgetter("begin_s"))
         for number, step in enumerate(steps):
             at = bisect_right(others, step.begin_s, key=attrgetter("end_s")) if step.rank != rank else len(others)
             while at < len(others) and others[at].begin_s < step.end_s:
                 both = min(step.end_s, others[at].end_s) - max(step.begin_s, others[at].begin_s)
-                found[number] += both / step.seconds
+                shares[number] += both / step.seconds
+                messages[number] += others[at].end_s <= step.end_s
                 at += 1
-    return found
+    return [Beside(share, share + told) for share, told in zip(shares, messages, strict=True)]
+
+
+class StagedSteps(NamedTuple):
+    """What two ranks computed that are stages, for one request at a time."""
+
+    steps: Sequence[TimedStep]
+    bubbles: float
+    """Of the time of both, the share in which they did not compute while there was a step."""
 
 
 def messages_s(arrivals_s: Sequence[float], steps: Sequence[TimedStep]) -> list[float]:
@@ -167,11 +200,11 @@ def with_shared_layers(fitted: Fitted, calibrations: Mapping[str, Sequence[Timed
     """
     rows, paired = [], []
     for name, steps in calibrations.items():
-        here = fitted.at_pace_of([name]).cost.times(1 + fitted.contention)
-        for step, share in zip(steps, beside(steps), strict=True):
-            row = _shared_row(here, step) if share < FEW else []
+        here = fitted.at_pace_of([name]).cost.times(1 + fitted.sharing.contention)
+        for step, others in zip(steps, beside(steps), strict=True):
+            row = _shared_row(here, step) if others.share < FEW else []
             rows += [row] if row else []
-            paired += [(here, step)] if share > 1 - FEW else []
+            paired += [(here, step)] if others.share > 1 - FEW else []
     kept, exchanged_s = not_negative(rows)
     share = min(1.0, max(0.0, 2 * (1 - kept)))
     decoded = [(cost, step) for cost, step in paired if [count for _, count in step.chunks] == [1]]
@@ -181,6 +214,29 @@ def with_shared_layers(fitted: Fitted, calibrations: Mapping[str, Sequence[Timed
     return replace(
         fitted, cut=cut(fitted.cost, share), hop_s=(exchanged_s - core_s) / exchanges, core_s=core_s / exchanges
     )
+
+
+def with_stages(fitted: Fitted, calibrations: Mapping[str, StagedSteps]) -> Fitted:
+    """Fit what is between two stages, and around each, to steps of one request at a time.
+
+    Steps of one token tell what is fixed, those of prompts what there is for each token. Of what is fixed stages
+    compute what they were busy longer than one rank would have been; the rest is waited for.
+    """
+    fixed_s, token_s, busy_s = [], [], []
+    for name, (steps, bubbles) in calibrations.items():
+        cost = fitted.at_pace_of([name]).cost
+        more_s = [(sum(count for _, count in step.chunks), step.seconds - cost.batch(step.as_chunks)) for step in steps]
+        decoded_s = statistics.median(seconds for tokens, seconds in more_s if tokens == 1)
+        fixed_s.append(decoded_s)
+        token_s += [(seconds - decoded_s) / tokens for tokens, seconds in more_s if tokens > 1]
+        longer_s = math.fsum(
+            seconds + (1 - 2 * bubbles) * step.seconds for step, (_, seconds) in zip(steps, more_s, strict=True)
+        )
+        busy_s.append(longer_s / len(steps))
+    each_s, each_token_s = max(0.0, statistics.mean(fixed_s)) / 2, max(0.0, statistics.median(token_s)) / 2
+    stage_s = min(each_s, max(0.0, statistics.mean(busy_s) / 2))
+    bytes_s = min(MOST_BYTES_S, 4 * HIDDEN / max(each_token_s, 1e-12))
+    return replace(fitted, stage_links=Links(bytes_s, each_s - stage_s, stage_s=stage_s))
 
 
 def _shared_s(cost: LayerCost, share: float, step: TimedStep) -> float:

@@ -235,6 +235,8 @@ class Played:
     others: float
     """Cores that processes other than this one and the ranks kept busy meanwhile, in the mean."""
     behaviour: Behaviour
+    frontend_s: float
+    """Processor seconds of this process."""
 
 
 def played(engine: elastic.Fleet, trace: Trace, kill_s: float | None = None) -> Played:
@@ -247,7 +249,7 @@ def played(engine: elastic.Fleet, trace: Trace, kill_s: float | None = None) -> 
     others, before = OthersWork([os.getpid(), *pids]), stage_times(engine)
     prompts = [prompt(request.prompt_tokens, choose) for request in trace.requests]
     ended, lock = threading.Semaphore(0), threading.Lock()
-    begin_s, begin_wall_s = time.perf_counter(), time.time()
+    begin_s, begin_wall_s, frontend_s = time.perf_counter(), time.time(), time.process_time()
     stopping = threading.Event()
     if kill_s is not None:
         killer = threading.Timer(kill_s, os.kill, (pids[1], signal.SIGKILL))
@@ -285,7 +287,7 @@ def played(engine: elastic.Fleet, trace: Trace, kill_s: float | None = None) -> 
     events = ((event.kind, event.when_s - begin_wall_s) for event in engine.events())
     spent = [since(before[name], times) for name, times in stage_times(engine).items() if name in before]
     behaviour = Behaviour(actions(events, trace.duration_s), bubble_share(spent))
-    return Played(report, begin_s, others.cores, behaviour)
+    return Played(report, begin_s, others.cores, behaviour, time.process_time() - frontend_s)
 
 
 def stage_times(engine: elastic.Fleet) -> dict[str, StageTimes]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common import SEED
 from sim_behaviour import Behaviour
-from sim_fit import fit
+from sim_fit import StagedSteps, fit
 from sim_runs import (
     ENGINE,
     LAYERS,
@@ -60,6 +60,7 @@ LENGTHS = {  # median and sigma of the logarithm, of prompts and answers
     "code": ((800.0, 0.6), (20.0, 0.6)),
     "bursts": ((200.0, 0.7), (60.0, 0.5)),
 }
+CALIBRATED = (400.0, 0.8), (60.0, 0.6)
 FIGURES = ("tokens_per_s", "p50_ttft_s", "p50_tpot_s", "kv_use", "p95_ttft_s", "p95_tpot_s", "p99_ttft_s", "p99_tpot_s")
 ALONE = tuple(0.9 * number for number in range(8))
 """Seconds at which requests come that calibrate shared layers: each has ended before the next comes."""
@@ -99,35 +100,45 @@ class RealRun:
 
 @dataclass
 class Measured:
-    """What was served, and the steps of calibrations by name: by ranks alone, and with shared layers."""
+    """What was served, and the steps of calibrations by name: by ranks alone, with shared layers, and as stages."""
 
     alone: dict[str, list[TimedStep]] = field(default_factory=dict)
     shared: dict[str, list[TimedStep]] = field(default_factory=dict)
+    staged: dict[str, StagedSteps] = field(default_factory=dict)
+    """By ranks that are stages, for one request at a time."""
     messages_s: list[float] = field(default_factory=list)
     """From the fleet to a rank: the tenth part of what requests wait for their first step, in each calibration."""
-    stage_links: Links | None = None
-    """What is between two ranks that are stages, and around it: as a deployment measures it, with no request."""
+    frontends_s: list[float] = field(default_factory=list)
+    """That the fleet's process computes for each step, in each calibration."""
+    handovers: Links | None = None
+    """What is between two ranks that are stages, and around it, as a deployment measures it, with another model."""
     runs: list[RealRun] = field(default_factory=list)
 
     def add(self, other: Measured) -> None:
         """Add what was measured another time."""
         self.alone |= other.alone
         self.shared |= other.shared
+        self.staged |= other.staged
         self.messages_s += other.messages_s
-        self.stage_links = self.stage_links or other.stage_links
+        self.frontends_s += other.frontends_s
+        self.handovers = self.handovers or other.handovers
         self.runs += other.runs
 
 
-def measured_stage_links() -> Links:
-    """Measure what `Measured.stage_links` has. Nothing else runs."""
+def measured_handovers() -> Links:
+    """Measure what `Measured.handovers` has. Nothing else runs."""
     link = measure_link()
     bytes_per_s = 1 / link.each_s if link.each_s else math.inf  # where a small message took as long as a large one
     return Links(bytes_per_s, link.fixed_s, stage_s=measure_handovers(link, rounds=HANDOVER_ROUNDS).stage_s)
 
 
-def calibration(seconds: float, ranks: int, seed: int) -> Trace:
-    rates = [(seconds / 4, rate * ranks) for rate in (1.0, 4.0, 1.5, 2.0)]
-    return Load("calibration", rates, (400.0, 0.8), (60.0, 0.6)).trace(seed)
+def calibration(seconds: float, ranks: int, seed: int, cost: LayerCost | None) -> Trace:
+    """Return requests that keep ranks busy for more and less of the time, as those of runs do; without a cost, of which
+    it is not known how busy they are."""
+    prompt, answer = CALIBRATED
+    shares = (0.2, 1.2, 0.4, 0.7)
+    each_s = 0.25 if cost is None else request_s(cost, prompt[0], answer[0])
+    return Load("calibration", [(seconds / 4, ranks * share / each_s) for share in shares], prompt, answer).trace(seed)
 
 
 def few_at_once(count: int) -> Trace:
@@ -154,16 +165,20 @@ class Served:
         """Have a fleet serve requests of each kind, and before and after each such as calibrate.
 
         Ranks calibrate by themselves: those that share layers part for it, those that may drop layers have them all
-        then. Where they share, they calibrate when they do, too: by one request at a time, and by two.
+        then. Where they share, they calibrate when they do, too: by one request at a time, and by two; stages by one.
         """
         name, chosen_one, measured = f"{system}, {memory}", SYSTEMS[system], self.measured
         folder = self._folder / name
         folder.mkdir()
 
         def calibrate(engine: elastic.Fleet, number: int = 0) -> str:
-            trace = calibration(0.4 * self._seconds, len(engine.status().instances), SEED + number)
+            if self._cost is None:
+                trace = calibration(0.4 * self._seconds, len(engine.status().instances), SEED, None)
+                self._cost = fit({"": self._played(engine, trace, folder)[1]}).cost
+            trace = calibration(0.4 * self._seconds, len(engine.status().instances), SEED + number, self._cost)
             run, measured.alone[f"{name} {number}"] = self._played(engine, trace, folder)
             measured.messages_s += run.report.queued_s.read(0.1)
+            measured.frontends_s.append(run.frontend_s / max(1, len(measured.alone[f"{name} {number}"])))
             return f"{name} {number}"
 
         with serving(self._path, PLACES[memory], chosen_one, calibrate, step_budget=Recorded(folder)) as (
@@ -175,7 +190,9 @@ class Served:
                 measured.shared[before] = [
                     step for count in (1, 2) for step in self._played(engine, few_at_once(count), folder)[1]
                 ]
-            self._cost = self._cost or fit(measured.alone).cost
+            if chosen_one.stages > 1:
+                run, steps = self._played(engine, few_at_once(1), folder)
+                measured.staged[before] = StagedSteps(steps, run.behaviour.bubbles or 0.0)
             for number, load in enumerate(loads if chosen_one.kill is None else loads[:1], 1):
                 trace = self._trace(load, memory, chosen_one, pages)
                 pids = tuple(rank.pid for rank in engine.status().ranks)
@@ -252,15 +269,20 @@ def behaviour_of(run: Played, system: System, steps: Sequence[TimedStep]) -> Beh
 def load_of(name: str, busy: float, seconds: float, cost: LayerCost) -> Load:
     """Return arrivals to two ranks that keep each busy for a share of the time; bursts come at three times the rate."""
     (prompt, _), (answer, _) = LENGTHS[name]
-    step = int(ENGINE["max_batch_tokens"])
-    starts = range(0, int(prompt), step)
-    prompt_s = sum(cost.batch([Chunk("", start, min(step, int(prompt) - start))]) for start in starts)
-    beside = [Chunk("", int(prompt), 1)] * 4
-    rate = 2 * busy / (prompt_s + answer * cost.batch(beside) / len(beside))
+    rate = 2 * busy / request_s(cost, prompt, answer)
     if name != "bursts":
         return Load(name, [(seconds, rate)], *LENGTHS[name])
     calm, burst = (0.3 * seconds, 0.5 * rate), (0.2 * seconds, 3 * rate)
     return Load(name, [calm, burst, calm, burst], *LENGTHS[name])
+
+
+def request_s(cost: LayerCost, prompt: float, answer: float) -> float:
+    """Return the seconds of a rank for a request, of whose answer four tokens are computed at a time with others'."""
+    step = int(ENGINE["max_batch_tokens"])
+    starts = range(0, int(prompt), step)
+    prompt_s = sum(cost.batch([Chunk("", start, min(step, int(prompt) - start))]) for start in starts)
+    beside = [Chunk("", int(prompt), 1)] * 4
+    return prompt_s + answer * cost.batch(beside) / len(beside)
 
 
 def figures(report: Report) -> dict[str, float]:

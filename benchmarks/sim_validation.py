@@ -4,7 +4,7 @@
 
 Ranks are pinned to a core each and serve a Llama in which attention takes as long as all else at 1,000 tokens. Each
 fleet serves requests of no run first, of which the seconds of every step that the ranks computed are written down;
-these calibrate (`sim_fit.py`). What is between two stages is measured before, as deployments do it. Then every kind of
+these calibrate (`sim_fit.py`). Then every kind of
 requests comes to every system, with memory for about as many tokens as live on average and with plenty of it
 (`sim_served.py`), and the same requests, at the same times, to the simulator, five times with other noise, of which the
 median counts. Rates are set by a first cost so that prompts and answers keep ranks busy for a share of the time: they
@@ -38,7 +38,7 @@ from typing import Any
 
 from common import arguments, finish, table
 from sim_behaviour import LIMITS, Behaviour, above_limits, actions, bubble_share, median_differences, most_off
-from sim_fit import Fitted, fit, messages_s, with_shared_layers
+from sim_fit import Fitted, fit, messages_s, with_shared_layers, with_stages
 from sim_runs import (
     ENGINE,
     HIDDEN,
@@ -57,12 +57,13 @@ from sim_served import (
     RealRun,
     Served,
     figures,
-    measured_stage_links,
+    measured_handovers,
 )
 
 from elastic.bench.traces.trace import Trace
 from elastic.cluster.fleet.planning.policies import chosen
 from elastic.sim.core.fleet import RankModel
+from elastic.sim.core.host import ALONE
 from elastic.sim.core.instance import EngineOptions
 from elastic.sim.mechanisms.fleet import ElasticFleet
 from elastic.sim.mechanisms.model import LayeredModel, Links
@@ -101,10 +102,11 @@ class Simulated:
 def fitted_to(measured: Measured) -> dict[str, Fitted]:
     """Return costs with attention and without."""
     found = {}
+    frontend_s = statistics.median(measured.frontends_s) if measured.frontends_s else 0.0
     for name, attention in (("simulated", True), ("without attention", False)):
-        each = fit(measured.alone, attention=attention)
-        each = replace(each, stage_links=measured.stage_links or each.stage_links)
-        found[name] = with_shared_layers(each, measured.shared) if measured.shared else each
+        each = fit(measured.alone, frontend_s, attention=attention)
+        each = with_shared_layers(each, measured.shared) if measured.shared else each
+        found[name] = with_stages(each, measured.staged) if measured.staged else each
     return found
 
 
@@ -122,7 +124,7 @@ def simulated_paced(real: RealRun, fitted: Fitted, message_s: float, within_s: f
     waited_s = messages_s([real.begin_s + request.arrival_s for request in real.trace.requests], real.steps)
     message_s = statistics.median(waited_s) if waited_s else message_s
     named = {f"r{number}": paces[pid] for number, pid in enumerate(real.ranks) if pid in paces}
-    model = replace(rank_model(real, fitted, message_s), contention=0.0, paces=named)
+    model = replace(rank_model(real, fitted, message_s), sharing=ALONE, paces=named)
     options = replace(model.engine, max_batch_tokens=model.engine.max_batch_tokens // smaller)
     return simulated_once(real, replace(model, engine=options), fitted)
 
@@ -134,7 +136,7 @@ def rank_model(real: RealRun, fitted: Fitted, message_s: float) -> RankModel:
         fitted.cost,
         fitted.steps,
         message_s,
-        contention=fitted.contention,
+        sharing=fitted.sharing,
         cut=fitted.cut,
     )
 
@@ -272,7 +274,7 @@ def served(options: argparse.Namespace) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         path = save_attentive_model(Path(folder) / "model")
         found = Served(path, Path(folder), QUICK_S if options.quick else SECONDS, options.tries)
-        found.measured.stage_links = measured_stage_links()
+        found.measured.handovers = measured_handovers()
         for memory in options.memory:
             for system in options.systems:
                 found.serve(memory, system, loads)
@@ -305,7 +307,7 @@ def main() -> None:
     results |= {name: judged(paced, name) for name in PACED if paced}
     results["simulated"]["spread"] = {f: statistics.mean(run["spread"][f] for run in runs) for f in FIGURES}
     for name, each in fitted.items():
-        results[name] |= {"step_error": each.error, "contention": each.contention, "paces": each.paces}
+        results[name] |= {"step_error": each.error, "sharing": vars(each.sharing), "paces": each.paces}
     rows = [
         [figure, *(f"{each['mean_error'][figure]:.3f}" for each in results.values()), TARGETS[figure]]
         for figure in FIGURES

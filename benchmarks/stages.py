@@ -37,6 +37,7 @@ from elastic.engines.base import Output, Request
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
 from elastic.sim.core.clock import VirtualClock
 from elastic.sim.core.fleet import RankModel
+from elastic.sim.core.host import HostSharing
 from elastic.sim.core.instance import EngineOptions, PlacePages
 from elastic.sim.core.threads import SimulatedThreads
 from elastic.sim.mechanisms.fleet import ElasticFleet
@@ -87,7 +88,7 @@ class Costs:
         """Return ranks that have memory to spare."""
         weights, block = LAYERS * LAYER_PAGES, LAYERS * KV_PAGES
         pages = PlacePages(weights + BLOCKS * block, weights, block, 1, LAYERS, LAYER_PAGES)
-        rank = RankModel(EngineOptions(**ENGINE), pages, ChunkCost(**self.chunks), contention=contention)
+        rank = RankModel(EngineOptions(**ENGINE), pages, ChunkCost(**self.chunks), sharing=HostSharing(contention))
         links = Links(bytes_s=1 / max(self.byte_s, 1e-12), hop_s=self.hop_s, stage_s=self.stage_s)
         return LayeredModel(rank, page_bytes=PAGE_BYTES, token_bytes=HIDDEN_BYTES, rest=self.rest, links=links)
 

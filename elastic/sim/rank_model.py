@@ -18,6 +18,7 @@ from elastic.planning.estimate.roofline import BatchCost
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from elastic.sim.core.evicting import SCHEDULERS
 from elastic.sim.core.fleet import RankModel
+from elastic.sim.core.host import HostSharing
 from elastic.sim.core.instance import EngineOptions, PlacePages
 from elastic.sim.placement.rank_pages import rank_pages
 from elastic.sim.roofline import DividedSteps, SheetSteps
@@ -62,14 +63,23 @@ def read_rank_model(table: Table, folder: Path) -> tuple[RankModel, str, SheetMe
     stretch_s = simulation.number("stretch_s", 0.5)
     simulation.done()
     steps = table.table("steps")
-    noise, contention = steps.number("noise", 0.0, most=MOST_NOISE), steps.number("contention", 0.0)
+    noise, sharing = steps.number("noise", 0.0, most=MOST_NOISE), _sharing(steps)
     if "model" in table:
         rank = _by_sheet(table.table("model"), options, folder)
     else:
         rank = _RankCost(_fitted(steps), _memory(table.table("memory"), options))
     steps.done()
-    model = RankModel(options, rank.pages, rank.cost, noise, stretch_s=stretch_s, contention=contention, cut=rank.cut)
+    model = RankModel(options, rank.pages, rank.cost, noise, stretch_s=stretch_s, sharing=sharing, cut=rank.cut)
     return model, rank.basis, rank.memory
+
+
+def _sharing(steps: Table) -> HostSharing:
+    sharing = HostSharing(
+        steps.number("contention", 0.0), steps.number("frontend_s", 0.0), steps.whole("cores", 0, least=0)
+    )
+    if sharing.cores == 1:
+        raise steps.wrong("cores", 1, "0, or at least 2: one of them is the fleet's while a message is taken")
+    return sharing
 
 
 def read_engine(engine: Table) -> EngineOptions:

@@ -17,7 +17,7 @@ from elastic.engines.base import Listener, Request
 from elastic.planning.estimate.roofline import BatchCost
 from elastic.sim.core.clock import VirtualClock, random_stream
 from elastic.sim.core.executor import LocalExecutor
-from elastic.sim.core.host import Computer, SharedHost
+from elastic.sim.core.host import ALONE, Computer, HostSharing, SharedHost
 from elastic.sim.core.instance import EngineOptions, PlacePages, SimulatedInstance
 from elastic.sim.core.step_seconds import MeasuredPace, MeasuredStep, Noise, PacedSeconds, StepNoise
 
@@ -38,9 +38,9 @@ class RankModel:
     """From the fleet to an instance."""
     stretch_s: float = 0.0
     """How long a stretch of decode steps may be one event; 0: none is."""
-    contention: float = 0.0
-    """How much longer a rank computes for each other one that computes meanwhile: those of a fleet are on one host.
-    With it no stretch is one event."""
+    sharing: HostSharing = ALONE
+    """What ranks of a fleet, which are on one host, take from each other. If that is anything no stretch is one event.
+    """
     cut: BatchCost | None = None
     """Of a step's seconds, those that ranks which share layers divide among them; None: all that are in layers."""
     paces: Mapping[str, MeasuredPace] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class SimulatedFleet:
         `devices`: where the first instances compute, if others do so there, too.
         """
         self.clock, self.model, self.seed = clock, model, seed
-        self.host = SharedHost(clock, model.contention)
+        self.host = SharedHost(clock, model.sharing)
         self._devices = devices
         self.counters, self.log = RequestMetrics(), EventLog()
         self.dispatcher = Dispatcher(routing, max_queue, self.counters, self.log, clock)
@@ -138,6 +138,7 @@ class SimulatedFleet:
             instance.memory.check()
 
     def _heard(self, instance: Instance, message: object) -> None:
+        self.host.take_message()
         self.dispatcher.heard(instance, message)  # type: ignore[arg-type]
         self._watch()
 

@@ -21,17 +21,38 @@ class Computer(Protocol):
         """Have something computed that takes so long by itself."""
 
 
+@dataclass(frozen=True)
+class HostSharing:
+    """What ranks of one host, and the process of their fleet, take from each other."""
+
+    contention: float = 0.0
+    """How much longer a rank computes for each other one that computes meanwhile."""
+    frontend_s: float = 0.0
+    """Seconds that the fleet's process computes for each message of a rank,"""
+    cores: int = 0
+    """on one of so many cores, 2 or more: while ranks compute on all of them, it takes one from these. 0: it has its
+    own."""
+
+    def __bool__(self) -> bool:
+        """Return whether they take anything."""
+        return self.contention > 0 or (self.frontend_s > 0 and self.cores > 0)
+
+
+ALONE = HostSharing()
+"""They take nothing from each other."""
+
+
 class SharedHost:
     """Whoever computes does so at its own rate while others are idle, and slower beside them."""
 
-    def __init__(self, clock: VirtualClock, contention: float = 0.0) -> None:
-        """`contention`: how much longer something takes for each other rank that computes meanwhile; 0: nothing is
-        shared."""
-        self.contention = contention
-        self.shared = contention > 0
+    def __init__(self, clock: VirtualClock, sharing: HostSharing = ALONE) -> None:
+        self.sharing = sharing
+        self.shared = bool(sharing)
         self._clock = clock
         self._tasks: list[_Task] = []
         self._at_s = 0.0  # until when their progress is counted
+        self._frontend_left_s = 0.0  # that the fleet's process has to compute
+        self._frontend_due: ScheduledEvent | None = None
 
     def compute(self, seconds: float, done: Callable[[], object]) -> None:
         """Have a rank begin something that takes so long by itself."""
@@ -42,6 +63,13 @@ class SharedHost:
         self._tasks.append(_Task(seconds, done))
         self._share_out()
 
+    def take_message(self) -> None:
+        """Have the fleet's process take a message of a rank."""
+        if self.sharing.frontend_s and self.sharing.cores:
+            self._advance()
+            self._frontend_left_s += self.sharing.frontend_s
+            self._share_out()
+
     def _end(self, task: _Task) -> None:
         self._advance()
         self._tasks.remove(task)
@@ -51,18 +79,32 @@ class SharedHost:
     def _advance(self) -> None:
         """Count what was done since somebody began or ended."""
         seconds, self._at_s = self._clock.now - self._at_s, self._clock.now
+        slowdown = self._slowdown
         for task in self._tasks:
-            task.left_s = max(0.0, task.left_s - seconds / self._slowdown)
+            task.left_s = max(0.0, task.left_s - seconds / slowdown)
+        self._frontend_left_s = max(0.0, self._frontend_left_s - seconds)
 
     def _share_out(self) -> None:
+        if self._frontend_due is not None:
+            self._frontend_due.cancel()
+        self._frontend_due = self._clock.after(self._frontend_left_s, self._go_on) if self._frontend_left_s else None
+        slowdown = self._slowdown
         for task in self._tasks:
             if task.due is not None:
                 task.due.cancel()
-            task.due = self._clock.after(task.left_s * self._slowdown, partial(self._end, task))
+            task.due = self._clock.after(task.left_s * slowdown, partial(self._end, task))
+
+    def _go_on(self) -> None:
+        """Have all cores be the ranks' again."""
+        self._advance()
+        self._frontend_left_s = 0.0
+        self._share_out()
 
     @property
     def _slowdown(self) -> float:
-        return 1.0 + self.contention * (len(self._tasks) - 1)
+        ranks, cores = len(self._tasks), self.sharing.cores
+        slower = 1.0 + self.sharing.contention * (ranks - 1)
+        return slower * ranks / (cores - 1) if self._frontend_left_s and ranks >= cores else slower
 
 
 @dataclass(eq=False)

@@ -15,6 +15,7 @@ from elastic.planning.pipeline.chunk_cost import ChunkCost
 from elastic.sim.core.clock import VirtualClock
 from elastic.sim.core.executor import STOP
 from elastic.sim.core.fleet import RankModel, SimulatedFleet
+from elastic.sim.core.host import HostSharing
 from elastic.sim.core.instance import EngineOptions, PlacePages
 from elastic.sim.core.step_seconds import MeasuredPace
 from support.sim.fixed_seconds import FixedSeconds
@@ -72,10 +73,21 @@ def test_two_instances_serve_side_by_side() -> None:
 
 
 def test_ranks_of_a_host_slow_each_other_down_while_both_compute() -> None:
-    made = fleet(FixedSeconds(0.5), 2, blocks=10, contention=0.6, stretch_s=5.0)
+    made = fleet(FixedSeconds(0.5), 2, blocks=10, sharing=HostSharing(0.6), stretch_s=5.0)
     first, second = play(made, [(0.0, 9, 1), (0.2, 9, 4)])
     assert first.outputs[-1].at_s == pytest.approx(0.2 + 0.3 * 1.6)
     assert [output.at_s for output in second.outputs][:2] == pytest.approx([0.88, 1.38])
+
+
+def test_the_fleets_process_takes_a_core_from_ranks_that_compute_on_all_of_them() -> None:
+    sharing = HostSharing(frontend_s=0.2, cores=2)
+    alone, _ = play(fleet(FixedSeconds(0.5), 1, sharing=sharing, stretch_s=5.0), [(0.0, 9, 3), (9.0, 9, 1)])
+    assert [output.at_s for output in alone.outputs] == [0.5, 1.0, 1.5]
+    first, second = play(fleet(FixedSeconds(0.5), 2, blocks=10, sharing=sharing), [(0.0, 9, 1), (0.2, 9, 2)])
+    assert first.outputs[-1].at_s == pytest.approx(0.5)
+    assert [output.at_s for output in second.outputs] == pytest.approx([0.7, 1.2])  # nobody else computes then
+    both = play(fleet(FixedSeconds(0.5), 2, blocks=10, sharing=sharing), [(0.0, 9, 2), (0.2, 9, 2)])
+    assert [told.outputs[-1].at_s for told in both] == pytest.approx([1.2, 1.4])  # half of two messages each
 
 
 def test_at_the_pace_of_another_run_all_is_told_when_it_was_told_there() -> None:

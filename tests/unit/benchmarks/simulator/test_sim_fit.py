@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
-from sim_fit import Fitted, messages_s, with_shared_layers
-from sim_runs import LAYERS, TimedStep
+from sim_fit import Fitted, StagedSteps, fit, messages_s, with_shared_layers, with_stages
+from sim_runs import HIDDEN, LAYERS, TimedStep
 
 from elastic.planning.estimate.layer_cost import LayerCost
+from elastic.planning.pipeline.chunk_cost import Chunk
+from elastic.sim.core.clock import VirtualClock
+from elastic.sim.core.host import HostSharing, SharedHost
 
 COST = LayerCost(((1, 0.004), (256, 0.024)), chunk=0.0, pair=0.0, prefix=0.0, seen=1e-6, block=1)
-FITTED = Fitted(COST, 0.0, (), {"run": 1.0})
+FITTED = Fitted(COST, HostSharing(), (), {"run": 1.0})
 EXCHANGES = 2 * LAYERS
 
 
@@ -37,6 +42,54 @@ def test_what_exchanges_keep_busy_and_what_they_wait_for_is_told_apart_by_two_in
     found = with_shared_layers(FITTED, {"run": [*single, *chunks, *pair]})
     assert found.core_s == pytest.approx(core_s, abs=2e-5)
     assert found.hop_s == pytest.approx(hop_s, abs=2e-5)
+
+
+@pytest.mark.parametrize(("stage_s", "hop_s"), [(5e-4, 3e-4), (0.0, 5e-4), (4e-4, 0.0)])
+def test_what_stages_compute_and_what_they_wait_for_is_told_apart_by_their_bubbles(
+    stage_s: float, hop_s: float
+) -> None:
+    token_s = 2e-6
+    shapes = [(1, 64 * i) for i in range(20)] + [(128, 0), (256, 0)]
+    alone_s = [COST.batch([Chunk("", start, count)]) for count, start in shapes]
+    steps = [
+        TimedStep(1, float(i), i + cost_s + 2 * (stage_s + hop_s + (count - 1) * token_s), ((start, count),))
+        for i, ((count, start), cost_s) in enumerate(zip(shapes, alone_s, strict=True))
+    ]
+    busy_s = sum(alone_s) + 2 * stage_s * len(steps)
+    bubbles = 1 - busy_s / (2 * sum(step.seconds for step in steps))
+    found = with_stages(FITTED, {"run": StagedSteps(steps, bubbles)}).stage_links
+    assert (found.stage_s, found.hop_s) == pytest.approx((stage_s, hop_s), abs=1e-6)
+    assert 4 * HIDDEN / found.bytes_s == pytest.approx(token_s, rel=0.02)
+
+
+def test_what_the_fleets_process_takes_is_not_taken_for_what_ranks_take_from_each_other() -> None:
+    found = fit({"run": steps_beside(HostSharing(0.2, 1e-3, 2))}, 1e-3)
+    assert found.sharing.contention == pytest.approx(0.2)
+    assert found.error < 0.01
+
+
+def steps_beside(sharing: HostSharing) -> list[TimedStep]:
+    """Steps of two ranks, of which the second one computes half of the time."""
+    made: list[TimedStep] = []
+    host = SharedHost(clock := VirtualClock(), sharing)
+    choose = random.Random(0)
+
+    def begin(rank: int, left: int) -> None:
+        count = choose.choice((1, 1, 1, 2, 16, 64, 256))
+        begin_s, seconds = clock.now, COST.batch([Chunk("", 0, count)])
+
+        def end() -> None:
+            made.append(TimedStep(rank, begin_s, clock.now, ((0, count),)))
+            host.take_message()
+            if left:
+                begin(rank, left - 1)
+
+        host.compute(seconds, end)
+
+    begin(1, 400)
+    clock.at(2.0, lambda: begin(2, 200))
+    clock.run()
+    return made
 
 
 def test_paces_are_means_over_steps_without_a_gap() -> None:

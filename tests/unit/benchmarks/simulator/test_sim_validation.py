@@ -31,6 +31,7 @@ from elastic.engines.core.step import Step
 from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.sim.core import fleet
 from elastic.sim.core.executor import LocalExecutor
+from elastic.sim.core.host import HostSharing
 from elastic.sim.core.instance import PlacePages
 from elastic.sim.mechanisms.model import Links
 
@@ -145,7 +146,7 @@ def served(
 ) -> RealRun:
     """A run as if it were real, of ranks with this cost and with noise of their own."""
     made: list[RecordedExecutor] = []
-    known = Fitted(cost, 0.0, (), {}, stage_links=links)
+    known = Fitted(cost, HostSharing(), (), {}, stage_links=links)
     ranks = tuple(range(SYSTEMS[system].ranks))
     about = (load, load, memory, system, trace, PLACES[memory])
     asked = RealRun(*about, {}, [], ("before", "after"), LEAD_S, ranks, 0.0, Behaviour())
@@ -160,7 +161,7 @@ def measured(cost: LayerCost) -> Measured:
     """Calibrations, and runs of other requests."""
     found = Measured(messages_s=[0.0])
     for seed, name in enumerate(("before", "after"), 100):
-        trace = calibration(SECONDS / 2, 1, seed)
+        trace = calibration(SECONDS / 2, 1, seed, None)
         found.alone[name] = served(cost, trace, "one", name, "roomy", seed).steps
     for load, memory in (("conv", "roomy"), ("code", "tight")):
         for seed, system in enumerate(("one", "two"), 200):
