@@ -148,19 +148,24 @@ class Beside(NamedTuple):
 
     share: float
     """Of its time, in which another rank computed a step."""
-    messages: float
-    """That the fleet's process took meanwhile, while ranks computed on all cores."""
+    ended: int
+    """Steps of others that ended meanwhile, of which the fleet's process took a message, as of the step itself."""
 
 
 def _alone_s(step: TimedStep, beside: Beside, sharing: HostSharing) -> float:
-    """Return what a step takes by itself; each message takes half of its seconds from each of two ranks."""
-    taken_s = min(MOST_TAKEN * step.seconds, beside.messages * sharing.frontend_s / CORES)
-    return (step.seconds - taken_s) * (1 - beside.share * sharing.contention / (1 + sharing.contention))
+    """Return what a step takes by itself."""
+    seconds = step.seconds - _taken_s(step, beside.share + beside.ended, sharing)
+    return seconds * (1 - beside.share * sharing.contention / (1 + sharing.contention))
+
+
+def _taken_s(step: TimedStep, messages: float, sharing: HostSharing) -> float:
+    """Return what messages take from a step while ranks compute on all cores: a part of each, as of all ranks."""
+    return min(MOST_TAKEN * step.seconds, messages * sharing.frontend_s / CORES)
 
 
 def beside(steps: Sequence[TimedStep]) -> list[Beside]:
     """Return for each step what else was computed; a rank has one step at a time, and tells the fleet behind it."""
-    shares, messages = [0.0] * len(steps), [0.0] * len(steps)
+    shares, ended = [0.0] * len(steps), [0] * len(steps)
     for rank in {step.rank for step in steps}:
         others = sorted((step for step in steps if step.rank == rank), key=attrgetter("begin_s"))
         for number, step in enumerate(steps):
@@ -168,9 +173,9 @@ def beside(steps: Sequence[TimedStep]) -> list[Beside]:
             while at < len(others) and others[at].begin_s < step.end_s:
                 both = min(step.end_s, others[at].end_s) - max(step.begin_s, others[at].begin_s)
                 shares[number] += both / step.seconds
-                messages[number] += others[at].end_s <= step.end_s
+                ended[number] += others[at].end_s <= step.end_s
                 at += 1
-    return [Beside(share, share + told) for share, told in zip(shares, messages, strict=True)]
+    return list(map(Beside, shares, ended))
 
 
 class StagedSteps(NamedTuple):
@@ -201,7 +206,9 @@ def with_shared_layers(fitted: Fitted, calibrations: Mapping[str, Sequence[Timed
     rows, paired = [], []
     for name, steps in calibrations.items():
         here = fitted.at_pace_of([name]).cost.times(1 + fitted.sharing.contention)
-        for step, others in zip(steps, beside(steps), strict=True):
+        for shared, others in zip(steps, beside(steps), strict=True):
+            taken_s = _taken_s(shared, 1 + others.ended, fitted.sharing)  # both ranks compute, whosoever step it is
+            step = replace(shared, end_s=shared.end_s - taken_s)
             row = _shared_row(here, step) if others.share < FEW else []
             rows += [row] if row else []
             paired += [(here, step)] if others.share > 1 - FEW else []
