@@ -67,7 +67,7 @@ def filled(fleet: elastic.Fleet, sizes: Sizes) -> list[str]:
 
 
 def changed(fleet: elastic.Fleet, models: list[Any], tp: int, layers_per_step: int | None) -> list[Owned]:
-    fleet._groups._ranks.ask_all(dict.fromkeys(("r0", "r1"), PauseSteps()))  # until layers have changed
+    fleet._groups.ranks.ask_all(dict.fromkeys(("r0", "r1"), PauseSteps()))  # until layers have changed
     with ExitStack() as stack:
         counts = [stack.enter_context(owned_pages(model.elastic.pools[0])) for model in models]
         done = fleet.reshard(["r0", "r1"], tp=tp, exchange="stall", layers_per_step=layers_per_step)

@@ -17,7 +17,6 @@ from elastic.cluster.control.stage_questions import Bulk
 from elastic.cluster.control.status import FleetEvent, FleetStatus
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.groups import Groups
-from elastic.cluster.fleet.groups.ranks import result
 from elastic.cluster.fleet.groups.verbs import TIMEOUT_S
 from elastic.cluster.fleet.joining.launchers import launcher_of
 from elastic.cluster.fleet.joining.units import Units, end_unit
@@ -121,7 +120,7 @@ class Fleet(PricedVerbs):
         self._groups = Groups(self._dispatcher, self._log, bulk)
         self._members.on_gone = self._groups.registry.lost
         self._starter.on_joined = Units(self._dispatcher, self._groups).joined
-        self._mover = Mover(self._dispatcher, self._log, self._groups.introduce)
+        self._mover = Mover(self._dispatcher, self._log, self._groups.ranks.introduce)
         add = None if self._starter.waits else self.scale_out
         self._policies = PolicyThreads(policies, self._dispatcher, self._log, self._mover, self, self._groups, add)
         self._lock = clock.make_lock()  # of the state
@@ -369,10 +368,8 @@ class Fleet(PricedVerbs):
         """Recount its books and those of all ranks. Raises `IntegrityError`, `RankLost`."""
         self._dispatcher.check()
         with self._dispatcher.lock:
-            instances = list(self._dispatcher.instances.values())
-        asked = [instance.client.ask(Check()) for instance in instances]
-        for instance, answer in zip(instances, asked, strict=True):
-            result(instance, answer)
+            ranks = list(self._dispatcher.instances)
+        self._groups.ranks.ask_all(dict.fromkeys(ranks, Check()))
 
     # -- inside
 

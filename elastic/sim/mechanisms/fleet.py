@@ -85,7 +85,7 @@ class ElasticFleet(SimulatedFleet):
             super().__init__(events, model.rank, instances, **options)
             self.members = Membership(self.dispatcher, self.log)
             groups = self.groups = Groups(self.dispatcher, self.log)
-            mover = Mover(self.dispatcher, self.log, groups.introduce)
+            mover = Mover(self.dispatcher, self.log, groups.ranks.introduce)
             self.verbs = ScheduledVerbs(self, groups, mover)
             self.members.on_gone = groups.registry.lost
             self.on_lost = self.members.lost

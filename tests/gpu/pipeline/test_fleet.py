@@ -219,7 +219,7 @@ def test_keys_and_values_in_8_bits_go_from_rank_to_rank(devices: tuple[int, ...]
     expected = serve(alone.engine, [Request(p, TOKENS, id=n) for n, p in zip(NAMES, PROMPTS, strict=True)]).tokens
     alone.close()
     with fleet_of(2, devices, {"shards": 2}, **form) as (fleet, _):
-        heard, ranks = begin(fleet), fleet._groups._ranks
+        heard, ranks = begin(fleet), fleet._groups.ranks
         ranks.ask_all(dict.fromkeys(["r0", "r1"], PauseSteps()))  # so that there are requests to the end
         assert fleet.drop(layers={"r0": (1, 2), "r1": (0,)}).status == "applied"
         fleet.check()

@@ -190,7 +190,7 @@ def test_a_request_whose_source_is_lost_under_its_last_copy_goes_on_elsewhere(mo
         name = list(served.asked)[-1]
         source = fleet.instance_of(name)
         assert source is not None, "it has ended"
-        fleet._groups._ranks.ask(source, PauseSteps())  # so that it lives until it is moved
+        fleet._groups.ranks.ask(source, PauseSteps())  # so that it lives until it is moved
         with suppress(StateError):  # unless all was copied before
             fleet.move(name, next(rank.name for rank in fleet.status().ranks if rank.name != source))
         assert lost == [source]

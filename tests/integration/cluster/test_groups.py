@@ -159,7 +159,7 @@ def test_layers_are_dropped_and_come_back_under_running_requests(serve: Callable
 
 def test_a_dry_run_says_the_bytes_that_go_and_moves_none(serve: Callable[..., Served]) -> None:
     served = serve("qwen3")
-    fleet, ranks = served.fleet, served.fleet._groups._ranks
+    fleet, ranks = served.fleet, served.fleet._groups.ranks
     served.submit([40, 40], tokens=20)  # all that they will need is there from their first step on
     served.begin(1)
     ranks.ask_all(dict.fromkeys(["r0", "r1"], PauseSteps()))

@@ -292,7 +292,7 @@ def machine(launcher: SharedLauncher, ranks: int, seed: int) -> Iterator[Process
     with Fleet(checkpoint(), ranks=ranks, beat_timeout_s=BEAT_S, **options) as fleet:
         one = ProcessMachine(fleet, seed)
         yield one
-        pids, addresses = one.pids().values(), list(fleet._groups._ranks._addresses.values())
+        pids, addresses = one.pids().values(), list(fleet._groups.ranks._addresses.values())
     wait_until(lambda: not any(map(alive, pids)), "a rank is left")
     assert not [address for address in addresses if is_listening(address)]
     assert not shared_memory_left(shm)

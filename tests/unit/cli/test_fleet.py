@@ -191,7 +191,7 @@ def test_the_policy_of_drops_has_its_numbers() -> None:
         check_fleet(given)
         fleet = make_fleet(given, "in-process", serve.wrap_options(given), None)
         (policy,) = [each for each in fleet._policies._threads if isinstance(each, OverloadController)]
-        return policy._settings, fleet._groups._ranks._bulk
+        return policy._settings, fleet._groups.ranks._bulk
 
     assert chosen() == (Overload(), "sockets")
     assert chosen("--exchange", "stall", "--uncoordinated", "--layers-per-step", "3", "--bulk", "nixl") == (

@@ -14,7 +14,6 @@ from elastic.cluster.control.stage_questions import (
     AttachStage,
     CloseStage,
     DetachStage,
-    MeasureRoom,
     OpenStage,
     PauseSteps,
     ResumeSteps,
@@ -82,7 +81,7 @@ class Exchange:
     def _run(self) -> Exchanged:
         group = self.group
         try:
-            rooms = self._restore_variants(measure(self._ranks, group.members))
+            rooms = self._restore_variants(self._ranks.measure(group.members))
         except StateError as error:
             return self._result("deferred", str(error))
         books, most = self._books(rooms), self.form.layers_per_step
@@ -161,7 +160,7 @@ class Exchange:
             group.caps = {home: group.staged.get(home) for home in group.members}
             self._ranks.set_caps(group.caps)
             return
-        books, staging = self._books(measure(self._ranks, group.members)), keeps_staging(self._ranks, group)
+        books, staging = self._books(self._ranks.measure(group.members)), keeps_staging(self._ranks, group)
         if not self._caps.raise_to(books.caps(group.shape, staging=staging)):
             logger.warning("the caps of %s stay as they were: their stages found no room", ", ".join(group.members))
 
@@ -180,10 +179,10 @@ class Exchange:
                 raise StateError(f"layers {first[rank]} of rank {rank!r} wait for pages to leave their variant")
             self._restored = {**self._restored, rank: first[rank]}
         self._did("layers restored from variants")
-        return measure(self._ranks, rooms)
+        return self._ranks.measure(rooms)
 
     def _has_full(self, rank: str) -> bool:
-        return not self._ranks.ask(rank, MeasureRoom(rank)).in_variant
+        return not self._ranks.measure([rank])[rank].in_variant
 
     def _connect(self, transition: Transition, rooms: Mapping[str, Room]) -> None:
         """Open what flips need, all of it at the same time."""
@@ -241,7 +240,7 @@ class Exchange:
         group, now = self.group, self.group.caps_in_force()
         if not rest.rounds or not is_short(self._ranks.dispatcher, group.members):
             return rest
-        books = self._books(measure(self._ranks, group.members))
+        books = self._books(self._ranks.measure(group.members))
         caps = books.caps(group.shape, staging=True)
         try:
             planned = plan_transition(group.shape, self.target, books, caps, self.form.layers_per_step)
@@ -349,18 +348,13 @@ class Exchange:
 
     def _await(self, rank: str, shards: Sequence[int]) -> None:
         """Wait for weights that come when requests have given up pages. Raises `StateError` where it takes too long."""
-        if not self._caps.until(lambda: self._ranks.ask(rank, MeasureRoom(rank)).resident.issuperset(shards)):
+        if not self._caps.until(lambda: self._ranks.measure([rank])[rank].resident.issuperset(shards)):
             layer = shards[0] // self.group.shape.shards
             raise StateError(f"the weights of layer {layer} wait at rank {rank!r} for pages that live requests need")
 
     def _now_has(self, rank: str, shards: frozenset[int]) -> None:
         shape = self.group.shape
         self.group.shape = replace(shape, weights={**shape.weights, rank: shards})
-
-
-def measure(ranks: Ranks, names: Iterable[str]) -> dict[str, Room]:
-    """Return the room of ranks."""
-    return ranks.ask_all({rank: MeasureRoom(rank) for rank in names})
 
 
 def keeps_staging(ranks: Ranks, group: Group) -> bool:

@@ -21,7 +21,7 @@ from elastic.cluster.fleet.groups.caps.follow import follow
 from elastic.cluster.fleet.groups.caps.needs import blocks_told
 from elastic.cluster.fleet.groups.caps.reach import largest_instances, note_reach
 from elastic.cluster.fleet.groups.caps.staging import Staging
-from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights, measure
+from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Group, Shape
 from elastic.cluster.fleet.groups.price import DryRuns, shape_of
@@ -63,11 +63,9 @@ class Groups:
 
     def __init__(self, dispatcher: Dispatcher, log: EventLog, bulk: Bulk = "sockets") -> None:
         self._dispatcher, self._log = dispatcher, log
-        self._ranks = Ranks(dispatcher, bulk)
-        self.introduce = self._ranks.introduce
-        """Has ranks know where each other listens."""
-        self._staging, self._dry_runs = Staging(self._ranks), DryRuns(self._ranks, log)
-        self.registry = GroupRegistry(self._ranks, self._staging, log)
+        self.ranks = Ranks(dispatcher, bulk)
+        self._staging, self._dry_runs = Staging(self.ranks), DryRuns(self.ranks, log)
+        self.registry = GroupRegistry(self.ranks, self._staging, log)
         self._verbs = clock.make_lock()
         self._layer_bytes: tuple[int, ...] = ()
         self._following = False  # whether it is no verb that runs, but caps that change
@@ -86,23 +84,23 @@ class Groups:
     def layer_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each decoder layer's weights: they are the same at all ranks."""
         if not self._layer_bytes:
-            serving = self._ranks.serving()
+            serving = self.ranks.serving()
             if not serving:
                 raise StateError("no rank serves: the bytes of its layers are not known")
-            (room,) = measure(self._ranks, [serving[0].name]).values()
+            (room,) = self.ranks.measure([serving[0].name]).values()
             every = range(room.path.shards)
             self._layer_bytes = tuple(pages.pages(every) * room.page_bytes for pages in room.weight_pages)
         return self._layer_bytes
 
     def capacity(self, degrees: Sequence[int]) -> dict[str, dict[int, int]]:
         """Return the blocks that an instance could have, of each rank and degree; see `Fleet.capacity`."""
-        serving = {instance.name: instance.kv_format for instance in self._ranks.serving()}
-        return largest_instances(measure(self._ranks, serving), serving, degrees)
+        serving = {instance.name: instance.kv_format for instance in self.ranks.serving()}
+        return largest_instances(self.ranks.measure(serving), serving, degrees)
 
     def budgets(self) -> Budgets:
         """Return what ranks tell of themselves, for who plans drops. Raises `StateError` where none serves."""
-        serving = self._ranks.serving()
-        return Budgets(measure(self._ranks, [instance.name for instance in serving]), serving)
+        serving = self.ranks.serving()
+        return Budgets(self.ranks.measure([instance.name for instance in serving]), serving)
 
     # -- beside verbs
 
@@ -117,9 +115,9 @@ class Groups:
             self._following = True
             self._staging.give_way(self._alone())
             followed = 0
-            for group in [each for each in self.registry.groups if all(map(self._ranks.there, each.members))]:
+            for group in [each for each in self.registry.groups if all(map(self.ranks.there, each.members))]:
                 with self.registry.acting(group.members):
-                    followed += group in self.registry.groups and follow(self._ranks, group)
+                    followed += group in self.registry.groups and follow(self.ranks, group)
             return followed
         finally:
             self._following = False
@@ -138,11 +136,7 @@ class Groups:
             self._verbs.release()
 
     def _alone(self) -> list[str]:
-        return [each.name for each in self._ranks.serving() if self.registry.group_of(each.name) is None]
-
-    def get_ready(self) -> None:
-        """Have ranks do beforehand what the first verb for them would wait for; see `Ranks`. It waits for no verb."""
-        self._ranks.get_ready()
+        return [each.name for each in self.ranks.serving() if self.registry.group_of(each.name) is None]
 
     # -- verbs
 
@@ -152,8 +146,8 @@ class Groups:
             before = [group for group in self.registry.groups if not set(names).isdisjoint(group.members)]
             group = self.registry.merged(names)
             try:
-                self._ranks.introduce(group.members)
-                compare_weights(self._ranks, group)
+                self.ranks.introduce(group.members)
+                compare_weights(self.ranks, group)
             except BaseException:
                 if group not in before:
                     with suppress(RankLost):  # who has lost a rank is repaired
@@ -175,7 +169,7 @@ class Groups:
     ) -> Dropped:
         """Do a plan, or one that frees so many bytes; see `Fleet.drop`."""
         with self._verbs:
-            rooms = measure(self._ranks, [instance.name for instance in self._ranks.serving()])
+            rooms = self.ranks.measure([instance.name for instance in self.ranks.serving()])
             plan = plan if isinstance(plan, DropPlan) else self._plan(plan, rooms, whole, most)
             units = [unit for group in self.registry.groups for unit in targets.sharing(group.shape.paths)]
             goal = replace(plan, groups=tuple(targets.of_ranks(each, units) for each in plan.groups))
@@ -252,7 +246,7 @@ class Groups:
         """Have so many ranks each share all layers of their instances; see `Fleet.reshard`."""
         with self._verbs:
             members = self.registry.with_partners(names)
-            targets.require_shards(measure(self._ranks, members), tp)
+            targets.require_shards(self.ranks.measure(members), tp)
             target_of = partial(targets.sharded, units=targets.units_of(members, tp))
             if dry_run:
                 would, leaving = self._dry_runs.of([(members, target_of)], form)
@@ -310,7 +304,7 @@ class Groups:
             replicas = () if group is None else group.shape.replicated(home)
             chosen = replicas if layers is None else tuple(layer for layer in replicas if layer in set(layers))
             if group is None or not chosen:
-                self._ranks.instance(home)  # it is there
+                self.ranks.instance(home)  # it is there
                 return Replicated("applied", home=home)
             target_of = partial(targets.evicted, home=home, layers=chosen)
             _, done = self._become(group.members, target_of, timeout_s, LIVE, "evicted", f"replicas of {home}")
@@ -324,7 +318,7 @@ class Groups:
         layer_bytes = self.layer_bytes()
         shapes = [group.shape for group in self.registry.groups]
         shapes += [shape_of((name,), rooms) for name in rooms if self.registry.group_of(name) is None]
-        fitted = Budgets(rooms, [self._ranks.instance(name) for name in rooms]).fitted
+        fitted = Budgets(rooms, [self.ranks.instance(name) for name in rooms]).fitted
         groups = [PlannedGroup(tuple(map(fitted, targets.held(each.paths, each.weights)))) for each in shapes]
         plan = drop_plan(groups, layer_bytes, needed, whole=whole, most=most)
         if plan is None:
@@ -347,7 +341,7 @@ class Groups:
     ) -> tuple[Exchange, Exchanged]:
         """Have ranks be one group, and its layers change their rank."""
         with self.registry.group_for(names) as group:
-            exchange = Exchange(self._ranks, group, target_of(group.shape), timeout_s, form)
+            exchange = Exchange(self.ranks, group, target_of(group.shape), timeout_s, form)
             done = self._run(exchange, kind)
             self._tell(kind, group, done, why)
             return exchange, done
@@ -365,7 +359,7 @@ class Groups:
             if group not in self.registry.groups:  # it was repaired: all of them are by themselves
                 return Restored("applied", members=group.members)
             target = (targets.undropped if sharing else targets.apart)(group.shape)
-            done = self._run(Exchange(self._ranks, group, target, timeout_s, form), "restored")
+            done = self._run(Exchange(self.ranks, group, target, timeout_s, form), "restored")
             if not sharing and group.shape.apart and done.status == "applied":
                 self.registry.part(group)
             self._tell("restored", group, done, why)
@@ -380,7 +374,7 @@ class Groups:
             done = exchange.run()
             counts = exchange.counts
             self._dry_runs.learn(exchange.form, exchange.target, counts.moved_bytes, counts.copy_s)
-            note_reach(self._dispatcher, group.shape, measure(self._ranks, group.members))
+            note_reach(self._dispatcher, group.shape, self.ranks.measure(group.members))
             group.told = blocks_told(self._dispatcher, group.members)
             return done
         except RankLost as error:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from elastic.cluster.control.stage_questions import MeasureRoom, Room
+from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.control.status import EventKind, FleetEvent
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Shape
@@ -61,8 +61,7 @@ class DryRuns:
 
         Weights are counted as they are. Keys and values are those that requests have now, or that are kept for reuse.
         """
-        names = {name: MeasureRoom(name) for members, _ in wanted for name in members}
-        rooms: Mapping[str, Room] = self._ranks.ask_all(names)
+        rooms = self._ranks.measure(name for members, _ in wanted for name in members)
         changes = [_change(shape_of(members, rooms), target_of) for members, target_of in wanted]
         cost, (before_s, slower) = learned_cost(self._log.events()), self._steps(changes, rooms)
         price = predict(changes, rooms, cost, slower, form.layers_per_step)

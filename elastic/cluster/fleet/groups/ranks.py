@@ -19,6 +19,7 @@ from elastic.cluster.control.stage_questions import (
     MeasureRoom,
     MeetPeers,
     OpenPeers,
+    Room,
     SetCap,
     WeightDigests,
 )
@@ -104,13 +105,29 @@ class Ranks:
                 answers.append(error)
         return answers
 
+    def measure(self, ranks: Iterable[str]) -> dict[str, Room]:
+        """Return the room of ranks."""
+        return self.ask_all({rank: MeasureRoom(rank) for rank in ranks})
+
     def set_caps(self, caps: Mapping[str, int | None]) -> None:
         """Have instances map no more sectors than their caps, None: any number; requests see all change at once.
 
-        Raises `RankLost`.
+        They are given nothing meanwhile. Raises `RankLost`.
         """
-        with _limits_change(self.dispatcher, caps) as loads:
-            loads.update(self.ask_all({home: SetCap(cap) for home, cap in caps.items()}))
+        dispatcher, loads = self.dispatcher, dict[str, EngineLoad]()
+        with dispatcher.lock:  # or all that waits would go to the one whose news come first
+            changing = [dispatcher.instances[home] for home in caps if home in dispatcher.instances]
+            for instance in changing:
+                instance.limit_changes += 1
+        try:
+            loads = self.ask_all({home: SetCap(cap) for home, cap in caps.items()})
+        finally:
+            with dispatcher.lock:
+                for instance in changing:
+                    instance.limit_changes -= 1
+                    if instance.name in loads:
+                        instance.hear(loads[instance.name], clock.now())
+                dispatcher.dispatch()
 
     @contextmanager
     def flipping(self, names: Iterable[str]) -> Iterator[None]:
@@ -139,7 +156,7 @@ class Ranks:
         self._asked = serving
         try:
             self.listen(new)
-            for rank, room in self.ask_all({rank: MeasureRoom(rank) for rank in new}).items():
+            for rank, room in self.measure(new).items():
                 self.instance(rank).client.ask(WeightDigests(tuple(sorted(room.resident))))
         except ElasticError as error:
             logger.debug("ranks could not get ready for layers to change their rank: %s", error)
@@ -180,28 +197,6 @@ class Ranks:
             there = [i for name in others if (i := self.dispatcher.instances.get(name)) is not None]
         for instance in there:
             instance.client.ask(LosePeer(rank))
-
-
-@contextmanager
-def _limits_change(dispatcher: Dispatcher, names: Iterable[str]) -> Iterator[dict[str, EngineLoad]]:
-    """Have instances be given nothing while their limits change; what waits may go to any of them afterwards.
-
-    Else all of it would go to the one whose news come first. What is put into the dict are their loads then.
-    """
-    loads: dict[str, EngineLoad] = {}
-    with dispatcher.lock:
-        changing = [dispatcher.instances[name] for name in names if name in dispatcher.instances]
-        for instance in changing:
-            instance.limit_changes += 1
-    try:
-        yield loads
-    finally:
-        with dispatcher.lock:
-            for instance in changing:
-                instance.limit_changes -= 1
-                if instance.name in loads:
-                    instance.hear(loads[instance.name], clock.now())
-            dispatcher.dispatch()
 
 
 def require_reachable(hosts: Mapping[str, str], addresses: Mapping[str, tuple[str, int]]) -> None:

@@ -11,7 +11,7 @@ from elastic import clock
 from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.groups.caps.reach import note_reach
 from elastic.cluster.fleet.groups.caps.staging import Staging
-from elastic.cluster.fleet.groups.exchange import close_stages, measure
+from elastic.cluster.fleet.groups.exchange import close_stages
 from elastic.cluster.fleet.groups.group import Group, RankClaims
 from elastic.cluster.fleet.groups.price import shape_of
 from elastic.cluster.fleet.groups.ranks import Ranks, require_all, require_like
@@ -105,7 +105,7 @@ class GroupRegistry:
         serving = self._ranks.present()
         require_all(members, serving)
         require_like([serving[name] for name in members])
-        rooms = measure(self._ranks, members)
+        rooms = self._ranks.measure(members)
         shape = shape_of(members, rooms)
         books = Books(rooms, serving[members[0]].kv_format, shape)
         caps = {**self._staging.caps, **{name: cap for group in old for name, cap in group.caps.items()}}
@@ -151,7 +151,7 @@ class GroupRegistry:
         parts = [group.part_of(unit) for unit in units]
         self.replace([group], parts)
         for part in parts:
-            note_reach(self._dispatcher, part.shape, measure(self._ranks, part.members))
+            note_reach(self._dispatcher, part.shape, self._ranks.measure(part.members))
 
     def replace(self, old: Sequence[Group], new: Sequence[Group] = (), *, all_there: bool = False) -> None:
         """Have other groups in the place of some, at once: whoever is lost meanwhile is of one of them.

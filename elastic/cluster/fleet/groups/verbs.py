@@ -38,7 +38,7 @@ class GroupVerbs(VerbChecks):
         What policies that may need it ask for, again and again: a rank may have joined.
         """
         self._require_started()
-        self._groups.get_ready()
+        self._groups.ranks.get_ready()
 
     def drop(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic.cluster.fleet.groups.caps.change import CapChange, share_out
 from elastic.cluster.fleet.groups.caps.needs import blocks_told, is_short, needs_of, shared_memory
 from elastic.cluster.fleet.groups.caps.reach import note_reach
-from elastic.cluster.fleet.groups.exchange import keeps_staging, measure
+from elastic.cluster.fleet.groups.exchange import keeps_staging
 from elastic.cluster.fleet.groups.group import Deadline, Group
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.transition import Books
@@ -37,7 +37,7 @@ def follow(ranks: Ranks, group: Group) -> bool:
 def _wanted(ranks: Ranks, group: Group) -> dict[str, int] | None:
     """Return other caps that are better, or that fit where those of now do not; None: these stay."""
     shape, now = group.shape, group.caps_in_force()
-    rooms = measure(ranks, group.members)
+    rooms = ranks.measure(group.members)
     note_reach(ranks.dispatcher, shape, rooms)
     books = Books(rooms, ranks.instance(group.members[0]).kv_format, shape)
     shares = books.caps(shape, staging=(staging := keeps_staging(ranks, group)))

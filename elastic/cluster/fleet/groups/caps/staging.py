@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from elastic.cluster.fleet.groups.caps.needs import load_blocks
-from elastic.cluster.fleet.groups.exchange import measure
 from elastic.cluster.fleet.groups.group import Shape
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.transition import Books
@@ -69,7 +68,7 @@ class Staging:
         """Return the cap of a rank by itself; None where it could serve nothing then: no sector for each group."""
         uncapped = self._ranks.instance(name).load.uncapped_blocks
         if (kept := self._kept.get(name)) is None or kept.uncapped != uncapped:
-            rooms, format = measure(self._ranks, [name]), self._ranks.instance(name).kv_format
+            rooms, format = self._ranks.measure([name]), self._ranks.instance(name).kv_format
             shape = Shape({name: rooms[name].path}, {name: rooms[name].resident})
             sectors = Books(rooms, format, shape).staged(name)
             cap = sectors if sectors >= len(format.groups) else None

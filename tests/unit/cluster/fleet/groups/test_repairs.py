@@ -179,7 +179,7 @@ def test_nobody_is_asked_where_one_of_several_has_gone(served: tuple[Fleet, list
     b.die()
     asked = len(a.asked)
     with pytest.raises(RankLost):
-        fleet._groups._ranks.ask_all({"r0": MeasureRoom("r0"), "r1": MeasureRoom("r1")})
+        fleet._groups.ranks.ask_all({"r0": MeasureRoom("r0"), "r1": MeasureRoom("r1")})
     assert len(a.asked) == asked
 
 

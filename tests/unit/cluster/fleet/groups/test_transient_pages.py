@@ -39,7 +39,7 @@ def fleet(wrapped: Any) -> Any:
 
 def changed(fleet: Any, tp: int, layers_per_step: int) -> list[Owned]:
     """Have instances become another degree, no step being computed meanwhile; return the pages of each rank."""
-    fleet._groups._ranks.ask_all(dict.fromkeys(NAMES, PauseSteps()))  # until layers have changed
+    fleet._groups.ranks.ask_all(dict.fromkeys(NAMES, PauseSteps()))  # until layers have changed
     with ExitStack() as stack:
         counts = [stack.enter_context(owned_pages(model.elastic.pools[0])) for model in fleet.models]
         done = fleet.reshard(NAMES, tp=tp, exchange="stall", layers_per_step=layers_per_step)
