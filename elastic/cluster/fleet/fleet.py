@@ -244,7 +244,7 @@ class Fleet(PricedVerbs):
         self._policies.stop()
         with suppress(ElasticError):  # then ranks end as they are
             if len(self._shares) == 1 and self._state == "draining":
-                self._groups.restore(None, END_S, "the fleet ends")
+                self.restore(timeout_s=END_S, why="the fleet ends")
 
     def _end(self) -> None:
         """End all ranks and requests. Each step can be taken twice, so that what was interrupted is done again."""

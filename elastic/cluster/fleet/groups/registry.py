@@ -131,10 +131,10 @@ class GroupRegistry:
         self.replace([group])
         self.note("parted", group)
 
-    def divide(self, group: Group) -> None:
-        """Have those of a group that compute nothing for each other any more be groups of their own."""
-        units = group.shape.units()
-        if len(units) == 1 or group not in self.groups:
+    def divide(self, rank: str) -> None:
+        """Have those of a rank's group that compute nothing for each other any more be groups of their own."""
+        group = self.group_of(rank)
+        if group is None or len(units := group.shape.units()) == 1:
             return
         unit_of = {name: unit for unit in units for name in unit}
         across = [(home, rank) for home, rank in group.stages if unit_of[home] != unit_of[rank]]

@@ -191,11 +191,9 @@ def replicated(now: Shape, home: str, layers: Collection[int], rank: str) -> Sha
     return Shape({**now.paths, home: replace(path, ranks=ranks, copies=2)}, weights)
 
 
-def evicted(now: Shape, home: str, layers: Collection[int] | None) -> Shape:
-    """Return the shape in which layers of an instance (None: all) have no second copy. Who has weights keeps them."""
-    path, chosen = now.paths[home], range(now.layers) if layers is None else layers
-    _require_layers(now, home, chosen)
-    shards = frozenset(of_layers(chosen, now.shards))
+def evicted(now: Shape, home: str, layers: Collection[int]) -> Shape:
+    """Return the shape in which layers of an instance have no second copy. Who has weights keeps them."""
+    path, shards = now.paths[home], frozenset(of_layers(layers, now.shards))
     first = path.of_copy(0).ranks
     ranks = tuple(
         first[shard % now.numbers] if shard % now.numbers in shards else other for shard, other in enumerate(path.ranks)

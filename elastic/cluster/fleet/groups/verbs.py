@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
+from elastic.cluster.fleet.groups import targets
+from elastic.cluster.fleet.groups.caps.reach import largest_instances
+from elastic.cluster.fleet.groups.exchange import LIVE, compare_weights
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.groups import Groups
-from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Migrated, Replicated, Resharded, Restored
+from elastic.cluster.fleet.groups.results import (
+    Dropped,
+    GroupStatus,
+    Migrated,
+    Replicated,
+    Resharded,
+    Restored,
+    all_dropped,
+    all_restored,
+)
 from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.refusals import VerbChecks, layer_numbers
 from elastic.config import parse_bytes
-from elastic.errors import ConfigError, StateError, is_integer, is_list, require
+from elastic.errors import ConfigError, RankLost, StateError, is_integer, is_list, require
 from elastic.planning.arrangement.drop import DropPlan
 
 TIMEOUT_S = 60.0
@@ -79,9 +93,14 @@ class GroupVerbs(VerbChecks):
         if layers is not None:
             require(isinstance(layers, Mapping), "layers", layers, "a mapping from ranks to the layers that each drops")
             wanted = {rank: frozenset(layer_numbers(each)) for rank, each in layers.items()}
-            return self._groups.drop_layers(wanted, timeout_s, why, dry_run=dry_run, form=form)
-        goal = plan if plan is not None else parse_bytes(need, option="need")  # type: ignore[arg-type]
-        return self._groups.drop(goal, timeout_s, why, whole=whole, most=most, dry_run=dry_run, form=form)
+            names, target_of = tuple(wanted), partial(targets.dropped_by_hand, layers=wanted)
+            with self._groups.verbs:
+                done, freed = self._groups.change(names, target_of, timeout_s, form, "dropped", why, dry_run=dry_run)
+            return Dropped(**vars(done), freed_bytes=freed)
+        needed = 0 if plan is not None else parse_bytes(need, option="need")  # type: ignore[arg-type]
+        with self._groups.verbs:
+            plan = plan if plan is not None else self._groups.plan(needed, whole=whole, most=most)
+            return self._drop(plan, timeout_s, form, why, dry_run=dry_run)
 
     def restore(
         self,
@@ -106,14 +125,35 @@ class GroupVerbs(VerbChecks):
         if rank is not None:
             self._require_verb(rank=rank)
         form = ExchangeForm(exchange, coordinated, layers_per_step)
-        return self._groups.restore(rank, timeout_s, why, sharing=sharing, dry_run=dry_run, form=form)
+        with self._groups.verbs:
+            groups = self._groups.registry.groups_of(rank)
+            if rank is not None and not groups:
+                return Restored("planned" if dry_run else "applied", members=(rank,))
+            if dry_run:
+                target_of = targets.undropped if sharing else targets.apart
+                would, _ = self._groups.dry_runs.of([(group.members, target_of) for group in groups], form)
+                return Restored(**vars(would), members=tuple(name for group in groups for name in group.members))
+            return all_restored([self._groups.restore(each, timeout_s, why, form, sharing=sharing) for each in groups])
 
     def merge(self, *ranks: str) -> GroupStatus:
         """Have instances be one group, with nothing dropped: their ranks know each other then."""
         self._begin()
         for rank in ranks:
             self._require_verb(rank=rank)
-        return self._groups.merge(ranks)
+        registry = self._groups.registry
+        with self._groups.verbs, registry.acting(ranks):
+            before = [group for group in registry.groups if not set(ranks).isdisjoint(group.members)]
+            group = registry.merged(ranks)
+            try:
+                self._groups.ranks.introduce(group.members)
+                compare_weights(self._groups.ranks, group)
+            except BaseException:
+                if group not in before:
+                    with suppress(RankLost):  # who has lost a rank is repaired
+                        registry.split_up(group, [each.members for each in before])
+                raise
+            registry.note("merged", group)
+            return group.status()
 
     def split(self, rank: str, *, timeout_s: float = TIMEOUT_S) -> Restored:
         """End the group of a rank: what was dropped is restored, and the instances part."""
@@ -138,8 +178,12 @@ class GroupVerbs(VerbChecks):
         (CoCoServe, section 3.3)
         """
         self._begin(home=home, rank=rank, timeout_s=timeout_s, dry_run=dry_run)
-        form = ExchangeForm(exchange, coordinated, layers_per_step)
-        return self._groups.migrate(home, layer_numbers(layers), rank, timeout_s, dry_run=dry_run, form=form)
+        form, why = ExchangeForm(exchange, coordinated, layers_per_step), f"layers of {home} to {rank}"
+        chosen = tuple(sorted(set(layer_numbers(layers))))
+        target_of = partial(targets.migrated, home=home, layers=chosen, rank=rank)
+        with self._groups.verbs:
+            done, _ = self._groups.change((home, rank), target_of, timeout_s, form, "migrated", why, dry_run=dry_run)
+        return Migrated(**vars(done), home=home, rank=rank, layers=chosen)
 
     def replicate(
         self, home: str, layers: Iterable[int], rank: str, *, timeout_s: float = TIMEOUT_S, dry_run: bool = False
@@ -155,7 +199,12 @@ class GroupVerbs(VerbChecks):
         their keys and values, `RankLost`.
         """
         self._begin(home=home, rank=rank, timeout_s=timeout_s, dry_run=dry_run)
-        return self._groups.replicate(home, layer_numbers(layers), rank, timeout_s, dry_run=dry_run)
+        chosen, why = tuple(sorted(set(layer_numbers(layers)))), f"layers of {home} at {rank}"
+        target_of = partial(targets.replicated, home=home, layers=chosen, rank=rank)
+        with self._groups.verbs:
+            done, _ = self._groups.change((home, rank), target_of, timeout_s, LIVE, "replicated", why, dry_run=dry_run)
+            there = chosen if dry_run else tuple(layer for layer in self._replicas(home) if layer in chosen)
+        return Replicated(**vars(done), home=home, rank=rank, layers=there)
 
     def evict(self, home: str, layers: Iterable[int] | None = None, *, timeout_s: float = TIMEOUT_S) -> Replicated:
         """Have layers of an instance (None: all) be computed by one rank for all of its requests again.
@@ -163,7 +212,19 @@ class GroupVerbs(VerbChecks):
         Keys and values come back from the replicas, nothing is computed again. Raises `ConfigError`, `RankLost`.
         """
         self._begin(home=home, timeout_s=timeout_s)
-        return self._groups.evict(home, None if layers is None else layer_numbers(layers), timeout_s)
+        wanted = None if layers is None else layer_numbers(layers)
+        registry, why = self._groups.registry, f"replicas of {home}"
+        with self._groups.verbs, registry.acting((home,)):
+            group, replicas = registry.group_of(home), self._replicas(home)
+            chosen = replicas if wanted is None else tuple(layer for layer in replicas if layer in wanted)
+            if group is None or not chosen:
+                self._groups.ranks.instance(home)  # it is there
+                return Replicated("applied", home=home)
+            target_of = partial(targets.evicted, home=home, layers=chosen)
+            done, _ = self._groups.become(group.members, target_of, timeout_s, LIVE, "evicted", why)
+            registry.divide(home)
+            left = self._replicas(home)
+            return Replicated(**vars(done), home=home, layers=tuple(layer for layer in chosen if layer not in left))
 
     def reshard(
         self,
@@ -192,8 +253,21 @@ class GroupVerbs(VerbChecks):
         names = [instances] if isinstance(instances, str) else instances
         is_names = is_list(names, lambda name: isinstance(name, str))
         require(is_names, "instances", instances, "the name of an instance, or a list of them")
-        form = ExchangeForm(exchange, coordinated, layers_per_step)
-        return self._groups.reshard(names, tp, timeout_s, why, dry_run=dry_run, form=form)
+        form, groups = ExchangeForm(exchange, coordinated, layers_per_step), self._groups
+        with groups.verbs:
+            members = groups.registry.with_partners(names)
+            targets.require_shards(groups.ranks.measure(members), tp)
+            target_of = partial(targets.sharded, units=targets.units_of(members, tp))
+            if dry_run:
+                done, freed = groups.dry_runs.of([(members, target_of)], form)
+            elif len(members) == 1:
+                return Resharded("applied", members=members)
+            else:
+                why = f"{', '.join(members)} to tp={tp}, {why}"
+                with groups.registry.acting(members):
+                    done, freed = groups.become(members, target_of, timeout_s, form, "resharded", why)
+                    groups.registry.divide(members[0])
+            return Resharded(**vars(done), members=members, tp=tp, freed_bytes=freed)
 
     def capacity(self, degrees: Sequence[int]) -> dict[str, dict[int, int]]:
         """Return the blocks of KV cache that one instance could have: of each rank, by how many like it share layers.
@@ -205,7 +279,9 @@ class GroupVerbs(VerbChecks):
         require(is_list(degrees, lambda _: True), "degrees", degrees, "a list of whole numbers, at least 1")
         for degree in degrees:
             require(is_integer(degree) and degree >= 1, "degrees", degree, "whole numbers, at least 1")
-        return self._groups.capacity(degrees)
+        ranks = self._groups.ranks
+        formats = {instance.name: instance.kv_format for instance in ranks.serving()}
+        return largest_instances(ranks.measure(formats), formats, degrees)
 
     def layer_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each decoder layer's weights, of which a drop frees some."""
@@ -215,7 +291,8 @@ class GroupVerbs(VerbChecks):
     def budgets(self) -> Budgets:
         """Return what a plan of drops must fit: the memory of ranks, and the keys and values there, as they say now."""
         self._require_started()
-        return self._groups.budgets()
+        serving = self._groups.ranks.serving()
+        return Budgets(self._groups.ranks.measure(instance.name for instance in serving), serving)
 
     @property
     def changing(self) -> bool:
@@ -224,9 +301,30 @@ class GroupVerbs(VerbChecks):
 
     def groups(self) -> tuple[GroupStatus, ...]:
         """Return the groups of instances that compute each other's layers; others are by themselves."""
-        return self._groups.status()
+        return tuple(group.status() for group in self._groups.registry.groups)
 
     # -- inside
+
+    def _drop(self, plan: DropPlan, timeout_s: float, form: ExchangeForm, why: str, *, dry_run: bool) -> Dropped:
+        """Have groups of ranks drop what is planned, one after another, until one does not."""
+        groups = self._groups
+        units = [unit for group in groups.registry.groups for unit in targets.sharing(group.shape.paths)]
+        plans = tuple(targets.of_ranks(each, units) for each in plan.groups)
+        wanted = [(each.members, partial(targets.planned_shape, plan=each)) for each in plans]
+        if dry_run:
+            would, _ = groups.dry_runs.of(wanted, form)
+            return Dropped(**vars(would), groups=plans, freed_bytes=plan.freed_bytes)
+        dropped: list[Dropped] = []
+        for members, target_of in wanted:
+            done, freed = groups.change(members, target_of, timeout_s, form, "dropped", why)
+            dropped.append(Dropped(**vars(done), freed_bytes=freed))
+            if done.status != "applied":
+                break
+        return all_dropped(dropped, plans)
+
+    def _replicas(self, home: str) -> tuple[int, ...]:
+        group = self._groups.registry.group_of(home)
+        return () if group is None else group.shape.replicated(home)
 
     def _begin(self, **arguments: Any) -> None:
         """Raise in a listener, without ranks, and for arguments that cannot be; see `VerbChecks`."""

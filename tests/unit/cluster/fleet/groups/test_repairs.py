@@ -14,7 +14,7 @@ import pytest
 from elastic.cluster.control.messages import Apply
 from elastic.cluster.control.stage_questions import LosePeer, MeasureRoom, OpenPeers, Recover, WeightsOf
 from elastic.cluster.fleet.fleet import Fleet
-from elastic.cluster.fleet.groups import groups, registry
+from elastic.cluster.fleet.groups import registry, verbs
 from elastic.cluster.fleet.groups.group import Group
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.engines.base import Request
@@ -111,18 +111,18 @@ def test_two_groups_that_lose_a_rank_each_are_both_repaired(served: tuple[Fleet,
 def test_a_verb_waits_for_the_repair_of_its_ranks(served: tuple[Fleet, list[GroupRank]]) -> None:
     fleet, (a, b, c, _) = served
     fleet.drop(layers=FIRST)
-    verbs: list[Future[Any]] = []
+    drops: list[Future[Any]] = []
 
     def also(question: Any) -> None:
         if isinstance(question, Recover):
-            verbs.append(begin(lambda: fleet.drop(layers={"r0": range(3, LAYERS), "r2": range(3)})))
-            until(fleet._groups._verbs.locked)
+            drops.append(begin(lambda: fleet.drop(layers={"r0": range(3, LAYERS), "r2": range(3)})))
+            until(fleet._groups.verbs.locked)
             time.sleep(0.05)  # it would begin now
 
     a.fails = also
     b.die()
-    until(lambda: verbs)
-    assert verbs[0].result(20).status == "applied"
+    until(lambda: drops)
+    assert drops[0].result(20).status == "applied"
     kinds = [event.kind for event in fleet.events()]
     assert kinds.index("recovered") < len(kinds) - 1 - kinds[::-1].index("dropped")
     for rank in (a, c):
@@ -303,7 +303,7 @@ def test_a_rank_that_is_lost_while_instances_become_a_group_leaves_none_that_nob
     served: tuple[Fleet, list[GroupRank]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet, (_, b, *_) = served
-    shape_of = groups.shape_of
+    shape_of = registry.shape_of
     monkeypatch.setattr(registry, "shape_of", lambda *about: (b.die(), shape_of(*about))[1])
     with pytest.raises(StateError, match="rank 'r1', with which r0 would be one group, was lost"):
         fleet.drop(layers=FIRST)
@@ -330,7 +330,7 @@ def test_a_rank_that_is_lost_while_a_group_is_split_up_is_repaired(
         raise StateError("other weights")
 
     monkeypatch.setattr(Group, "close", lose_one)
-    monkeypatch.setattr(groups, "compare_weights", differ)
+    monkeypatch.setattr(verbs, "compare_weights", differ)
     with pytest.raises(StateError, match="other weights"):
         fleet.merge("r0", "r2")
     until(lambda: recovered(fleet) == ["r0,r1"])
