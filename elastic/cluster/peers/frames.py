@@ -44,18 +44,8 @@ def encode(key: Key, hidden: torch.Tensor) -> list[memoryview]:
 
 def encode_failure(step: int, failure: StepFailure) -> list[memoryview]:
     """Return the parts of the frame of a failure."""
-    text = failure_text(failure)
+    text = json.dumps(asdict(failure)).encode()
     return [memoryview(_HEAD.pack(*Key(step, 0), -1 - len(text))), memoryview(text)]
-
-
-def failure_text(failure: StepFailure) -> bytes:
-    """Return a failure as bytes."""
-    return json.dumps(asdict(failure)).encode()
-
-
-def failure_of(text: torch.Tensor) -> StepFailure:
-    """Return the failure whose text, [bytes], came."""
-    return StepFailure(**json.loads(text.numpy().tobytes()))
 
 
 def read(stream: socket.socket) -> Frame:
@@ -66,7 +56,8 @@ def read(stream: socket.socket) -> Frame:
     if not -MOST_BYTES <= nbytes <= MOST_BYTES:
         raise EndOfStream(orderly=False)
     if nbytes < 0:
-        return Frame(Key(*numbers), failure_of(_read_bytes(stream, -1 - nbytes)))
+        text = _read_bytes(stream, -1 - nbytes).numpy().tobytes()
+        return Frame(Key(*numbers), StepFailure(**json.loads(text)))
     return Frame(Key(*numbers), _read_bytes(stream, nbytes))
 
 

@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -18,7 +17,7 @@ from elastic.cluster.control.listener import LOOPBACK, Listener
 from elastic.cluster.peers.log import PeerLogConnection
 from elastic.cluster.peers.memory import device as devices
 from elastic.cluster.peers.memory import nixl
-from elastic.cluster.peers.memory.nixl import NixlAgent, NixlBuffer, NixlMemoryReader
+from elastic.cluster.peers.memory.nixl import NixlAgent, NixlMemoryReader
 from elastic.cluster.peers.memory.reader import OtherMemories, RankMemoryReader
 from elastic.cluster.peers.memory.server import Copying, MemoryServer, Offer, at_once
 from elastic.cluster.peers.transport import PeerTransport, TrafficCounter
@@ -111,7 +110,10 @@ class PeerHub:
             if transport is not None and not transport.closed:
                 return transport
             transport = self._transports[home] = PeerTransport(
-                home, partial(self._connect_transport, home), self.wires, self._numbers
+                home,
+                lambda rank, number: self._connect(rank, home, "hidden states", number).detach(),
+                self.wires,
+                self._numbers,
             )
             for rank, reason in self._lost.items():
                 transport.lost(rank, reason)
@@ -190,7 +192,10 @@ class PeerHub:
     ) -> RankMemoryReader:
         if device.type == "cuda" and (reader := self._connect_device(memory, device, take_back)) is not None:
             return reader
-        count = partial(self._count_read, memory.rank)
+
+        def count(nbytes: int) -> None:
+            self.wires.count(memory.rank, read=nbytes)
+
         if self._bulk == "sockets":
             stream = self._connect(memory.rank, memory.place, "memory").detach()
             return RankMemoryReader(memory, stream, take_back, count)
@@ -218,20 +223,11 @@ class PeerHub:
             buffer, device, memory, stream, take_back, lambda nbytes: self.wires.count(memory.rank, copied=nbytes)
         )
 
-    def _count_read(self, rank: str, nbytes: int) -> None:
-        self.wires.count(rank, read=nbytes)
-
-    def _offer_nixl(self, pool: PagePool | None, stream: socket.socket) -> NixlBuffer:
-        return nixl.offer(self._nixl(), stream)
-
     def _nixl(self) -> NixlAgent:
         """Return NIXL's agent, made at the first call."""
         with self._making_agent:
             self._agent = self._agent or NixlAgent()
             return self._agent
-
-    def _connect_transport(self, home: str, rank: str, number: int) -> socket.socket:
-        return self._connect(rank, home, "hidden states", number).detach()
 
     def _connect(self, rank: str, of: str, kind: Kind, number: int = 0) -> SocketConnection:
         """Return a connection on which the hello was said. Raises `RankLost`."""
@@ -284,7 +280,10 @@ class PeerHub:
                     earlier.close()
                 self._arrived[hello.of] = connection
             elif hello.kind in ("memory", "device", "nixl"):
-                offers: dict[Kind, Offer] = {"device": devices.offer, "nixl": self._offer_nixl}
+                offers: dict[Kind, Offer] = {
+                    "device": devices.offer,
+                    "nixl": lambda _, stream: nixl.offer(self._nixl(), stream),
+                }
                 self._memory.attach(hello.of, connection.detach(), offers.get(hello.kind))
             else:
                 self._attach(hello, connection.detach())

@@ -6,18 +6,15 @@ import itertools
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from elastic.cluster.control.connection import Connection, SocketConnection, encode
 from elastic.cluster.control.messages import Answer, Ask, Beat, Bye, Hello, News, Question, Refused, ToRank
 from elastic.cluster.control.processes import RankProcess
 from elastic.errors import StateError
-from elastic.memory.backends.shared_file import host_name
 
 logger = logging.getLogger(__name__)
 Told = News | Refused | Beat
@@ -35,7 +32,6 @@ class RankClient:
         self.hello = hello
         self.heard_all = False
         """In `on_lost`: whether the process was killed, by whomever, and all that it had sent was told before."""
-        self._far = hello.host.split("/")[0] != host_name().split("/")[0]
         self._connection = connection
         self._process = process
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -184,8 +180,6 @@ class RankClient:
         elif isinstance(message, Bye):
             self._leaving = True
         elif isinstance(message, News | Refused | Beat):
-            if isinstance(message, News) and self._far:
-                message = _timed_here(message)
             try:
                 self._on_message(message)
             except Exception:  # the fleet's own fault is not the rank's: what it tells next is still true
@@ -214,12 +208,3 @@ class RankClient:
             self._on_lost(why)
         except Exception:  # as above: the fleet's own fault
             logger.exception("the fleet failed at the end of rank %s", self.hello.name)
-
-
-def _timed_here(news: News) -> News:
-    """Return news of another host, whose clock is another one: its tokens are there when they come, for all we know."""
-    now, outputs = time.perf_counter(), []
-    for output in news.outputs:
-        scheduled_s = None if output.scheduled_s is None else now - (output.at_s - output.scheduled_s)
-        outputs.append(replace(output, at_s=now, scheduled_s=scheduled_s))
-    return replace(news, outputs=tuple(outputs))

@@ -48,9 +48,17 @@ class FakeRank:
     heard_all = False
     behind = False
 
-    def __init__(self, name: str, *, blocks: int = 100, max_requests: int = 8, model: ModelFacts = MODEL) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        blocks: int = 100,
+        max_requests: int = 8,
+        model: ModelFacts = MODEL,
+        host: str = "elsewhere",
+    ) -> None:
         load = EngineLoad(0, 0, blocks, blocks, 0)
-        self.hello = Hello(name, 1, "elsewhere", model, KV, max_requests, None, load)
+        self.hello = Hello(name, 1, host, model, KV, max_requests, None, load)
         self.blocks = blocks
         self.inbox: list[Any] = []
         self.live: dict[str, list[SequenceState]] = {}

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from elastic import CapacityError, ConfigError, Overloaded, StateError
+from elastic import CapacityError, ConfigError, Overloaded, StateError, clock
 from elastic.cluster.control.messages import Cancel, News, Submit
 from elastic.cluster.fleet import dispatcher
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Output, Request, Sampling
 from elastic.engines.sampling import answer_seed
+from elastic.memory.backends.shared_file import host_name
 from support.cluster.fake_rank import BLOCK, MODEL, FakeLauncher, FakeRank, alone
 from support.serving.generations import Collector
 
@@ -301,6 +302,22 @@ def test_weights_of_ranks_are_those_of_the_fleet(fleets: Any) -> None:
         output = Output(name, (1,), None, weights=index)
         rank.on_message(News((output,), (int(place == 2),), rank.load(), None, forms))
     assert [fleet.weights[i] for name in "ab" for i in heard.weights[name]] == [("y",), ("y",), ("z",)]
+
+
+@pytest.mark.parametrize("host", [host_name(), "elsewhere/1"])
+def test_tokens_of_another_host_are_timed_by_the_clock_of_this_one(fleets: Any, host: str) -> None:
+    fleet, (rank,) = fleets(1, rank={"host": host})
+    heard = Collector()
+    fleet.submit(request(id="a"), heard)
+    rank.take()
+    before_s = clock.now()
+    rank.on_message(News((Output("a", (1,), at_s=50.0, scheduled_s=49.5),), (0,), rank.load()))
+    told = heard.first["a"]
+    if host == host_name():
+        assert (told.at_s, told.scheduled_s) == (50.0, 49.5)
+    else:
+        assert before_s <= told.at_s <= clock.now()
+        assert told.scheduled_s is None
 
 
 def test_a_listener_that_raises_is_no_other_listeners_fault(fleets: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,9 +22,7 @@ from elastic.cluster.control.messages import (
     Refused,
 )
 from elastic.cluster.control.processes import Exit
-from elastic.cluster.rank import client as module
 from elastic.cluster.rank.client import RankClient
-from elastic.engines.base import Output
 from elastic.engines.core.load import EngineLoad
 from elastic.errors import ConfigError, StateError
 from elastic.memory.backends.shared_file import host_name
@@ -257,19 +254,6 @@ def test_a_close_asks_first_and_kills_whoever_does_not_listen(fleet: Callable[..
     deaf = fleet(Process(killable=SIGNAL))
     deaf.client.close(timeout_s=0.1)
     assert "killed by the fleet" in deaf.wait()
-
-
-def test_tokens_of_another_host_are_timed_by_the_clock_of_this_one(
-    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module.time, "perf_counter", lambda: 1_000.0)
-    output = Output("request", (1,), at_s=50.0, scheduled_s=49.5)
-    for host, at_s in ((HELLO.host, 50.0), ("elsewhere/1", 1_000.0)):
-        one = fleet(hello=replace(HELLO, host=host))
-        one.rank.send(News((output,), (0,), EngineLoad()))
-        one.rank.close()
-        one.wait()
-        assert one.heard[0].outputs == (replace(output, at_s=at_s, scheduled_s=at_s - 0.5),)
 
 
 def test_the_ends_of_a_pair_are_what_launchers_give() -> None:
