@@ -109,8 +109,7 @@ class Dispatcher:
 
     def cancel(self, request: str, index: int | None) -> None:
         """End a request, or one of its answers; unknown: nothing happens."""
-        delivery = Delivery(self.lock)
-        with self.lock:
+        with Delivery(self.lock) as delivery:
             record = self.records.get(request)
             if record is None:
                 return
@@ -121,7 +120,6 @@ class Dispatcher:
                 self.instances[record.instance].client.send(Cancel(request, index))
             else:
                 self.end_answers(record, record.cancelled, "cancelled", delivery)
-        delivery.tell()
 
     def check(self) -> None:
         """Recount. Raises `IntegrityError`."""
@@ -137,24 +135,22 @@ class Dispatcher:
         elif isinstance(message, Refused):
             fault = self._refused(instance, message)
         else:
-            fault, delivery, now = None, Delivery(self.lock), self.clock()
-            with self.lock:
+            fault, now = None, self.clock()
+            with Delivery(self.lock) as delivery:
                 instance.hear(message.load, now)
                 if self.queue:
                     self.give_up(self.queue[0], now, delivery)
                 self.dispatch()
-            delivery.tell()
         if fault is not None:
             instance.client.kill(fault)
 
     def _news(self, instance: Instance, news: News) -> str | None:
         """Deliver the tokens of a step; return why the rank cannot be right, if it cannot."""
         now = self.clock()
-        delivery = Delivery(self.lock)
         counts: dict[str, int] = {}
         ended: list[tuple[RequestRecord, FinishReason]] = []
         fault: str | None = None
-        with self.lock:
+        with Delivery(self.lock) as delivery:
             if self.instances.get(instance.name) is not instance:
                 return None  # it was given up: others go on with what it had
             instance.hear(news.load, now)
@@ -177,7 +173,6 @@ class Dispatcher:
             instance.served = instance.served or bool(counts)
             if self.queue:
                 self.dispatch()
-        delivery.tell()
         if self._routing == "prefix" and instance.hello.shares_prefixes:
             self._remember(instance, [record for record, _ in ended])
         return fault
@@ -237,9 +232,8 @@ class Dispatcher:
 
     def _refused(self, instance: Instance, message: Refused) -> str | None:
         """Have a request go elsewhere, or end it; return why the rank cannot serve, if it cannot."""
-        delivery = Delivery(self.lock)
         error = message.error
-        with self.lock:
+        with Delivery(self.lock) as delivery:
             record = self.records.get(message.request)
             if record is None or record.instance != instance.name:
                 return None
@@ -256,7 +250,6 @@ class Dispatcher:
             else:
                 self.end_answers(record, range(record.request.n), "failed", delivery, str(error))
             self.changed.notify_all()
-        delivery.tell()
         return f"its engine does not serve: {error}" if isinstance(error, StateError) else None
 
     # -- under the lock, for others of the fleet too
@@ -287,6 +280,10 @@ class Dispatcher:
     def serving(self) -> list[Instance]:
         """List the instances that take requests."""
         return [instance for instance in self.instances.values() if instance.state == "serving"]
+
+    def present(self, names: Iterable[str]) -> dict[str, Instance]:
+        """Return those of some instances that are there, by name."""
+        return {name: self.instances[name] for name in names if name in self.instances}
 
     def next_for(self, members: Collection[str]) -> RequestRecord | None:
         """Return who is next of the requests that wait and may go to these instances; None: nobody."""

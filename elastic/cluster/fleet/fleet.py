@@ -119,7 +119,7 @@ class Fleet(PricedVerbs):
         self._members.on_lost = self._supervisor.lost
         self._groups = Groups(self._dispatcher, self._log, bulk)
         self._members.on_gone = self._groups.registry.lost
-        self._starter.on_joined = Units(self._dispatcher, self._groups).joined
+        self._starter.on_joined = Units(self._dispatcher, self._groups.form).joined
         self._mover = Mover(self._dispatcher, self._log, self._groups.ranks.introduce)
         add = None if self._starter.waits else self.scale_out
         self._policies = PolicyThreads(policies, self._dispatcher, self._log, self._mover, self, self._groups, add)

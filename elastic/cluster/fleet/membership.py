@@ -116,12 +116,10 @@ class Membership:
 
     def cancel_requests(self) -> None:
         """Cancel all requests, when all ranks have ended."""
-        delivery = Delivery(self._lock)
-        with self._lock:
+        with Delivery(self._lock) as delivery:
             for record in list(self._dispatcher.records.values()):
                 self._dispatcher.end_answers(record, range(record.request.n), "cancelled", delivery)
             self._dispatcher.queue.clear()
-        delivery.tell()
 
     def lost(self, instance: Instance, why: str) -> None:
         """Have the requests of a rank that has ended go on elsewhere. On its client's thread, once."""

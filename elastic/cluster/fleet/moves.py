@@ -319,8 +319,8 @@ class Mover:
 
     def _settle(self, move: _Move) -> None:
         """Let others handle the request again: what was asked of it meanwhile is done now."""
-        record, delivery = move.record, Delivery(self._lock)
-        with self._lock:
+        record = move.record
+        with Delivery(self._lock) as delivery:
             record.moving = False
             for instance in (move.source, move.target):
                 instance.moves -= 1
@@ -334,7 +334,6 @@ class Mover:
                 for index in record.cancelled & {answer.state.index for answer in record.live}:
                     client.send(Cancel(move.request, index))
             self._dispatcher.dispatch()
-        delivery.tell()
         if move.memory is not None:
             move.memory.close()
 

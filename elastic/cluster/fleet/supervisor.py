@@ -127,10 +127,8 @@ class Supervisor:
         """End what waits, if no rank can ever come."""
         if self._stopping.is_set() or not self.hopeless:
             return
-        delivery = Delivery(self._dispatcher.lock)
-        with self._dispatcher.lock:
+        with Delivery(self._dispatcher.lock) as delivery:
             self._dispatcher.fail_waiting(f"no rank is left, and none comes: {why}", delivery)
-        delivery.tell()
 
     def _run(self) -> None:
         self._looked_s, attempts = clock.now(), Attempts("ranks could not be watched")

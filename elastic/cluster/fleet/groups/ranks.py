@@ -116,7 +116,7 @@ class Ranks:
         """
         dispatcher, loads = self.dispatcher, dict[str, EngineLoad]()
         with dispatcher.lock:  # or all that waits would go to the one whose news come first
-            changing = [dispatcher.instances[home] for home in caps if home in dispatcher.instances]
+            changing = dispatcher.present(caps).values()
             for instance in changing:
                 instance.limit_changes += 1
         try:
@@ -133,7 +133,7 @@ class Ranks:
     def flipping(self, names: Iterable[str]) -> Iterator[None]:
         """Have the status tell meanwhile that who computes layers of instances of these ranks changes."""
         with self.dispatcher.lock:
-            there = [i for name in dict.fromkeys(names) if (i := self.dispatcher.instances.get(name)) is not None]
+            there = self.dispatcher.present(names).values()
             for instance in there:
                 instance.flips += 1
         try:
@@ -194,7 +194,7 @@ class Ranks:
             for other in others:
                 self._met.get(other, set()).discard(rank)
         with self.dispatcher.lock:
-            there = [i for name in others if (i := self.dispatcher.instances.get(name)) is not None]
+            there = self.dispatcher.present(others).values()
         for instance in there:
             instance.client.ask(LosePeer(rank))
 

@@ -46,8 +46,8 @@ def recover(ranks: Ranks, group: Group, lost: str) -> int:
 def _left(ranks: Ranks, group: Group, lost: str) -> list[Instance]:
     """List the other members that have not gone."""
     with ranks.dispatcher.lock:
-        there = [ranks.dispatcher.instances.get(name) for name in group.members if name != lost]
-    return [instance for instance in there if instance is not None and not instance.client.lost]
+        there = ranks.dispatcher.present(name for name in group.members if name != lost).values()
+    return [instance for instance in there if not instance.client.lost]
 
 
 def _go_on_alone(ranks: Ranks, group: Group, lost: str, left: Sequence[Instance]) -> int:
@@ -75,17 +75,15 @@ def go_on(ranks: Ranks, lost: str, others: Sequence[str]) -> None:
 
     What these have computed for it is kept until it was copied; the rest lies in the killed rank's memory file.
     """
-    dispatcher, delivery = ranks.dispatcher, Delivery(ranks.dispatcher.lock)
+    dispatcher = ranks.dispatcher
     with dispatcher.lock:
-        epoch = dispatcher.held.epoch(lost)
-        there = [dispatcher.instances[name] for name in others if name in dispatcher.instances]
+        epoch, there = dispatcher.held.epoch(lost), dispatcher.present(others).values()
     kept = [] if epoch is None else [(each, kv) for each in there if (kv := _kept_at(each, lost, epoch)) is not None]
-    with dispatcher.lock:
+    with Delivery(dispatcher.lock) as delivery:
         kept = [(each, kv) for each, kv in kept if not each.leaving]  # or its pages may go while they are read
         dispatcher.requeue(dispatcher.held.go_on(lost, kept, dispatcher.clock()), delivery)
         dispatcher.dispatch()
         dispatcher.changed.notify_all()
-    delivery.tell()
 
 
 def _kept_at(instance: Instance, lost: str, epoch: int) -> LayersKV | None:

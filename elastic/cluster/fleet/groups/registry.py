@@ -168,9 +168,8 @@ class GroupRegistry:
         together = {name for group in new for name in group.members}
         alone = [name for group in old for name in group.members if name not in together]
         with self._dispatcher.lock:
-            for name in alone:
-                if (instance := self._dispatcher.instances.get(name)) is not None:
-                    instance.part()
+            for instance in self._dispatcher.present(alone).values():
+                instance.part()
         for group in new:
             self.mark(group)
         for group in old:
@@ -179,10 +178,8 @@ class GroupRegistry:
     def mark(self, group: Group) -> None:
         """Note at the instances what they are part of."""
         with self._dispatcher.lock:
-            for name, path in group.shape.paths.items():
-                instance = self._dispatcher.instances.get(name)
-                if instance is not None:
-                    instance.join(group.members, path)
+            for name, instance in self._dispatcher.present(group.members).items():
+                instance.join(group.members, group.shape.paths[name])
 
     def note(self, kind: EventKind, group: Group, **about: Any) -> None:
         """Have an event tell of a group."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from elastic import clock
 from elastic.cluster.fleet.dispatcher import Dispatcher
@@ -13,17 +12,12 @@ from elastic.errors import ElasticError
 from elastic.planning.sharding.share import Share
 
 
-class Forming(Protocol):
-    """What has ranks compute with each other."""
-
-    def form(self, shares: Mapping[str, Share]) -> None: ...
-
-
 class Units:
     """Puts ranks together as they come, also in the place of lost ones. Thread-safe; one unit at a time is formed."""
 
-    def __init__(self, dispatcher: Dispatcher, groups: Forming) -> None:
-        self._dispatcher, self._groups = dispatcher, groups
+    def __init__(self, dispatcher: Dispatcher, form: Callable[[Mapping[str, Share]], None]) -> None:
+        """`form` has ranks compute with each other."""
+        self._dispatcher, self._form = dispatcher, form
         self._forming = clock.make_lock()
 
     def joined(self, instance: Instance) -> None:
@@ -36,7 +30,7 @@ class Units:
             if not members:
                 return
             try:
-                self._groups.form(members)
+                self._form(members)
             except ElasticError:
                 with self._dispatcher.lock:
                     ranks = [self._dispatcher.instances.get(name) for name in members]
@@ -44,9 +38,8 @@ class Units:
                     raise
                 return  # another one comes in the place of who has gone
             with self._dispatcher.lock:
-                for name in members:
-                    if name in self._dispatcher.instances:
-                        self._dispatcher.instances[name].state = "serving"
+                for each in self._dispatcher.present(members).values():
+                    each.state = "serving"
                 self._dispatcher.dispatch()
                 self._dispatcher.changed.notify_all()
 

@@ -207,10 +207,9 @@ class LengthController:
 
     def _send(self, snapshot: LengthSnapshot, plan: LengthPlan) -> None:
         """Give requests to instances; who finds no room there yet is the next one at it."""
-        delivery, now = Delivery(self._dispatcher.lock), clock.now()
         ranks = {instance.name: frozenset(instance.ranks) for instance in snapshot.instances}
         promised, full = dict(plan.state.targets), set[str]()
-        with self._dispatcher.lock:
+        with Delivery(self._dispatcher.lock) as delivery:
             waiting = {record.request.id: record for record in self._dispatcher.queue}
             for request, name in plan.routes:
                 record = waiting.get(request)
@@ -221,9 +220,8 @@ class LengthController:
                     promised[request] = ranks[name]
             for request in plan.refused:
                 if request in waiting:
-                    self._dispatcher.give_up(waiting[request], now, delivery)
+                    self._dispatcher.give_up(waiting[request], clock.now(), delivery)
             self._dispatcher.promised = promised
-        delivery.tell()
 
     def _ask(self, change: ScaleUp | ScaleDown, ranks: frozenset[str]) -> None:
         with self._lock:

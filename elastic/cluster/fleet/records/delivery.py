@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from typing import Self
 
 from elastic import clock
 from elastic.cluster.fleet.records.requests import RequestRecord
@@ -15,6 +16,8 @@ logger = logging.getLogger(__name__)
 class Delivery:
     """What is to be told after the lock was left: `add` while it is held, `tell` without it, both on one thread.
 
+    `with` one the lock is held, and what was added is told when it was left.
+
     Outputs of one request may come on several threads, one after another: of the rank that was lost, of the one that
     goes on, of whoever cancels. One of them is in its listener at a time; what others bring meanwhile it tells next.
     """
@@ -25,6 +28,15 @@ class Delivery:
         self._lock = lock
         self._batch: list[tuple[RequestRecord, Output]] = []
         self._records: set[RequestRecord] = set()
+
+    def __enter__(self) -> Self:
+        self._lock.acquire()
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._lock.release()
+        if error is None:
+            self.tell()
 
     @classmethod
     def on_this_thread(cls) -> bool:

@@ -25,7 +25,7 @@ def is_short(dispatcher: Dispatcher, members: Collection[str]) -> bool:
     A request that waits although there are blocks for it waits for something else.
     """
     with dispatcher.lock:
-        there = [dispatcher.instances[name] for name in members if name in dispatcher.instances]
+        there = dispatcher.present(members).values()
         first = dispatcher.next_for(members)
         if first is not None and all(all_blocks(each.kv_format, first) > each.free_blocks for each in there):
             return True
@@ -35,8 +35,7 @@ def is_short(dispatcher: Dispatcher, members: Collection[str]) -> bool:
 def blocks_told(dispatcher: Dispatcher, members: Collection[str]) -> dict[str, int]:
     """Return the blocks that instances could have with nothing there, as they said last."""
     with dispatcher.lock:
-        there = dispatcher.instances
-        return {name: there[name].load.total_blocks for name in members if name in there}
+        return {name: instance.load.total_blocks for name, instance in dispatcher.present(members).items()}
 
 
 def needs_of(dispatcher: Dispatcher, rooms: Mapping[str, Room], caps: Mapping[str, int]) -> dict[str, Need]:
@@ -46,7 +45,7 @@ def needs_of(dispatcher: Dispatcher, rooms: Mapping[str, Room], caps: Mapping[st
     together may have the room that it needs, and none alone.
     """
     with dispatcher.lock:
-        there = {name: dispatcher.instances[name] for name in rooms if name in dispatcher.instances}
+        there = dispatcher.present(rooms)
         first = dispatcher.next_for(there)
         emptiest = max(there, key=lambda name: there[name].free_blocks) if first is not None and there else None
         needs = {}

@@ -55,8 +55,7 @@ def note_reach(dispatcher: Dispatcher, shape: Shape, rooms: Mapping[str, Room]) 
     `rooms` are as the ranks have them in this shape.
     """
     with dispatcher.lock:
-        there = {home: i for home in shape.members if (i := dispatcher.instances.get(home)) is not None}
-        for home, instance in there.items():
+        for home, instance in dispatcher.present(shape.members).items():
             books = Books(rooms, instance.kv_format, shape)
             instance.group_blocks = _reachable(books, shape, home) * load_blocks(rooms[home], instance.kv_format)
 

@@ -13,10 +13,13 @@ import pytest
 
 from elastic.cluster.control.messages import Apply
 from elastic.cluster.control.stage_questions import LosePeer, MeasureRoom, OpenPeers, Recover, WeightsOf
+from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups import registry, verbs
 from elastic.cluster.fleet.groups.group import Group
 from elastic.cluster.fleet.groups.ranks import Ranks
+from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.base import Request
 from elastic.errors import RankLost, StateError
 from elastic.types import Change, Fetch
@@ -251,10 +254,17 @@ def test_a_repair_that_has_a_bug_fences_the_group_and_its_requests_go_on_elsewhe
     assert fleet.drop(layers=SECOND).status == "applied"
 
 
+def dispatcher_of(instances: dict[str, Any]) -> Dispatcher:
+    """One that has these."""
+    dispatcher = Dispatcher("prefix", None, RequestMetrics(), EventLog())
+    dispatcher.instances |= instances
+    return dispatcher
+
+
 def test_a_rank_that_goes_while_another_begins_to_listen_is_lost_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is, and nobody is told later where it listened."""
     there = {name: SimpleNamespace(name=name, client=SimpleNamespace(lost=False)) for name in ("r0", "r1")}
-    dispatcher: Any = SimpleNamespace(lock=threading.RLock(), instances=dict(there))
+    dispatcher = dispatcher_of(there)
     ranks, going = Ranks(dispatcher, "sockets"), list[str]()
 
     def ask_all(questions: dict[str, Any]) -> dict[str, tuple[str, int]]:
@@ -288,8 +298,7 @@ def test_those_that_have_met_a_rank_hear_that_it_was_lost_and_no_others() -> Non
         hello = SimpleNamespace(host="here")
         return SimpleNamespace(name=name, hello=hello, client=SimpleNamespace(lost=False, ask=ask))
 
-    dispatcher: Any = SimpleNamespace(lock=threading.RLock(), instances={name: rank(name) for name in "abcd"})
-    ranks = Ranks(dispatcher, "sockets")
+    ranks = Ranks(dispatcher_of({name: rank(name) for name in "abcd"}), "sockets")
     ranks.introduce("ab")
     ranks.introduce("ac")
     ranks.lose("d")
