@@ -220,6 +220,16 @@ def hang_up(stream: socket.socket) -> None:
         stream.shutdown(socket.SHUT_RDWR)
 
 
+def receive_into(stream: socket.socket, view: memoryview) -> None:
+    """Fill memory with the next bytes of a connection. Raises `OSError`, also where it ends before."""
+    done = 0
+    while done < len(view):
+        received = stream.recv_into(view[done:], len(view) - done, socket.MSG_WAITALL)
+        if not received:
+            raise ConnectionResetError("its connection has ended")
+        done += received
+
+
 def socket_pair() -> tuple[SocketConnection, socket.socket]:
     """Return an end, and the socket of the other one, for a process that is started with it: it has no name."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from elastic.cluster.control.connection import receive_into
 from elastic.cluster.peers.mailbox import What
 from elastic.engines.pipeline.transport import Key, StepFailure
 
@@ -64,13 +65,8 @@ def read(stream: socket.socket) -> Frame:
 def _read_bytes(stream: socket.socket, count: int) -> torch.Tensor:
     """Return so many bytes, [bytes]; the memory is aligned for elements of any type."""
     elements = torch.empty(count, dtype=torch.uint8)
-    view, done = memoryview(elements.numpy()), 0  # type: ignore[arg-type]
-    while done < count:
-        try:
-            received = stream.recv_into(view[done:], count - done, socket.MSG_WAITALL)
-        except OSError:
-            raise EndOfStream(orderly=False) from None
-        if not received:
-            raise EndOfStream(orderly=False)
-        done += received
+    try:
+        receive_into(stream, memoryview(elements.numpy()))  # type: ignore[arg-type]
+    except OSError:
+        raise EndOfStream(orderly=False) from None
     return elements

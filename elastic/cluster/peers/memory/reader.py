@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from elastic.cluster.control.connection import hang_up
+from elastic.cluster.control.connection import hang_up, receive_into
 from elastic.errors import RankLost, StateError
 from elastic.memory.backends.rank_memory import CPU, Pieces
 from elastic.types import RankMemory
@@ -112,14 +112,8 @@ class RankMemoryReader:
         self._receive(address, nbytes)
 
     def _receive(self, address: int, nbytes: int) -> None:
-        if not nbytes:
-            return
-        view, done = memoryview((ctypes.c_char * nbytes).from_address(address)), 0
-        while done < nbytes:
-            received = self._stream.recv_into(view[done:], nbytes - done, socket.MSG_WAITALL)
-            if not received:
-                raise ConnectionResetError("its connection has ended")
-            done += received
+        if nbytes:
+            receive_into(self._stream, memoryview((ctypes.c_char * nbytes).from_address(address)))
 
 
 class BufferReader(RankMemoryReader):
@@ -202,13 +196,9 @@ class OtherMemories:
 
 def read_exactly(stream: socket.socket, nbytes: int) -> bytes:
     """Return the next bytes of a connection, so many. Raises `OSError` where it ends before."""
-    encoded = b""
-    while len(encoded) < nbytes:
-        part = stream.recv(nbytes - len(encoded), socket.MSG_WAITALL)
-        if not part:
-            raise ConnectionResetError("the other end has gone")
-        encoded += part
-    return encoded
+    encoded = bytearray(nbytes)
+    receive_into(stream, memoryview(encoded))
+    return bytes(encoded)
 
 
 def encode(pieces: Pieces, coordinated: bool) -> bytes:
