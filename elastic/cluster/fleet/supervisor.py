@@ -12,7 +12,7 @@ from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.rank_starter import RankStarter
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.records.event_log import EventLog
-from elastic.cluster.fleet.ticks import Attempts
+from elastic.cluster.fleet.ticks import TickThread
 from elastic.cluster.rank.spec import RankSpec
 from elastic.errors import ElasticError, require_flag, require_period
 
@@ -61,16 +61,19 @@ class Supervisor:
         self._coming = 0
         self._threads: list[clock.Thread] = []
         self._looked_s = 0.0
-        self._thread = clock.make_thread(self._run, "elastic-fleet-supervisor")
+        tick_s = min(TICK_S, beat_timeout_s / 4)
+        self._watch = TickThread(self._look, tick_s, "elastic-fleet-supervisor", "ranks could not be watched")
 
     def start(self) -> None:
         """Begin to watch."""
-        self._thread.start()
+        self._looked_s = clock.now()
+        self._watch.start()
 
     def stop(self) -> None:
         """Watch no more, and replace none; return when no thread is left."""
         self._stopping.set()
-        for thread in (self._thread, *self._threads):
+        self._watch.stop()
+        for thread in self._threads:
             if thread.ident is not None and thread is not clock.current_thread():
                 thread.join()
 
@@ -129,11 +132,6 @@ class Supervisor:
             return
         with Delivery(self._dispatcher.lock) as delivery:
             self._dispatcher.fail_waiting(f"no rank is left, and none comes: {why}", delivery)
-
-    def _run(self) -> None:
-        self._looked_s, attempts = clock.now(), Attempts("ranks could not be watched")
-        while not self._stopping.wait(min(TICK_S, self._beat_timeout_s / 4)):
-            attempts.attempt(self._look)
 
     def _look(self) -> None:
         now = clock.now()
