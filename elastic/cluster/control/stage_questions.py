@@ -123,6 +123,12 @@ class Room:
         """For keys and values, and what steps take that have them."""
         return self.pages + self.steps.kept(self.pages // sum(self.sector_pages))
 
+    @property
+    def growth_pages(self) -> int:
+        """By which weights grow when all layers are in their full ones again."""
+        every = range(self.path.shards)
+        return sum(self.weight_pages[layer].pages(every) - pages for layer, pages in self.in_variant.items())
+
     def step_pages(self, parts: int, *, beside: int = 0) -> int:
         """Count the pages for steps that come with so many parts of each sector of an instance, `beside` others."""
         every = len(self.sector_pages)

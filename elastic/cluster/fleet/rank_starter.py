@@ -53,7 +53,7 @@ class RankStarter:
         ranks: int | Sequence[Sequence[str]],
         places: Sequence[str],
         cores: Sequence[Sequence[int]],
-        each: Sequence[Share] = (Share(),),
+        each: Sequence[Share],
     ) -> list[RankSpec]:
         """Return what the first ranks are to be; `each` is what those have that have a model together."""
         count = rank_count(ranks)

@@ -30,7 +30,6 @@ from elastic.cluster.fleet.groups.price import restored_first
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.results import Exchanged, Status
 from elastic.cluster.fleet.groups.transition import Books, FlipRound, Transition, plan_transition, plans_of
-from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError, ElasticError, RankLost, StateError
 from elastic.planning.arrangement.caps import GAIN
@@ -54,7 +53,7 @@ class _Counts:
 class Exchange:
     """One transition of a group, on the calling thread; see `run`."""
 
-    def __init__(self, ranks: Ranks, group: Group, target: Shape, timeout_s: float, form: ExchangeForm = LIVE) -> None:
+    def __init__(self, ranks: Ranks, group: Group, target: Shape, timeout_s: float, form: ExchangeForm) -> None:
         self._ranks, self.group, self.target, self.form = ranks, group, target, form
         self._deadline = Deadline(timeout_s)
         self._caps = CapChange(ranks, group, self._deadline)
@@ -139,11 +138,7 @@ class Exchange:
         self._timeline.append((what, round(self._deadline.seconds, 4)))
 
     def _books(self, rooms: Mapping[str, Room]) -> Books:
-        return Books(rooms, self._format, self.group.shape)
-
-    @property
-    def _format(self) -> KVFormat:
-        return self._ranks.instance(self.group.members[0]).kv_format
+        return Books(rooms, self._ranks.instance(self.group.members[0]).kv_format, self.group.shape)
 
     # -- caps
 

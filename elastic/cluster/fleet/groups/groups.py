@@ -25,7 +25,7 @@ from elastic.cluster.fleet.groups.group import Group, Shape
 from elastic.cluster.fleet.groups.price import DryRuns, shape_of
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.registry import GroupRegistry
-from elastic.cluster.fleet.groups.results import Exchanged, Restored
+from elastic.cluster.fleet.groups.results import Exchanged
 from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.errors import CapacityError, RankLost, StateError
@@ -167,12 +167,12 @@ class Groups:
             self._tell(kind, group, done, why)
             return done, exchange.counts.freed_bytes
 
-    def restore(self, group: Group, timeout_s: float, why: str, form: ExchangeForm, *, sharing: bool) -> Restored:
+    def restore(self, group: Group, timeout_s: float, why: str, form: ExchangeForm, *, sharing: bool) -> Exchanged:
         """Have the ranks of a group, or with `sharing` those that share layers, have all of these again, and part."""
         sharing = sharing and group.shape.tp > 1
         with self.registry.acting(group.members):
             if group not in self.registry.groups:  # it was repaired: all of them are by themselves
-                return Restored("applied", members=group.members)
+                return Exchanged("applied")
             target = (targets.undropped if sharing else targets.apart)(group.shape)
             done = self._run(Exchange(self.ranks, group, target, timeout_s, form), "restored")
             if not sharing and group.shape.apart and done.status == "applied":
@@ -180,7 +180,7 @@ class Groups:
             self._tell("restored", group, done, why)
             if sharing:
                 self.registry.divide(group.members[0])
-            return Restored(**vars(done), members=group.members)
+            return done
 
     def form(self, shares: Mapping[str, Share]) -> None:
         """Have ranks that begin with their shares of the model compute it together. Raises what they raise."""

@@ -17,7 +17,7 @@ from elastic.cluster.fleet.groups.results import Exchanged
 from elastic.cluster.fleet.groups.transition import flips_between
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.controller.policies.action_costs import WEIGHT, ActionCost, ActionCosts
-from elastic.controller.policies.group_costs import GroupPrice, priced
+from elastic.controller.policies.group_costs import priced
 from elastic.controller.sensors.sliding_window import moving_average
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import RankLost
@@ -60,17 +60,22 @@ class DryRuns:
         """Return what would come of these changes, and the bytes of weights that would leave.
 
         Weights are counted as they are. Keys and values are those that requests have now, or that are kept for reuse.
+        Where there is room for fewer layers at a time than the form says, there are more pauses than are counted.
         """
         rooms = self._ranks.measure(name for members, _ in wanted for name in members)
         changes = [_change(shape_of(members, rooms), target_of) for members, target_of in wanted]
         cost, (before_s, slower) = learned_cost(self._log.events()), self._steps(changes, rooms)
-        price = predict(changes, rooms, cost, slower, form.layers_per_step)
+        leaving = sum(weight_bytes(rooms, now, target) for now, target in changes)
+        fetched = sum(weight_bytes(rooms, target, now) for now, target in changes)
+        whole = {rank: rooms[rank] for _, target in changes if not target.apart for rank in target.members}
+        coming = fetched + sum(room.growth_pages * room.page_bytes for room in whole.values())
+        copied = kv_bytes(changes, rooms)
+        flips = sum(_pauses(*change, form.layers_per_step).total() for change in changes)
+        price = priced(leaving - coming, coming + copied, flips, slower, cost)
         kind = _Kind(form.coordinated, all(target.apart for _, target in changes))
         prior_s = PRIOR.byte_s * (1 + YieldingPace.PATIENCE if kind.coordinated else 1)
         byte_s = self._byte_s.get(kind, prior_s) if before_s else PRIOR.byte_s
-        copied, fetched = kv_bytes(changes, rooms), sum(weight_bytes(rooms, target, now) for now, target in changes)
         waits = sum(step_waits(*change, form) for change in changes if flips_between(*change))
-        ranks = {rank: rooms[rank] for _, target in changes if not target.apart for rank in target.members}
         done = Exchanged(
             "planned",
             sum(len(flips_between(*change)) for change in changes),
@@ -80,10 +85,10 @@ class DryRuns:
             + cost.byte_s * (price.wire_bytes - copied)
             + cost.pause_s * price.flips
             + before_s * waits,
-            restored=restored_first(ranks),
+            restored=restored_first(whole),
             price=price,
         )
-        return done, sum(weight_bytes(rooms, now, target) for now, target in changes)
+        return done, leaving
 
     def _steps(self, changes: Sequence[Change], rooms: Mapping[str, Room]) -> tuple[float, float]:
         """Return the seconds of the slowest group's steps now, and the share by which steps are longer afterwards.
@@ -119,25 +124,6 @@ def _change(now: Shape, target_of: Callable[[Shape], Shape]) -> Change:
     return replace(now, paths=paths), target
 
 
-def predict(
-    changes: Sequence[Change],
-    rooms: Mapping[str, Room],
-    cost: ActionCost,
-    slower: float,
-    layers_per_step: int | None,
-) -> GroupPrice:
-    """Return the price of changes: weights that leave and come, keys and values that are copied, a pause for each flip.
-
-    `slower`: the share by which steps are longer afterwards, see `slowdown`. Where there is room for fewer than
-    `layers_per_step` layers (None: all) at a time, there are more pauses than are counted.
-    """
-    leaving = sum(weight_bytes(rooms, now, target) for now, target in changes)
-    coming = sum(weight_bytes(rooms, target, now) for now, target in changes)
-    coming += sum(restored_bytes(rooms[rank]) for _, target in changes if not target.apart for rank in target.members)
-    flips = sum(_pauses(now, target, layers_per_step).total() for now, target in changes)
-    return priced(leaving - coming, coming + kv_bytes(changes, rooms), flips, slower, cost)
-
-
 def step_waits(now: Shape, target: Shape, form: ExchangeForm) -> int:
     """Count the steps for whose end a change waits, where there is room for all layers at once.
 
@@ -152,13 +138,6 @@ def step_waits(now: Shape, target: Shape, form: ExchangeForm) -> int:
 def restored_first(rooms: Mapping[str, Room]) -> dict[str, tuple[int, ...]]:
     """Return the layers of ranks that are in a variant: they return to their full weights before any change."""
     return {rank: tuple(sorted(room.in_variant)) for rank, room in rooms.items() if room.in_variant}
-
-
-def restored_bytes(room: Room) -> int:
-    """Return the bytes by which a rank's weights grow that are restored first."""
-    every = range(room.path.shards)
-    grown = (room.weight_pages[layer].pages(every) - pages for layer, pages in room.in_variant.items())
-    return sum(grown) * room.page_bytes
 
 
 def _pauses(now: Shape, target: Shape, layers_per_step: int | None) -> Counter[str]:

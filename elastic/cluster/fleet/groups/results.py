@@ -128,7 +128,7 @@ class GroupStatus:
         return told
 
 
-def _sums(done: Sequence[Exchanged]) -> dict[str, Any]:
+def added_up(done: Sequence[Exchanged]) -> dict[str, Any]:
     """Add up what came of several groups; the status is that of the first that was not applied."""
     stopped = next((each for each in done if each.status != "applied"), None)
     partly = stopped is not None and stopped.status == "deferred" and any(each.flips for each in done)
@@ -142,13 +142,3 @@ def _sums(done: Sequence[Exchanged]) -> dict[str, Any]:
         "why": stopped.why if stopped is not None else "",
         "restored": {rank: layers for each in done for rank, layers in each.restored.items()},
     }
-
-
-def all_dropped(done: Sequence[Dropped], plans: tuple[GroupPlan, ...]) -> Dropped:
-    """Return what came of several groups that dropped layers."""
-    return Dropped(**_sums(done), groups=plans, freed_bytes=sum(each.freed_bytes for each in done))
-
-
-def all_restored(done: Sequence[Restored]) -> Restored:
-    """Return what came of several groups that were restored."""
-    return Restored(**_sums(done), members=tuple(name for each in done for name in each.members))

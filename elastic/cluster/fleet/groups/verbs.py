@@ -19,8 +19,7 @@ from elastic.cluster.fleet.groups.results import (
     Replicated,
     Resharded,
     Restored,
-    all_dropped,
-    all_restored,
+    added_up,
 )
 from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.cluster.fleet.records.delivery import Delivery
@@ -129,11 +128,13 @@ class GroupVerbs(VerbChecks):
             groups = self._groups.registry.groups_of(rank)
             if rank is not None and not groups:
                 return Restored("planned" if dry_run else "applied", members=(rank,))
+            members = tuple(name for group in groups for name in group.members)
             if dry_run:
                 target_of = targets.undropped if sharing else targets.apart
                 would, _ = self._groups.dry_runs.of([(group.members, target_of) for group in groups], form)
-                return Restored(**vars(would), members=tuple(name for group in groups for name in group.members))
-            return all_restored([self._groups.restore(each, timeout_s, why, form, sharing=sharing) for each in groups])
+                return Restored(**vars(would), members=members)
+            done = [self._groups.restore(each, timeout_s, why, form, sharing=sharing) for each in groups]
+            return Restored(**added_up(done), members=members)
 
     def merge(self, *ranks: str) -> GroupStatus:
         """Have instances be one group, with nothing dropped: their ranks know each other then."""
@@ -320,7 +321,7 @@ class GroupVerbs(VerbChecks):
             dropped.append(Dropped(**vars(done), freed_bytes=freed))
             if done.status != "applied":
                 break
-        return all_dropped(dropped, plans)
+        return Dropped(**added_up(dropped), groups=plans, freed_bytes=sum(each.freed_bytes for each in dropped))
 
     def _replicas(self, home: str) -> tuple[int, ...]:
         group = self._groups.registry.group_of(home)

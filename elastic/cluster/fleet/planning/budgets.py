@@ -37,7 +37,10 @@ class Budgets:
         """The instances are those of the rooms' ranks. Raises `StateError` where there is none."""
         if not instances:
             raise StateError("no rank serves: no drop can be planned")
-        self._bytes = {rank: _memory_bytes(room) for rank, room in rooms.items()}
+        self._bytes = {  # for decoder layers, in full weights, and keys and values
+            rank: (room.pages + room.weights_of(room.resident) - room.growth_pages) * room.page_bytes
+            for rank, room in rooms.items()
+        }
         self._units = {unit[0]: unit for unit in sharing(_complete({rank: room.path for rank, room in rooms.items()}))}
         self._kv = _kv_bytes(rooms, instances[0].kv_format)
         costs = {instance.name: instance.hello.cost for instance in instances}
@@ -78,13 +81,6 @@ def _complete(paths: Mapping[str, LayerPath]) -> dict[str, LayerPath]:
         for rank in lost:
             del complete[rank]
     return complete
-
-
-def _memory_bytes(room: Room) -> int:
-    """Return what a rank has for decoder layers, in full weights, and keys and values."""
-    every = range(room.path.shards)
-    grown = sum(room.weight_pages[layer].pages(every) - pages for layer, pages in room.in_variant.items())
-    return (room.pages + room.weights_of(room.resident) - grown) * room.page_bytes
 
 
 def _kv_bytes(rooms: Mapping[str, Room], kv: KVFormat) -> dict[str, list[int]]:

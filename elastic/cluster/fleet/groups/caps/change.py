@@ -53,6 +53,16 @@ class CapChange:
                 return True
         return False
 
+    def share_out(self, caps: Mapping[str, int]) -> bool:
+        """Have instances have these caps: first some less, then others more. False: what lives does not fit in time.
+
+        Those that were to have more keep what they had then; nobody ever has more than stages keep room for.
+        """
+        now = self._group.caps_in_force()
+        lower = {home: cap for home, cap in caps.items() if cap < now[home]}
+        higher = {home: cap for home, cap in caps.items() if cap > now[home]}
+        return self.lower(lower) and self.raise_to(higher)
+
     def until(self, done: Callable[[], bool]) -> bool:
         """Ask until it is so; return False if that takes too long. It ends with any rank of the group."""
         while not done():
@@ -94,13 +104,3 @@ class CapChange:
                 logger.debug("rank %s cannot keep %d sectors of %s: %s", rank, caps[home], home, error)
                 return False
         return True
-
-
-def share_out(change: CapChange, now: Mapping[str, int], caps: Mapping[str, int]) -> bool:
-    """Have instances have these caps: first some have less, then others more. False: what lives does not fit in time.
-
-    Those that were to have more keep what they had then; nobody ever has more than stages keep room for.
-    """
-    lower = {home: cap for home, cap in caps.items() if cap < now[home]}
-    higher = {home: cap for home, cap in caps.items() if cap > now[home]}
-    return change.lower(lower) and change.raise_to(higher)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.cluster.fleet.groups.caps.change import CapChange, share_out
+from elastic.cluster.fleet.groups.caps.change import CapChange
 from elastic.cluster.fleet.groups.caps.needs import blocks_told, is_short, needs_of, shared_memory
 from elastic.cluster.fleet.groups.caps.reach import note_reach
 from elastic.cluster.fleet.groups.exchange import keeps_staging
@@ -28,7 +28,7 @@ def follow(ranks: Ranks, group: Group) -> bool:
     if not lost_room and not is_short(dispatcher, members):
         return False
     caps = _wanted(ranks, group)
-    done = caps is not None and share_out(CapChange(ranks, group, Deadline(FOLLOW_S)), group.caps_in_force(), caps)
+    done = caps is not None and CapChange(ranks, group, Deadline(FOLLOW_S)).share_out(caps)
     if done or caps is None:
         group.told = blocks_told(dispatcher, members)
     return done
