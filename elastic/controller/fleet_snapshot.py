@@ -56,9 +56,14 @@ class GroupReading:
         return max(0, self.capacity_bytes - self.committed_bytes)
 
     @property
+    def short_bytes(self) -> int:
+        """What waiting requests need beyond what is free."""
+        return max(0, self.waiting_bytes - self.free_bytes)
+
+    @property
     def lacking_bytes(self) -> int:
         """What waiting requests need beyond what is free; at least 1."""
-        return max(1, self.waiting_bytes - self.free_bytes)
+        return max(1, self.short_bytes)
 
     @property
     def use(self) -> float:

@@ -82,6 +82,7 @@ class Deployed:
             raise no_place(name, Refusal(((chosen.configuration, why),)))
         self._check_follows(replicas)
         self.fleet = self._make_fleet(dict(fleet_options))
+        self._transition = DeploymentTransition(self.fleet, self._ranks, self._place)
         self.hysteresis = Hysteresis(settings, time.monotonic())
 
     @property
@@ -93,11 +94,6 @@ class Deployed:
     def load(self) -> Load:
         """The requests that it is planned for: those of the last minute, and no less than is expected."""
         return self.chooser.bounded(self.meter.load)
-
-    @property
-    def links(self) -> tuple[tuple[str, str], ...]:
-        """Devices of which the ranks exchange what they compute."""
-        return self.plan.links
 
     @property
     def ranks(self) -> dict[str, str]:
@@ -112,7 +108,7 @@ class Deployed:
             self._begin_s = time.monotonic() - began_s
             try:
                 names = sorted((rank.name for rank in self.fleet.status().ranks), key=lambda name: int(name[1:]))
-                self._ranks = dict(zip(self.plan.devices, names, strict=True))
+                self._ranks.update(zip(self.plan.devices, names, strict=True))
                 begun = whole(self.plan)
                 if self._by_shares:  # these begin without limits
                     begun = replace(self.plan, stages=tuple(replace(stage, nbytes=0) for stage in self.plan.stages))
@@ -345,9 +341,9 @@ class Deployed:
         )
 
     def _do(self, step: TransitionStep, wanted: Deployment) -> None:
-        transition = DeploymentTransition(self.fleet, self._ranks, self._place)
+        transition = self._transition
         if step.kind == "limit":
-            self._limit(transition, wanted)
+            self._limit(wanted)
             return
         if step.kind in ("part", "share", "drop"):  # keys and values are copied: for that, there is more room
             free = self._book.free(self.name)
@@ -356,12 +352,13 @@ class Deployed:
                 transition.limit(device, None if transition.budget(device) <= free[device] else max(0, left))
         transition.do(step)
 
-    def _limit(self, transition: DeploymentTransition, wanted: Deployment) -> None:
+    def _limit(self, wanted: Deployment) -> None:
         """Give ranks what they are to have for keys and values, and give the rest of the devices back.
 
         What live requests have above a limit is given back when they have ended.
         """
         estimator, free = self.chooser.estimator(self.load), self._book.free(self.name)
+        transition = self._transition
         others, limits = dict[str, int](), dict[str, int]()
         for stage in wanted.stages:
             share = self.chooser.rank_bytes(

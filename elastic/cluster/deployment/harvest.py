@@ -148,7 +148,7 @@ class Harvester:
     def _choices(self, model: Deployed, form: str) -> Iterator[tuple[str, ...]]:
         """Yield where a guest could measure, what is best first."""
         if form == LINKS:
-            yield from model.links
+            yield from model.plan.links
             yield from combinations(self._book.devices, 2)
         else:
             yield from ((device,) for device in self._book.devices)

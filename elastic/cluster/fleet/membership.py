@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from elastic.cluster.control.messages import Hello, ModelFacts, RankPlace
@@ -182,7 +183,7 @@ class Membership:
         scores = record.request.prompt_logprobs is not None and not record.answers[0].tokens
         if memory is not None and instance.directory is not None and not scores:
             record.kv = kv_of(instance, record)
-            record.source = memory.source_with(instance.directory.sectors_of(record.kv))
+            record.source = replace(memory.source, sectors=instance.directory.sectors_of(record.kv))
 
     def _resumed(self, rank: str, memory: HeldMemory | None, told: bool, resumption: Resumption) -> None:
         """Tell that all requests of a lost rank have gone on, or ended; its memory is needed no more."""

@@ -100,7 +100,7 @@ class _Move:
         assert self.source.directory is not None
         sectors = self.source.directory.sectors_of(kv)
         if self.by_file and self.memory is not None:
-            return self.memory.source_with(sectors)
+            return replace(self.memory.source, sectors=sectors)
         source = self.source.hello.memory
         assert source is not None
         assert source.memory is not None

@@ -56,7 +56,7 @@ def _go_on_alone(ranks: Ranks, group: Group, lost: str, left: Sequence[Instance]
         keep = ranks.dispatcher.held.epoch(lost) is not None
     for instance in left:
         with suppress(ElasticError):  # what is wrong shows in the next answer
-            result(instance, instance.client.ask(CloseStage(lost, keep)))
+            ranks.ask(instance.name, CloseStage(lost, keep))
     with ranks.flipping(instance.name for instance in left):
         asked = [(each, each.client.ask(Recover(lost, group.left(), weights[each.name]))) for each in left]
         recomputed = sum(_answer(instance, answer) for instance, answer in asked)
@@ -64,7 +64,7 @@ def _go_on_alone(ranks: Ranks, group: Group, lost: str, left: Sequence[Instance]
         for home in group.members:
             if home != lost:
                 with suppress(ElasticError):
-                    result(instance, instance.client.ask(CloseStage(home)))
+                    ranks.ask(instance.name, CloseStage(home))
         with suppress(ElasticError):
             ranks.set_caps({instance.name: group.staged.get(instance.name)})
     return recomputed

@@ -11,7 +11,7 @@ from typing import Any
 from elastic import clock
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.price import learned_cost
-from elastic.cluster.fleet.overload.offers import MOVED, START_S, add_offer, drop_offer, move_offer, needed_bytes
+from elastic.cluster.fleet.overload.offers import MOVED, START_S, add_offer, lacking_bytes, move_offer, planned_offer
 from elastic.cluster.fleet.overload.prices import PricedVerbs
 from elastic.cluster.fleet.overload.readings import FleetReadings
 from elastic.cluster.fleet.overload.shares import SharePlan, Shares
@@ -136,10 +136,10 @@ class OverloadController:
         """
         if self._is_adding and (self._added is not None or not plan.drops):
             return self._added if plan.drops else None
-        drops, offers, lacking = [], [], needed_bytes(snapshot)
+        drops, offers, lacking = [], [], lacking_bytes(snapshot)
         if plan.drops and not self._barred(plan):
             planned = self._verbs.drop(plan=_drop_plan(plan), dry_run=True, timeout_s=ACT_S, **self._form)
-            drops = [drop_offer(planned)]
+            drops = [planned_offer("drop", planned)]
         moved_in_vain = self._moving_since is not None and snapshot.at_s - self._moving_since > MOVES_S
         if self._moves and not moved_in_vain:
             cost = learned_cost(self._log.events(), MOVED)

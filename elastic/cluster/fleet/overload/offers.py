@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from elastic.cluster.control.status import EventKind
-from elastic.cluster.fleet.groups.results import Dropped
+from elastic.cluster.fleet.groups.results import Dropped, Resharded
 from elastic.controller.fleet_snapshot import FleetSnapshot
 from elastic.controller.policies.action_costs import ActionCost
 from elastic.controller.policies.arbiter import DISTURBANCE
@@ -15,20 +17,20 @@ START_S = 10.0
 """How long an instance takes to come, before one did: so long requests wait."""
 
 
-def needed_bytes(snapshot: FleetSnapshot) -> int:
+def lacking_bytes(snapshot: FleetSnapshot) -> int:
     """Return the KV that lacks: at each instance or group by itself, and of the fleet's queue beyond all that is free.
 
     It is what remedies are asked for: at least 1.
     """
-    lacking = sum(max(0, group.waiting_bytes - group.free_bytes) for group in snapshot.groups)
+    lacking = sum(group.short_bytes for group in snapshot.groups)
     queued = snapshot.queued_bytes - sum(group.free_bytes for group in snapshot.groups)
     return max(1, lacking + max(0, queued))
 
 
-def drop_offer(planned: Dropped) -> Offer:
-    """Return the offer of a drop, by its dry run."""
+def planned_offer(kind: Literal["drop", "reshard"], planned: Dropped | Resharded) -> Offer:
+    """Return the offer of a drop, or of ranks to share layers, by its dry run."""
     assert planned.price is not None
-    return Offer("drop", planned.price.seconds, planned.freed_bytes)
+    return Offer(kind, planned.price.seconds, planned.freed_bytes)
 
 
 def move_offer(snapshot: FleetSnapshot, kv_high: float, cost: ActionCost) -> Offer:
@@ -37,7 +39,7 @@ def move_offer(snapshot: FleetSnapshot, kv_high: float, cost: ActionCost) -> Off
     Only between instances that compute all of their layers themselves. What has to be copied is what lacks.
     """
     alone = [group for group in snapshot.groups if len(group.members) == 1]
-    lacking = sum(max(0, group.waiting_bytes - group.free_bytes) for group in alone)
+    lacking = sum(group.short_bytes for group in alone)
     spare = sum(group.spare_bytes(kv_high) for group in alone) if lacking else 0
     copied = min(lacking, spare)
     return Offer("move", DISTURBANCE * cost.byte_s * copied + cost.pause_s, spare)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.price import learned_cost
 from elastic.cluster.fleet.groups.verbs import GroupVerbs
-from elastic.cluster.fleet.overload.offers import MOVED, START_S, add_offer, drop_offer, move_offer
+from elastic.cluster.fleet.overload.offers import MOVED, START_S, add_offer, move_offer, planned_offer
 from elastic.cluster.fleet.overload.readings import FleetReadings
 from elastic.cluster.fleet.overload.swaps import Swaps
 from elastic.cluster.fleet.rank_verbs import RankVerbs
@@ -45,7 +45,7 @@ class PricedVerbs(GroupVerbs, RankVerbs):
         short = replace(now, groups=tuple(waits if group is least else group for group in now.groups))
         offers = [move_offer(short, settings.kv_high, learned_cost(self._log.events(), MOVED))]
         with suppress(CapacityError, ConfigError):  # no drop frees so much, or ranks cannot reach each other
-            offers.append(drop_offer(self.drop(needed, dry_run=True)))
+            offers.append(planned_offer("drop", self.drop(needed, dry_run=True)))
         offers += _reshards(self, short, needed)
         if (swap := Swaps(self, settings).plan(short)) is not None:
             offers.append(swap.offer)
@@ -65,9 +65,7 @@ def _reshards(fleet: GroupVerbs, snapshot: FleetSnapshot, needed: int) -> Iterat
     offer = None
     with suppress(CapacityError, ConfigError):  # layers are not cut so, or ranks cannot reach each other
         for tp in (count for count in (2, 4) if count <= len(ranks)):
-            planned = fleet.reshard(ranks[:tp], tp=tp, dry_run=True)
-            assert planned.price is not None
-            offer = Offer("reshard", planned.price.seconds, planned.freed_bytes)
+            offer = planned_offer("reshard", fleet.reshard(ranks[:tp], tp=tp, dry_run=True))
             if offer.relieved_bytes >= needed:
                 break
     if offer is not None:

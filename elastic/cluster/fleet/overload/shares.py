@@ -9,6 +9,7 @@ from typing import Any
 
 from elastic.cluster.fleet.groups.results import Resharded
 from elastic.cluster.fleet.groups.verbs import GroupVerbs
+from elastic.cluster.fleet.overload.offers import planned_offer
 from elastic.controller.policies.overload import OverloadPlan
 from elastic.controller.remedies import Offer
 from elastic.errors import CapacityError, ConfigError
@@ -43,8 +44,7 @@ class Shares:
             planned = self._verbs.reshard(ranks, tp=len(ranks), dry_run=True, **self._form)
         except (ConfigError, CapacityError):  # of other hosts, or not cut so
             return None
-        assert planned.price is not None
-        return SharePlan(ranks, Offer("reshard", planned.price.seconds, planned.freed_bytes))
+        return SharePlan(ranks, planned_offer("reshard", planned))
 
     def do(self, plan: SharePlan, now_s: float, timeout_s: float, why: str) -> Resharded:
         """Have ranks share their layers. Raises what the fleet's verbs raise."""

@@ -68,8 +68,8 @@ class Swaps:
         """
         queued = max(0, snapshot.queued_bytes - sum(group.free_bytes for group in snapshot.groups))
         swaps, freed, seconds, relieved = dict[str, Swap](), dict[str, int](), 0.0, 0
-        for group in sorted(snapshot.groups, key=_lacking, reverse=True):
-            wanted = _lacking(group) + queued
+        for group in sorted(snapshot.groups, key=lambda group: group.short_bytes, reverse=True):
+            wanted = group.short_bytes + queued
             if len(group.members) > 1 or group.busy or not wanted:
                 continue
             (rank,) = group.names
@@ -77,7 +77,7 @@ class Swaps:
             if swap is not None:
                 swaps[rank], freed[rank], price = swap
                 seconds, gained = seconds + price, min(wanted, freed[rank])
-                relieved, queued = relieved + gained, queued - max(0, gained - _lacking(group))
+                relieved, queued = relieved + gained, queued - max(0, gained - group.short_bytes)
         return SwapPlan(swaps, freed, Offer("swap", seconds, relieved, lossless=False)) if swaps else None
 
     def do(self, plan: SwapPlan, now_s: float, why: str) -> tuple[str, ...]:
@@ -155,8 +155,3 @@ class Swaps:
         actions = tuple(Swap((layer,), view.variants[-1]) for layer in whole)
         steps = self._verbs.apply(rank, actions, dry_run=True) if actions else ()
         return list(zip(whole, steps, strict=True))
-
-
-def _lacking(group: GroupReading) -> int:
-    """Return the KV that lacks at an instance or a group by itself."""
-    return max(0, group.waiting_bytes - group.free_bytes)

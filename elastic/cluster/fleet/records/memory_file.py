@@ -6,7 +6,7 @@ import logging
 import threading
 from dataclasses import replace
 
-from elastic.engines.core.kv_state import KVSource, SectorPages
+from elastic.engines.core.kv_state import KVSource
 from elastic.errors import StateError
 from elastic.memory.backends.shared_file import open_shared
 
@@ -25,10 +25,6 @@ class HeldMemory:
         self._file = open_shared(memory.file)
         self.source = replace(memory, file=self._file.reshare(), memory=None)
         """Where others of the host can read it, also when the rank has ended."""
-
-    def source_with(self, sectors: tuple[SectorPages, ...]) -> KVSource:
-        """Say where others find blocks that are in these sectors."""
-        return replace(self.source, sectors=sectors)
 
     def hold(self) -> HeldMemory:
         """Have it stay open for one more `close`."""

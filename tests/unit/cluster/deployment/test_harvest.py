@@ -68,7 +68,7 @@ class Model:
     path: str
     name: str = "model"
     forms: tuple[str, ...] = ("full", "int8")
-    links: tuple[tuple[str, str], ...] = ()
+    plan: Any = field(default_factory=lambda: SimpleNamespace(links=()))
 
 
 @dataclass
@@ -141,7 +141,7 @@ def test_all_forms_are_measured_one_after_another_and_kept(world: World) -> None
 
 def test_then_links_are_measured_between_ranks_that_exchange_and_estimates_are_made_of_them(world: World) -> None:
     world.knows("full", "int8")
-    world.model.links = (("cpu#b", "cpu#a"),)
+    world.model.plan.links = (("cpu#b", "cpu#a"),)
     world.run(5)
     (guest,) = world.guests
     assert (guest.form, [*world.harvester.at]) == (LINKS, ["cpu#b", "cpu#a"])
@@ -156,7 +156,7 @@ def test_then_links_are_measured_between_ranks_that_exchange_and_estimates_are_m
 
 
 def test_links_are_measured_where_both_devices_have_little_to_do(path: str, tmp_path: Path) -> None:
-    model = Model(path, links=(("cpu#a", "cpu#b"),))
+    model = Model(path, plan=SimpleNamespace(links=(("cpu#a", "cpu#b"),)))
     world = World(model, ProfileStore(tmp_path, beside=False), busy_s=dict.fromkeys(("cpu#a", "cpu#b", "cpu#c"), 0.0))
     world.knows("full", "int8")
     world.run(10, b=0.5)
