@@ -17,8 +17,9 @@ class Exit(NamedTuple):
 class RankProcess(Protocol):
     """The process, thread or actor that a rank runs in. Thread-safe."""
 
-    ended: int | None
-    """A descriptor that is readable once it has ended; None: only the end of the connection tells."""
+    @property
+    def ended(self) -> int | None:
+        """A descriptor that is readable once it has ended; None: only the end of the connection tells."""
 
     def kill(self) -> None:
         """End it at once, whatever it does. Ended or closed already: nothing happens."""

@@ -34,7 +34,7 @@ class LocalProcess:
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
-        self.ended: int | None = pidfd
+        self.ended = pidfd
         self._exit: Future[Exit] = Future()
         self._lock = threading.Lock()  # of the descriptor
         self._open = True
@@ -42,7 +42,7 @@ class LocalProcess:
     def kill(self) -> None:
         """End it at once; also when it is stopped."""
         with self._lock, suppress(ProcessLookupError):
-            if self._open and self.ended is not None:
+            if self._open:
                 signal.pidfd_send_signal(self.ended, signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> Exit | None:
@@ -54,7 +54,7 @@ class LocalProcess:
     def close(self) -> None:
         """Close the descriptor."""
         with self._lock:
-            if self._open and self.ended is not None:
+            if self._open:
                 os.close(self.ended)
             self._open = False
 

@@ -52,7 +52,7 @@ class RayProcess:
 
     def __init__(self, actor: Any, served: Any, give_back: Callable[[], None]) -> None:
         self._actor, self._served, self._give_back = actor, served, give_back
-        self.ended: int | None = os.eventfd(0)
+        self.ended = os.eventfd(0)
         self._exit: Exit | None = None
         self._known = threading.Event()
         self._lock = threading.Lock()  # of the descriptor
@@ -74,7 +74,7 @@ class RayProcess:
         self.kill()
         with self._lock:
             was_open, self._open = self._open, False
-            if was_open and self.ended is not None:
+            if was_open:
                 os.close(self.ended)
         if was_open:
             self._give_back()
@@ -89,7 +89,7 @@ class RayProcess:
         self._exit = Exit(reason)
         self._known.set()
         with self._lock:
-            if self._open and self.ended is not None:
+            if self._open:
                 os.eventfd_write(self.ended, 1)
 
 
