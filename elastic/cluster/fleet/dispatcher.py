@@ -245,10 +245,10 @@ class Dispatcher:
                 record.refused[instance.name] = math.inf if forever else self.clock() + RETRY_S
                 self.requeue([record], delivery)
                 if all(record.refused.get(name) == math.inf for name in self.instances):
-                    self.end_answers(record, range(record.request.n), "failed", delivery, str(error))
+                    self.fail(record, str(error), delivery)
                 self.dispatch()
             else:
-                self.end_answers(record, range(record.request.n), "failed", delivery, str(error))
+                self.fail(record, str(error), delivery)
             self.changed.notify_all()
         return f"its engine does not serve: {error}" if isinstance(error, StateError) else None
 
@@ -299,8 +299,7 @@ class Dispatcher:
         elif record.unreachable_s is None:
             record.unreachable_s = now
         elif now - record.unreachable_s >= UNREACHABLE_S:
-            words = str(no_room(serving, record.request))
-            self.end_answers(record, range(record.request.n), "failed", delivery, words)
+            self.fail(record, str(no_room(serving, record.request)), delivery)
 
     def requeue(self, records: Iterable[RequestRecord], delivery: Delivery) -> None:
         """Put requests that no instance has any more before those that wait; cancelled answers end."""
@@ -328,10 +327,9 @@ class Dispatcher:
                 self.queue.remove(record)
             self._end(record, OUTCOMES[finish])
 
-    def fail_waiting(self, why: str, delivery: Delivery) -> None:
-        """End all requests that wait at the fleet: they failed."""
-        for record in [*self.queue, *self.held.records]:
-            self.end_answers(record, range(record.request.n), "failed", delivery, why)
+    def fail(self, record: RequestRecord, why: str, delivery: Delivery) -> None:
+        """End all answers of a request that no instance has: it failed."""
+        self.end_answers(record, range(record.request.n), "failed", delivery, why)
 
     def forget(self, instance: Instance) -> None:
         """Have an instance get nothing any more, and nothing that it tells count."""

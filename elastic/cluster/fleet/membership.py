@@ -136,7 +136,7 @@ class Membership:
                 instance.take(record)
             for record in [record for record in back if record.losses >= MOST_LOSSES]:
                 error = f"{MOST_LOSSES} ranks in a row were lost before its next token; the last one: {why}"
-                self._dispatcher.end_answers(record, range(record.request.n), "failed", delivery, error)
+                self._dispatcher.fail(record, error, delivery)
             back = [record for record in back if record.left]
             self._dispatcher.requeue(self._dispatcher.held.hold(instance, back), delivery)
             self._past[instance.name] = rank_status(instance, None)

@@ -130,8 +130,10 @@ class Supervisor:
         """End what waits, if no rank can ever come."""
         if self._stopping.is_set() or not self.hopeless:
             return
-        with Delivery(self._dispatcher.lock) as delivery:
-            self._dispatcher.fail_waiting(f"no rank is left, and none comes: {why}", delivery)
+        dispatcher = self._dispatcher
+        with Delivery(dispatcher.lock) as delivery:
+            for record in [*dispatcher.queue, *dispatcher.held.records]:
+                dispatcher.fail(record, f"no rank is left, and none comes: {why}", delivery)
 
     def _look(self) -> None:
         now = clock.now()

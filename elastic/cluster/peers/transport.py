@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -54,16 +53,15 @@ class PeerTransport:
         self,
         home: str,
         connect: Callable[[str, int], socket.socket],
-        wires: TrafficCounter | None = None,
-        numbers: Iterator[int] | None = None,
+        wires: TrafficCounter,
+        numbers: Iterator[int],
     ) -> None:
         """`connect` makes a connection to a rank, of a number, for what the instance of `home` sends there.
 
         `wires` counts bytes; `numbers` are those of this rank's connections, in all transports of the instance.
         """
         self.home = home
-        self._connect, self._wires = connect, wires or TrafficCounter()
-        self._numbers = itertools.count() if numbers is None else numbers
+        self._connect, self._wires, self._numbers = connect, wires, numbers
         self._lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
         self.closed = False

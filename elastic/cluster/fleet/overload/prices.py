@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -46,7 +45,8 @@ class PricedVerbs(GroupVerbs, RankVerbs):
         offers = [move_offer(short, settings.kv_high, learned_cost(self._log.events(), MOVED))]
         with suppress(CapacityError, ConfigError):  # no drop frees so much, or ranks cannot reach each other
             offers.append(planned_offer("drop", self.drop(needed, dry_run=True)))
-        offers += _reshards(self, short, needed)
+        if (shared := _share_offer(self, short, needed)) is not None:
+            offers.append(shared)
         if (swap := Swaps(self, settings).plan(short)) is not None:
             offers.append(swap.offer)
         offers.append(add_offer(short, START_S))
@@ -58,8 +58,8 @@ class PricedVerbs(GroupVerbs, RankVerbs):
         return tuple(offers)
 
 
-def _reshards(fleet: GroupVerbs, snapshot: FleetSnapshot, needed: int) -> Iterator[Offer]:
-    """Yield the offer that the fullest instance shares its layers with the emptiest ones: of two if that suffices."""
+def _share_offer(fleet: GroupVerbs, snapshot: FleetSnapshot, needed: int) -> Offer | None:
+    """Return the offer that the fullest instance shares its layers with the emptiest ones: of two if that suffices."""
     alone = [group for group in snapshot.groups if len(group.members) == 1]
     ranks = [group.names[0] for group in sorted(alone, key=lambda group: (-group.waiting_bytes, -group.free_bytes))]
     offer = None
@@ -68,5 +68,4 @@ def _reshards(fleet: GroupVerbs, snapshot: FleetSnapshot, needed: int) -> Iterat
             offer = planned_offer("reshard", fleet.reshard(ranks[:tp], tp=tp, dry_run=True))
             if offer.relieved_bytes >= needed:
                 break
-    if offer is not None:
-        yield offer
+    return offer

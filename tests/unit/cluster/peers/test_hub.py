@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import signal
@@ -22,7 +23,7 @@ from elastic.cluster.control.handshake import connect
 from elastic.cluster.control.status import Wire
 from elastic.cluster.peers import receiver
 from elastic.cluster.peers.hub import PeerHub
-from elastic.cluster.peers.transport import PeerTransport
+from elastic.cluster.peers.transport import PeerTransport, TrafficCounter
 from elastic.engines.pipeline.transport import Key, StepFailure
 from elastic.errors import RankLost, StateError
 from support.child_process import Forked
@@ -217,7 +218,7 @@ def test_what_fails_late_of_a_rank_before_ends_not_the_new_one(stack: ExitStack)
         assert met.wait(10)
         raise OSError("nobody listens there")
 
-    transport = stack.enter_context(closing(PeerTransport("home", connect)))
+    transport = stack.enter_context(closing(PeerTransport("home", connect, TrafficCounter(), itertools.count())))
     transport.open("a")
     assert connecting.wait(10)
     transport.lost("a", "rank 'a' was lost")
