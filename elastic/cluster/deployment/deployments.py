@@ -19,7 +19,7 @@ from elastic.cluster.deployment.harvest import Harvester
 from elastic.cluster.deployment.hysteresis import Replanning
 from elastic.cluster.deployment.status import DeploymentStatus, DeviceStatus, Replanned
 from elastic.cluster.fleet.fleet import Fleet
-from elastic.cluster.fleet.ticks import Attempts
+from elastic.cluster.fleet.ticks import TickThread
 from elastic.cluster.rank.spec import options_of
 from elastic.config import parse_bytes
 from elastic.errors import ConfigError, ElasticError, NotFound, StateError, require, require_flag
@@ -95,25 +95,24 @@ class Deployments:
         self._watches = replanning is not None
         self._deployed: dict[str, Deployed] = {}
         self._ending: dict[str, Deployed] = {}
-        self._ticks = Attempts("deployments could not be looked after")
         self._lock = threading.RLock()  # of changes
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._started = self._ended = False
+        failed = "deployments could not be looked after"
+        self._ticks = TickThread(self._tick, self._replanning.tick_s, "elastic-deployments", failed)
 
     def start(self) -> None:
         """Begin to look after deployments. Raises `StateError` where that was done before."""
-        if self._thread is not None:
+        if self._started:
             raise StateError("these deployments were started before; make new ones")
+        self._started = True
         _open.add(self)
-        self._thread = threading.Thread(target=self._run, name="elastic-deployments", daemon=True)
-        self._thread.start()
+        self._ticks.start()
 
     def stop(self, *, drain: bool = True) -> None:
         """End all deployments; with `drain` when their requests have ended. Can be called twice."""
         require_flag(drain, "drain")
-        self._ended.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        self._ended = True
+        self._ticks.stop()
         with self._lock:
             if self._harvester is not None:
                 self._harvester.stop()
@@ -274,10 +273,6 @@ class Deployments:
 
     # -- inside
 
-    def _run(self) -> None:
-        while not self._ended.wait(self._replanning.tick_s):
-            self._ticks.attempt(self._tick)
-
     def _tick(self) -> None:
         with self._lock:  # what has come while it was waited for is told of before it is measured
             now_s, deployed = time.monotonic(), list(self._deployed.values())
@@ -318,7 +313,7 @@ class Deployments:
 
     def _require_new(self, name: str) -> None:
         """Raise what `deploy` raises where nothing can be deployed, or not under this name."""
-        if self._thread is None or self._ended.is_set():
+        if not self._started or self._ended:
             raise StateError("start the deployments first, or make new ones: `with elastic.Deployments(...) as fleet`")
         if name in self._deployed:
             raise ConfigError(f"{name!r} is deployed; give another name, or change it with intend({name!r}, ...)")

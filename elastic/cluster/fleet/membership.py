@@ -58,7 +58,7 @@ class Membership:
                     raise ConfigError(f"rank {hello.name!r} is there already; choose another name")
                 expected = self.facts = self.facts or hello.model
                 self.kv_format = self.kv_format or hello.kv
-                claims = {**self._claims(hello.host), **_claims(hello)}
+                claims = self._claims(hello.host, hello)
             require_same_model(hello.name, hello.model, expected)
             require_memory_together(f"rank {hello.name!r} is refused", claims)
         except ConfigError as error:
@@ -86,9 +86,10 @@ class Membership:
             claims = {**self._claims(host_name()), **more}
         require_memory_together(f"ranks {', '.join(coming)} cannot start", claims)
 
-    def _claims(self, host: str) -> dict[tuple[str, str], RankPlace]:
-        hellos = [instance.hello for instance in self._dispatcher.instances.values()]
-        return {key: place for hello in hellos if hello.host == host for key, place in _claims(hello).items()}
+    def _claims(self, host: str, *coming: Hello) -> dict[tuple[str, str], RankPlace]:
+        """Return the places of the ranks of a host, and of some that come."""
+        there = [each.hello for each in self._dispatcher.instances.values() if each.hello.host == host]
+        return {(str(hello.pid), place.name): place for hello in (*there, *coming) for place in hello.places}
 
     def serve_on(self, instance: Instance) -> None:
         """Have a rank that was being drained take requests again."""
@@ -200,10 +201,6 @@ class Membership:
         with self._lock:
             present = self._dispatcher.instances.values()
             return (*self._past.values(), *(rank_status(each, now - each.heard_s) for each in present))
-
-
-def _claims(hello: Hello) -> dict[tuple[str, str], RankPlace]:
-    return {(str(hello.pid), place.name): place for place in hello.places}
 
 
 def rank_status(instance: Instance, beat_s: float | None) -> RankStatus:
