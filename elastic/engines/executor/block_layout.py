@@ -14,8 +14,8 @@ import torch
 from elastic.engines.core.kv_state import INT8, KVFormat, scale_slots
 
 SCALE_DTYPE = torch.bfloat16
-"""Values are divided by scales that are rounded to it. So they are exact in any dtype that attention may have, and
-within half a step of what they were: 127 times 1 + 2**-9 is still rounded to 127."""
+"""Values are divided by scales that are rounded to it. So they are within half a step of what they were: 127 times
+1 + 2**-9 is still rounded to 127. Scales are exact in any dtype of attention but float16, which has not their range."""
 _LARGEST = 127
 
 
@@ -247,6 +247,8 @@ def quantize(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return vectors [..., dim] of int8 times their scales [...], rounded once to `dtype`."""
+    if dtype == torch.float16:  # in which small scales would be rounded, or be zero
+        return torch.mul(values, scales[..., None].float(), out=values.new_empty(values.shape, dtype=dtype))
     return values.to(dtype).mul_(scales[..., None].to(dtype))
 
 
