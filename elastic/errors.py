@@ -17,6 +17,7 @@ import difflib
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -135,6 +136,12 @@ def require_share(value: Any, name: str) -> None:
 def require_flag(value: object, name: str) -> None:
     """Raises `ConfigError` naming an option, unless its value is True or False."""
     require(isinstance(value, bool), name, value, "True or False")
+
+
+def require_path(value: object, name: str) -> None:
+    """Raises `ConfigError` naming an option, unless its value is a path, or None."""
+    is_path = isinstance(value, str | Path) and value != "" and "\0" not in str(value)
+    require(value is None or is_path, name, value, "a path, or None")
 
 
 def nearest(name: object, names: Collection[str]) -> str:

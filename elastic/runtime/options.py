@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elastic.config import SLO, Place, parse_bytes, require
-from elastic.errors import ConfigError, is_integer, require_flag
+from elastic.errors import ConfigError, is_integer, require_flag, require_path
 from elastic.hooks.forward_gate import traffic
 from elastic.kvcache.storage.layout import KVLayout
 from elastic.memory.checkpoint_file import Checkpoint
@@ -63,9 +63,9 @@ class WrapOptions:
         for name, value, kinds, allowed in (
             ("slo", self.slo, SLO, "an elastic.SLO"),
             ("checkpoint", self.files, Checkpoint, "a path"),
-            ("variant_cache", self.variant_cache, (str, Path), "a path"),
         ):
             require(value is None or isinstance(value, kinds), name, value, f"{allowed}, or None")
+        require_path(self.variant_cache, "variant_cache")
         require_flag(self.start_controller, "controller")
 
 

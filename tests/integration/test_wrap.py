@@ -221,12 +221,12 @@ class Ticks:
         ({"slo": 2.0}, ConfigError, r"slo=2.0 cannot be.*elastic\.SLO"),
         ({"controller": "no"}, ConfigError, "controller='no' cannot be"),
         ({"checkpoint": 3}, ConfigError, "checkpoint=3 cannot be"),
-        ({"variant_cache": 3}, ConfigError, "variant_cache=3 cannot be"),
+        *(({"variant_cache": path}, ConfigError, "variant_cache=.* cannot be") for path in (3, "", "a\0b")),
         ({"variants": None}, ConfigError, "variants=None cannot be.*'int4'"),
         *(({"policy": Ticks(tick_s)}, ConfigError, "tick_s=.*above 0") for tick_s in (0, -1, float("nan"), "1")),
         *(
             ({"variants": [elastic.Variant(name, elastic.Integers(4))]}, ConfigError, "name of a variant=")
-            for name in ("float32", "full", "absent", "dropped", "", 3, "a/b", "../../x", "a+b")
+            for name in ("float32", "full", "absent", "dropped", "", 3, "a/b", "../../x", "a+b", 101 * "a")
         ),
         ({"variants": [elastic.Variant("../x", checkpoint="somewhere")]}, ConfigError, "name of a variant="),
         ({"variants": [elastic.Variant("int4", calibration=[1, 2])]}, ConfigError, "calibration.*not list"),

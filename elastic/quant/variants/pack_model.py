@@ -90,8 +90,11 @@ def _packer(
 
 
 def file_name(variant: str) -> str:
-    """Return a variant's name as a part of a file's: a colon, as in "2:4", means another host to some programs."""
-    return variant.replace(":", "of")
+    """Return a variant's name as a part of a file's, another one for each: "2of4" for "2:4".
+
+    A colon means another host to some programs. No name has a percent sign.
+    """
+    return variant.replace("of", "o%f").replace(":", "of")
 
 
 def packer(variant: Variant, inputs: Mapping[str, torch.Tensor]) -> Callable[[LayerParameters], Mapping[str, Packing]]:

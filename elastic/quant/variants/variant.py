@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.errors import ConfigError, StateError, require
+from elastic.errors import ConfigError, StateError, require, require_path
 from elastic.memory.host_store import HostTensor
 from elastic.quant.formats.base import KernelTarget, MatrixShape, PackedTensors, format_of
 from elastic.quant.formats.integer import Integers
@@ -30,7 +30,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """Plain name -> the config that it stands for; names of pruned variants follow a pattern (`pruned_by_name`)."""
 
-_NAME = re.compile(r"\w[\w:.-]*", re.ASCII)
+_NAME = re.compile(r"\w[\w:.-]{0,99}", re.ASCII)
 
 NAMED = f"{', '.join(DEFAULTS)}, {NAMES}"
 """Plain names, for messages."""
@@ -66,7 +66,7 @@ class Variant:
             chosen = replace(chosen, config=config)
         _check_name(chosen.name)
         if chosen.checkpoint is not None:
-            require(isinstance(chosen.checkpoint, str | Path), "checkpoint", chosen.checkpoint, "a path, or None")
+            require_path(chosen.checkpoint, "checkpoint")
             return chosen
         format_of(chosen.config)
         _check_calibration(chosen)
@@ -84,7 +84,8 @@ def config_of(name: str) -> Any | None:
 def _check_name(name: str) -> None:
     """Raise `ConfigError` for a name that no file can have, or that says of a layer that it is in no variant."""
     good = isinstance(name, str) and _NAME.fullmatch(name) is not None
-    require(good, "name of a variant", name, "letters, digits, '_', ':', '.' and '-', and begin with one of the first")
+    allowed = "1 to 100 letters, digits, '_', ':', '.' and '-', and begin with one of the first three"
+    require(good, "name of a variant", name, allowed)
     dtype = getattr(torch, name, None)
     floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point
     is_full = name == "full" or (floats and str(dtype) == f"torch.{name}")  # and no alias, such as `half`

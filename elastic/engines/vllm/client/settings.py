@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.config import MODES, SLO, Policy, parse_bytes
-from elastic.errors import ConfigError, require, require_whole
+from elastic.errors import ConfigError, require, require_path, require_whole
 
 KEY = "elastic"
 """Of ours in vLLM's `additional_config`."""
@@ -104,6 +104,7 @@ def options(
 
     require_vllm()
     require(slo is None or isinstance(slo, SLO), "slo", slo, "an elastic.SLO, or None")
+    require_path(variant_cache, "variant_cache")
     for option, value in (("promise", promise), ("move_blocks", move_blocks)):
         require(isinstance(value, bool), option, value, "True or False")
     settings = EngineSettings(

@@ -291,6 +291,18 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         cached(tmp_path / "file", build("llama-gqa"))
 
 
+def test_each_name_has_a_file_of_its_own(tmp_path: Path) -> None:
+    """A colon becomes "of" in the name of a file, and a name may have that too, or be long."""
+    names = ["a:b", "aofb", "2:4", "2of4", ":of:of:".strip(":"), "of" * 50, "x" + ":" * 99]
+    for _ in range(2):
+        variants = [elastic.Variant(name, Integers(4, 32)) for name in names]
+        model = elastic.wrap(build("llama-gqa"), places=ROOMY, variants=variants, variant_cache=tmp_path)
+        elastic.unwrap(model)
+    files = {path.name for path in tmp_path.glob("elastic-*.safetensors")}
+    assert len(files) == len(names)
+    assert {"elastic-2of4.safetensors", "elastic-aofb.safetensors"} < files
+
+
 CHILD = """
 import torch, elastic
 from transformers import AutoModelForCausalLM
