@@ -24,6 +24,8 @@ class SparseFormat:
         """Return None, or in words why a matrix of this shape cannot be packed."""
         if matrix.inputs % 8:
             return f"its {matrix.inputs} inputs are not a multiple of 8"
+        if isinstance(config, Unstructured) and config.removed(matrix.inputs) == matrix.inputs:
+            return f"of its {matrix.inputs} inputs none would stay"
         return None
 
     def part_shapes(self, config: Sparse, matrix: MatrixShape, dtype: torch.dtype, target: KernelTarget) -> PartShapes:

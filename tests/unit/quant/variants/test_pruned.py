@@ -93,6 +93,20 @@ def test_a_layer_of_which_nothing_can_be_packed_is_refused_in_words() -> None:
         elastic.wrap(model, variants=["2:4"])
 
 
+def test_a_matrix_of_which_no_weight_would_stay_is_left_full(wrapped: Any) -> None:
+    """One of 8 inputs, here, of which 95 % are 8."""
+    model = build("deepseek-v3")
+    before = model(**prompt(2)).logits
+    rt = wrapped(model, variants=["sparse95"]).elastic
+    packings = model.elastic._weights.layers[0].variants["sparse95"].packings
+    assert "self_attn.q_b_proj.weight" in packings
+    assert "self_attn.kv_b_proj.weight" not in packings
+    rt.swap([0, 1, 2], "sparse95")
+    assert model(**prompt(2)).logits.isfinite().all()
+    rt.restore()
+    assert torch.equal(model(**prompt(2)).logits, before)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_ledger_shows_what_is_stored_and_no_less(name: str, wrapped: Any) -> None:
     """Pages of exactly the parts, and of the parameters that stay full, each aligned as all are."""
