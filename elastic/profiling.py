@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.errors import ConfigError, StateError
+from elastic.errors import ConfigError, StateError, is_number, require, require_flag, require_path, require_whole
 from elastic.quant.formats.integer import Integers
 from elastic.quant.formats.pruned import Pruned, name_of
 from elastic.quant.sensitivity.fake_quant import dequantized_layer
 from elastic.quant.sensitivity.layer_trace import LayerTrace, as_for_inference
 from elastic.quant.sensitivity.profile_file import Profile, ProfileSettings, fingerprint, fingerprint_of_tokens, read
 from elastic.quant.sensitivity.scores import measure
-from elastic.quant.variants.calibration import inputs_of, rows_for
+from elastic.quant.variants.calibration import check_ids, inputs_of, most_tokens, rows_for
 from elastic.quant.variants.eligible import LayerParameters, matrices
 from elastic.quant.variants.variant import NAMED, config_of
+from elastic.runtime.options import one_or_several
 from elastic.runtime.runtime import Runtime
 from elastic.weights.decoder import Decoder, find_decoder
 
@@ -60,10 +62,10 @@ def profile(
     and for a path that holds another profile, `StateError` for a wrapped model.
     """
     decoder = _check_model(model)
+    _check_options(batch, lazy, path, progress, alpha1=alpha1, alpha2=alpha2, beta=beta)
     name, config = _variant(variant)
-    ids = token_ids(calibration, tokenizer, tokens)
-    _check_ids(model, ids)
-    _check_options(alpha1, alpha2, beta, batch)
+    ids = token_ids(calibration, tokenizer, tokens, sequence_tokens(model))
+    check_ids(model, ids)
     setting = _setting(decoder, ids, name, config, alpha1=alpha1, alpha2=alpha2, beta=beta, lazy=lazy)
     begun = _begun(path, setting)
     if begun is not None and begun.complete:
@@ -82,28 +84,38 @@ def profile(
         )
 
 
-def token_ids(calibration: str | Sequence[str] | torch.Tensor, tokenizer: Any, tokens: int) -> torch.Tensor:
-    """Token ids, int64 [sequences, tokens]: as given, or sequences of text, spread evenly over it.
+def sequence_tokens(model: nn.Module) -> int:
+    """Return how many tokens a sequence of calibration text has, for a model that may be made for fewer."""
+    return min(CONTEXT, most_tokens(model) or CONTEXT)
+
+
+def token_ids(
+    calibration: str | Sequence[str] | torch.Tensor, tokenizer: Any, tokens: int, length: int = CONTEXT
+) -> torch.Tensor:
+    """Token ids, int64 [sequences, tokens]: as given, or sequences of up to `length` tokens, spread evenly over a text.
 
     Raises `ConfigError` where there is no text, or no tokenizer for it.
     """
     if isinstance(calibration, torch.Tensor):
-        if calibration.ndim != 2 or calibration.dtype.is_floating_point or not calibration.numel():
+        kind = calibration.dtype
+        whole = not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
+        if calibration.ndim != 2 or not whole or not calibration.numel():
             raise ConfigError(
-                f"calibration is a tensor of {calibration.dtype} {list(calibration.shape)}; give token ids, integers "
-                "of shape [sequences, tokens]"
+                f"calibration is a tensor of {kind} {list(calibration.shape)}; give token ids, integers of shape "
+                "[sequences, tokens]"
             )
         return calibration.long()
-    if tokenizer is None:
+    if not callable(tokenizer):
         raise ConfigError("calibration is text: give a tokenizer too, or token ids in place of the text")
-    if tokens < 1:
-        raise ConfigError(f"tokens={tokens} must be at least 1")
-    texts = [calibration] if isinstance(calibration, str) else list(calibration)
+    require_whole(tokens, "tokens")
+    texts = one_or_several(calibration, str, "calibration", "'a text'")
+    for text in texts:
+        require(isinstance(text, str), "calibration", text, "text, or token ids as a tensor")
     encoded = [i for text in texts for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
     if not encoded:
         raise ConfigError("calibration has no text; give some that is like what the model will be used on")
     used = min(tokens, len(encoded))
-    length = min(CONTEXT, used)
+    length = min(length, used)
     sequences = used // length
     starts = [i * (len(encoded) - length) // max(1, sequences - 1) for i in range(sequences)]
     return torch.tensor([encoded[start : start + length] for start in starts])
@@ -123,24 +135,12 @@ def _check_model(model: nn.Module) -> Decoder:
     return decoder
 
 
-def _check_ids(model: nn.Module, ids: torch.Tensor) -> None:
-    """Raise `ConfigError` for token ids, [sequences, tokens], that the model has no embedding of."""
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    vocabulary = len(embedding.weight)
-    lowest, highest = int(ids.min()), int(ids.max())
-    if lowest < 0 or highest >= vocabulary:
-        raise ConfigError(
-            f"calibration has token ids from {lowest} to {highest}, the model those from 0 to {vocabulary - 1}; use "
-            "its own tokenizer"
-        )
-
-
 def _variant(variant: str | Integers | Pruned) -> tuple[str, Integers | Pruned]:
     if isinstance(variant, Integers):
         return f"int{variant.bits}", variant
     if isinstance(variant, Pruned):
         return name_of(variant), variant
-    config = config_of(variant)
+    config = config_of(variant) if isinstance(variant, str) else None
     if config is None:
         raise ConfigError(f"variant={variant!r} is not known; use one of {NAMED}")
     return variant, config
@@ -158,12 +158,16 @@ def _samples(model: nn.Module, decoder: Decoder, config: Integers | Pruned, ids:
     return inputs_of(model, modules, ids, rows_for(config))
 
 
-def _check_options(alpha1: float, alpha2: float, beta: float, batch: int) -> None:
-    for name, value in (("alpha1", alpha1), ("alpha2", alpha2), ("beta", beta)):
-        if not 0 <= value < float("inf"):
-            raise ConfigError(f"{name}={value} must be a number of at least 0")
-    if batch < 1:
-        raise ConfigError(f"batch={batch} must be at least 1")
+def _check_options(batch: int, lazy: bool, path: str | Path | None, progress: Any, **weights: float) -> None:
+    """Raise `ConfigError` for options that cannot be, before a long search begins."""
+    for name, value in weights.items():
+        require(is_number(value) and value >= 0, name, value, "a number, at least 0")
+    require_whole(batch, "batch")
+    require_flag(lazy, "lazy")
+    require_path(path, "path")
+    require(progress is None or callable(progress), "progress", progress, "a function of two counts, or None")
+    if path is not None and not os.path.isdir(Path(path).parent):
+        raise ConfigError(f"the profile cannot be written to {path}: there is no such directory")
 
 
 def _setting(
@@ -183,7 +187,7 @@ def _setting(
 
 def _begun(path: str | Path | None, setting: ProfileSettings) -> Profile | None:
     """What is at the path already. Raises `ConfigError` unless it is of the same setting."""
-    if path is None or not Path(path).exists():
+    if path is None or not os.path.exists(path):
         return None
     begun = read(Path(path))
     fields = [field.name for field in dataclasses.fields(ProfileSettings)]

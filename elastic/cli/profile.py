@@ -87,9 +87,10 @@ def _draw(
 ) -> None:
     """Draw the scores, and the losses on the held-out text, or else on the calibration text."""
     from elastic.cli.views.loss_plot import draw, losses_by_order
-    from elastic.profiling import token_ids
+    from elastic.profiling import sequence_tokens, token_ids
 
-    ids = token_ids(texts if held_out is None else held_out, tokenizer, options.tokens)
+    text = texts if held_out is None else held_out
+    ids = token_ids(text, tokenizer, options.tokens, sequence_tokens(model))
     with torch.no_grad():
         losses = losses_by_order(model, profile, ids.to(model.device))
     draw(profile, losses, "calibration text" if held_out is None else "held-out text", Path(options.plot))

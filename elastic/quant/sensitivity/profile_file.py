@@ -124,7 +124,7 @@ def read(path: Path) -> Profile:
         _check(profile, content)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, ArithmeticError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path} is no profile, or a damaged one ({reason}); remove it and profile again") from error
     return profile

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from elastic.errors import ConfigError
+from elastic.weights.decoder import context_length
 
 MOST_ROWS = 512
 """Rows kept for each matrix, evenly over the text."""
@@ -21,6 +22,29 @@ def rows_for(config: Any) -> int:
     return ROWS_FOR_HESSIAN if getattr(config, "by", None) == "sparsegpt" else MOST_ROWS
 
 
+def check_ids(model: nn.Module, tokens: torch.Tensor) -> None:
+    """Raise `ConfigError` for token ids, int64 [sequences, tokens], that a model does not know, or is too short for."""
+    ids = range(getattr(model.get_input_embeddings(), "num_embeddings", 1 << 31))  # type: ignore[operator]
+    least, most = map(int, tokens.aminmax())
+    if least not in ids or most not in ids:
+        raise ConfigError(
+            f"calibration: there are token ids from {least} to {most}; the model has 0 to {ids.stop - 1}: use its own "
+            "tokenizer"
+        )
+    context = most_tokens(model)
+    if context is not None and tokens.shape[1] > context:
+        raise ConfigError(
+            f"calibration: there are sequences of {tokens.shape[1]} tokens; the model was made for {context} at the "
+            "most: give more sequences, that are shorter"
+        )
+
+
+def most_tokens(model: nn.Module) -> int | None:
+    """Return the most tokens of a sequence that a model was made for; None: its config does not say."""
+    config: Any = model.config
+    return context_length(config.get_text_config(decoder=True))
+
+
 @torch.no_grad()
 def inputs_of(
     model: nn.Module, modules: Mapping[str, nn.Module], tokens: torch.Tensor, most_rows: int = MOST_ROWS
@@ -31,10 +55,7 @@ def inputs_of(
     """
     if tokens.ndim != 2 or not tokens.numel() or tokens.dtype not in (torch.int64, torch.int32):
         raise ConfigError(f"calibration: token ids [sequences, tokens] are needed, not {tokens.dtype} {tokens.shape}")
-    ids = range(getattr(model.get_input_embeddings(), "num_embeddings", 1 << 31))  # type: ignore[operator]
-    least, most = map(int, tokens.aminmax())
-    if least not in ids or most not in ids:
-        raise ConfigError(f"calibration: there are token ids from {least} to {most}; the model has 0 to {ids.stop - 1}")
+    check_ids(model, tokens)
     rows = -(-most_rows // len(tokens))
     samples: dict[nn.Module, list[torch.Tensor]] = {module: [] for module in modules.values()}
 

@@ -452,7 +452,7 @@ def test_weights_that_are_no_numbers_are_named(deep: Any) -> None:
 
 @pytest.mark.parametrize("token", [-1, 10**6])
 def test_tokens_outside_of_the_vocabulary_are_refused(deep: Any, token: int) -> None:
-    with pytest.raises(ConfigError, match=rf"token ids from .*{token}.*the model those from 0 to"):
+    with pytest.raises(ConfigError, match=rf"token ids from .*{token}.*the model has 0 to"):
         elastic.profile(deep, torch.tensor([[1, token, 3]]))
 
 
