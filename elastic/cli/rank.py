@@ -7,7 +7,8 @@ from argparse import ArgumentParser, Namespace
 from importlib.util import find_spec
 
 from elastic.assets import MODEL_DIR
-from elastic.cli.serve import add_memory, wrap_options
+from elastic.cli.inputs.fleet_options import engine_options
+from elastic.cli.serve import add_engine, add_memory, wrap_options
 from elastic.errors import StateError
 
 
@@ -19,6 +20,7 @@ def add_options(command: ArgumentParser) -> None:
     command.add_argument("--join", required=True, metavar="HOST:PORT", help="where the fleet listens for ranks")
     command.add_argument("--key-file", required=True, metavar="FILE", help="the fleet's key; only you may read it")
     command.add_argument("--name", default="", help="name of this rank (the fleet chooses one)")
+    add_engine(command)
     add_memory(command)
     command.add_argument("--max-requests", type=int, default=256, metavar="N", help="answers computed at a time (256)")
     command.add_argument("--lookahead", action="store_true", help="measure what steps cost first, for equal ones")
@@ -39,7 +41,11 @@ def rank(options: Namespace) -> int:
         os.path.abspath(options.model),
         tuple(wrap.pop("places") or ()),
         wrap=wrap,
-        engine={"max_requests": options.max_requests, "grammars": "llguidance" if find_spec("llguidance") else None},
+        engine={
+            "max_requests": options.max_requests,
+            "grammars": "llguidance" if find_spec("llguidance") else None,
+            **engine_options(options),
+        },
         cores=tuple(options.cores),
         dtype=options.dtype or "auto",
         lookahead=options.lookahead,

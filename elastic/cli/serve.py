@@ -15,6 +15,7 @@ from elastic.cli.inputs.deployment_options import add_deployments, check_deploym
 from elastic.cli.inputs.fleet_options import (
     add_fleet,
     check_fleet,
+    engine_options,
     fleet_policies,
     make_fleet,
     make_launcher,
@@ -52,6 +53,7 @@ def add_options(command: ArgumentParser) -> None:
     _add_answers(command)
     _add_requests(command)
     _add_secrets(command)
+    add_engine(command)
     add_memory(command)
     add_fleet(command)
     add_deployments(command)
@@ -68,13 +70,6 @@ def _add_address(command: ArgumentParser) -> None:
 def _add_answers(command: ArgumentParser) -> None:
     group = command.add_argument_group("answers")
     group.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer (the model's)")
-    group.add_argument(
-        "--kv-cache-dtype", choices=("auto", "int8"), default="auto", help="of keys and values (auto: the model's)"
-    )
-    group.add_argument(
-        "--enforce-eager", action="store_true", help="call the model at each step (on a CPU decode steps are replayed)"
-    )
-    group.add_argument("--cuda-graphs", action="store_true", help="replay decode steps on a GPU, too, as CUDA graphs")
     group.add_argument(
         "--generation-config",
         default="auto",
@@ -122,6 +117,18 @@ def _add_secrets(command: ArgumentParser) -> None:
         help="names in Host headers to answer to, as example.com, *.example.com or * "
         "(this machine's where only it can reach the server, else any)",
     )
+
+
+def add_engine(command: ArgumentParser) -> None:
+    """Add the options of the engine that computes: those of `ENGINE`."""
+    group = command.add_argument_group("how answers are computed")
+    group.add_argument(
+        "--kv-cache-dtype", choices=("auto", "int8"), default="auto", help="of keys and values (auto: the model's)"
+    )
+    group.add_argument(
+        "--enforce-eager", action="store_true", help="call the model at each step (on a CPU decode steps are replayed)"
+    )
+    group.add_argument("--cuda-graphs", action="store_true", help="replay decode steps on a GPU, too, as CUDA graphs")
 
 
 def add_memory(command: ArgumentParser) -> None:
@@ -254,15 +261,8 @@ def make_engine(model: Any, tokenizer: Any, options: Namespace) -> tuple[Engine,
     from elastic.engines.continuous.engine import ContinuousEngine
 
     grammars = compiler_of(model, tokenizer)
-    engine = ContinuousEngine(
-        model,
-        max_queue=options.max_queue,
-        grammars=grammars,
-        kv_cache_dtype=options.kv_cache_dtype,
-        enforce_eager=options.enforce_eager,
-        cuda_graphs=options.cuda_graphs,
-    )
-    return engine, grammars
+    chosen: dict[str, Any] = engine_options(options)
+    return ContinuousEngine(model, max_queue=options.max_queue, grammars=grammars, **chosen), grammars
 
 
 def sampling_defaults(model: Any, source: str) -> dict[str, float]:

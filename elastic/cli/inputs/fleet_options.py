@@ -31,6 +31,10 @@ _OF_POLICIES: dict[str, tuple[str, ...]] = {
 """Options of one policy, or of either."""
 _ALONE = ("launch", "listen", "key_file", "balance", "routing", "cores", "bulk", "tp", "pp", *_OF_POLICIES)
 """Options that mean nothing without `--ranks`."""
+ENGINE = ("kv_cache_dtype", "enforce_eager", "cuda_graphs")
+"""Options of `ContinuousEngine` that commands have under the same names."""
+_OF_RANKS = ("place", "cores", "dtype", "variants", "prepack", *ENGINE)
+"""Options that a rank has which comes by itself."""
 FLEET_POLICIES = {
     "drop": "instances that drop layers when KV runs out",
     "lengths": "instances that share their layers when requests need it",
@@ -93,6 +97,9 @@ def check_fleet(options: Namespace) -> None:
     joined = options.launch == "join"
     if joined and not options.key_file:
         raise ConfigError("--launch join needs --key-file FILE: whoever knows the key may serve")
+    for name in _OF_RANKS if joined else ():
+        if _is_given(options, name):
+            raise ConfigError(f"--{name.replace('_', '-')} is not sent to ranks that join: give it to elastic rank")
     for name in ("listen", "key_file"):
         if getattr(options, name) and not joined:
             raise ConfigError(f"--{name.replace('_', '-')} is for ranks that come by themselves: --launch join")
@@ -129,7 +136,12 @@ def fleet_policies(options: Namespace) -> tuple[str, ...]:
 
 def _is_given(options: Namespace, name: str) -> bool:
     value = getattr(options, name)
-    return value is not None and value is not False
+    return value is not None and value is not False and value not in ([], "auto")
+
+
+def engine_options(options: Namespace) -> dict[str, Any]:
+    """Return the options of `ContinuousEngine` that a command was given."""
+    return {name: getattr(options, name) for name in ENGINE}
 
 
 def make_fleet(
@@ -138,7 +150,7 @@ def make_fleet(
     """Make the fleet, not started yet."""
     from elastic.cluster.fleet.fleet import Fleet
 
-    engine = {name: getattr(options, name) for name in ("kv_cache_dtype", "enforce_eager", "cuda_graphs")}
+    engine = engine_options(options)
     tp, pp = together(options)
     if grammars is not None:
         engine["grammars"] = "llguidance"  # each rank compiles them for itself

@@ -90,6 +90,19 @@ def options(*arguments: str) -> Any:
         (["--key-file", "k"], "--key-file is for a fleet"),
         (["--ranks", "0"], "--ranks 0 must be at least 1"),
         (["--ranks", "2", "--launch", "join"], "--launch join needs --key-file"),
+        *(
+            (
+                ["--ranks", "2", "--launch", "join", "--key-file", "k", *given],
+                f"{given[0]} is not sent to ranks that join",
+            )
+            for given in (
+                ["--kv-cache-dtype", "int8"],
+                ["--enforce-eager"],
+                ["--place", "cpu"],
+                ["--variants", "int4"],
+                ["--dtype", "bfloat16"],
+            )
+        ),
         (["--ranks", "2", "--listen", "127.0.0.1:0"], "--listen is for ranks that come by themselves"),
         (["--ranks", "2", *["--place", "cpu"] * 3], "--place, given 3 times, cannot be shared out to --ranks 2"),
         (["--ranks", "1", "--place", "gpu"], "'gpu' is not a place"),

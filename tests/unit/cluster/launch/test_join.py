@@ -210,9 +210,11 @@ def test_a_process_that_is_refused_says_why(launcher: JoinLauncher, key_file: Pa
 def test_a_process_joins_serves_and_ends_with_its_fleet(launcher: JoinLauncher, key_file: Path) -> None:
     where = f"127.0.0.1:{launcher.address[1]}"
     options = ["--join", where, "--key-file", str(key_file), "--place", "cpu=32MiB", "--name", "far"]
+    options += ["--kv-cache-dtype", "int8"]
     with joining(*options) as process:
         rank = FleetSide(launcher.start(ANY))
         assert (rank.client.hello.name, rank.client.hello.pid) == ("far", process.pid)
+        assert rank.client.hello.kv.dtype == "int8"
         rank.submit("one", tokens=900)
         rank.wait(lambda: len(rank.tokens["one"]) > 3)
         rank.client.kill("as if the fleet had died")
