@@ -19,8 +19,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def digest(tensor: torch.Tensor) -> int:
     """Compute a checksum of the bytes of a tensor of any shape and dtype, on any device, in any layout.
 
-    Equal tensors have equal ones. Groups of 128 words of 64 bits are summed, and the sums weighted by their position.
-    It tells changed weights from unchanged ones; it is no defence against an adversary.
+    Equal tensors have equal ones. Words of 64 bits are summed in groups of 128 neighbours, and those at the same place
+    of all groups; the sums are weighted by their position. So what changes places within a group shows too, as heads
+    within a row do. It tells changed weights from unchanged ones; it is no defence against an adversary.
     """
     running = RunningDigest()
     running.update(tensor)
@@ -31,7 +32,7 @@ class RunningDigest:
     """The checksum of bytes that come one run after another: that of all of them side by side."""
 
     def __init__(self) -> None:
-        self._groups = self._weighted = self._count = 0
+        self._groups = self._rows = self._columns = self._count = 0
         self._rest: torch.Tensor | None = None
 
     def update(self, tensor: torch.Tensor) -> None:
@@ -47,8 +48,9 @@ class RunningDigest:
         if self._rest is not None:
             flat = torch.cat((self._rest, flat))
         whole = flat.numel() // _GROUP_BYTES * _GROUP_BYTES
-        sums = flat[:whole].view(torch.int64).view(-1, _DIGEST_WORDS).sum(dim=1)
-        self._weighted += _weighted(sums, self._groups)
+        groups = flat[:whole].view(torch.int64).view(-1, _DIGEST_WORDS)
+        self._rows += _weighted(groups.sum(dim=1), self._groups)
+        self._columns += _weighted(groups.sum(dim=0), 0)
         self._groups += whole // _GROUP_BYTES
         rest = flat.numel() - whole
         self._rest = flat[whole:].clone() if rest else None  # the tensor may be written, and its memory given back
@@ -56,10 +58,11 @@ class RunningDigest:
     def _add_small(self, flat: npt.NDArray[np.uint8]) -> None:
         self._count += flat.size
         whole = flat.size // _GROUP_BYTES * _GROUP_BYTES
-        sums = flat[:whole].view(np.int64).reshape(-1, _DIGEST_WORDS).sum(axis=1)
-        weights = np.arange(2 * self._groups + 1, 2 * (self._groups + sums.size) + 1, 2, dtype=np.int64)
-        self._weighted += int((sums * weights).sum())
-        self._groups += sums.size
+        groups = flat[:whole].view(np.int64).reshape(-1, _DIGEST_WORDS)
+        weights = np.arange(2 * self._groups + 1, 2 * (self._groups + len(groups)) + 1, 2, dtype=np.int64)
+        self._rows += int((groups.sum(axis=1) * weights).sum())
+        self._columns += int((groups.sum(axis=0) * np.arange(1, 2 * _DIGEST_WORDS, 2)).sum())
+        self._groups += len(groups)
         if flat.size > whole:
             self._rest = torch.from_numpy(flat[whole:].copy())
 
@@ -67,7 +70,7 @@ class RunningDigest:
     def value(self) -> int:
         """The checksum of all bytes so far, as a number of 64 bits with its sign."""
         rest = 0 if self._rest is None else _weighted(self._rest.to(torch.int64), 0)
-        wrapped = (self._weighted * 31 + rest + 17 * self._count) % (1 << 64)
+        wrapped = (self._rows * 31 + self._columns * 37 + rest + 17 * self._count) % (1 << 64)
         return wrapped - (1 << 64) if wrapped >= 1 << 63 else wrapped
 
 

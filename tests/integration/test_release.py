@@ -605,3 +605,23 @@ def test_two_models_on_one_place_lend_each_other_pages(wrapped: Any) -> None:
     first.elastic.restore()
     assert torch.equal(first.generate(**prompt(), **OPTIONS), expected)
     assert torch.equal(second.generate(**prompt(), **OPTIONS), expected)
+
+
+@torch.no_grad()
+def test_heads_that_change_places_within_a_matrix_are_not_lost(wrapped: Any) -> None:
+    """Sums of the bytes of a row are the same as before."""
+    model = build("llama-gqa")
+    rt = wrapped(model, variants=["int4"]).elastic
+    rt.release(1)
+    rt.restore(1)  # the host store has the weights
+    weight = model.model.layers[1].self_attn.o_proj.weight
+    turned = weight.roll(8, dims=1)
+    weight.copy_(turned)
+    expected = model(**prompt()).logits
+    rt.release(1)
+    assert torch.equal(model(**prompt()).logits, expected)
+    rt.restore(1)
+    rt.swap(1, "int4")
+    rt.restore(1)
+    assert torch.equal(weight, turned)
+    assert torch.equal(model(**prompt()).logits, expected)

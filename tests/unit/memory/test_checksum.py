@@ -12,15 +12,18 @@ from elastic.memory.checksum import RunningDigest, digest
 
 
 def by_definition(data: bytes) -> int:
-    """Groups of 128 words are summed, and the sums weighted by 1, 3, 5, ...; bytes behind the last group alike."""
+    """Groups of 128 words are summed, and words at the same place of all groups; the sums are weighted by 1, 3, 5, ...,
+    bytes behind the last group alike."""
     whole = len(data) // 1024 * 1024
     words = [int.from_bytes(data[at : at + 8], "little", signed=True) for at in range(0, whole, 8)]
-    sums = [sum(words[at : at + 128]) for at in range(0, len(words), 128)]
+    rows = [sum(words[at : at + 128]) for at in range(0, len(words), 128)]
+    columns = [sum(words[at::128]) for at in range(128)]
 
     def weighted(numbers: list[int]) -> int:
         return sum((2 * number + 1) * value for number, value in enumerate(numbers))
 
-    value = (weighted(sums) * 31 + weighted(list(data[whole:])) + 17 * len(data)) % (1 << 64)
+    rest = weighted(list(data[whole:])) + 17 * len(data)
+    value = (weighted(rows) * 31 + weighted(columns) * 37 + rest) % (1 << 64)
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -41,6 +44,16 @@ def test_it_is_that_of_the_bytes(small_bytes: int, count: int, offset: int, cuts
         for start, stop in zip([0, *at], [*at, count], strict=True):
             running.update(tensor[start:stop])
         assert running.value == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inputs", [32, 512, 1024])
+def test_what_changes_places_within_a_row_is_told_apart(inputs: int, dtype: torch.dtype) -> None:
+    """Heads of 8 in another order lie in the same groups of words."""
+    weight = torch.randn(64, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
+    heads = weight.view(64, -1, 8)
+    for moved in (heads.flip(1), heads.roll(1, 1), heads.flip(0), heads[:, [1, 0, *range(2, inputs // 8)]]):
+        assert digest(moved.reshape(64, inputs)) != digest(weight)
 
 
 def test_what_is_stored_in_another_order_has_that_of_its_elements() -> None:
