@@ -142,12 +142,6 @@ def fingerprint(layer: nn.Module) -> str:
     return text.hexdigest()
 
 
-def fingerprint_of_tokens(ids: torch.Tensor) -> str:
-    """Return the sha256 of token ids, int64 [sequences, tokens], and their shape."""
-    shaped = f"{tuple(ids.shape)}\n".encode() + ids.cpu().to(torch.int64).contiguous().numpy().tobytes()
-    return hashlib.sha256(shaped).hexdigest()
-
-
 def _parse(content: Any) -> Profile:
     if content["format"] != FILE_FORMAT:
         raise ValueError(f"format {content['format']!r}, where {FILE_FORMAT} is known")

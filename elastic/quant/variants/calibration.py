@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,12 @@ ROWS_FOR_HESSIAN = 2048
 def rows_for(config: Any) -> int:
     """Return how many rows of a matrix's inputs a config asks for."""
     return ROWS_FOR_HESSIAN if getattr(config, "by", None) == "sparsegpt" else MOST_ROWS
+
+
+def fingerprint_of_tokens(ids: torch.Tensor) -> str:
+    """Return the sha256 of token ids, int64 [sequences, tokens], and their shape."""
+    shaped = f"{tuple(ids.shape)}\n".encode() + ids.cpu().to(torch.int64).contiguous().numpy().tobytes()
+    return hashlib.sha256(shaped).hexdigest()
 
 
 def check_ids(model: nn.Module, tokens: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ from elastic.memory.host_store import host
 from elastic.memory.weight_layout import LayerLayout, ParameterLayout
 from elastic.quant.formats.base import KernelTarget, MatrixShape, config_from, format_of
 from elastic.quant.formats.kernel_table import KernelTable, paths
+from elastic.quant.variants.calibration import fingerprint_of_tokens
 from elastic.quant.variants.eligible import LayerParameters
 from elastic.quant.variants.host_block import in_one_block, over_block, parts_in
 from elastic.quant.variants.packed_weight import PackedMatrix
@@ -100,7 +101,7 @@ def describe_source(variant: Variant) -> dict[str, Any]:
     return {
         "name": variant.name,
         "config": None if variant.config is None else _describe_config(variant.config),
-        "calibration": None if variant.calibration is None else digest(variant.calibration),
+        "calibration": None if variant.calibration is None else fingerprint_of_tokens(variant.calibration),
         "checkpoint": files,
     }
 

@@ -303,6 +303,21 @@ def test_each_name_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert {"elastic-2of4.safetensors", "elastic-aofb.safetensors"} < files
 
 
+def test_a_file_of_the_same_tokens_in_other_sequences_is_refused(tmp_path: Path) -> None:
+    text = prompt(4, 32, seed=5)["input_ids"]
+
+    def wrap(calibration: torch.Tensor) -> None:
+        variant = elastic.Variant("int4", calibration=calibration)
+        model = elastic.wrap(build("llama-mha"), places=ROOMY, variants=[variant], variant_cache=tmp_path)
+        elastic.unwrap(model)
+
+    wrap(text)
+    wrap(text.int())
+    for other in (text.reshape(8, 16), text.flip(0), text.roll(1, 1)):
+        with pytest.raises(ConfigError, match=r"is not for this.*'calibration'.*asked for"):
+            wrap(other)
+
+
 CHILD = """
 import torch, elastic
 from transformers import AutoModelForCausalLM
