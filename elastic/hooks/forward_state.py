@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,6 +34,9 @@ class ForwardDispatcher(Protocol):
 
     def begin_forward(self, cache: Any, *, whole: bool) -> None:
         """Begin an outermost forward pass; with `whole`, its layers must return all rows."""
+
+    def note_between_layers(self, given: Mapping[str, Any]) -> None:
+        """Note what a model was given, by which it may change hidden states between layers: these return all rows."""
 
     def end_forward(self) -> bool:
         """End it, well or not. Returns whether replicated layers were left half way."""

@@ -18,7 +18,7 @@ from elastic.hooks import forward_override, uncompiled
 from elastic.hooks.base import HookContext, InertHook
 from elastic.hooks.layer_hooks import AsInTheCheckpoint, EnterLayer, LeaveLayer
 from elastic.hooks.root_hooks import EnterRoot, LeaveRoot
-from elastic.weights.decoder import Decoder
+from elastic.weights.decoder import Decoder, between_layers
 from elastic.weights.shards.transposed_linear import has_kernel
 
 
@@ -33,7 +33,7 @@ class ModelHooks:
     def install(self, decoder: Decoder) -> None:
         """Put the hooks on every root and decoder layer."""
         for root in decoder.roots:
-            enter = EnterRoot(root, self._context)
+            enter = EnterRoot(root, self._context, between_layers(decoder) if root is decoder.roots[-1] else ())
             self._add(root, enter, LeaveRoot(enter))
             uncompiled.install(root)
             self._undo.append((uncompiled.remove, weakref.ref(root)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ class _ForwardCache(threading.local):
 class EnterRoot(Hook):
     """Begins a forward of a model: the gate, and an elastic cache where none or an empty stock one was given."""
 
-    def __init__(self, root: nn.Module, context: HookContext) -> None:
+    def __init__(self, root: nn.Module, context: HookContext, between_layers: Sequence[str] = ()) -> None:
+        """`between_layers`: arguments by which this root may change hidden states between two layers."""
         self.gate = context.gate
         self._caches = context.caches
         self._weights = context.weights
@@ -45,7 +47,8 @@ class EnterRoot(Hook):
         self._requests = context.requests
         names = list(inspect.signature(type(root).forward).parameters)[1:]
         self._cache_name = cache_argument(root)
-        wanted = (self._cache_name, "use_cache", "input_ids", "inputs_embeds", *_OUTPUTS)
+        self._between_layers = between_layers
+        wanted = (self._cache_name, "use_cache", "input_ids", "inputs_embeds", *_OUTPUTS, *between_layers)
         self._positions = {name: names.index(name) for name in wanted if name in names}
         self._thread = _ForwardCache()
         pools = [streamer.pool for streamer in context.weights.streamers.values()]
@@ -83,6 +86,9 @@ class EnterRoot(Hook):
                 changed = args, {**kwargs, name: cache}
         if outermost:
             self._begin(cache, module, args, kwargs)
+        if self._between_layers and self._forward.dispatcher is not None:
+            given = {name: self._argument(name, args, kwargs) for name in self._between_layers}
+            self._forward.dispatcher.note_between_layers(given)
         return changed
 
     def end_forward(self, failed: bool) -> None:

@@ -16,13 +16,12 @@ from elastic.actions.resize_kv import ResizeHandler
 from elastic.actions.swap import SwapHandler
 from elastic.hooks.device_transfer import TransferRouter
 from elastic.hooks.replicas.dispatcher import ReplicaDispatcher
-from elastic.hooks.replicas.split_rows import parameter_names
 from elastic.kvcache.attention import attend_alike
 from elastic.kvcache.split_cache import RowSplitCaches, without_rows
 from elastic.memory.rate_limit import RateLimiter
 from elastic.runtime.parts import ModelParts
 from elastic.types import Drop, Evict, Fetch, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Swap
-from elastic.weights.decoder import Decoder
+from elastic.weights.decoder import Decoder, parameter_names
 
 
 def weight_handlers(parts: ModelParts, deferred: DeferredActions, copy_rate: RateLimiter) -> dict[type, ActionHandler]:

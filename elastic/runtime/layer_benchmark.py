@@ -22,11 +22,11 @@ from torch import nn
 
 from elastic.config import Place
 from elastic.errors import ConfigError
-from elastic.hooks.replicas.split_rows import BatchSlice, LayerInputs, NotSplittable, parameter_names
+from elastic.hooks.replicas.split_rows import BatchSlice, LayerInputs, NotSplittable
 from elastic.hooks.replicas.worker import ReplicaShard, ReplicaWorker, use_threads
 from elastic.memory.backends.streams import synchronize
 from elastic.planning.measured_cost import Calibration, LinearLatency, Points, fit
-from elastic.weights.decoder import Decoder
+from elastic.weights.decoder import Decoder, parameter_names
 from elastic.weights.proxy.transfer_cache import moved
 
 ROWS = (1, 4, 16)

@@ -17,6 +17,7 @@ CACHE_NAMES = ("cache", EARLIER_NAME)
 """Of a KV cache, in what a model is given and in what it returns."""
 PAGED_CACHE = "paged_cache"
 """Of an engine's KV cache, which no model knows: it is handed down with what is meant for the attention function."""
+_BEFORE_LAYERS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "token_type_ids")
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,18 @@ def layer_configs(config: Any) -> list[Any]:
 def context_length(config: Any) -> int | None:
     """Return the most tokens that a model was made for, by its text config; None: that does not say."""
     return getattr(config, "max_position_embeddings", None)
+
+
+def parameter_names(module: nn.Module) -> list[str]:
+    """Return the positional parameters of a module's forward method, in their order."""
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+
+
+def between_layers(decoder: Decoder) -> tuple[str, ...]:
+    """Return the arguments of the model that calls the layers which are not for them, nor for what is before them."""
+    others = {*_BEFORE_LAYERS, *CACHE_NAMES}.union(*map(parameter_names, decoder.layers))
+    return tuple(name for name in parameter_names(decoder.roots[-1]) if name not in others)
 
 
 def cache_argument(module: nn.Module) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import logging
 import pickle
 import random
 import threading
@@ -12,7 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    RoFormerConfig,
+    RoFormerForCausalLM,
+)
 
 import elastic
 from elastic import CapacityError, ConfigError, StateError
@@ -20,7 +29,7 @@ from elastic.hooks.replicas import dispatcher
 from elastic.hooks.replicas.load_balance import ThroughputEstimator
 from elastic.kvcache.layers.split import RowSplitLayer
 from elastic.memory import copy_engine, places
-from support.architectures import CONFIGS, build, in_turn, prompt
+from support.architectures import CONFIGS, SMALL, build, in_turn, prompt
 from support.child_process import in_fork, wait_for_the_janitor
 from support.faulty_backend import CALLS, FaultyBackend
 from support.wrapped_model import PAGE, assert_same_bits, bits, small, written_while_copied
@@ -714,3 +723,54 @@ def test_generations_in_several_threads_while_replicas_come_and_go() -> None:
         """,
         timeout=120,
     )
+
+
+@torch.no_grad()
+def test_hidden_states_that_a_model_changes_between_layers_are_those_of_all_rows(wrapped: Any) -> None:
+    """Qwen3-VL adds features of images behind its first layers: the rows at other places would go without."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    text = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, **heads}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32}
+    config = Qwen3VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=vision)
+    model: Any = Qwen3VLForConditionalGeneration(config).eval().requires_grad_(False)
+    decoder, seen = model.model.language_model, torch.zeros(4, 5, dtype=torch.bool)
+    seen[:, 1:3] = True
+    image = {"visual_pos_masks": seen, "deepstack_visual_embeds": [torch.randn(8, 32), torch.randn(8, 32)]}
+    inputs = {"inputs_embeds": torch.randn(4, 5, 32), "attention_mask": torch.ones(4, 5, dtype=torch.long)}
+    expected, plain = (decoder(**inputs, **more).last_hidden_state for more in (image, {}))
+    rt = wrapped(model, three_places()).elastic
+    rt.replicate([0, 1, 2], "cpu#b")
+    assert torch.allclose(decoder(**inputs, **image).last_hidden_state, expected, atol=1e-5)
+    assert not rt.passes()  # one place has computed all rows
+    assert torch.allclose(decoder(**inputs).last_hidden_state, plain, atol=1e-5)
+    assert len(rt.passes()) == 1
+
+
+@torch.no_grad()
+def test_hidden_states_that_others_change_between_layers_are_refused(wrapped: Any) -> None:
+    """A hook that steers: it would be given, and change, the rows of one place alone."""
+    model = build("llama-gqa")
+    rt = wrapped(model, three_places()).elastic
+    rt.replicate([0, 1, 2], "cpu#b")
+    steering = model.model.layers[1].register_forward_hook(lambda module, args, output: output + 1)
+    with pytest.raises(StateError, match="changed between layers 1 and 2, of the rows of one place alone; evict"):
+        model(**prompt(3))
+    rt.evict([0, 1, 2], "cpu#b")
+    steered = model(**prompt(3)).logits
+    steering.remove()
+    assert not torch.equal(model(**prompt(3)).logits, steered)
+
+
+@torch.no_grad()
+def test_that_one_place_computes_all_rows_is_said_once(wrapped: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Not for each length of a text: a server would say it with every token."""
+    model: Any = RoFormerForCausalLM(RoFormerConfig(**SMALL, is_decoder=True)).eval().requires_grad_(False)
+    rt = wrapped(model, three_places()).elastic
+    rt.replicate([0, 1], "cpu#b")
+    with caplog.at_level(logging.WARNING, "elastic"):
+        model.generate(**prompt(3), max_new_tokens=4, do_sample=False)
+    assert [line for line in caplog.messages if "at one place" in line] == [
+        "layers (0, 1) are computed at one place: it is not known which rows have sinusoidal_pos, a tensor of "
+        "4 dimensions"
+    ]

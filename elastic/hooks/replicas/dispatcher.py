@@ -25,7 +25,7 @@ from elastic.hooks.replicas.replica import Replica, ReplicaGroup
 from elastic.hooks.replicas.request_balance import share_requests
 from elastic.hooks.replicas.scatter_gather import ScatterGatherPass
 from elastic.hooks.replicas.split_requests import BY_REQUESTS, RequestCache, request_cache
-from elastic.hooks.replicas.split_rows import CACHES, LayerInputs, NotSplittable
+from elastic.hooks.replicas.split_rows import CACHES, PLAIN, LayerInputs, NotSplittable
 from elastic.hooks.replicas.timing import PassTimings
 from elastic.weights.model import ModelWeights
 
@@ -156,6 +156,16 @@ class ReplicaDispatcher:
         self.thread.scattering = bool(self.replicated) and not whole
         if cache is not None:
             self._caches.begin_forward(cache, self.replicated)
+
+    def note_between_layers(self, given: Mapping[str, Any]) -> None:
+        """Note what a model was given, by which it may change hidden states between layers: these return all rows."""
+        names = [name for name, value in given.items() if not isinstance(value, PLAIN)]
+        if names and self.thread.scattering:
+            self.thread.scattering = False
+            self.warn_once(
+                f"layers {self.replicated} are computed at one place: hidden states may change between them, by "
+                f"{', '.join(names)}"
+            )
 
     def end_forward(self) -> bool:
         """End it, well or not. Returns whether a group was left half way."""

@@ -69,6 +69,11 @@ class ScatterGatherPass:
                 f"layer {layer} was called out of its turn in the replicated run {group.layers}: this model cannot "
                 "be computed by rows; evict the replicas"
             )
+        if step and inputs.hidden is not self._hidden:
+            raise StateError(
+                f"hidden states were changed between layers {group.layers[step - 1]} and {layer}, of the rows of one "
+                "place alone; evict the replicas"
+            )
         local = inputs.take(self._rows, self._cache)
         remote = [inputs.take(shard.rows, shard.cache) for shard in self._shards]
         for shard, shard_inputs in zip(self._shards, remote, strict=True):

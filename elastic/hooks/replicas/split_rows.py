@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from elastic.errors import StateError
 from elastic.hooks.interceptor import Args, Kwargs
@@ -99,7 +97,7 @@ class BatchSlice(BatchShare):
         if id(tensor) not in self._taken:
             rows = self.spec.table[name](tensor, self._slice, self.batch)
             if rows is None:
-                raise NotSplittable(f"{name}, a tensor {list(tensor.shape)}")
+                raise NotSplittable(f"{name}, a tensor of {tensor.ndim} dimensions")
             self._taken[id(tensor)] = tensor, moved(rows, self._device)
             self.fresh = True
         return self._taken[id(tensor)][1]
@@ -112,7 +110,7 @@ class BatchSlice(BatchShare):
             return tuple(self.take_input(name, item) for item in value)
         if isinstance(value, torch.Tensor):
             if name not in self.spec.table or not value.ndim:
-                raise NotSplittable(f"{name}, a tensor {list(value.shape)}")
+                raise NotSplittable(f"{name}, a tensor of {value.ndim} dimensions")
             return self.take(value, name)
         raise NotSplittable(f"{name}, a {type(value).__name__}")
 
@@ -146,12 +144,6 @@ class LayerInputs:
         named = {**self._named, HIDDEN: hidden}
         args = tuple(named.pop(name) for name in self._positional)
         return args, named
-
-
-def parameter_names(layer: nn.Module) -> list[str]:
-    """Return the positional parameters of a layer's forward method, in their order."""
-    parameters = inspect.signature(type(layer).forward).parameters.values()
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
 
 
 def gather(outputs: Sequence[Any], counts: Sequence[int], device: torch.device, axis: int = 0) -> Any:
