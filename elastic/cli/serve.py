@@ -28,7 +28,7 @@ from elastic.engines.base import Engine, GrammarCompiler
 from elastic.engines.structured import compiler_of
 from elastic.errors import ConfigError
 from elastic.memory.places import require_memory
-from elastic.weights.decoder import context_length
+from elastic.weights.decoder import batch_context_length
 
 API_KEY = "ELASTIC_API_KEY"
 
@@ -327,8 +327,11 @@ def _check(options: Namespace, token: str | None) -> None:
 
 def longest(model: Any, options: Namespace) -> int | None:
     """Return the most tokens of prompt and answer: the option's, or the model's. Raises `ConfigError`."""
-    context = context_length(model.config.get_text_config(decoder=True))
+    context = batch_context_length(model.config.get_text_config(decoder=True))
     wanted: int | None = options.max_model_len
     if context and wanted is not None and wanted > context:
-        raise ConfigError(f"--max-model-len {wanted} is more than the {context} tokens that the model was made for")
+        raise ConfigError(
+            f"--max-model-len {wanted} is more than the {context} tokens of the model's context (with longrope: of the "
+            "original one)"
+        )
     return context if wanted is None else wanted

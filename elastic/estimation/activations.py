@@ -19,7 +19,7 @@ from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.work import activation_bytes, copied_bytes, copies_blocks
 from elastic.memory.backends.streams import synchronize
 from elastic.planning.estimate.configuration import FULL
-from elastic.weights.decoder import context_length
+from elastic.weights.decoder import batch_context_length
 
 Peak = Callable[[ContinuousEngine, Mix], int]
 """The most bytes that a batch takes."""
@@ -102,7 +102,7 @@ def step_bytes(engine: ContinuousEngine, most_tokens: int, most_requests: int) -
     peak = bound_of(engine) if engine.runtime.dropped_shards else peak_bytes
     block = engine.kv_format.block_tokens
     room = engine.reports.load().total_blocks * block // 2
-    longest = min(room, context_length(engine._config) or room)
+    longest = min(room, batch_context_length(engine._config) or room)
     tokens = max(1, min(most_tokens, longest // 4))
     far = longest - tokens
     near = far * 3 // 4  # short ones are attended to where they lie

@@ -85,6 +85,17 @@ def context_length(config: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+def batch_context_length(config: Any) -> int | None:
+    """Return the most tokens that a sequence may have in a batch of any others, by a text config; None: any number.
+
+    Behind its original context, longrope has other frequencies, for all sequences of a batch and for tokens long ago.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]  # of all layers, or of each type
+    bounds = [kind.get("original_max_position_embeddings") for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min(filter(None, [*bounds, context_length(config)]), default=None)
+
+
 def parameter_names(module: nn.Module) -> list[str]:
     """Return the positional parameters of a module's forward method, in their order."""
     parameters = inspect.signature(type(module).forward).parameters.values()

@@ -33,7 +33,7 @@ class ModelFacts:
     """Of all other parameters: embedding, final norm, head."""
     vocabulary: int
     longest: int | None
-    """Tokens that the model was made for, prompt and answer together."""
+    """Tokens that a request may have, prompt and answer together; None: any number."""
     end_tokens: tuple[int, ...]
     variants: tuple[str, ...] = ()
 

@@ -18,7 +18,7 @@ from elastic.kvcache.storage.budget import WeightsShare
 from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.places import free_bytes, give_back_freed
 from elastic.planning.arrangement.step_pages import StepPages
-from elastic.weights.decoder import context_length
+from elastic.weights.decoder import batch_context_length
 
 OWNER = "fixed:activations"
 MOST_FIXED = 0.1
@@ -88,7 +88,7 @@ def sector_tokens(engine: ContinuousEngine) -> int:
 def longest_prompt(engine: ContinuousEngine) -> int:
     """Bound the tokens of a request that so many ranks like this could hold as share a layer."""
     every = engine._memory.kv.pool.budget_pages * engine.shards // engine._memory.sector_pages * sector_tokens(engine)
-    return min(every, context_length(engine._config) or every)
+    return min(every, batch_context_length(engine._config) or every)
 
 
 def _beside_budgets(engine: ContinuousEngine, device: torch.device) -> int:

@@ -12,7 +12,7 @@ from elastic.cluster.control.messages import ModelFacts
 from elastic.engines.stopping import end_tokens
 from elastic.memory.checkpoint_file import Checkpoint
 from elastic.memory.checksum import digest
-from elastic.weights.decoder import Decoder, context_length, find_decoder
+from elastic.weights.decoder import Decoder, batch_context_length, find_decoder
 from elastic.weights.shards.stored import find_stored
 
 
@@ -54,7 +54,7 @@ def _facts(
         digests=digests,
         fixed_digest=fixed_digest,
         vocabulary=decoder.config.vocab_size,
-        longest=context_length(decoder.config),
+        longest=batch_context_length(decoder.config),
         end_tokens=end_tokens(model),
         variants=variants,
     )

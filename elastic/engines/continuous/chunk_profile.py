@@ -20,7 +20,7 @@ from elastic.engines.executor.graphs.step_graphs import CAPTURE_AFTER
 from elastic.errors import ConfigError, StateError
 from elastic.memory.backends.streams import synchronize
 from elastic.planning.pipeline.chunk_cost import BatchTiming, ChunkProfile, ModelCost
-from elastic.weights.decoder import find_decoder
+from elastic.weights.decoder import batch_context_length, find_decoder
 
 Mix = tuple[tuple[int, int], ...]
 """(earlier tokens, new tokens) of each chunk of a batch."""
@@ -85,7 +85,7 @@ def fit_cost(engine: ContinuousEngine, most_tokens: int, most_s: float = 2.0) ->
     """
     began_s = time.perf_counter()
     longest = engine.reports.load().total_blocks * engine.kv_format.block_tokens // _MOST_SEQUENCES
-    longest = min(longest, getattr(engine._config, "max_position_embeddings", None) or longest)
+    longest = min(longest, batch_context_length(engine._config) or longest)
     tokens, limit, stopwatch = min(8, longest // 2), min(most_tokens, longest // 2), _Stopwatch(engine)
     if tokens < 1:
         raise ConfigError("the cost of chunks cannot be measured: the KV cache has room for no batch; give it more")

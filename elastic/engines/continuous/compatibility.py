@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,11 @@ from elastic.planning.sharding.heads import kv_shards
 from elastic.planning.sharding.numbers import of_layers
 from elastic.runtime.runtime import runtime
 from elastic.weights.decoder import PAGED_CACHE
+
+_WINDOW_MASK = "create_sliding_window_causal_mask"  # in the Python module of each model that calls it
+
+_REASONS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a model raises that needs more than tokens: images, or a cache of its own."""
 
 
 class _CacheProbe:
@@ -66,10 +72,17 @@ def kv_shape(model: Any) -> tuple[int, int]:
     Raises `ConfigError` for one whose caches do not come in equal blocks, or that attends in a way that is not known.
     """
     config = model.config.get_text_config(decoder=True)
+    attention = config._attn_implementation
+    by_itself = ConfigError(
+        f"{type(model).__name__} attends by code of its own, or of another library; continuous batching needs "
+        "transformers' attention interface: use generate instead"
+    )
     if not attends_for_engines(model, config):
+        if attention in ("sdpa", "eager"):
+            raise by_itself
         raise ConfigError(
-            f"attn_implementation={config._attn_implementation!r}: continuous batching needs a model that was loaded "
-            "with 'sdpa' or 'eager', and calls it through transformers' attention interface"
+            f"attn_implementation={attention!r}: continuous batching needs a model that was loaded with 'sdpa' or "
+            "'eager'"
         )
     if not getattr(config, "is_causal", True):  # masks are made by it, which engines do not ask for
         raise ConfigError("is_causal=False: this model's tokens see those behind them too; use generate instead")
@@ -80,14 +93,16 @@ def kv_shape(model: Any) -> tuple[int, int]:
         _call(model, probe, present)
     except ConfigError:
         raise
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"continuous batching cannot call this model: {error}; use generate instead") from error
+    except _REASONS as error:
+        raise ConfigError(f"continuous batching cannot call this model: {error!r}; use generate instead") from error
+    if not probe.shapes:
+        raise by_itself
     shapes = set(probe.shapes.values())
     if len(probe.shapes) == len(present) and len(shapes) == 1:
         (heads, dim), (value_heads, value_dim) = shapes.pop()
         if heads == value_heads and dim >= value_dim:
             return heads, dim
-    listed = ", ".join(f"{keys} and {values}" for keys, values in sorted(shapes)) or "none"
+    listed = ", ".join(f"{keys} and {values}" for keys, values in sorted(shapes))
     raise ConfigError(
         f"continuous batching needs keys of one (heads, dim) in all {len(present)} layers, and values of as many heads "
         f"that are no larger; {len(probe.shapes)} layers have {listed}"
@@ -144,6 +159,12 @@ def kv_format(
 
     Raises `ConfigError` for a model that cannot have it.
     """
+    windows = [group.window for group in groups if group.window is not None]
+    if windows and not _masks_windows(model):
+        raise ConfigError(
+            f"sliding_window={windows[0]} is in the config of {type(model).__name__}, and its code makes no mask of "
+            "one, so its tokens do not go by it; use generate instead"
+        )
     heads, dim = kv_shape(model)
     parts = kv_shards(shards, heads)
     if dtype == INT8 and dim % 2:
@@ -152,6 +173,14 @@ def kv_format(
     layers = tuple((of_layers(group.layers, parts), group.window) for group in groups)
     tokens = block_tokens or usual_block_tokens(dtype, dim)
     return KVFormat(tokens, block_layout, dtype, heads // parts, dim, layers, parts)
+
+
+def _masks_windows(model: Any) -> bool:
+    """Return whether the code of a model's decoder asks transformers for masks of sliding windows."""
+    config = model.config.get_text_config(decoder=True)
+    kinds = {type(module) for module in model.modules() if getattr(module, "config", None) is config}
+    homes = {sys.modules.get(base.__module__) for kind in kinds for base in kind.__mro__}
+    return any(hasattr(home, _WINDOW_MASK) for home in homes)
 
 
 def one_pool(model: Any) -> KVPool:

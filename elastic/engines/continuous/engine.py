@@ -49,6 +49,7 @@ from elastic.memory.rate_limit import YieldingPace
 from elastic.openmp import release_threads
 from elastic.planning.arrangement.step_pages import StepPages
 from elastic.runtime.runtime import Runtime, runtime
+from elastic.weights.decoder import batch_context_length
 
 _engines: weakref.WeakSet[ContinuousEngine] = weakref.WeakSet()
 
@@ -378,8 +379,7 @@ class ContinuousEngine:
                 raise
 
     def _check(self, request: Request) -> None:
-        longest = getattr(self._config, "max_position_embeddings", None)
-        require_valid(request, self._config.vocab_size, longest)
+        require_valid(request, self._config.vocab_size, batch_context_length(self._config))
         if request.grammar is not None:
             if self._grammars is None:
                 raise ConfigError("grammar: this engine has no compiler of grammars; make it with grammars=")

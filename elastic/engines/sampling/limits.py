@@ -10,7 +10,7 @@ from elastic.errors import ConfigError
 def require_valid(request: Request, vocabulary: int, longest: int | None) -> None:
     """Raise `ConfigError` for a request that no engine of such a model takes.
 
-    `vocabulary` is the number of its tokens, `longest` the most that it was made for, prompt and answer together.
+    `vocabulary` is the number of its tokens, `longest` the most of prompt and answer together.
     """
     require(isinstance(request, Request), "request", request, "an elastic.Request")
     if not request.prompt:
@@ -26,7 +26,7 @@ def require_valid(request: Request, vocabulary: int, longest: int | None) -> Non
     if longest and len(request.prompt) + request.max_tokens > longest:
         raise ConfigError(
             f"the prompt has {len(request.prompt)} tokens; with max_tokens={request.max_tokens} that is more than "
-            f"the {longest} that the model was made for"
+            f"the {longest} of its context (with longrope: of the original one; use generate for more)"
         )
 
 

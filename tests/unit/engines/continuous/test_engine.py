@@ -13,7 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, DiffLlamaConfig, Gemma3TextConfig, LlamaConfig, PretrainedConfig
+from transformers import (
+    BertConfig,
+    DiffLlamaConfig,
+    FalconConfig,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MoshiConfig,
+    NemotronConfig,
+    Phi3Config,
+    PretrainedConfig,
+)
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
@@ -149,6 +159,9 @@ def test_requests_of_all_lengths_get_the_tokens_that_they_get_alone(name: str, e
         (Gemma3TextConfig(**architectures.GQA, head_dim=8, use_bidirectional_attention=True), "see those behind them"),
         (LlamaConfig(**architectures.GQA, is_causal=False), "is_causal=False"),
         (DiffLlamaConfig(**architectures.GQA), "attends several times"),
+        (FalconConfig(**architectures.SMALL), "FalconForCausalLM attends by code of its own"),
+        (NemotronConfig(**architectures.GQA), "NemotronForCausalLM attends by code of its own"),
+        (MoshiConfig(**{**architectures.GQA, "ffn_dim": 48}, sliding_window=16), "sliding_window=16"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, PretrainedConfig) else "",
 )
@@ -159,6 +172,23 @@ def test_a_model_whose_attention_blocks_cannot_give_is_refused(
     monkeypatch.setitem(architectures.CONFIGS, "other", lambda: config)
     with pytest.raises(ConfigError, match=words):
         engines(architectures.build("other"))
+
+
+def test_longrope_has_the_frequencies_of_a_request_alone_in_every_batch(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its longest text decides for a whole batch: what would be longer than the original context is refused."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 3.0, 6.0, 9.0]}
+    config = Phi3Config(**architectures.GQA, rope_parameters=rope, original_max_position_embeddings=64)
+    monkeypatch.setitem(architectures.CONFIGS, "longrope", lambda: config)
+    model, plain = architectures.build("longrope"), architectures.build("longrope")
+    requests = [Request(p, 20) for p in prompts([7, 44], architectures.VOCAB)]
+    engine = engines(model)
+    with pytest.raises(ConfigError, match="more than the 64 of its context"):
+        engine.submit(Request(prompts([70], architectures.VOCAB)[0], 20), Collector())
+    heard = serve(engine, requests)
+    for request in requests:
+        assert same_unless_close(plain, request.prompt, heard.tokens[request.id])
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -747,6 +777,18 @@ def test_an_eager_function_that_does_more_than_is_known_is_refused(
         with pytest.raises(ConfigError, match="eager attention of LlamaAttention is not") if refused else nullcontext():
             ContinuousEngine(model).stop()
         elastic.unwrap(model)
+
+
+@pytest.mark.parametrize("error", [KeyError("images"), AttributeError("images"), AssertionError("images")])
+def test_a_model_that_cannot_be_called_with_tokens_alone_is_refused(error: Exception, wrapped: Any) -> None:
+    model = wrapped(architectures.build("llama-gqa"), small(8 << 20))
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    model.model.norm.register_forward_pre_hook(fail)
+    with pytest.raises(ConfigError, match=r"cannot call this model: .*Error\('images'\); use generate"):
+        ContinuousEngine(model)
 
 
 def test_a_model_that_makes_masks_of_its_own_is_refused(wrapped: Any) -> None:
