@@ -37,11 +37,11 @@ def find_decoder(model: nn.Module) -> Decoder:
     config: Any = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or not hasattr(config, "get_text_config"):
         raise _unsupported(model, "a torch module with a Hugging Face config")
-    if getattr(config, "is_encoder_decoder", False):
-        raise _unsupported(model, "a decoder-only model; this one has an encoder")
     if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
         raise _unsupported(model, "a model that takes a DynamicCache; this one has a kind of cache of its own")
     text = config.get_text_config(decoder=True)
+    if any(getattr(each, "is_encoder_decoder", False) for each in (config, text)):
+        raise _unsupported(model, "a decoder-only model; this one has an encoder")
     if set(getattr(text, "layer_types", None) or ()) == {"linear_attention"}:
         raise _unsupported(model, "a KV cache; all layers of this model have a state instead")
     count = layer_count(text)
