@@ -24,7 +24,7 @@ from elastic.cli.inputs.checks import parse_place, read_text, require_file_to_wr
 from elastic.cli.inputs.interrupts import terminable
 from elastic.config import SLO
 from elastic.errors import ConfigError
-from elastic.weights.decoder import context_length
+from elastic.weights.decoder import batch_context_length
 
 if TYPE_CHECKING:
     from elastic.bench.replay.run import ReplayRun
@@ -67,7 +67,7 @@ def measure(options: Namespace) -> ReplayRun:
         require_file_to_write(getattr(options, name), f"--{name}")
     bounds = (options.slo_ttft, options.slo_tpot, options.slo_e2el)
     slo = None if bounds == (None, None, None) else SLO(*bounds)
-    context = context_length(_config(options.model)) if options.model else None
+    context = batch_context_length(_config(options.model)) if options.model else None
     trace = make_trace(options, context)
     prompts = make_prompts(options, trace)
     limits = ReplayOptions(warmup=options.warmup, timeout_s=options.timeout)

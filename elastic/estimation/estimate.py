@@ -40,7 +40,7 @@ from elastic.planning.estimate.roofline import BatchCost
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.planning.sharding.share import even_stages
-from elastic.weights.decoder import context_length
+from elastic.weights.decoder import batch_context_length
 
 Method = Literal["ours", "paper"]
 WEIGHTS = (FULL, "int8", "int4", "2:4")
@@ -127,7 +127,7 @@ class Estimator:
         kinds = {device.kind.name for device in self.devices}
         if len(kinds) != 1:
             raise ConfigError(f"devices of kinds {', '.join(sorted(kinds))}: an estimate is for devices of one kind")
-        most = context_length(self.layout.config)
+        most = batch_context_length(self.layout.config)
         if most and self.load.tokens > most:
             raise ConfigError(
                 f"requests of {self.load.tokens} tokens are longer than the {most} that the model was made for"

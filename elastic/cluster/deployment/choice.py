@@ -25,7 +25,7 @@ from elastic.planning.estimate.devices import Device
 from elastic.planning.estimate.intent import Intent
 from elastic.planning.estimate.performance import Load
 from elastic.planning.estimate.ranking import Estimate, RankBytes
-from elastic.weights.decoder import context_length
+from elastic.weights.decoder import batch_context_length
 
 HEADROOM = 2
 """So many times the requests that run at a time on the average there is room for, where devices have it."""
@@ -121,7 +121,7 @@ class Chooser:
 
     def bounded(self, load: Load) -> Load:
         """Return a load whose requests are no longer than the model was made for."""
-        most = context_length(self.layout.config)
+        most = batch_context_length(self.layout.config)
         if not most or load.tokens <= most:
             return load
         prompt = min(load.prompt, max(1, most - min(load.new, most // 4)))

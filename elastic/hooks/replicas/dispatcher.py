@@ -181,7 +181,7 @@ class ReplicaDispatcher:
         """
         hidden = inputs.hidden
         if not isinstance(hidden, torch.Tensor):
-            raise NotSplittable("no hidden_states")
+            raise NotSplittable("hidden states, as no argument has that name")
         if torch.is_grad_enabled() and hidden.requires_grad:
             raise StateError(
                 f"layers {group.layers} have replicas, which are not differentiated: evict them, or run under "

@@ -64,6 +64,8 @@ def request_cache(inputs: LayerInputs) -> RequestCache | None:
     cache, hidden = inputs.first_of(CACHES), inputs.hidden
     if not isinstance(cache, RequestCache):
         return None
+    if hidden.ndim > 3:  # it will be in all batches: named without their sizes, it is said once
+        raise NotSplittable(f"{HIDDEN}, a tensor of {hidden.ndim} dimensions")
     if hidden.ndim != 3 or hidden.shape[:2] != (1, sum(cache.new_tokens())):
         raise NotSplittable(f"hidden_states {list(hidden.shape)} for {sum(cache.new_tokens())} tokens of requests")
     return cache

@@ -87,3 +87,5 @@ def test_a_cache_of_other_tokens_is_noticed_and_one_of_others_left_alone() -> No
     for wrong in (hidden[:, :7], hidden[0], hidden.expand(2, 8, 4)):
         with pytest.raises(NotSplittable, match="8 tokens of requests"):
             request_cache(LayerInputs((), (), {"hidden_states": wrong, "paged_cache": Requests([3, 5])}))
+    with pytest.raises(NotSplittable, match=r"^hidden_states, a tensor of 4 dimensions$"):  # alike for all batches
+        request_cache(LayerInputs((), (), {"hidden_states": hidden[None], "paged_cache": Requests([3, 5])}))
