@@ -51,7 +51,7 @@ class RunningDigest:
             flat = torch.cat((self._rest, flat))
         whole = flat.numel() // _GROUP_BYTES * _GROUP_BYTES
         groups = flat[:whole].view(torch.int64).view(-1, _DIGEST_WORDS)
-        pieces = groups.split(_CACHED_GROUPS) if groups.device.type == "cpu" else (groups,)
+        pieces = torch.split(groups, _CACHED_GROUPS) if groups.device.type == "cpu" else (groups,)
         sums = [(piece.sum(dim=1), piece.sum(dim=0)) for piece in pieces]
         rows, columns = (torch.cat(each) for each in zip(*sums, strict=True))
         self._rows += _weighted(rows, self._groups)
