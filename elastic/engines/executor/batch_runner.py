@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from elastic.engines.core.step import ScheduledChunk
 from elastic.engines.executor.block_layout import BlockLayout
-from elastic.engines.executor.input_batch import InputBatch
+from elastic.engines.executor.input_batch import BatchBlockTable, BatchTokens
 from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.engines.executor.paged_cache import PagedCache, RequestSlice
 from elastic.kvcache.storage.sector_space import SectorSpace
@@ -24,29 +25,35 @@ class BatchRunner:
     """
 
     def __init__(self, model: Any, memory: SectorSpace, groups: Sequence[LayerGroup], layout: BlockLayout) -> None:
-        self.batch = InputBatch([group.window for group in groups], layout.shape.tokens)
-        self.cache = PagedCache(memory, groups, self.batch.tables, layout, model.dtype)
+        self.tables = [BatchBlockTable(layout.shape.tokens, group.window) for group in groups]
+        self.rows: dict[str, int] = {}
+        """Sequence -> row of the tables."""
+        self._free_rows: list[int] = []
+        self.cache = PagedCache(memory, groups, self.tables, layout, model.dtype)
         self._device = model.device
         # attention knows what each token sees: a finished mask keeps the model from building one of all against all
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
 
-    def remove(self, sequences: Iterable[str]) -> None:
+    def remove(self, sequences: Collection[str]) -> None:
         """Forget sequences; unknown ones: nothing happens."""
         for sequence in sequences:
-            self.batch.remove(sequence)
+            row = self.rows.pop(sequence, None)
+            if row is not None:
+                self._free_rows.append(row)
 
     def add(self, sequence: str, blocks: Sequence[Sequence[int]] | None = None) -> None:
         """Know a sequence; `blocks`, by group, are such as hold what was computed of it elsewhere."""
-        self.batch.add(sequence)
-        for table, own in zip(self.batch.tables, blocks or (), strict=bool(blocks)):
-            table.extend(self.batch.rows[sequence], np.array(own, np.int64))
+        row = self.rows[sequence] = self._free_rows.pop() if self._free_rows else len(self.rows)
+        for table in self.tables:
+            table.begin(row)
+        for table, own in zip(self.tables, blocks or (), strict=bool(blocks)):
+            table.extend(row, np.array(own, np.int64))
 
     def sequences(self) -> tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]:
         """Return all known sequences and their blocks by group."""
-        tables = self.batch.tables
         return tuple(
-            (name, tuple(tuple(table.blocks[row, : table.counts[row]].tolist()) for table in tables))
-            for name, row in self.batch.rows.items()
+            (name, tuple(tuple(table.blocks[row, : table.counts[row]].tolist()) for table in self.tables))
+            for name, row in self.rows.items()
         )
 
     @torch.no_grad()
@@ -56,7 +63,12 @@ class BatchRunner:
         `eager`: nothing of the tables is read any more when the model is called, so that the next step can be begun.
         """
         self._extend_tables(chunks)
-        batch, ids = self.batch.begin_step(chunks)
+        batch = BatchTokens(
+            np.array([self.rows[chunk.sequence] for chunk in chunks], np.int64),
+            np.array([chunk.start for chunk in chunks], np.int64),
+            np.array([len(chunk.tokens) for chunk in chunks], np.int64),
+        )
+        ids = np.array(list(chain.from_iterable([chunk.tokens for chunk in chunks])), np.int64)
         seen = RequestSlice(self.cache, batch)
         if eager:
             seen.prepare()
@@ -77,12 +89,12 @@ class BatchRunner:
 
         Of a sequence's new blocks only the last is read before it is full: it begins as zeros.
         """
-        for group, table in enumerate(self.batch.tables):
+        for group, table in enumerate(self.tables):
             cleared = []
             for chunk in chunks:
                 new = chunk.blocks[group]
                 if new:
-                    row = self.batch.rows[chunk.sequence]
+                    row = self.rows[chunk.sequence]
                     table.extend(row, np.array(new, np.int64))
                     first_slot = (int(table.counts[row]) - 1) * table.block_tokens
                     if first_slot >= chunk.start:  # else it came with tokens in it

@@ -1,19 +1,12 @@
-"""What the executor keeps of sequences between steps, and the inputs of a step that are made of it.
-
-A sequence has a row in tables that live as long as the executor: a step adds to them what is new.
-"""
+"""The tokens of a step, and the tables of blocks that live as long as the executor: a sequence has a row in each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
-
-from elastic.engines.core.step import ScheduledChunk
 
 Ints = NDArray[np.int64]
 
@@ -84,36 +77,3 @@ class BatchBlockTable:
     def slots(self, positions: Ints) -> Ints:
         """Return the slots, counted in a row's blocks, of tokens at these positions."""
         return positions if self.window is None else positions % self.window
-
-
-class InputBatch:
-    """The rows of the sequences that the executor knows, and the batch of the present step."""
-
-    def __init__(self, windows: Sequence[int | None], block_tokens: int) -> None:
-        self.tables = [BatchBlockTable(block_tokens, window) for window in windows]
-        self.rows: dict[str, int] = {}
-        """Sequence -> row."""
-        self._free: list[int] = []
-
-    def add(self, sequence: str) -> None:
-        """Give a sequence a row without blocks."""
-        row = self._free.pop() if self._free else len(self.rows)
-        self.rows[sequence] = row
-        for table in self.tables:
-            table.begin(row)
-
-    def remove(self, sequence: str) -> None:
-        """Forget a sequence; unknown: nothing happens."""
-        row = self.rows.pop(sequence, None)
-        if row is not None:
-            self._free.append(row)
-
-    def begin_step(self, chunks: Sequence[ScheduledChunk]) -> tuple[BatchTokens, Ints]:
-        """Return the tokens of a step: whose they are, and their ids [tokens]. Blocks are added by the caller."""
-        rows = self.rows
-        batch = BatchTokens(
-            np.array([rows[chunk.sequence] for chunk in chunks], np.int64),
-            np.array([chunk.start for chunk in chunks], np.int64),
-            np.array([len(chunk.tokens) for chunk in chunks], np.int64),
-        )
-        return batch, np.array(list(chain.from_iterable([chunk.tokens for chunk in chunks])), np.int64)

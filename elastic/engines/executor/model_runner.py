@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from elastic.engines.executor.batch_runner import BatchRunner
 from elastic.engines.executor.block_layout import BlockLayout
 from elastic.engines.executor.graphs.step_graphs import StepGraphs
 from elastic.engines.executor.layer_groups import LayerGroup
-from elastic.engines.executor.prompt_scores import PromptScores
+from elastic.engines.executor.prompt_scores import ScoredPrompt, take_scores
 from elastic.engines.sampling import SamplingState, sample
 from elastic.hooks.forward_gate import ForwardGate
 from elastic.kvcache.storage.paged import BlockMemory
@@ -57,7 +57,7 @@ class ModelRunner(BatchRunner):
         self._cache_device = memory.kv.device
         self._grammars = grammars
         self._sampling: dict[str, SamplingState] = {}
-        self._scores = PromptScores()
+        self._prompts: dict[str, ScoredPrompt] = {}
         one_device = self._device == self._cache_device
         self.graphs = StepGraphs(model, gate) if gate is not None and one_device else None
         """None: the model is called at each step."""
@@ -90,12 +90,12 @@ class ModelRunner(BatchRunner):
             self.graphs.close()
         super().close()
 
-    def remove(self, sequences: Iterable[str]) -> None:
+    def remove(self, sequences: Collection[str]) -> None:
         """Forget sequences; unknown ones: nothing happens."""
+        super().remove(sequences)
         for sequence in sequences:
-            self.batch.remove(sequence)
             self._sampling.pop(sequence, None)
-            self._scores.forget(sequence)
+            self._prompts.pop(sequence, None)
 
     def begin(self, step: Step, *, eager: bool = False) -> BegunStep:
         """Note what a step says of sequences, and return what is to be computed; `eager`: see `BatchRunner.inputs`."""
@@ -124,7 +124,7 @@ class ModelRunner(BatchRunner):
         if begun.rows is not None:
             logits = logits[begun.rows]
         logits = logits.float()
-        scores = self._scores.take(begun.chunks, logits) if self._scores else {}
+        scores = take_scores(self._prompts, begun.chunks, logits) if self._prompts else {}
         if begun.sampled is not None:
             logits = logits[begun.sampled]
         return StepResult(self._choose(begun.chunks, logits), scores)
@@ -144,7 +144,7 @@ class ModelRunner(BatchRunner):
         self.add(state.id)
         self._sampling[state.id] = SamplingState(request, state.seed, state.generated, matcher)
         if request.prompt_logprobs is not None and not state.index and not state.generated:
-            self._scores.expect(state.id, request)
+            self._prompts[state.id] = ScoredPrompt(request)
 
     def _wanted_logits(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int], list[int]]:
         """List the tokens of the batch whose logits are wanted, and which of these are to be sampled behind."""
@@ -153,7 +153,7 @@ class ModelRunner(BatchRunner):
         stop = 0
         for chunk in chunks:
             start, stop = stop, stop + len(chunk.tokens)
-            if chunk.sequence in self._scores:
+            if chunk.sequence in self._prompts:
                 kept.extend(range(start, stop))
             elif chunk.samples:
                 kept.append(stop - 1)

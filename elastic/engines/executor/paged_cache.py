@@ -185,26 +185,21 @@ class RequestSlice:
     def __init__(self, cache: PagedCache, batch: BatchTokens) -> None:
         self.cache = cache
         """Of all sequences."""
-        self._batch = batch
+        self.batch = batch
         self._metadata: dict[int, AttentionMetadata] = {}  # by group of layers
         self._parts: dict[tuple[int, int], RequestSlice] = {}
 
-    @property
-    def only_single(self) -> bool:
-        """Whether every sequence has one new token."""
-        return self._batch.only_single
-
     def new_tokens(self) -> list[int]:
         """Count the new tokens of each sequence, in order."""
-        counts: list[int] = self._batch.counts.tolist()
+        counts: list[int] = self.batch.counts.tolist()
         return counts
 
     def of_requests(self, start: int, stop: int) -> RequestSlice:
         """Return the cache as these sequences see it, the same one throughout a step."""
-        if (start, stop) == (0, len(self._batch.rows)):
+        if (start, stop) == (0, len(self.batch.rows)):
             return self
         if (start, stop) not in self._parts:
-            self._parts[start, stop] = RequestSlice(self.cache, self._batch.part(start, stop))
+            self._parts[start, stop] = RequestSlice(self.cache, self.batch.part(start, stop))
         return self._parts[start, stop]
 
     def prepare(self) -> None:
@@ -214,7 +209,7 @@ class RequestSlice:
 
     def metadata(self, group: int) -> AttentionMetadata:
         """Make what the layers of a group need of the batch."""
-        made = self._metadata[group] = self.cache.builders[group].build(self._batch)
+        made = self._metadata[group] = self.cache.builders[group].build(self.batch)
         return made
 
     def attend(
@@ -240,7 +235,7 @@ class RequestSlice:
         cached = cache.layers[layer]
         batch = self._metadata.get(cached.group) or self.metadata(cached.group)
         heads = cache.choose(layer, shards, of, query.shape[1])
-        tokens = len(self._batch.positions)
+        tokens = len(self.batch.positions)
         padding = query.shape[2] - tokens
         q, k, v = (states[0, :, :tokens] for states in (query, key, value))
         if shards is not None:

@@ -175,7 +175,7 @@ class GuestStage:
         keep = False
         try:
             while not self.ended:
-                with self._turn.step_expected() if self._runner.batch.rows else nullcontext():
+                with self._turn.step_expected() if self._runner.rows else nullcontext():
                     item = self._log.receive()  # sequences that are live here wait with it
                 if not self._do(item):
                     break
@@ -250,7 +250,7 @@ class GuestStage:
             raise StateError(f"{item.path} does not follow {self.path}")
         shards = frozenset(item.path.shards_of(self._rank))
         self._require_prepared(self._exchange.places(shards))
-        self._runner.remove(tuple(self._runner.batch.rows) if not shards else (name for name, _ in item.sequences))
+        self._runner.remove([name for name, _ in item.sequences] if shards else [*self._runner.rows])
         for sequence, blocks in item.sequences:
             self._runner.add(sequence, blocks)
         self.path, self._shards, self._plans = item.path, shards, item.path.plans(self._rank)

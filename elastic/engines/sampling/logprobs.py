@@ -24,11 +24,3 @@ def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence
         TokenLogprobs(token, logprob, rank, tuple(zip(likeliest[:count], their[:count], strict=True)))
         for token, logprob, rank, count, (likeliest, their) in zip(tokens, own, ranks, counts, top, strict=True)
     ]
-
-
-def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
-    """Return the log-probability of each target under the row of logits before it, and of the `count` likeliest.
-
-    logits: float32 [tokens, vocabulary], row i of the position before target i.
-    """
-    return tuple(token_logprobs(logits, targets, [count] * len(targets)))

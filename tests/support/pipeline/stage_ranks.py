@@ -15,10 +15,9 @@ import torch
 import elastic
 from elastic.engines.continuous.compatibility import kv_shape
 from elastic.engines.core.step import ScheduledChunk
+from elastic.engines.executor.batch_runner import BatchRunner
 from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
-from elastic.engines.executor.input_batch import InputBatch
 from elastic.engines.executor.layer_groups import block_groups, layer_groups
-from elastic.engines.executor.paged_cache import PagedCache, RequestSlice
 from elastic.engines.pipeline.forward import StageForward
 from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.transport import Transport
@@ -74,13 +73,13 @@ class Rank:
         memory = BlockMemory(kv, block_groups(groups, shape.elements * self.model.dtype.itemsize, cut))
         stack.callback(memory.close)
         self.memory = memory
-        self.batch = InputBatch([group.window for group in groups], BLOCK)
-        self.cache = PagedCache(memory, groups, self.batch.tables, LAYOUTS["head_centric"](shape), self.model.dtype)
-        stack.callback(self.cache.close)
+        self.runner = BatchRunner(self.model, memory, groups, LAYOUTS["head_centric"](shape))
+        self.cache = self.runner.cache
+        stack.callback(self.runner.close)
         for sequence in ("x", "y"):
-            self.batch.add(sequence)
+            self.runner.add(sequence)
         self.blocks = []
-        for group, table in enumerate(self.batch.tables):
+        for group, table in enumerate(self.runner.tables):
             size, blocks = memory.blocks_per_sector(group), list[int]()
             while len(blocks) < 24:
                 sector = memory.allocate(group)
@@ -100,14 +99,7 @@ class Rank:
         self.cache.refresh()
 
     def inputs(self, chunks: Sequence[ScheduledChunk]) -> dict[str, Any]:
-        batch, ids = self.batch.begin_step(chunks)
-        return {
-            "input_ids": torch.from_numpy(ids)[None].to(self.device),
-            "position_ids": torch.from_numpy(batch.positions)[None].to(self.device),
-            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device),
-            "paged_cache": RequestSlice(self.cache, batch),
-            "use_cache": False,
-        }
+        return self.runner.inputs([chunk._replace(blocks=((),) * len(self.blocks)) for chunk in chunks])
 
     def run(self, path: LayerPath, step: int, inputs: dict[str, Any]) -> Any:
         return self.forward.run(path.plan(self.rank), self.transport_of(path.home), step, inputs)

@@ -253,7 +253,7 @@ def _sizes_of(inputs: Inputs) -> tuple[PassSize, PassSize]:
     """Return the size of a pass, and that of the graph for it."""
     kept = inputs.get("logits_to_keep")
     own = PassSize(inputs["input_ids"].shape[1], None if kept is None else len(kept))
-    if inputs[PAGED_CACHE].only_single:
+    if inputs[PAGED_CACHE].batch.only_single:
         return own, own
     tokens = -(-own.tokens // PROMPT_STEP) * PROMPT_STEP
     return own, PassSize(tokens, None if own.kept is None else 1 << (own.kept - 1).bit_length())

@@ -34,13 +34,13 @@ def engine(request: pytest.FixtureRequest, wrapped: Any) -> Iterator[ContinuousE
 
 def test_every_batch_is_run_behind_its_prefix(engine: ContinuousEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[tuple[int, int]]] = []
-    begin_step = engine._runner.batch.begin_step
+    inputs = engine._runner.inputs
 
-    def watch(chunks: Any) -> Any:
+    def watch(chunks: Any, **options: Any) -> Any:
         seen.append([(chunk.start, len(chunk.tokens)) for chunk in chunks])
-        return begin_step(chunks)
+        return inputs(chunks, **options)
 
-    monkeypatch.setattr(engine._runner.batch, "begin_step", watch)
+    monkeypatch.setattr(engine._runner, "inputs", watch)
     profile = profile_chunks(engine, MIXES, rounds=2)
     assert sorted(seen) == sorted([list(mix) for mix in MIXES] * 4)  # two rounds, each once before it is timed
     assert [sample.chunks for sample in profile.layer] == [sample.chunks for sample in profile.rest] == MIXES
@@ -71,7 +71,7 @@ def test_nothing_is_left_and_the_engine_can_serve(engine: ContinuousEngine) -> N
     profile_chunks(engine, MIXES, rounds=1)
     after = sum(len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in engine._model.model.layers)
     assert hooks == after
-    assert not engine._runner.batch.rows
+    assert not engine._runner.rows
     engine._blocks.check()
     outputs: list[Output] = []
     engine.start()
@@ -102,7 +102,7 @@ def test_decode_steps_are_replayed_and_called_in_turn(
     steps.clear()
     profile_replays(engine, [((40, 1),), ((20, 1),) * 3], rounds=3, most_s=0.0)
     assert steps.count("call") == 2, "both sizes are captured, and no seconds are left for more than a pair of each"
-    assert not engine._runner.batch.rows
+    assert not engine._runner.rows
     engine._blocks.check()
 
 
@@ -124,7 +124,7 @@ def test_an_engine_that_serves_is_not_profiled(engine: ContinuousEngine) -> None
 def test_batches_that_do_not_fit_are_refused_and_leave_nothing(engine: ContinuousEngine) -> None:
     with pytest.raises(ConfigError, match="no room for the batch"):
         profile_chunks(engine, [((64, 8),) * 2000], rounds=1)
-    assert not engine._runner.batch.rows
+    assert not engine._runner.rows
     profile_chunks(engine, MIXES[:1], rounds=1)
 
 
@@ -135,10 +135,10 @@ def test_the_cost_of_a_model_is_fitted_in_few_rounds(engine: ContinuousEngine) -
     engine._blocks.check()
 
 
-def test_no_round_but_the_first_begins_late(engine: ContinuousEngine) -> None:
-    steps = engine._runner.batch.begin_step
+def test_no_round_but_the_first_begins_late(engine: ContinuousEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = engine._runner.inputs
     counted: list[Any] = []
-    engine._runner.batch.begin_step = lambda chunks: (counted.append(chunks), steps(chunks))[1]
+    monkeypatch.setattr(engine._runner, "inputs", lambda *a, **kw: (counted.append(a), inputs(*a, **kw))[1])
     profile_chunks(engine, MIXES, rounds=5, most_s=0.0)
     assert len(counted) == 2 * len(MIXES)
 

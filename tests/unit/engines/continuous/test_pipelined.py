@@ -438,7 +438,7 @@ def test_a_rank_that_waits_for_the_next_step_of_live_requests_is_in_a_bubble(
     ranks.join("a", "b")
     ranks.move("a", (0,), "b")
     (request,) = requests(60)[:1]
-    heard, rows = Collector(), ranks["b"].stages.by_home["a"]._runner.batch.rows
+    heard, rows = Collector(), ranks["b"].stages.by_home["a"]._runner.rows
     ranks["a"].submit(request, heard)
     heard.wait_for_tokens("r0", 2)
     ranks["a"].exchange.pause()
@@ -696,7 +696,7 @@ def test_cancelled_requests_leave_nothing_at_any_rank(group: Callable[..., Engin
     for number in range(4):
         ranks["a"].cancel(f"r{number}")
     heard.wait([f"r{number}" for number in range(4)])
-    wait_until(lambda: not ranks["b"].stages.by_home["a"]._runner.batch.rows)
+    wait_until(lambda: not ranks["b"].stages.by_home["a"]._runner.rows)
     ranks["a"].runtime.kv.resize(0)
     assert ranks["a"].ranks.cap_reached()
     wait_until(lambda: not ranks["b"].stages.by_home["a"].memory.mapped_sectors)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.engines.base import TokenLogprobs
-from elastic.engines.sampling.logprobs import prompt_logprobs, token_logprobs
+from elastic.engines.sampling.logprobs import token_logprobs
 
 
 @given(
@@ -37,8 +37,8 @@ def test_a_token_as_likely_as_others_has_the_rank_of_the_last_of_them() -> None:
 
 def test_tokens_of_a_prompt_are_told_like_others() -> None:
     logits = torch.tensor([[0.0, 0.0], [0.0, 1.7]])
-    first, second = prompt_logprobs(logits, (0, 1), 1)
+    first, second = token_logprobs(logits, (0, 1), [1, 1])
     assert first.logprob == pytest.approx(-math.log(2))
     assert (second.token, second.rank, second.top) == (1, 1, ((1, second.logprob),))
-    assert prompt_logprobs(logits, (0, 1), 0)[1] == TokenLogprobs(1, second.logprob, 1)
-    assert prompt_logprobs(torch.empty(0, 7), (), 3) == ()
+    assert token_logprobs(logits, (0, 1), [0, 0])[1] == TokenLogprobs(1, second.logprob, 1)
+    assert token_logprobs(torch.empty(0, 7), (), []) == []

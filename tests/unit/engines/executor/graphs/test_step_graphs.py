@@ -64,7 +64,7 @@ def test_prompts_of_lengths_that_come_again_are_replayed(name: str, engines: Any
         heard.tokens |= serve(engine, others).tokens
         for request in (first, *others):
             assert same_unless_close(model, request.prompt, heard.tokens[request.id])
-    windows = any(table.window is not None for table in engine._runner.batch.tables)
+    windows = any(table.window is not None for table in engine._runner.tables)
     assert (13 in replays, 24 in replays) == (not windows, not windows)
     assert windows == (name == "gemma2")
 
