@@ -109,7 +109,7 @@ class Stages:
             case CapReached():
                 return engine.ranks.cap_reached()
             case Allot(home, sectors):
-                return engine.stages.allot(home, sectors)
+                return engine.stages.of(home).memory.allot(sectors)
             case Recover(lost, memories, weights):
                 return engine.recovery.recover(lost, partial(self._restore, weights), memories)
         return self._exchange(question)
@@ -118,7 +118,7 @@ class Stages:
         engine = self._engine
         match question:
             case LayersMemory(home, shards):
-                return engine.kv.locate(shards) if home == engine.rank else engine.stages.locate(home, shards)
+                return engine.kv.locate(shards) if home == engine.rank else engine.stages.of(home).layers_kv(shards)
             case KeptLayers(home, epoch):
                 return engine.stages.kept(home, epoch)
             case BeginExchange(shards):

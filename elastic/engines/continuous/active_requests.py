@@ -46,7 +46,7 @@ class ActiveRequests:
     """
 
     def __init__(self, counters: RequestMetrics, weights: Callable[[], int]) -> None:
-        self._counters = counters
+        self.counters = counters
         self._weights = weights
         self._requests: dict[str, ActiveRequest] = {}
         self._names: set[str] = set()  # of their sequences
@@ -78,7 +78,7 @@ class ActiveRequests:
             active = self._requests.pop(request, None)
             self._names.difference_update(active.names if active is not None else ())
         if active is not None:
-            self._counters.ended(request, outcome)
+            self.counters.ended(request, outcome)
 
     def sequences(self, request: str, index: int | None = None) -> list[str]:
         """List the sequences of a request's answers, or of one, that have not ended."""
@@ -94,15 +94,7 @@ class ActiveRequests:
             active = self._requests.get(sequence.request.id)
             if active is not None and not active.scheduled:
                 active.scheduled = True
-                self._counters.scheduled(sequence.request.id, sequence.scheduled_s)
-
-    def stalled(self, sequences: int) -> None:
-        """Count live sequences that were left out of a step for want of blocks."""
-        self._counters.stalled(sequences)
-
-    def stepped(self, tokens: int) -> None:
-        """Count a step that was computed."""
-        self._counters.stepped(tokens)
+                self.counters.scheduled(sequence.request.id, sequence.scheduled_s)
 
     def produced(self, tokens: list[Produced]) -> None:
         """Tell the tokens of a step, and the ends."""
@@ -110,10 +102,10 @@ class ActiveRequests:
         counts: dict[str, int] = {}
         for sequence, sampled, _ in tokens:
             if sampled.error is not None:
-                self._end(sequence, "failed", sampled.error)
+                self.end(sequence, "failed", sampled.error)
                 continue
             counts[sequence.request.id] = counts.get(sequence.request.id, 0) + 1
-        self._counters.produced_together(counts, now)
+        self.counters.produced_together(counts, now)
         for sequence, sampled, finish in tokens:
             active = self._requests.get(sequence.request.id)
             if active is None or sampled.error is not None:
@@ -134,15 +126,8 @@ class ActiveRequests:
                 )  # fmt: skip
             self._tell(active, output)
 
-    def failed(self, sequence: LiveSequence, error: Exception) -> None:
-        """Tell that a sequence ended with the step that it was in."""
-        self._end(sequence, "failed", str(error))
-
-    def cancelled(self, sequence: LiveSequence) -> None:
-        """Tell that a sequence was cancelled."""
-        self._end(sequence, "cancelled")
-
-    def _end(self, sequence: LiveSequence, finish: FinishReason, error: str | None = None) -> None:
+    def end(self, sequence: LiveSequence, finish: FinishReason, error: str | None = None) -> None:
+        """Tell that a sequence ended without a token."""
         active = self._requests.get(sequence.request.id)
         if active is not None:
             now, weights = time.perf_counter(), self._weights()

@@ -8,7 +8,6 @@ import time
 import weakref
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,7 @@ from elastic.engines.continuous.ranks.home_kv import HomeKV
 from elastic.engines.continuous.ranks.hosted_stages import HostedStages
 from elastic.engines.continuous.ranks.joined_ranks import JoinedRanks
 from elastic.engines.continuous.ranks.layer_exchange import LayerExchange
-from elastic.engines.continuous.ranks.recovery import LostLayers, Recovery
+from elastic.engines.continuous.ranks.recovery import Recovery
 from elastic.engines.continuous.received import ReceivedKV, ReceivedRequests
 from elastic.engines.continuous.reports import EngineReports
 from elastic.engines.continuous.step_loop import StepLoop
@@ -99,7 +98,9 @@ class ContinuousEngine:
             self.runtime.observe(False)  # it counts its requests itself
             stack.callback(self.runtime.observe, True)
             kv, groups = one_pool(model), layer_groups(self._config)
-            self.kv_format = form = kv_format(model, groups, block_tokens, block_layout, kv_cache_dtype, self.shards)
+            self.kv_format = form = kv_format(
+                model, groups, block_tokens, block_layout, kv_cache_dtype, self.runtime.shards
+            )
             open_memory = partial(BlockMemory, kv, block_groups(groups, form.block_bytes, form.kv_shards))
             self._blocks = BlockManager(open_memory, form.windows, form.block_tokens, share_prefixes)
             assert isinstance(self._blocks.memory, BlockMemory)
@@ -127,11 +128,11 @@ class ContinuousEngine:
         self, scheduler: RestartingScheduler, groups: tuple[LayerGroup, ...], cohorts: int | None
     ) -> None:
         """Make the parts that the engine has besides its scheduler and the runner of its steps."""
-        turn, path = Turn(), LayerPath.alone("", sum(len(group.layers) for group in groups), self.shards)
+        turn, path = Turn(), LayerPath.alone("", sum(len(group.layers) for group in groups), self.runtime.shards)
         home = self._home = HomeExecutor(self._runner, self._memory, turn, path)
         home.set_cohorts(cohorts or 1)
-        loop = self._loop = StepLoop(scheduler, home, self._requests, cohorts or 1)
-        exchange = KVExchange(self.kv_format, self.shards, YieldingPace(turn.wait_idle, lambda: turn.stage_s))
+        loop = self._loop = StepLoop(scheduler, home, self._requests)
+        exchange = KVExchange(self.kv_format, self.runtime.shards, YieldingPace(turn.wait_idle, lambda: turn.stage_s))
         self.kv = kv = HomeKV(self._memory, self._runner.cache, exchange, home)
         """The keys and values of its layers."""
         self.reports = EngineReports(loop, home, kv)
@@ -147,8 +148,9 @@ class ContinuousEngine:
         """The ranks that layers can go to."""
         self.cohorts = Cohorts(loop, home, self.stages, self.exchange, self.reports, cohorts, self._max_batch_tokens)
         """The batches that are in flight."""
-        lost = LostLayers(self.runtime, scheduler, home, kv, self.stages)
-        self.recovery = Recovery(loop, home, lost, self.exchange, self.ranks, self.cohorts, self.moves)
+        self.recovery = Recovery(
+            self.runtime, loop, home, kv, self.stages, self.exchange, self.ranks, self.cohorts, self.moves
+        )
         """How it goes on when another rank is lost."""
         loop.before_steps, loop.when_stuck = self.cohorts.fill_stages, self.moves.end_crowded_out
         loop.when_idle = lambda: not self.stages.by_home and home.prepare()
@@ -250,20 +252,15 @@ class ContinuousEngine:
         that have not ended; none if it is unknown, has ended or was handed over. Raises `StateError` if the engine is
         not serving.
         """
-        states: Future[tuple[SequenceState, ...]] = Future()
 
-        def leave() -> None:
+        def leave() -> tuple[SequenceState, ...]:
             exported = map(self._loop.scheduler.export, self._requests.sequences(request))
-            states.set_result(tuple(state for state in exported if state is not None))
+            states = tuple(state for state in exported if state is not None)
             if request not in self.moves.held:
                 self._requests.forget(request, "moved")
+            return states
 
-        self._loop.require_started()
-        if threading.current_thread() is self._loop.thread:
-            leave()
-        else:
-            self._loop.post(leave)
-        return states.result()
+        return leave() if threading.current_thread() is self._loop.thread else self._loop.between_steps(leave)
 
     def cancel(self, request: str, index: int | None = None) -> None:
         """End a request, or one of its answers, and free what it holds; its listener gets `cancelled` for each.
@@ -274,7 +271,7 @@ class ContinuousEngine:
 
         def leave() -> None:
             for sequence in self._requests.sequences(request, index):
-                self._loop.cancel(sequence)
+                self._loop.end(sequence, "cancelled")
 
         if request in self._requests:
             with suppress(StateError):  # the loop has ended, and all requests with it
@@ -303,7 +300,8 @@ class ContinuousEngine:
     def check(self) -> None:
         """Recount the blocks of all sequences, of those that were handed over or may come, and of other instances."""
         self._blocks.check()
-        self.stages.check()
+        for stage in list(self.stages.by_home.values()):
+            stage.memory.check()
 
     # -- among other ranks
 

@@ -38,13 +38,13 @@ class MovingRequests:
         """Set before the engine starts: told of a request that never fits here any more; None: it fails."""
         self.on_crowded_out: Departed | None = None
         """The same, of one that left because other models have taken pages of the place since it came."""
-        self._loop, self._requests, self._received, self._memory = loop, requests, received, memory
+        self._loop, self._requests, self.received, self._memory = loop, requests, received, memory
 
     def locate(self, request: str) -> tuple[SequenceKV, ...]:
         """Say where the KV of a request's answers lies, between two steps; none: it is unknown, or has not begun."""
 
         def look() -> tuple[SequenceKV, ...]:
-            self._received.require_allowed()
+            self.received.require_allowed()
             scheduler = self._loop.scheduler
             sequences = (
                 scheduler.sequences.get(name) or scheduler.held.get(name) for name in self._requests.sequences(request)
@@ -71,7 +71,7 @@ class MovingRequests:
             raise ConfigError(f"request id {request!r} is in use here; it cannot be received")
         self._loop.require_started()
         try:
-            return self._received.receive(states, kv, source, coordinated=coordinated)
+            return self.received.receive(states, kv, source, coordinated=coordinated)
         except ElasticError:
             self._loop.wake()  # blocks may have come free
             raise
@@ -87,11 +87,11 @@ class MovingRequests:
                 raise
             except ElasticError as error:
                 logger.warning("%s is computed anew: %s", states[0].request.id, error)
-        return self._received.take(states, kv)
+        return self.received.take(states, kv)
 
     def give_up(self, request: str) -> None:
         """Free what was received for a request that does not come; unknown: nothing happens."""
-        if self._received.give_up(request):
+        if self.received.give_up(request):
             self._loop.wake()
 
     # -- where it comes from
@@ -107,7 +107,7 @@ class MovingRequests:
         def leave() -> tuple[tuple[SequenceState, ...], tuple[SequenceKV, ...]] | None:
             if self._loop.ended:  # what was held is given back as it ends: nobody could copy it
                 raise StateError("the engine has stopped; make a new one")
-            self._received.require_allowed()
+            self.received.require_allowed()
             if request not in self.held:
                 self._loop.settle(self._requests.sequences(request))
                 held = self._loop.scheduler.hold(self._requests.sequences(request))
@@ -143,15 +143,11 @@ class MovingRequests:
     # -- inside the engine
 
     def refuse(self, why: str) -> None:
-        """Have no request move with its keys and values until `allow`. Raises `StateError` while one does."""
-        self._received.refuse(why)
+        """Have no request move with its keys and values until `received.allow`. Raises `StateError` while one does."""
+        self.received.refuse(why)
         if self.held:
-            self._received.allow()
+            self.received.allow()
             raise StateError(f"requests {sorted(self.held)} are being handed over; try again")
-
-    def allow(self) -> None:
-        """Undo `refuse`."""
-        self._received.allow()
 
     def end_crowded_out(self) -> None:
         """Let go of what was taken before other models took pages of the place, and can never end now."""
@@ -170,7 +166,7 @@ class MovingRequests:
                 pass  # it waits
             except CapacityError as error:
                 if tell is None:
-                    self._loop.fail(name, error)
+                    self._loop.end(name, "failed", str(error))
                 else:
                     request = sequence.request.id
                     for answer in self._requests.sequences(request):
@@ -180,7 +176,7 @@ class MovingRequests:
 
     def close(self) -> None:
         """Free what was received, when the loop has ended: it has released what was handed over."""
-        self._received.close()
+        self.received.close()
         for request in list(self.held):
             self._requests.forget(request, "moved")
         self.held.clear()

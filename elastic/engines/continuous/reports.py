@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from elastic.engines.continuous.ranks.home_kv import HomeKV
@@ -11,9 +11,25 @@ from elastic.engines.continuous.step_loop import StepLoop
 from elastic.engines.core.kv_journal import KVJournal
 from elastic.engines.core.kv_state import KVReport, KVSource
 from elastic.engines.core.load import EngineLoad
-from elastic.engines.executor.kv_room import KVHeadroom, kv_room
 from elastic.engines.pipeline.home import HomeExecutor
 from elastic.types import RankMemory
+
+
+@dataclass(frozen=True)
+class KVHeadroom:
+    """What the KV memory of an engine's place could hold, in pages and sectors, at the limit that is in force."""
+
+    pages: int
+    """For the engine, and for other instances whose layers are computed here."""
+    page_bytes: int
+    sector_pages: tuple[int, ...]
+    """Of each layer, or part of its KV heads, wherever it is, the pages of a sector in it."""
+    sectors: int
+    """For which there are addresses."""
+    committed: int
+    """Sectors that live requests have, and are promised."""
+    held_bytes: tuple[int, ...]
+    """Of each layer, or part of its KV heads, the bytes of blocks that requests have, or that are kept for reuse."""
 
 
 class EngineReports:
@@ -63,8 +79,19 @@ class EngineReports:
 
     def kv_room(self) -> KVHeadroom:
         """Return what the memory of the KV cache could hold."""
-        with self._kv.memory.lock:
-            return kv_room(self._kv.memory, [pool.held for pool in self._loop.scheduler.blocks.pools])
+        memory, pages, held = self._kv.memory, dict[int, int](), dict[int, int]()
+        with memory.lock:
+            for ranges, pool in zip(memory.groups, self._loop.scheduler.blocks.pools, strict=True):
+                pages |= dict.fromkeys(ranges.group.layers, ranges.layer_pages)
+                held |= dict.fromkeys(ranges.group.layers, pool.held * ranges.group.block_bytes)
+            return KVHeadroom(
+                pages=memory.kv.limits.open,
+                page_bytes=memory.kv.pool.page_bytes,
+                sector_pages=tuple(pages[layer] for layer in sorted(pages)),
+                sectors=memory.sectors,
+                committed=memory.sectors_in_use + memory.promised(),
+                held_bytes=tuple(held[layer] for layer in sorted(held)),
+            )
 
     # -- what changes of the KV cache, on the loop's thread
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from elastic.clock import settle
+from elastic.engines.base import FinishReason
 from elastic.engines.continuous.active_requests import ActiveRequests
 from elastic.engines.core.restart import RestartingScheduler
 from elastic.engines.core.step import Executor, Step, StepResult
@@ -27,30 +28,27 @@ IDLE_S = 0.02
 class StepLoop:
     """Runs on one thread; `post`, `between_steps`, `wake` and `stop` may be called from any."""
 
-    def __init__(
-        self, scheduler: RestartingScheduler, executor: Executor, listener: ActiveRequests, cohorts: int = 1
-    ) -> None:
+    def __init__(self, scheduler: RestartingScheduler, executor: Executor, requests: ActiveRequests) -> None:
         self.scheduler = scheduler
         self.thread: threading.Thread | None = None
         """On which it runs; None: it was not started."""
         self.lost: RankLost | None = None
-        """Why a step was lost on its way; no further one is begun until `go_on`."""
+        """Why a step was lost on its way; no further one is begun while it stands here."""
         self.paused = False
         """Whether no step is begun, since somebody wishes so. For the loop's thread."""
         self.on_step: Callable[[], object] | None = None
         """While there is no journal: told after each step, and when sequences ended otherwise, if somebody listens."""
         self.on_room: Callable[[], object] | None = None
         """With a journal: told when blocks came free behind what was told of their sequences, and no step follows."""
-        self.before_steps: Callable[[], object] | None = None
-        """Called ahead of steps, if somebody has to see to something then: it may `settle_all`."""
-        self.when_idle: Callable[[], bool] | None = None
-        """Called while no sequence is here, if somebody has something to do then, until it returns that it has not."""
-        self.when_stuck: Callable[[], object] | None = None
+        self.before_steps: Callable[[], object] = lambda: None
+        """Called ahead of steps: it may `settle_all`."""
+        self.when_idle: Callable[[], bool] = lambda: False
+        """Called while no sequence is here, until it returns that it has nothing to do."""
+        self.when_stuck: Callable[[], object] = lambda: None
         """Called while sequences are here and no step is possible: some may never be, since pages were taken."""
         self._to_tell = False
         self._executor = executor
-        self._listener = listener
-        self._cohorts = cohorts
+        self._requests = requests
         self._in_flight: deque[tuple[Step, Future[StepResult]]] = deque()
         self._commands: deque[Callable[[], object]] = deque()
         self._lock = threading.Lock()  # of the three above
@@ -107,11 +105,10 @@ class StepLoop:
                     break
                 if self.advance():
                     continue
-                if self.when_stuck is not None and self.scheduler.has_work and not (self.lost or self.paused):
+                if self.scheduler.has_work and not (self.lost or self.paused):
                     self.when_stuck()
                     self._tell(always=False)
-                when_idle = None if self.scheduler.has_work else self.when_idle
-                if when_idle is not None and (self._news.wait(IDLE_S) or when_idle()):
+                if not self.scheduler.has_work and (self._news.wait(IDLE_S) or self.when_idle()):
                     continue
                 self._news.wait(POLL_S if self.scheduler.has_work else None)
             while self._in_flight:
@@ -121,7 +118,7 @@ class StepLoop:
                 self.ended = True
             self._run_commands()
             for name in list(self.scheduler.sequences):
-                self.cancel(name)
+                self.end(name, "cancelled")
             for held in list(self.scheduler.held.values()):
                 self.scheduler.release(held)
             self._tell(always=False)
@@ -129,16 +126,15 @@ class StepLoop:
 
     def advance(self) -> bool:
         """Begin what steps can be, and finish the oldest; return whether there was one."""
-        if self.before_steps is not None:
-            self.before_steps()
-        while self.lost is None and not self.paused and len(self._in_flight) < self._cohorts:
+        self.before_steps()
+        while self.lost is None and not self.paused and len(self._in_flight) < len(self.scheduler.cohorts):
             step = self.scheduler.schedule()
             if self.scheduler.stalled:
-                self._listener.stalled(self.scheduler.stalled)
+                self._requests.counters.stalled(self.scheduler.stalled)
             if step is None:
                 break
             if step.added:
-                self._listener.scheduled([self.scheduler.sequences[state.id] for state in step.added])
+                self._requests.scheduled([self.scheduler.sequences[state.id] for state in step.added])
             self._in_flight.append((step, self._executor.execute(step)))
         if not self._in_flight:
             self._executor.remove(self.scheduler.take_removed())
@@ -146,42 +142,21 @@ class StepLoop:
         self._finish_step()
         return True
 
-    def cancel(self, sequence: str) -> None:
+    def end(self, sequence: str, finish: FinishReason, error: str | None = None) -> None:
         """End a sequence; unknown: nothing happens. On the loop's thread."""
-        cancelled = self.scheduler.cancel(sequence)
-        if cancelled is not None:
-            self._listener.cancelled(cancelled)
-            self._to_tell = True
-
-    def fail(self, sequence: str, error: Exception) -> None:
-        """End a sequence that cannot go on; unknown: nothing happens. On the loop's thread."""
-        failed = self.scheduler.cancel(sequence)
-        if failed is not None:
-            self._listener.failed(failed, error)
+        ended = self.scheduler.cancel(sequence)
+        if ended is not None:
+            self._requests.end(ended, finish, error)
             self._to_tell = True
 
     def lose(self, error: RankLost) -> None:
-        """Begin no further step until `go_on`; the first error counts. From any thread."""
+        """Begin no further step; the first error counts. From any thread."""
         self.lost = self.lost or error
 
     def require_all_ranks(self) -> None:
-        """Raise `RankLost` where a step was lost, until `go_on`."""
+        """Raise `RankLost` where a step was lost."""
         if self.lost is not None:
             raise RankLost(f"{self.lost}; the engine waits to recover", rank=self.lost.rank)
-
-    def go_on(self) -> None:
-        """Begin steps again. On the loop's thread."""
-        self.lost = None
-
-    def set_cohorts(self, cohorts: int) -> None:
-        """Have so many steps be in flight from now on; no step is. On the loop's thread."""
-        self.scheduler.set_cohorts(cohorts)
-        self._cohorts = cohorts
-
-    def set_copies(self, copies: int, cohorts: int) -> None:
-        """Have so many steps be in flight, by so many copies of the layers; none is. On the loop's thread."""
-        self.scheduler.set_copies(copies, cohorts)
-        self._cohorts = cohorts
 
     def settle_all(self) -> None:
         """Finish all steps that are in flight. On the loop's thread."""
@@ -210,10 +185,10 @@ class StepLoop:
         except Exception as error:  # whatever the model raises ends its batch, and each sequence in it; others go on
             logger.exception("a forward pass of continuous batching failed; the requests in it end")
             for sequence in self.scheduler.fail(step):
-                self._listener.failed(sequence, error)
+                self._requests.end(sequence, "failed", str(error))
         else:
-            self._listener.stepped(sum(len(chunk.tokens) for chunk in step.chunks))
-            self._listener.produced(self.scheduler.update(step, result))
+            self._requests.counters.stepped(sum(len(chunk.tokens) for chunk in step.chunks))
+            self._requests.produced(self.scheduler.update(step, result))
         self._tell(always=True)
 
     def _tell(self, *, always: bool) -> None:

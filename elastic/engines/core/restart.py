@@ -94,13 +94,13 @@ class RestartingScheduler(Scheduler):
     def set_cohorts(self, count: int) -> None:
         """Share the live sequences out among so many cohorts. No step is in flight."""
         assert not self._steps, list(self._steps)
-        before = self._cohorts
-        self._cohorts = [Cohort(number) for number in range(count)]
+        before = self.cohorts
+        self.cohorts = [Cohort(number) for number in range(count)]
         for sequence in (*self._placed, *self.held.values()):
             sequence.cohort = None
         for old in before:
             for sequence in (*old.decoding, *old.prefilling):
-                new = min(self._cohorts, key=len)
+                new = min(self.cohorts, key=len)
                 (new.decoding if sequence in old.decoding else new.prefilling)[sequence] = None
                 sequence.cohort = new.number
 

@@ -54,7 +54,7 @@ class Scheduler:
         self._clock = clock
         self._last_s = clock()
         self._weights = 0, b""
-        self._cohorts = [Cohort(number) for number in range(cohorts)]
+        self.cohorts = [Cohort(number) for number in range(cohorts)]  # as many as steps may be in flight
         self._waiting: deque[Sequence] = deque()  # some may have ended
         self._placed: deque[Sequence] = deque()  # they have blocks, and are of no cohort yet; some may have ended
         self._followers: dict[Sequence, list[Sequence]] = {}  # the last first: they wait for blocks of the key
@@ -130,7 +130,7 @@ class Scheduler:
         """Choose the next step, of a cohort that has none in flight; None if nothing can go on now."""
         self._note_weights()
         now = self._clock()
-        if any(cohort.refused for cohort in self._cohorts):
+        if any(cohort.refused for cohort in self.cohorts):
             self.short_of_kv_s += now - self._last_s
         self._last_s = now
         if self._placed:
@@ -145,7 +145,7 @@ class Scheduler:
 
     def _first_step(self, now: float) -> Step | None:
         self.stalled = 0
-        for cohort in sorted(self._cohorts, key=len) if len(self._cohorts) > 1 else self._cohorts:
+        for cohort in sorted(self.cohorts, key=len) if len(self.cohorts) > 1 else self.cohorts:
             if not cohort.in_flight and (step := self._step_of(cohort, now)):
                 return step
         return None
@@ -223,7 +223,7 @@ class Scheduler:
         added: list[Sequence] = []
         budget = self._add_live(cohort, chunks, sequences, added)
         first_new = len(sequences)
-        if self._waiting and not any(other.refused for other in self._cohorts):
+        if self._waiting and not any(other.refused for other in self.cohorts):
             self._add_new(cohort, chunks, sequences, budget, now)
         if not chunks:
             return None
@@ -259,13 +259,13 @@ class Scheduler:
 
     def _place(self, now: float) -> None:
         """Have sequences that have blocks join cohorts, in order, while at most `max_requests` live."""
-        live = sum(map(len, self._cohorts))
+        live = sum(map(len, self.cohorts))
         while self._placed and live < self._max_requests:
             sequence = self._placed[0]
             if not sequence.ended:
                 if sequence.id in self._ending:  # the executor has to forget that one first
                     return
-                cohort = min(self._cohorts, key=len) if sequence.cohort is None else self._cohorts[sequence.cohort]
+                cohort = min(self.cohorts, key=len) if sequence.cohort is None else self.cohorts[sequence.cohort]
                 sequence.cohort = cohort.number
                 (cohort.prefilling if sequence.in_prompt else cohort.decoding)[sequence] = None
                 if sequence.scheduled_s is None:
@@ -275,7 +275,7 @@ class Scheduler:
 
     def _exchange_places(self, now: float) -> None:
         """Have the first one without a place in a cohort get that of one which lacks blocks: it may have those."""
-        stalled = next(sequence for cohort in self._cohorts for sequence in (*cohort.decoding, *cohort.prefilling))
+        stalled = next(sequence for cohort in self.cohorts for sequence in (*cohort.decoding, *cohort.prefilling))
         self._leave_cohort(stalled)
         self._place(now)
         self._placed.append(stalled)
@@ -328,8 +328,8 @@ class Scheduler:
         self, cohort: Cohort, chunks: list[ScheduledChunk], sequences: list[Sequence], budget: int, now: float
     ) -> None:
         """Append the first chunks of sequences that wait, in order, while there is room for the first of them."""
-        live = sum(map(len, self._cohorts))
-        share = -(-len(self.sequences) // len(self._cohorts))  # so that cohorts have as many sequences each
+        live = sum(map(len, self.cohorts))
+        share = -(-len(self.sequences) // len(self.cohorts))  # so that cohorts have as many sequences each
         while self._waiting and budget and live < self._max_requests and len(cohort) < share:
             sequence = self._waiting[0]
             if sequence.ended:
@@ -377,7 +377,7 @@ class Scheduler:
 
     def _leave_cohort(self, sequence: Sequence) -> None:
         if sequence.cohort is not None:
-            self._cohorts[sequence.cohort].remove(sequence)
+            self.cohorts[sequence.cohort].remove(sequence)
 
     def _free(self, sequence: Sequence) -> None:
         """Free what a sequence has that has ended, and of which no step is in flight."""

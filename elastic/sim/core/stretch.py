@@ -43,7 +43,7 @@ class StretchingScheduler(RestartingScheduler):
         Whatever the order, all have room for that. `ends`: sequence -> its tokens at its end, where that is before the
         most that it may have.
         """
-        (cohort,) = self._cohorts if len(self._cohorts) == 1 else (None,)
+        (cohort,) = self.cohorts if len(self.cohorts) == 1 else (None,)
         if cohort is None or cohort.in_flight or cohort.prefilling or not cohort.decoding:
             return 0
         if self._waiting or self._placed or self._followers or self._ending or self.held:
@@ -61,14 +61,14 @@ class StretchingScheduler(RestartingScheduler):
 
     def decoding(self) -> list[Chunk]:
         """Return what the next step has, if it only decodes."""
-        return [Chunk("", sequence.computed, 1) for sequence in self._cohorts[0].decoding]
+        return [Chunk("", sequence.computed, 1) for sequence in self.cohorts[0].decoding]
 
     def skip(self, steps: int, token: int) -> list[tuple[Sequence, int]]:
         """Have so many steps be computed, with the same token for all; return who got them, with the tokens before."""
         got = []
         tokens = [token] * steps
         size = self.blocks.block_tokens
-        for sequence in self._cohorts[0].decoding:
+        for sequence in self.cohorts[0].decoding:
             got.append((sequence, len(sequence.tokens) - len(sequence.request.prompt)))
             sequence.tokens.extend(tokens)
             sequence.computed += steps

@@ -220,7 +220,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def allot(self, home: str, helpers: list[str], sectors: int) -> None:
         for helper in helpers:
-            self.group[helper].stages.allot(home, sectors)
+            self.group[helper].stages.of(home).memory.allot(sectors)
 
     # -- losses
 

@@ -180,7 +180,7 @@ class EngineGroup:
 
     def _copy(self, home: str, moves: Iterable[ShardMove], blocks: Blocks) -> None:
         for layers, owner, rank in moves:
-            source = self[home].kv.locate(layers) if owner == home else self[owner].stages.locate(home, layers)
+            source = self[home].kv.locate(layers) if owner == home else self[owner].stages.of(home).layers_kv(layers)
             self[rank].exchange.copy(home, layers, source, blocks, coordinated=False)
 
     def part(self, home: str) -> None:

@@ -96,10 +96,10 @@ class Cohorts:
     def share_out(self, copies: int) -> None:
         """Have live sequences be shared out among copies of the layers, as many batches each; no step is in flight."""
         cohorts = copies * -(-(self._count or 1) // copies)
-        self._loop.set_copies(copies, cohorts)
+        self._loop.scheduler.set_copies(copies, cohorts)
         self._home.set_cohorts(cohorts)
 
     def _use(self, count: int) -> None:
         """Have so many batches in flight; none is."""
-        self._loop.set_cohorts(count)
+        self._loop.scheduler.set_cohorts(count)
         self._home.set_cohorts(count)

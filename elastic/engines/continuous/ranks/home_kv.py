@@ -42,7 +42,7 @@ class HomeKV:
 
     def mapped_since(self) -> list[SectorPages]:
         """Take the log of sectors: return where those are that are mapped, in the layers that are computed here."""
-        memory, own = self.memory, self.exchange.places_of(self.own_parts)
+        memory, own = self.memory, self.own_places
         with memory.lock:
             log, memory.log = memory.log or [], []
             told = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 from elastic.engines.core.kv_state import LayersKV
@@ -84,13 +83,12 @@ class HostedStages:
             self.by_home[home] = stage
             stage.start()
 
-    def locate(self, home: str, shards: Sequence[int]) -> LayersKV:
-        """Say where keys and values of another instance's shards lie here."""
-        return self.of(home).layers_kv(shards)
-
-    def allot(self, home: str, sectors: int) -> None:
-        """Keep pages for so many sectors of another instance. Raises `CapacityError`, and nothing has changed."""
-        self.of(home).memory.allot(sectors)
+    def of(self, home: str) -> GuestStage:
+        """Return the stage of an instance. Raises `StateError` where there is none."""
+        stage = self.by_home.get(home)
+        if stage is None or stage.ended:
+            raise StateError(f"no layers of {home!r} are computed at {self._home.rank!r}; open a stage first")
+        return stage
 
     def close(self, home: str, *, keep: bool = False) -> None:
         """Compute no layers of another instance any more; its memory comes free. Unknown: nothing happens.
@@ -114,19 +112,7 @@ class HostedStages:
             raise StateError(f"nothing that was computed for {home!r} is kept at {self._home.rank!r}")
         return stage.kept_layers(epoch)
 
-    def check(self) -> None:
-        """Recount the memory of the instances here."""
-        for stage in list(self.by_home.values()):
-            stage.memory.check()
-
     # -- inside the engine
-
-    def of(self, home: str) -> GuestStage:
-        """Return the stage of an instance. Raises `StateError` where there is none."""
-        stage = self.by_home.get(home)
-        if stage is None or stage.ended:
-            raise StateError(f"no layers of {home!r} are computed at {self._home.rank!r}; open a stage first")
-        return stage
 
     def require_rank(self) -> None:
         """Raise `StateError` while the engine has no name among ranks."""
@@ -150,10 +136,9 @@ class HostedStages:
         self._release_forward()
 
     def _stage_forward(self) -> StageForward:
-        with self._lock:
-            if self._forward is None:
-                self._forward = StageForward(self._model, self.turn)
-            return self._forward
+        if self._forward is None:
+            self._forward = StageForward(self._model, self.turn)
+        return self._forward
 
     def _release_forward(self) -> None:
         """Leave the model as it was once nothing of it is computed with others."""

@@ -21,7 +21,6 @@ from elastic.engines.continuous.ranks.joined_ranks import JoinedRanks
 from elastic.engines.continuous.ranks.layer_exchange import LayerExchange
 from elastic.engines.continuous.step_loop import StepLoop
 from elastic.engines.core.kv_state import KVSource, LayersKV
-from elastic.engines.core.restart import RestartingScheduler
 from elastic.engines.core.sequence import Sequence
 from elastic.engines.pipeline.home import HomeExecutor
 from elastic.engines.pipeline.path import LayerPath
@@ -40,16 +39,19 @@ class Recovery:
 
     def __init__(
         self,
+        runtime: Runtime,
         loop: StepLoop,
         home: HomeExecutor,
-        layers: LostLayers,
+        kv: HomeKV,
+        stages: HostedStages,
         exchange: LayerExchange,
         ranks: JoinedRanks,
         cohorts: Cohorts,
         moves: MovingRequests,
     ) -> None:
-        self._loop, self._home, self._layers, self._exchange = loop, home, layers, exchange
-        self._ranks, self._cohorts, self._moves = ranks, cohorts, moves
+        self._runtime, self._loop, self._home, self._kv, self._stages = runtime, loop, home, kv, stages
+        self._exchange, self._ranks, self._cohorts, self._moves = exchange, ranks, cohorts, moves
+        self._memory, self._scheduler = kv.memory, loop.scheduler
 
     @property
     def lost_rank(self) -> str | None:
@@ -72,30 +74,22 @@ class Recovery:
             self._loop.settle_all()  # the steps in flight, which are void or not
             self._loop.lost = RankLost(f"rank {lost!r} was lost", rank=lost)
             undone, before = self._exchange.void(), self._home.path
-            again = self._layers.take_home(restore, memories) if undone or before.helpers else 0
+            again = self._take_home(restore, memories) if undone or before.helpers else 0
             alone = LayerPath.alone(before.home, before.layers, before.shards)
             self._ranks.part(replace(alone, epoch=before.epoch + 1))
             if before.copies > 1:
                 self._cohorts.share_out(1)
-            self._layers.memory.set_cap(None)
+            self._memory.set_cap(None)
             self._moves.end_impossible(self._moves.on_impossible)
             self._loop.paused = False
-            self._loop.go_on()
+            self._loop.lost = None
             return again
 
         return self._loop.between_steps(come_home)
 
+    # -- inside, on the loop's thread; no step is in flight
 
-class LostLayers:
-    """Brings home what other ranks computed, on the loop's thread; no step is in flight."""
-
-    def __init__(
-        self, runtime: Runtime, scheduler: RestartingScheduler, home: HomeExecutor, kv: HomeKV, stages: HostedStages
-    ) -> None:
-        self._runtime, self._scheduler, self._home, self._kv, self._stages = runtime, scheduler, home, kv, stages
-        self.memory = kv.memory
-
-    def take_home(self, restore: Restore, memories: Mapping[str, KVSource] | None) -> int:
+    def _take_home(self, restore: Restore, memories: Mapping[str, KVSource] | None) -> int:
         """Have weights, keys and values of all layers here; return the tokens that are computed anew."""
         path = self._home.path
         away = tuple(sorted({shard % path.numbers for shard, rank in enumerate(path.ranks) if rank != self._home.rank}))
@@ -104,7 +98,7 @@ class LostLayers:
         try:
             restore(away)
             if self._scheduler.begun:
-                self.memory.add_layers(self._kv.missing)
+                self._memory.add_layers(self._kv.missing)
                 for copy, sources in enumerate(kept):
                     self._copy_kept(copy, sources or {}, memories or {})
         except ElasticError as error:
@@ -114,8 +108,8 @@ class LostLayers:
             self._stages.free_kept()
             again += self._restart(None)
             restore(away)
-        with self.memory.lock:
-            self.memory.add_layers(self._kv.missing)
+        with self._memory.lock:
+            self._memory.add_layers(self._kv.missing)
         self._kv.cache.refresh()
         self._clear_uncomputed()
         self._scheduler.keep()
@@ -147,7 +141,7 @@ class LostLayers:
             return None if told is None else replace(told, pages={part: told.pages[part] for part in sorted(parts)})
         sectors: dict[int, Mapping[int, tuple[int, ...]]] = {}
         for part in sorted(parts):
-            sectors |= self._home.links[rank].located(self.memory.group_of(part), (part,), LAST_WORD_S)
+            sectors |= self._home.links[rank].located(self._memory.group_of(part), (part,), LAST_WORD_S)
         memory = memories[rank]
         return LayersKV(memory.file, memory.page_bytes, memory.format, sectors)
 
@@ -159,7 +153,7 @@ class LostLayers:
         if not any(sources is not None for sources in kept):
             self._stages.free_kept()
             return self._restart(None)
-        scheduler, memory = self._scheduler, self.memory
+        scheduler, memory = self._scheduler, self._memory
         lost = [sequence for sequence in scheduler.begun if not self._is_kept(sequence, kept)]
         again = self._restart({*lost, *scheduler.unkeepable()})
         pages, shards = self._runtime.shard_pages, self._home.path.shards  # below: what weights that are not here take
@@ -178,7 +172,7 @@ class LostLayers:
             return False
         pages = {part: sectors for source in sources.values() for part, sectors in source.pages.items()}
         for group, (computed, _) in enumerate(self._scheduler.blocks.blocks_of(sequence.table, sequence.computed)):
-            size, parts = self.memory.blocks_per_sector(group), self.memory.groups[group].group.layers
+            size, parts = self._memory.blocks_per_sector(group), self._memory.groups[group].group.layers
             sectors = {block // size for block in computed}
             if any(not sectors <= pages[part].keys() for part in parts if part in pages):
                 return False
@@ -187,8 +181,8 @@ class LostLayers:
     def _restart(self, sequences: Collection[Sequence] | None) -> int:
         """Have sequences be computed anew, and no memory be kept that no other needs; return tokens."""
         again = self._scheduler.restart(sequences)
-        self.memory.set_cap(0)
-        self.memory.reached_cap()  # which gives back all sectors that are not in use
+        self._memory.set_cap(0)
+        self._memory.reached_cap()  # which gives back all sectors that are not in use
         return again
 
     def _copy_kept(self, copy: int, sources: Mapping[str, LayersKV], memories: Mapping[str, KVSource]) -> None:
@@ -198,7 +192,7 @@ class LostLayers:
         """
         blocks = None if self._home.path.copies == 1 else self._computed_blocks(copy)
         for rank, source in sources.items():
-            self._kv.exchange.copy(self.memory, source, source.pages, blocks, coordinated=False)
+            self._kv.exchange.copy(self._memory, source, source.pages, blocks, coordinated=False)
             if rank not in memories:
                 after = self._source(rank, source.pages, {})
                 if after is None or self._of_mapped(after) != self._of_mapped(source):
@@ -212,21 +206,21 @@ class LostLayers:
             for sequence in scheduler.begun
             if scheduler.copy_of(sequence) == copy
         ]
-        groups = range(len(self.memory.groups))
+        groups = range(len(self._memory.groups))
         return [sorted({block for table in tables for block in table[group][0]}) for group in groups]
 
     def _of_mapped(self, source: LayersKV) -> dict[int, dict[int, tuple[int, ...]]]:
         """Return where the sectors are that are mapped here: part of the KV cache -> sector -> pages."""
-        mapped = [group.mapped for group in self.memory.groups]
+        mapped = [group.mapped for group in self._memory.groups]
         return {
-            part: {sector: there for sector, there in sectors.items() if sector in mapped[self.memory.group_of(part)]}
+            part: {sector: there for sector, there in sectors.items() if sector in mapped[self._memory.group_of(part)]}
             for part, sectors in source.pages.items()
         }
 
     def _clear_uncomputed(self) -> None:
         """Have blocks be as new ones that are behind what is computed of their sequence."""
         scheduler = self._scheduler
-        for group in range(len(self.memory.groups)):
+        for group in range(len(self._memory.groups)):
             behind = [
                 block
                 for sequence in scheduler.begun

@@ -50,7 +50,7 @@ def prepare(ranks: EngineGroup, layer: int, rank: str) -> None:
     """Have a layer of a, where it is now, be copied to another rank: all but what steps write from now on."""
     owner = ranks["a"].path.ranks[layer]
     ranks[rank].exchange.prepare("a", (layer,), ranks["a"].exchange.begin((layer,)))
-    there = ranks["a"].kv.locate((layer,)) if owner == "a" else ranks[owner].stages.locate("a", (layer,))
+    there = ranks["a"].kv.locate((layer,)) if owner == "a" else ranks[owner].stages.of("a").layers_kv((layer,))
     ranks[rank].exchange.copy("a", (layer,), there, ranks["a"].exchange.written_blocks())
 
 
@@ -156,7 +156,7 @@ def test_sectors_that_were_given_back_since_their_rank_told_of_them_are_asked_fo
         patch.setattr(GuestStage, "_do", do_late)
         a._memory.trim(a._memory.mapped_pages)  # as weights that come back have it do
         b.exchange.prepare("a", layers, a.exchange.begin(layers))
-        blocks, told = a.exchange.written_blocks(), c.stages.locate("a", layers)
+        blocks, told = a.exchange.written_blocks(), c.stages.of("a").layers_kv(layers)
         b.exchange.copy("a", layers, told, blocks)
         told_of.set()
     while c.stages.by_home["a"].memory.mapped_count > a._memory.mapped_count:
@@ -165,7 +165,7 @@ def test_sectors_that_were_given_back_since_their_rank_told_of_them_are_asked_fo
     heard.wait(["own"])
     a.exchange.resume()
     heard.wait_for_tokens("r2", 100)
-    now = c.stages.locate("a", layers).pages[1]
+    now = c.stages.of("a").layers_kv(layers).pages[1]
     assert any(told.pages[1].get(sector, pages) != pages for sector, pages in now.items())
     a.exchange.flip(a.path.moved(layers, "b"), {("c", "b"): told})
     heard.wait(["r2"])

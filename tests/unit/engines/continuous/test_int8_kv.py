@@ -69,7 +69,7 @@ def test_a_request_moves_with_its_scales(name: str, shards: int, engines: Any) -
     heard.wait_for_tokens(request.id, 5)
     states, kv = a.engine.moves.hand_over(request.id)
     b.engine.moves.receive(states, kv, a.sources_of(kv))
-    table = b.engine.moves._received._requests[request.id].sequences[request.id].table
+    table = b.engine.moves.received._requests[request.id].sequences[request.id].table
     there = SequenceKV(request.id, kv[0].computed, tuple(map(tuple, table.blocks)))
     assert layer_digests(b.engine, there) == kv_digests(a.engine, request.id)[request.id]
     assert b.engine.adopt(states, heard, kv=kv) == kv[0].computed

@@ -125,7 +125,7 @@ def test_a_request_moves_while_it_generates_and_no_token_is_computed_twice(
         assert rounds[0] > sum(rounds[1:]), "what is there is not copied again"
     states, kv = a.engine.moves.hand_over(request.id)
     assert b.engine.moves.receive(states, kv, a.sources_of(kv)) >= 0
-    table = b.engine.moves._received._requests[request.id].sequences[request.id].table
+    table = b.engine.moves.received._requests[request.id].sequences[request.id].table
     there = SequenceKV(request.id, kv[0].computed, tuple(map(tuple, table.blocks)))
     assert layer_digests(b.engine, there) == kv_digests(a.engine, request.id)[request.id]
     assert b.engine.adopt(states, heard, kv=kv) == kv[0].computed == len(PROMPT) + len(states[0].generated) - 1
@@ -197,7 +197,7 @@ def test_blocks_that_answers_share_are_shared_where_they_go(engines: Any) -> Non
         heard.wait_for_tokens(f"{request.id}/{i}", 4)
     states, kv = a.engine.moves.hand_over(request.id)
     copied = b.engine.moves.receive(states, kv, a.sources_of(kv))
-    taken = b.engine.moves._received._requests[request.id].sequences
+    taken = b.engine.moves.received._requests[request.id].sequences
     tables = [taken[one.sequence].table.blocks[0] for one in kv]
     full = len(PROMPT) // 8
     assert tables[0][:full] == tables[1][:full] == tables[2][:full]
@@ -404,7 +404,7 @@ def test_a_target_without_room_says_so_and_keeps_nothing(engines: Any) -> None:
         b.engine.adopt(states, heard, kv=kv, source=source)
     assert b.engine.reports.load().running == 0
     assert b.engine.runtime.kv.used_bytes == 0
-    assert not b.engine.moves._received._requests
+    assert not b.engine.moves.received._requests
     a.engine.moves.take_back(request.id)
     heard.wait([request.id])
     assert is_continuation(architectures.build("llama-gqa"), PROMPT, 100, heard.tokens[request.id])
@@ -429,7 +429,7 @@ def test_blocks_that_were_received_are_in_use_until_they_are_given_up(engines: A
     assert kv_of_b.used_bytes > 0
     kv_of_b.resize(0)
     kv_of_b.trim()
-    table = b.engine.moves._received._requests[request.id].sequences[request.id].table
+    table = b.engine.moves.received._requests[request.id].sequences[request.id].table
     there = SequenceKV(request.id, kv[0].computed, tuple(map(tuple, table.blocks)))
     assert layer_digests(b.engine, there) == kv_digests(a.engine, request.id)[request.id], "nobody took the blocks"
     b.engine.moves.give_up(request.id)

@@ -100,7 +100,7 @@ def live_bytes(ranks: EngineGroup, home: str) -> dict[tuple[str, int], list[byte
     engine = ranks[home]
     found: dict[tuple[str, int], list[bytes]] = {}
     for layer, owner in enumerate(engine.path.ranks):
-        kv = engine.kv.locate([layer]) if owner == home else ranks[owner].stages.locate(home, [layer])
+        kv = engine.kv.locate([layer]) if owner == home else ranks[owner].stages.of(home).layers_kv([layer])
         group, size = engine._memory.group_of(layer), kv.format.block_bytes
         per_sector = engine._memory.blocks_per_sector(group)
         with open_shared(kv.file) as file:
@@ -563,7 +563,7 @@ def test_a_request_that_never_fits_alone_fails_or_leaves_when_its_group_is_lost(
     expected = Continuation(architectures.plain("llama-gqa"), PROMPTS[1], 30)
     ranks.join("a", "b", sectors=1)
     ranks.move("a", (1, 2), "b")
-    ranks["b"].stages.allot("a", alone + alone // 2)
+    ranks["b"].stages.of("a").memory.allot(alone + alone // 2)
     engine.ranks.set_cap(alone + alone // 2)
     tokens = engine._memory.blocks_per_sector(0) * engine.kv_format.block_tokens * (alone + 1)
     long, short = Request(PROMPTS[0], tokens - len(PROMPTS[0]), id="long"), Request(PROMPTS[1], 30, id="short")

@@ -160,7 +160,7 @@ def live_bytes(ranks: EngineGroup, home: str) -> dict[tuple[str, int], list[byte
     found: dict[tuple[str, int], list[bytes]] = {}
     for shard, owner in enumerate(engine.path.ranks):
         (part,) = kv_parts([shard], engine.path.shards, engine.kv_format.kv_shards)
-        kv = engine.kv.locate([shard]) if owner == home else ranks[owner].stages.locate(home, [shard])
+        kv = engine.kv.locate([shard]) if owner == home else ranks[owner].stages.of(home).layers_kv([shard])
         group, size = engine._memory.group_of(part), kv.format.block_bytes
         per_sector = engine._memory.blocks_per_sector(group)
         assert kv.file is not None
