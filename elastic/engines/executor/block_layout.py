@@ -51,24 +51,15 @@ class BlockLayout(ABC):
 
     stored: torch.dtype | None = None
     """Of the elements of a cache; None: that of attention."""
+    row_heads: int
+    """The heads that lie side by side for one token."""
 
     def __init__(self, shape: BlockShape) -> None:
         self.shape = shape
-
-    @property
-    def block_elements(self) -> int:
-        """Count the elements of a block in a cache."""
-        return self.shape.elements
-
-    @property
-    def slots(self) -> int:
-        """Count the places for vectors of a head in a block, for keys and for values each."""
-        return self.shape.tokens
-
-    @property
-    @abstractmethod
-    def row_heads(self) -> int:
-        """Count the heads that lie side by side for one token."""
+        self.slots = shape.tokens
+        """Places for vectors of a head in a block, for keys and for values each."""
+        self.block_elements = shape.elements
+        """Of a block in a cache."""
 
     def parts(self, first_blocks: torch.Tensor) -> CacheParts:
         """Describe parts of a layer's cache by where the blocks of each begin, [parts]."""
@@ -142,9 +133,9 @@ class HeadCentric(BlockLayout):
 class TokenMajor(BlockLayout):
     """[block, K/V, token, head, dim]: a token's heads lie side by side, as a layer computes them."""
 
-    @property
-    def row_heads(self) -> int:
-        return self.shape.heads
+    def __init__(self, shape: BlockShape) -> None:
+        super().__init__(shape)
+        self.row_heads = shape.heads
 
     def places(self, first_blocks: torch.Tensor) -> torch.Tensor:
         return first_blocks[:, None]
@@ -173,44 +164,29 @@ LAYOUTS: dict[str, type[BlockLayout]] = {"head_centric": HeadCentric, "token_maj
 
 
 class Int8Blocks(BlockLayout):
-    """Blocks of another layout in 8 bits, with a scale for the keys, and one for the values, of each token and head.
+    """Blocks in 8 bits, with a scale for the keys, and one for the values, of each token and head.
 
-    Where the other layout has [token, …], there is [slot, …] of int8: the values, and behind them the scales in the
-    same order, in as many slots more as they need (`scale_slots`). A value is its int8 times its scale: no zero point.
+    Another layout, the next base of a class, says the order. Where that has [token, …], there is [slot, …] of int8: the
+    values, and behind them the scales in the same order, in as many slots more as they need (`scale_slots`). A value is
+    its int8 times its scale: no zero point.
     """
 
     stored = torch.int8
+    order: type[BlockLayout]
+    """That layout."""
 
-    def __init__(self, order: type[BlockLayout], shape: BlockShape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: BlockShape, dtype: torch.dtype) -> None:
         """`dtype`: of keys and values as they are read."""
         super().__init__(shape)
         tokens, heads, dim = shape.tokens, shape.heads, shape.dim
-        slots = tokens + scale_slots(tokens, dim)
+        self.slots = tokens + scale_slots(tokens, dim)
         each = dim // SCALE_DTYPE.itemsize
         """Scales that have room in a slot of one head."""
         self._first_scale = tokens * each
-        self._read = order(shape)
-        self._values = order(BlockShape(slots, heads, dim))
-        self._scales = order(BlockShape(slots * each, heads, 1))
+        self._values = self.order(BlockShape(self.slots, heads, dim))
+        self._scales = self.order(BlockShape(self.slots * each, heads, 1))
+        self.block_elements = self._values.shape.elements
         self._dtype = dtype
-
-    @property
-    def block_elements(self) -> int:
-        return self._values.shape.elements
-
-    @property
-    def slots(self) -> int:
-        return self._values.shape.tokens
-
-    @property
-    def row_heads(self) -> int:
-        return self._read.row_heads
-
-    def places(self, first_blocks: torch.Tensor) -> torch.Tensor:
-        return self._read.places(first_blocks)
-
-    def read_index(self, tables: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        return self._read.read_index(tables, places)
 
     def read(self, cache: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         vectors, dim = self.shape.tokens * self.row_heads, self.shape.dim
@@ -219,9 +195,6 @@ class Int8Blocks(BlockLayout):
         values = rows[:, : vectors * dim].view(-1, vectors, dim)
         scales = rows.view(SCALE_DTYPE)[:, first : first + vectors]
         return self.arrange(dequantize(values, scales, self._dtype).flatten(1), index.shape[1], index.shape[2])
-
-    def arrange(self, rows: torch.Tensor, requests: int, places: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._read.arrange(rows, requests, places)
 
     def as_read(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return dequantize(*quantize(keys), self._dtype), dequantize(*quantize(values), self._dtype)
@@ -235,6 +208,21 @@ class Int8Blocks(BlockLayout):
         (keys, key_scales), (values, value_scales) = quantize(keys), quantize(values)
         self._values.write(cache, index[0], keys, values)
         self._scales.write(cache.view(SCALE_DTYPE), index[1], key_scales[..., None], value_scales[..., None])
+
+
+class Int8HeadCentric(Int8Blocks, HeadCentric):
+    """[block, head, K/V, slot, dim]."""
+
+    order = HeadCentric
+
+
+class Int8TokenMajor(Int8Blocks, TokenMajor):
+    """[block, K/V, slot, head, dim]."""
+
+    order = TokenMajor
+
+
+INT8_LAYOUTS: dict[str, type[Int8Blocks]] = {"head_centric": Int8HeadCentric, "token_major": Int8TokenMajor}
 
 
 def quantize(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -254,5 +242,5 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
 
 def layout_of(form: KVFormat, dtype: torch.dtype) -> BlockLayout:
     """Return the layout of blocks of a form, for attention in `dtype`."""
-    shape, order = BlockShape(form.block_tokens, form.heads, form.dim), LAYOUTS[form.layout]
-    return Int8Blocks(order, shape, dtype) if form.dtype == INT8 else order(shape)
+    shape = BlockShape(form.block_tokens, form.heads, form.dim)
+    return INT8_LAYOUTS[form.layout](shape, dtype) if form.dtype == INT8 else LAYOUTS[form.layout](shape)

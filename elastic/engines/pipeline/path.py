@@ -116,13 +116,9 @@ class LayerPath:
         """Return the ranks that compute a layer, of the first copy, each once, in the order of their first shards."""
         return tuple(dict.fromkeys(self.ranks_of(layer)))
 
-    def runs(self) -> tuple[tuple[tuple[str, ...], range], ...]:
-        """Return the layers from first to last by the ranks that compute the first copy, in as few runs as possible."""
-        return self._runs
-
     @cached_property
-    def _runs(self) -> tuple[tuple[tuple[str, ...], range], ...]:
-        """What `runs` returns: each step asks for it."""
+    def runs(self) -> tuple[tuple[tuple[str, ...], range], ...]:
+        """The layers from first to last by the ranks that compute the first copy, in as few runs as possible."""
         runs, first = [], 0
         for ranks, same in groupby(map(self.holders, range(self.layers))):
             last = first + len(list(same))
@@ -134,7 +130,7 @@ class LayerPath:
     def stages(self) -> int:
         """How many stages can compute different steps at a time: runs that share no rank with those before them."""
         stages: list[tuple[str, ...]] = []
-        for ranks, _ in self.runs():
+        for ranks, _ in self.runs:
             if not any(set(ranks).intersection(stage) for stage in stages):
                 stages.append(ranks)
         return len(stages)
@@ -188,7 +184,7 @@ class LayerPath:
         """Return what a rank does in each step, of the first copy. Raises `ConfigError` for one with no part in it."""
         own = {layer: LayerPart(parts, self.ranks_of(layer)) for layer, parts in self.shards_by_layer(rank).items()}
         if rank != self.home and not own:
-            raise ConfigError(f"rank {rank!r} computes no layer of {self.home!r}; its steps go by {self.runs()}")
+            raise ConfigError(f"rank {rank!r} computes no layer of {self.home!r}; its steps go by {self.runs}")
         receives: dict[int, str] = {}
         sends: dict[int, tuple[str, ...]] = {}
         at = (*map(self.holders, range(self.layers)), (self.home,))  # hidden states ahead of each layer, and at the end

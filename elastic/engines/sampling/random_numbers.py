@@ -48,16 +48,12 @@ def exponentials(
     bits = [mix((key + (position + 1) * GAMMA) & _MASK) for key, position in zip(keys, positions, strict=True)]
     words = torch.from_numpy(np.array(bits, np.uint64).view(np.int32).reshape(-1, 2)).to(tokens.device)
     low, high = (words[:, None] if rows is None else words[rows]).unbind(-1)
-    x = tokens.int() * _as_int32(0x9E3779B9) + low
+    x = tokens.int() * (0x9E3779B9 - 2**32) + low
     x ^= (x >> 16) & 0xFFFF
     x *= 0x7FEB352D
     x ^= (x >> 15) & 0x1FFFF
     x ^= high
-    x *= _as_int32(0x846CA68B)
+    x *= 0x846CA68B - 2**32
     x ^= (x >> 16) & 0xFFFF
     uniform = (x & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
     return uniform.neg_().log1p_().neg_()
-
-
-def _as_int32(value: int) -> int:
-    return value - 2**32

@@ -45,7 +45,7 @@ def legs_of(path: LayerPath, parts: StepParts, factor: Callable[[str, int], floa
     """
     legs: list[Leg] = []
     stage_s = handovers.stage_s if len({path.home, *path.ranks}) > 1 else 0.0
-    for holders, layers in path.runs():
+    for holders, layers in path.runs:
         seconds = {
             rank: math.fsum(_layer_s(path, parts, rank, layer) * factor(rank, layer) for layer in layers)
             for rank in holders

@@ -36,7 +36,7 @@ def planned_shape(now: Shape, plan: GroupPlan) -> Shape:
 def sharing(paths: Mapping[str, LayerPath]) -> tuple[tuple[str, ...], ...]:
     """Return the ranks that share layers with each other, together, in their order; one that shares none by itself."""
     units = {rank: {rank} for rank in paths}
-    for holders in {holders for path in paths.values() for holders, _ in path.runs()}:
+    for holders in {holders for path in paths.values() for holders, _ in path.runs}:
         joined = set[str]().union(*(units[rank] for rank in holders))
         units.update(dict.fromkeys(joined, joined))
     return tuple(dict.fromkeys(tuple(rank for rank in paths if rank in unit) for unit in units.values()))

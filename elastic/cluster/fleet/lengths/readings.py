@@ -87,7 +87,7 @@ def _units(groups: Sequence[GroupStatus], serving: Mapping[str, Instance]) -> It
         if all(name in serving for name in group.members):
             for ranks in sharing(group.paths):
                 partners, paths = _partners(ranks, group), [group.paths[name] for name in ranks]
-                whole = all(len(holders) == len(ranks) for path in paths for holders, _ in path.runs())
+                whole = all(len(holders) == len(ranks) for path in paths for holders, _ in path.runs)
                 yield _Unit(ranks, partners, not partners and not whole)
     kept = [group for group in groups if group.tp > 1 or all(name in serving for name in group.members)]
     grouped = {name for group in kept for name in group.members}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -17,19 +17,8 @@ from elastic.weights.decoder import PAGED_CACHE
 
 Inputs = dict[str, Any]
 """Keyword arguments of a forward pass, with the step's cache as `PAGED_CACHE`."""
-
-
-class PassGraph(Protocol):
-    """A computation that was captured once: `OperatorGraph` on a CPU, `PiecewiseCudaGraph` on a GPU."""
-
-    def capture(self, run: Callable[[], Any], memory: GraphMemory) -> Any:
-        """Run a computation and record it; return what it returned. Raises `CaptureRefused`."""
-
-    def call(self, function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-        """In a capture: call a function that replays call as it is; see `OperatorGraph.call`."""
-
-    def replay(self) -> Any:
-        """Compute again, with what is in the captured inputs now."""
+PassGraph = OperatorGraph | PiecewiseCudaGraph
+"""On a CPU, and on a GPU."""
 
 
 class _StepCache:

@@ -24,7 +24,7 @@ def test_two_stages() -> None:
     first, second = path.plan("a"), path.plan("b")
     assert (first.receives, first.sends, first.last) == ({4: "b"}, {1: ("b",)}, 4)
     assert (second.receives, second.sends, second.last) == ({2: "a"}, {3: ("a",)}, 3)
-    assert path.runs() == ((("a",), range(2)), (("b",), range(2, 4)))
+    assert path.runs == ((("a",), range(2)), (("b",), range(2, 4)))
 
 
 def test_a_home_that_is_the_second_stage_gets_the_hidden_states_once() -> None:
@@ -50,7 +50,7 @@ def test_layers_of_two_ranks_need_no_hidden_states_of_each_other() -> None:
 
 def test_two_ranks_beside_a_pipeline_stage() -> None:
     path = LayerPath("a", ("a", "a", "b", "a", "c", "c"), shards=2)
-    assert path.runs() == ((("a",), range(1)), (("b", "a"), range(1, 2)), (("c",), range(2, 3)))
+    assert path.runs == ((("a",), range(1)), (("b", "a"), range(1, 2)), (("c",), range(2, 3)))
     a, b, c = (path.plan(rank) for rank in "abc")
     assert (a.receives, a.sends, a.awaited_by(1)) == ({3: "c"}, {0: ("b",)}, ("b",))
     assert (b.receives, b.sends, b.awaited_by(1)) == ({1: "a"}, {1: ("c",)}, ("a", "c"))
