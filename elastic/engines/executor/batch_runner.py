@@ -29,7 +29,7 @@ class BatchRunner:
         self.rows: dict[str, int] = {}
         """Sequence -> row of the tables."""
         self._free_rows: list[int] = []
-        self.cache = PagedCache(memory, groups, self.tables, layout, model.dtype)
+        self.cache = PagedCache(memory, self.tables, layout, model.dtype)
         self._device = model.device
         # attention knows what each token sees: a finished mask keeps the model from building one of all against all
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)

@@ -17,7 +17,6 @@ from elastic.engines.executor.attention_metadata import AttentionMetadata, Metad
 from elastic.engines.executor.block_layout import BlockLayout, CacheParts
 from elastic.engines.executor.input_batch import BatchBlockTable, BatchTokens, Ints
 from elastic.engines.executor.kernels.paged_attention import compiled_attention
-from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.errors import ConfigError, StateError
 from elastic.kvcache.score_terms import ScoreTerms
 from elastic.kvcache.storage.sector_space import SectorSpace
@@ -61,7 +60,6 @@ class PagedCache:
     def __init__(
         self,
         memory: SectorSpace,
-        groups: Sequence[LayerGroup],
         tables: Sequence[BatchBlockTable],
         layout: BlockLayout,
         dtype: torch.dtype,
@@ -78,7 +76,6 @@ class PagedCache:
         ]
         self.layers: dict[int, CachedLayer] = {}
         """By decoder layer."""
-        assert block_layers(memory) == [group.layers for group in groups]
         self._memory = memory
         self._dtype = layout.stored or dtype
         self._parts: dict[tuple[int, tuple[int, ...]], CacheParts] = {}  # group, parts
@@ -171,12 +168,6 @@ class PagedCache:
     def _part_blocks(self, group: int) -> int:
         """Count the blocks for which a part of a layer has addresses."""
         return self._memory.sectors * self._memory.blocks_per_sector(group)
-
-
-def block_layers(memory: SectorSpace) -> list[tuple[int, ...]]:
-    """List the decoder layers of each group of a memory, wherever they are."""
-    groups = [ranges.group for ranges in memory.groups]
-    return [tuple(dict.fromkeys(number // group.kv_shards for number in group.layers)) for group in groups]
 
 
 class RequestSlice:

@@ -32,20 +32,16 @@ class GuestMemory(SectorSpace):
 
     # -- what the KV pool asks
 
-    @property
-    def used_pages(self) -> int:
-        """Pages of mapped sectors."""
-        return self.mapped_pages
+    used_pages = SectorSpace.mapped_pages
+    """Pages of mapped sectors."""
 
     @property
     def promised_pages(self) -> int:
         """Pages kept for sectors that are not mapped yet."""
         return self._reservation.pages
 
-    @property
-    def owed_pages(self) -> int:
-        """The same."""
-        return self.promised_pages
+    owed_pages = promised_pages
+    """The same."""
 
     def trim(self, pages: int) -> int:
         """Give nothing back."""

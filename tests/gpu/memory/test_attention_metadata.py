@@ -11,7 +11,6 @@ import torch
 from elastic.engines.executor.attention_metadata import MetadataBuilder
 from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
 from elastic.engines.executor.input_batch import BatchBlockTable, BatchTokens, Ints
-from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.engines.executor.paged_cache import PagedCache
 from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
@@ -59,7 +58,7 @@ def test_heads_are_chosen_on_one_stream_and_used_on_another(simulator: ModuleTyp
     pool = PagePool("cuda:0#test", backend, 8 * backend.page_bytes, ready_pages=0)
     kv = KVPool(pool, 8 * backend.page_bytes, idle_share=1.0, ready_share=0)
     memory = BlockMemory(kv, [BlockGroup((0,), LAYOUT.shape.elements * 4)])
-    cache = PagedCache(memory, [LayerGroup((0,), None)], [BatchBlockTable(8, None)], LAYOUT, torch.float32)
+    cache = PagedCache(memory, [BatchBlockTable(8, None)], LAYOUT, torch.float32)
     used = []
     for stream in (new_stream(DEVICE), new_stream(DEVICE)):
         with on_stream(stream):

@@ -74,9 +74,10 @@ class SizeGraph:
     captured: CapturedPass | None = None
 
     @property
-    def checked(self) -> bool:
-        """Whether it is replayed from now on."""
-        return self.captured is not None and self.captured.checked
+    def wanted(self) -> bool:
+        """Whether a pass that came before is to be captured or checked while nobody waits."""
+        checked = self.captured is not None and self.captured.checked
+        return self.passes >= PREPARE_AFTER and self.seconds <= LONGEST_S and not checked
 
 
 class StepGraphs:
@@ -128,7 +129,7 @@ class StepGraphs:
         For when no step waits. So most sizes are captured beside what is served, and not in the middle of it.
         """
         room = len(self._captured()) < MOST_GRAPHS
-        wanted = [size for size, entry in self._sizes.items() if is_wanted(entry) and (room or entry.captured)]
+        wanted = [size for size, entry in self._sizes.items() if entry.wanted and (room or entry.captured)]
         if not wanted or self.refusal:
             return False
         self._gate.enter(id(self))
@@ -242,11 +243,6 @@ class StepGraphs:
         """End all graphs: weights may be elsewhere, and other ones, from now on. No pass is running."""
         self._ended = not self._for_good
         self._memory.forget_views()
-
-
-def is_wanted(entry: SizeGraph) -> bool:
-    """Return whether a pass that came before is to be captured or checked while nobody waits."""
-    return entry.passes >= PREPARE_AFTER and entry.seconds <= LONGEST_S and not entry.checked
 
 
 def _sizes_of(inputs: Inputs) -> tuple[PassSize, PassSize]:

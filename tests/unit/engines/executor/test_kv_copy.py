@@ -237,7 +237,7 @@ def test_a_cache_shows_the_layers_that_are_here() -> None:
     groups = [LayerGroup((0, 2), None), LayerGroup((1,), None)]
     layout = LAYOUTS["head_centric"](BlockShape(8, 2, 8))
     tables = [BatchBlockTable(8, None) for _ in groups]
-    cache = PagedCache(guest, groups, tables, layout, torch.float32)
+    cache = PagedCache(guest, tables, layout, torch.float32)
     assert sorted(cache.layers) == [1, 2]
     filled(guest, 0)
     sector = sorted(guest.groups[0].mapped)[0]

@@ -98,7 +98,7 @@ def test_a_graph_serves_prompts_of_fewer_tokens(
 def wait_until_prepared(engine: ContinuousEngine) -> None:
     """Until no size that came before is left to be captured or checked."""
     kinds = engine._runner.graphs._sizes
-    wait_until(lambda: not any(map(step_graphs.is_wanted, list(kinds.values()))))
+    wait_until(lambda: not any(kind.wanted for kind in list(kinds.values())))
 
 
 def test_sizes_are_captured_while_nobody_waits(engines: Any, replays: list[int]) -> None:
