@@ -51,7 +51,7 @@ class EnterLayer(Hook):
             for value in (*args, *kwargs.values()):
                 self._caches.become_stock(value)
         layer = self._layers[self._index]
-        if layer.absent and ((plan := batch_context.thread.plan) is None or self._index in plan):
+        if layer.absent and ((plan := batch_context.thread.plan) is None or self._index in plan.layers):
             if layer.absent is Absence.HOST:
                 self._weights.streamer(layer).enter(layer)
             elif plan is None or not layer.shards_here:  # by a plan, some of its parts may do

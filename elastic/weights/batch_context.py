@@ -7,6 +7,7 @@ would have taken for all rows together.
 from __future__ import annotations
 
 import threading
+from collections.abc import Container
 from typing import Any, Protocol
 
 from torch import nn
@@ -25,8 +26,8 @@ class BatchShare:
 class ForwardPlan(Protocol):
     """Which layers a forward pass computes in this process, whole or in part; the others are passed over."""
 
-    def __contains__(self, layer: object, /) -> bool:
-        """Return whether the layer of this index is computed."""
+    layers: Container[int]
+    """Those that are computed."""
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the forward of a module's class, pass over it or compute a part; return what the module returns."""

@@ -191,7 +191,7 @@ class WeightStreamer:
         return [
             unit
             for unit in self._layers
-            if unit.pool is self.pool and unit.absent is Absence.HOST and (plan is None or unit.index in plan)
+            if unit.pool is self.pool and unit.absent is Absence.HOST and (plan is None or unit.index in plan.layers)
         ]
 
     def _buffer_for(self, layer: WeightUnit) -> PrefetchBuffer | None:

@@ -69,7 +69,7 @@ class PagedMemory(BlockMemory):
 
     @limit.setter
     def limit(self, sectors: int) -> None:
-        self.kv.resize(min(sectors, self.maximum) * self.sector_bytes)
+        self.kv.resize(min(sectors, self.maximum) * self.sector_pages * self.kv.pool.page_bytes)
 
     def take(self, sectors: int) -> bool:
         if not self.share.take_from_cache(sectors):

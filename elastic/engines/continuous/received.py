@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -108,9 +109,10 @@ class ReceivedRequests:
                 by_name = {each.sequence: each for each in kv}
                 if not self._goes_on(reservation, states, by_name):
                     self._free_blocks(reservation)
-                with self._exchange.copier(
+                copying = self._exchange.copier(
                     self._memory, source, lambda: reservation.wanted, coordinated=coordinated
-                ) as copier:
+                )
+                with closing(copying) as copier:
                     return sum(
                         self._receive(reservation, state, by_name[state.id], copier)
                         for state in states

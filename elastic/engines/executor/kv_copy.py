@@ -73,12 +73,6 @@ class BlockCopier:
             finish_queued_work(self._device)  # what was in the blocks may still be read
             self.close = stack.pop_all().close
 
-    def __enter__(self) -> BlockCopier:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def copy(self, group: int, pairs: Pairs) -> int:
         """Copy blocks in all layers of a group; return bytes. Raises as `__init__` where they cannot be read."""
         layers = self._memory.groups[group].group.layers if pairs else ()

@@ -127,12 +127,10 @@ class _StagePass:
         cuts: CutModules | None,
         as_tuples: bool,
     ) -> None:
-        self._plan, self._exchange = plan, exchange
+        self.layers: Container[int] = plan.layers
+        self._last, self._exchange = plan.last, exchange
         self._indices, self._cuts = indices, cuts
         self._as_tuples = as_tuples
-
-    def __contains__(self, layer: object) -> bool:
-        return layer in self._plan.layers
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a layer and send what it returns, or pass over it; call a module inside of one, or compute its part."""
@@ -141,13 +139,13 @@ class _StagePass:
             if self._cuts is None:
                 return own_forward(module, *args, **kwargs)
             return self._cuts.call(module, self._exchange, args, kwargs)
-        if index not in self._plan.layers:
+        if index not in self.layers:
             hidden = self._exchange.hidden_for(index + 1, _given(args, kwargs))
             return (hidden,) if self._as_tuples else hidden
         self._require(index, self._exchange.begin(index))
         output = type(module).forward(module, *args, **kwargs)
         self._exchange.end(hidden_of(output))
-        if index == self._plan.last:
+        if index == self._last:
             raise _StageDone
         return output
 
@@ -170,10 +168,7 @@ class _AttentionPass:
     """The plan of a forward pass that needs no weights of feed-forward networks: layers return what they were given."""
 
     def __init__(self, layers: Container[int], indices: dict[nn.Module, int], as_tuples: bool) -> None:
-        self._layers, self._indices, self._as_tuples = layers, indices, as_tuples
-
-    def __contains__(self, layer: object) -> bool:
-        return layer in self._layers
+        self.layers, self._indices, self._as_tuples = layers, indices, as_tuples
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a layer until it attends, or pass over it."""
@@ -181,7 +176,7 @@ class _AttentionPass:
         if index is None:
             return own_forward(module, *args, **kwargs)
         hidden = _given(args, kwargs)
-        if index in self._layers:
+        if index in self.layers:
             with suppress(Attended):
                 type(module).forward(module, *args, **kwargs)
         return (hidden,) if self._as_tuples else hidden
@@ -191,12 +186,10 @@ class _LayerOutputProbe:
     """A plan by which no layer is computed, and the second one ends the pass."""
 
     def __init__(self) -> None:
+        self.layers: Container[int] = ()
         self._first: torch.Tensor | None = None
         self.indexed = False
         """Whether the model took the first item of what the first layer returned."""
-
-    def __contains__(self, layer: object) -> bool:
-        return False
 
     def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the layer was given, as it is."""

@@ -176,11 +176,6 @@ class SectorSpace:
         return max(group.sector_pages for group in self.groups)
 
     @property
-    def sector_bytes(self) -> int:
-        """The same in bytes."""
-        return self.sector_pages * self.kv.pool.page_bytes
-
-    @property
     def mapped_count(self) -> int:
         """Sectors that are mapped."""
         return sum(len(group.mapped) for group in self.groups)

@@ -103,11 +103,5 @@ class OpenFile:
         if descriptor >= 0:
             os.close(descriptor)
 
-    def __enter__(self) -> OpenFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __del__(self) -> None:
         self.close()

@@ -191,7 +191,7 @@ def test_blocks_are_copied_from_a_cpu_behind_what_reads_them_here(stack: ExitSta
     source = KVSource(file, home.kv.pool.page_bytes, block_form(home.kv), (SectorPages(0, sector, pages),))
     with queued(memory.kv.device, side):
         before = [content(memory, layer, target).fill_(7).sum() for layer in memory.layers]
-    with BlockCopier(memory, source, lambda: True) as copier:
+    with closing(BlockCopier(memory, source, lambda: True)) as copier:
         copier.copy(0, [(sector * BLOCKS + i, target * BLOCKS + i) for i in range(1, BLOCKS)])
     with queued(memory.kv.device, side=True):
         found = [content(memory, layer, target).view(BLOCKS, -1).amax(1).tolist() for layer in memory.layers]

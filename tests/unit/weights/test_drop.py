@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -302,10 +303,10 @@ def test_layers_that_a_thread_passes_over_are_neither_refused_nor_streamed(
     rt = wrapped(model, checkpoint=checkpoint).elastic
     rt.drop(0)
     rt.release(2)
-    monkeypatch.setattr(batch_context.thread, "plan", frozenset({1}))
+    monkeypatch.setattr(batch_context.thread, "plan", SimpleNamespace(layers={1}))
     assert torch.equal(model(**prompt()).logits, expected)
     assert all(buffer.layer is None for buffer in rt._weights.streamers["cpu"]._buffers)
-    monkeypatch.setattr(batch_context.thread, "plan", frozenset({0, 1}))
+    monkeypatch.setattr(batch_context.thread, "plan", SimpleNamespace(layers={0, 1}))
     with pytest.raises(StateError, match="is dropped"):
         model(**prompt())
     monkeypatch.setattr(batch_context.thread, "plan", None)

@@ -111,7 +111,7 @@ class OtherRank:
     def read(self, address: int, pieces: Pieces) -> None:
         if self.lost:
             raise RankLost("rank 'there' has gone", rank="there")
-        with open_shared(self._file) as file:
+        with closing(open_shared(self._file)) as file:
             file.read(address, pieces)
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class OtherRank:
         ranks.on_read(self._name)
         if self._name in ranks.lost:
             raise RankLost(f"rank {self._name!r} has gone", rank=self._name)
-        with open_shared(ranks.files[self._name]) as file:
+        with closing(open_shared(ranks.files[self._name])) as file:
             file.read(address, pieces)
         ranks.read[self._name] += sum(nbytes for _, nbytes in pieces)
 

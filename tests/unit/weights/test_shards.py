@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -48,8 +48,7 @@ def plan(*computed: int) -> Iterator[None]:
     """Call the model as a stage does that computes these layers by itself, in whatever way."""
 
     class Plan:
-        def __contains__(self, index: object) -> bool:
-            return index in computed
+        layers: Container[int] = computed
 
         def call(self, module: Any, args: Any, kwargs: Any) -> Any:
             return type(module).forward(module, *args, **kwargs)

@@ -478,7 +478,7 @@ def test_parts_of_one_call_are_no_queue_to_each_other(engines: Any) -> None:
 def test_the_longest_request_is_one_that_is_taken(name: str, engines: Any) -> None:
     engine = engines(architectures.build(name), small(2 << 20))
     most = engine.longest_request(1_000_000)
-    engine.runtime.kv.resize(engine._blocks._sectors_for(40) * engine._blocks.memory.sector_bytes)
+    engine.runtime.kv.resize(engine._blocks._sectors_for(40) * engine._memory.sector_pages * PAGE)
     now = engine.longest_request(1_000_000)
     assert 40 <= now < most == engine.longest_request(1_000_000, ever=True)
     assert engine.longest_request(30) == 30
@@ -609,7 +609,7 @@ def test_a_smaller_limit_lets_requests_in_later_and_ends_none(engines: Any) -> N
     for request in requests:
         engine.submit(request, heard)
     heard.wait_for_tokens(requests[0].id, 3)
-    small_limit = engine._blocks._sectors_for(70) * engine._blocks.memory.sector_bytes
+    small_limit = engine._blocks._sectors_for(70) * engine._memory.sector_pages * PAGE
     result = engine.runtime.kv.resize(small_limit)
     assert result.status in ("applied", "deferred")
     heard.wait([r.id for r in requests])
@@ -647,7 +647,7 @@ def test_a_request_that_the_limit_has_no_room_for_is_told_and_those_before_it_wa
 def test_a_request_is_admitted_up_to_the_limit_and_not_above(engines: Any) -> None:
     model = architectures.build("llama-gqa")
     engine = engines(model)
-    engine.runtime.kv.resize(engine._blocks._sectors_for(40) * engine._blocks.memory.sector_bytes)
+    engine.runtime.kv.resize(engine._blocks._sectors_for(40) * engine._memory.sector_pages * PAGE)
     assert serve(engine, [Request((3,) * 30, 10)]).ends
     with pytest.raises(Overloaded, match="a request of 200 tokens needs"):
         engine.submit(Request((3,) * 150, 50), Collector())

@@ -397,7 +397,7 @@ def test_a_target_without_room_says_so_and_keeps_nothing(engines: Any) -> None:
     heard.wait_for_tokens(request.id, 2)
     states, kv = a.engine.moves.hand_over(request.id)
     source = a.sources_of(kv)
-    b.engine.runtime.kv.resize(b.engine._memory.sector_bytes * 3)
+    b.engine.runtime.kv.resize(b.engine._memory.sector_pages * 3 * b.engine.runtime.status().places[0].page_bytes)
     with pytest.raises(Overloaded):
         b.engine.moves.receive(states, kv, source)
     with pytest.raises(Overloaded):

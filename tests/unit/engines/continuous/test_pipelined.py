@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -103,7 +104,7 @@ def live_bytes(ranks: EngineGroup, home: str) -> dict[tuple[str, int], list[byte
         kv = engine.kv.locate([layer]) if owner == home else ranks[owner].stages.of(home).layers_kv([layer])
         group, size = engine._memory.group_of(layer), kv.format.block_bytes
         per_sector = engine._memory.blocks_per_sector(group)
-        with open_shared(kv.file) as file:
+        with closing(open_shared(kv.file)) as file:
             sectors = {
                 sector: b"".join(read_file(file, page * kv.page_bytes, kv.page_bytes) for page in pages)
                 for sector, pages in kv.pages[layer].items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -164,7 +165,7 @@ def live_bytes(ranks: EngineGroup, home: str) -> dict[tuple[str, int], list[byte
         group, size = engine._memory.group_of(part), kv.format.block_bytes
         per_sector = engine._memory.blocks_per_sector(group)
         assert kv.file is not None
-        with open_shared(kv.file) as file:
+        with closing(open_shared(kv.file)) as file:
             sectors = {
                 sector: b"".join(read_file(file, page * kv.page_bytes, kv.page_bytes) for page in pages)
                 for sector, pages in kv.pages[part].items()

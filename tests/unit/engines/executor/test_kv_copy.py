@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_blocks_are_copied_between_memories_of_other_pages(
     source = KVSource(shared, pool.page_bytes, form, sectors)
     monkeypatch.setattr(YieldingPace, "LEAST", 2 * form.block_bytes)  # two blocks at once
     pace = YieldingPace(lambda timeout_s: True, lambda: 0.0) if paced else None
-    with BlockCopier(here, source, lambda: True, pace=pace) as copier:
+    with closing(BlockCopier(here, source, lambda: True, pace=pace)) as copier:
         for index, group in enumerate(there.groups):
             pairs = list(zip(blocks_of(there, index), reversed(blocks_of(here, index)), strict=False))
             pairs += list(zip(blocks_of(there, index), blocks_of(here, index), strict=False))
@@ -91,9 +92,9 @@ def test_blocks_are_copied_between_memories_of_other_pages(
         with pytest.raises(StateError, match="sector 90 of group 0 was not told"):
             copier.copy(0, [(90 * there.blocks_per_sector(0), 0)])
     nothing = BlockCopier(here, replace(source, sectors=()), lambda: True)
-    with nothing, pytest.raises(StateError, match="the sectors of group 1 were not told"):
+    with closing(nothing), pytest.raises(StateError, match="the sectors of group 1 were not told"):
         nothing.copy(1, [(0, 0)])
-    with BlockCopier(here, source, lambda: False) as unwanted, pytest.raises(StateError, match="given up"):
+    with closing(BlockCopier(here, source, lambda: False)) as unwanted, pytest.raises(StateError, match="given up"):
         unwanted.copy(0, [(blocks_of(there, 0)[0], blocks_of(here, 0)[0])])
     for memory in (there, here):
         memory.close()
@@ -288,7 +289,7 @@ class AnsweringRank:
     def read(self, address: int, pieces: Pieces) -> None:
         self._rank.asked.append(sum(count for _, count in pieces))
         self._rank.meanwhile()
-        with open_shared(self._rank.file) as file:
+        with closing(open_shared(self._rank.file)) as file:
             file.read(address, pieces)
 
     def close(self) -> None:
@@ -414,7 +415,7 @@ def test_blocks_that_another_rank_has_are_asked_for_together(
     sectors = tuple(SectorPages(i, s, g.pages_of(s)) for i, g in enumerate(home.groups) for s in g.mapped)
     source = KVSource(None, 4096, FORM, sectors, memory=RankMemory("there", "cpu#test"))
     pairs = list(zip(blocks_of(home, 0)[::2], reversed(blocks_of(here, 0)), strict=False))
-    with BlockCopier(here, source, lambda: True, peers=rank, pace=pace) as copier:
+    with closing(BlockCopier(here, source, lambda: True, peers=rank, pace=pace)) as copier:
         assert copier.copy(0, pairs) == sum(rank.asked) == 2 * len(pairs) * FORM.block_bytes
     assert rank.coordinated is (pace is not None)
     assert len(rank.asked) == 2 * -(-len(pairs) // min(chunk_blocks or len(pairs), len(pairs)))

@@ -60,7 +60,7 @@ def test_pages_are_read_where_they_are_in_the_file_also_those_that_come_later(ba
     ctypes.memset(address + PAGE, 8, PAGE)
     shared = backend.shared_file()
     assert shared is not None
-    with open_shared(shared) as file:
+    with closing(open_shared(shared)) as file:
         assert (read(file, 0), read(file, 1)) == (b"\x08" * PAGE, b"\x07" * PAGE)
         assert read(file, 0, 2 * PAGE) == b"\x08" * PAGE + b"\x07" * PAGE
         with pytest.raises(StateError, match="8,192 bytes"):
@@ -79,7 +79,7 @@ def test_what_a_file_has_outlives_its_process_while_another_holds_it(
     child: tuple[Forked, SharedFile],
 ) -> None:
     process, shared = child
-    with open_shared(shared) as held:
+    with closing(open_shared(shared)) as held:
         assert held.reshare().pid == os.getpid()
         process.close()
         with pytest.raises(StateError, match="its process has ended"):
@@ -88,9 +88,10 @@ def test_what_a_file_has_outlives_its_process_while_another_holds_it(
         again = held.reshare()
         code = f"""
             import ctypes
+            from contextlib import closing
             from elastic.memory.backends.shared_file import SharedFile, open_shared
             buffer = ctypes.create_string_buffer(4)
-            with open_shared({again!r}) as file:
+            with closing(open_shared({again!r})) as file:
                 file.read_into(ctypes.addressof(buffer), 2 * 4096, 4)
             print(buffer.raw.decode())
         """
@@ -118,7 +119,7 @@ def test_nothing_is_left_open_and_nothing_has_a_name(backend: MemfdBackend) -> N
     assert shared is not None
     named, descriptors = os.listdir("/dev/shm"), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        with open_shared(shared):
+        with closing(open_shared(shared)):
             assert len(os.listdir("/proc/self/fd")) == descriptors + 1
     file = open_shared(shared)
     file.close()
@@ -134,7 +135,7 @@ def test_what_is_opened_cannot_be_written(backend: MemfdBackend) -> None:
     shared = backend.shared_file()
     assert shared is not None
     backend.create([0])
-    with open_shared(shared) as file, pytest.raises(OSError, match="Bad file descriptor"):
+    with closing(open_shared(shared)) as file, pytest.raises(OSError, match="Bad file descriptor"):
         os.pwrite(file.reshare().descriptor, b"x", 0)
 
 
@@ -143,7 +144,7 @@ def test_a_read_to_where_nothing_is_mapped_is_an_error_and_no_crash(backend: Mem
     shared = backend.shared_file()
     assert shared is not None
     address = backend.reserve(PAGE)
-    with open_shared(shared) as file, pytest.raises(StateError, match="Bad address"):
+    with closing(open_shared(shared)) as file, pytest.raises(StateError, match="Bad address"):
         file.read_into(address, 0, PAGE)
     backend.unreserve(address, PAGE)
     assert libc.pread(-1, 0, 0, 0) == -1
