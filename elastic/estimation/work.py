@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from elastic.engines.executor.kernels.paged_attention import attends_in_place
+from elastic.engines.executor.kernels.paged_attention import attention_library
 from elastic.engines.executor.layer_groups import layer_groups
 from elastic.estimation.kv_room import KVShape
 from elastic.estimation.model_layout import LayerKind, ModelLayout
@@ -113,7 +113,7 @@ def activation_bytes(layout: ModelLayout, step_tokens: int, running: int, contex
 
 def copies_blocks(layout: ModelLayout, device: str) -> bool:
     """Return whether decode steps copy what they attend to, on a type of device: "cpu" or "cuda"."""
-    return not attends_in_place(layout.dtype, layout.kv_shape(FULL).dim, device)
+    return attention_library(layout.dtype, layout.kv_shape(FULL).dim, device) is None
 
 
 def copied_share(layers: int, read_bytes: int) -> float:

@@ -109,10 +109,9 @@ class ReceivedRequests:
                 by_name = {each.sequence: each for each in kv}
                 if not self._goes_on(reservation, states, by_name):
                     self._free_blocks(reservation)
-                copying = self._exchange.copier(
-                    self._memory, source, lambda: reservation.wanted, coordinated=coordinated
-                )
-                with closing(copying) as copier:
+                peers, pace = self._exchange.peers, self._exchange.pace if coordinated else None
+                copier = BlockCopier(self._memory, source, lambda: reservation.wanted, peers=peers, pace=pace)
+                with closing(copier):
                     return sum(
                         self._receive(reservation, state, by_name[state.id], copier)
                         for state in states

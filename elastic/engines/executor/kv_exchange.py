@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from elastic.engines.core.kv_state import KVFormat, KVSource, LayersKV
-from elastic.engines.executor.kv_copy import BlockCopier, copy_layers
+from elastic.engines.core.kv_state import KVFormat, LayersKV
+from elastic.engines.executor.kv_copy import copy_layers
 from elastic.errors import StateError
-from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.sector_space import SectorSpace
 from elastic.memory.backends.rank_memory import Peers
 from elastic.memory.rate_limit import YieldingPace
@@ -75,9 +74,3 @@ class KVExchange:
         """
         pace = self.pace if coordinated else None
         return copy_layers(memory, source, parts, blocks, wanted, peers=self.peers, pace=pace)
-
-    def copier(
-        self, memory: BlockMemory, source: KVSource, wanted: Callable[[], bool], *, coordinated: bool
-    ) -> BlockCopier:
-        """Return what copies blocks of requests that come from another engine. See `BlockCopier`, and `copy`."""
-        return BlockCopier(memory, source, wanted, peers=self.peers, pace=self.pace if coordinated else None)

@@ -64,15 +64,15 @@ class GuestMemory(SectorSpace):
             self._reservation.resize(sectors * self.sector_pages - self.mapped_pages)
             self.allotted = sectors
 
-    def add_layers(self, layers: Iterable[int], mapped: Iterable[Sector] = ()) -> None:
-        """Have layers be here, with all sectors mapped in them: those that were, and `mapped` of the home's besides.
+    def add_layers(self, layers: Iterable[int]) -> None:
+        """Have layers be here, with all mapped sectors mapped in them.
 
-        Raises `CapacityError` where there is no room for what was allotted, `StateError` where that is too little, or
-        a layer is here already: nothing has changed then.
+        Raises `CapacityError` where there is no room for what was allotted, `StateError` where a layer is here
+        already: nothing has changed then.
         """
         with self.lock:
             self._require_open()
-            chosen, new = self._require(layers, present=False), self._not_mapped(mapped)
+            chosen = self._require(layers, present=False)
             self._reservation.resize(self.allotted * self._size_with(chosen) - self.mapped_pages)
             try:
                 pages = self._reservation.take(self._growth_with(chosen))
@@ -83,11 +83,6 @@ class GuestMemory(SectorSpace):
                     raise
             except BaseException:
                 self._reservation.resize(self.allotted * self.sector_pages - self.mapped_pages)
-                raise
-            try:
-                self.map(new)
-            except BaseException:
-                self.remove_layers(chosen)
                 raise
 
     def growth(self, layers: Collection[int]) -> int:
@@ -115,9 +110,13 @@ class GuestMemory(SectorSpace):
         """
         with self.lock:
             self._require_open()
-            new = self._not_mapped(sectors)
+            new = [(g, sector) for g, sector in dict.fromkeys(sectors) if sector not in self.groups[g].mapped]
             if not new:
                 return
+            if outside := [sector for _, sector in new if not 0 <= sector < self.sectors]:
+                raise StateError(f"sectors {outside}: there are addresses for {self.sectors}")
+            if (mapped := self.mapped_count + len(new)) > self.allotted:
+                raise StateError(f"{mapped} sectors would be mapped, {self.allotted} were allotted; allot more first")
             pages = self._reservation.take(sum(self.groups[group].sector_pages for group, _ in new))
             parts = [part for g, s in new for part in self.groups[g].parts(self.groups[g].layers, (s,))]
             try:
@@ -164,14 +163,3 @@ class GuestMemory(SectorSpace):
     def _require_open(self) -> None:
         if self._closed:
             raise StateError("this memory of another instance was closed; make a new one")
-
-    def _not_mapped(self, sectors: Iterable[Sector]) -> list[Sector]:
-        """Return those that are not mapped, once each. Raises `StateError` where all are more than were allotted."""
-        new = [(g, sector) for g, sector in dict.fromkeys(sectors) if sector not in self.groups[g].mapped]
-        outside = [sector for _, sector in new if not 0 <= sector < self.sectors]
-        mapped = self.mapped_count + len(new)
-        if outside:
-            raise StateError(f"sectors {outside}: there are addresses for {self.sectors}")
-        if mapped > self.allotted:
-            raise StateError(f"{mapped} sectors would be mapped, {self.allotted} were allotted; allot more first")
-        return new

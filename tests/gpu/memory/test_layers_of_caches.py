@@ -59,7 +59,8 @@ def guest_of(stack: ExitStack, kv: KVPool, home: BlockMemory, layers: tuple[int,
     guest = GuestMemory(kv, [ranges.group for ranges in home.groups], home.sectors)
     stack.callback(guest.close)
     guest.allot(4)
-    guest.add_layers(layers, home.mapped_sectors)
+    guest.map(home.mapped_sectors)
+    guest.add_layers(layers)
     return guest
 
 

@@ -137,16 +137,12 @@ class PagedAttention:
 
 def compiled_attention(layout: BlockLayout, dtype: torch.dtype, device: torch.device) -> PagedAttention | None:
     """Return the kernel for a cache; None: there is none, and torch's operators compute the same."""
-    library = _library(dtype, layout.shape.dim, device.type)
+    library = attention_library(dtype, layout.shape.dim, device.type)
     return None if library is None else PagedAttention(library, layout, dtype)
 
 
-def attends_in_place(dtype: torch.dtype, dim: int, device: str) -> bool:
-    """Return whether there is a kernel for heads of `dim` elements on a type of device: "cpu" or "cuda"."""
-    return _library(dtype, dim, device) is not None
-
-
-def _library(dtype: torch.dtype, dim: int, device: str) -> ctypes.CDLL | None:
+def attention_library(dtype: torch.dtype, dim: int, device: str) -> ctypes.CDLL | None:
+    """Return what has the kernels for heads of `dim` elements on a type of device, "cpu" or "cuda"; None: nothing."""
     if device != "cpu" or dtype not in _DTYPES or dim % LANES:
         return None
     return compiled_library(

@@ -140,7 +140,8 @@ def home_and_guest() -> tuple[BlockMemory, GuestMemory]:
         home.allocate(group)
     guest = GuestMemory(other.kv, [ranges.group for ranges in home.groups], home.sectors)
     guest.allot(4)
-    guest.add_layers((1, 2), [ref for ref in home.mapped_sectors if ref != (1, 3)])
+    guest.map(ref for ref in home.mapped_sectors if ref != (1, 3))
+    guest.add_layers((1, 2))
     return home, guest
 
 

@@ -312,7 +312,8 @@ class LayersMachine(RuleBasedStateMachine):
             if target == name:
                 home.memory.add_layers(layers)
             else:
-                home.guests[target].add_layers(layers, home.memory.mapped_sectors)
+                home.guests[target].map(home.memory.mapped_sectors)
+                home.guests[target].add_layers(layers)
         except CapacityError:
             assert self.memory_at(name, target).layers == before
             return name

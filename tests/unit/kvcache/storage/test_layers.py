@@ -324,7 +324,8 @@ def test_what_a_guest_was_allotted_nobody_else_gets() -> None:
     memory.promised = lambda: 1
     guest.allot(4)
     assert guest.promised_pages == 0, "of layers that are not here nothing is kept"
-    guest.add_layers((2, 3), [(0, 5)])
+    guest.map([(0, 5)])
+    guest.add_layers((2, 3))
     assert (guest.used_pages, guest.promised_pages, kv.pool.free_pages) == (2, 6, 10)
     assert (memory.room(growing=False), memory.capacity) == (5, 6)
     with pytest.raises(CapacityError, match="no room to promise"):
@@ -370,7 +371,8 @@ def test_layers_of_a_guest_come_whole_or_not_at_all() -> None:
     kv, backend = pool_of(8)
     guest = GuestMemory(kv, FOUR, 8)
     guest.allot(3)
-    guest.add_layers((1, 2), [(0, 0), (0, 6)])
+    guest.map([(0, 0), (0, 6)])
+    guest.add_layers((1, 2))
     shown(guest, 2, 6)[:] = 9
     with pytest.raises(CapacityError, match="no room to promise"):
         guest.add_layers((0,))
@@ -390,15 +392,16 @@ def test_layers_of_a_guest_come_whole_or_not_at_all() -> None:
     check(kv)
 
 
-def test_a_fault_while_new_sectors_of_new_layers_are_mapped_is_undone() -> None:
+def test_a_fault_while_new_sectors_are_mapped_in_several_layers_is_undone() -> None:
     kv, backend = pool_of(16)
     guest = GuestMemory(kv, FOUR, 8)
     guest.allot(4)
-    guest.add_layers((1,), [(0, 0)])
-    backend.fail("map", 3)  # the first is the old sector in the new layer, then the new one in both
+    guest.map([(0, 0)])
+    guest.add_layers((1, 2))
+    backend.fail("map", 2)
     with pytest.raises(CapacityError, match="injected"):
-        guest.add_layers((2,), [(0, 0), (0, 5)])
-    assert (guest.layers, guest.mapped_sectors, guest.promised_pages) == ((1,), ((0, 0),), 3)
+        guest.map([(0, 0), (0, 5)])
+    assert (guest.layers, guest.mapped_sectors, guest.promised_pages) == ((1, 2), ((0, 0),), 6)
     check(kv)
 
 
