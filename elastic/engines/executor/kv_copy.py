@@ -95,9 +95,8 @@ class BlockCopier:
             if pages is None:
                 raise StateError(f"sector {sector} of group {group} was not told: block {first} cannot be found")
             for done, some in _chunks([(0, count)], nbytes, self._pace):
-                pieces = _pieces(pages, source.page_bytes, (place + done) * nbytes)
-                shown = local[(target + done) * nbytes :][: some * nbytes]
-                yield shown, _within(pieces, shown.nbytes)
+                pieces = _pieces(pages, source.page_bytes, (place + done) * nbytes, some * nbytes)
+                yield local[(target + done) * nbytes :][: some * nbytes], pieces
 
     def _read(self, layer: int, stretches: Sequence[tuple[torch.Tensor, list[tuple[int, int]]]]) -> None:
         """Read pieces into each tensor, [bytes], when it may be; of another rank with one question."""
@@ -221,7 +220,7 @@ def _copy_stretches(
     ranges, nbytes = memory.groups[group], source.format.block_bytes
     places = [(first, count, *divmod(first, memory.blocks_per_sector(group))) for first, count in stretches]
     pieces = {
-        first: _within(_pieces(source.pages[layer][sector], source.page_bytes, place * nbytes), count * nbytes)
+        first: _pieces(source.pages[layer][sector], source.page_bytes, place * nbytes, count * nbytes)
         for first, count, sector, place in places
     }
     wanted = {first: pieces[first] for first, _, sector, _ in places if sector in ranges.mapped}
@@ -260,17 +259,6 @@ def _ask(
     return dict(zip(pieces, torch.split(staged, sizes), strict=True))
 
 
-def _within(pieces: Iterable[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
-    """Return what is first of pieces, (offset, most bytes), so many bytes in all."""
-    parts = []
-    for offset, most in pieces:
-        parts.append((offset, min(nbytes, most)))
-        nbytes -= parts[-1][1]
-        if not nbytes:
-            break
-    return parts
-
-
 def _runs(pairs: Pairs, blocks_per_sector: int) -> Iterator[tuple[int, int, int]]:
     """Join pairs of blocks that lie one behind another on both sides, in one sector there: (there, here, count)."""
     i = 0
@@ -284,12 +272,15 @@ def _runs(pairs: Pairs, blocks_per_sector: int) -> Iterator[tuple[int, int, int]
         i += count
 
 
-def _pieces(pages: Sequence[int], page_bytes: int, start: int) -> Iterator[tuple[int, int]]:
-    """List the stretches of the file that pages show from byte `start` on, as (offset, bytes)."""
+def _pieces(pages: Sequence[int], page_bytes: int, start: int, nbytes: int) -> list[tuple[int, int]]:
+    """List the stretches of the file that pages show from byte `start` on, as (offset, bytes), so many bytes in all."""
+    pieces = []
     first, skip = divmod(start, page_bytes)
-    while first < len(pages):
+    while nbytes and first < len(pages):
         stop = first + 1
         while stop < len(pages) and pages[stop] == pages[stop - 1] + 1:
             stop += 1
-        yield pages[first] * page_bytes + skip, (stop - first) * page_bytes - skip
-        first, skip = stop, 0
+        count = min(nbytes, (stop - first) * page_bytes - skip)
+        pieces.append((pages[first] * page_bytes + skip, count))
+        first, skip, nbytes = stop, 0, nbytes - count
+    return pieces

@@ -47,7 +47,7 @@ class PathChange:
     """Those whose source is asked."""
     blocks: Blocks = ()
     """That other ranks copy ahead of it."""
-    copied_ahead: CopyAnswers = field(default_factory=lambda: CopyAnswers((), 0.0, flips=False))
+    copied_ahead: CopyAnswers = field(default_factory=CopyAnswers)
     """Their answers."""
 
     def away(self, pages: Mapping[ShardMove, LayersKV]) -> dict[ShardMove, LayersKV]:
@@ -72,7 +72,7 @@ class HomeExecutor:
         """Set while there are links."""
         self._runner, self._memory, self._turn = runner, memory, turn
         self._ways: Ways = ()
-        self._copies = CopyAnswers((), 0.0, flips=True)  # ahead of the last flip
+        self._copies = CopyAnswers()  # ahead of the last flip
         self.cohorts = 1
         """How many steps may be in flight."""
         self.step_s = 0.0
@@ -176,7 +176,7 @@ class HomeExecutor:
         if self.transport is not None:
             self.transport.close()
         self.links, self.transport, self._aborted = {}, None, False
-        self._copies = CopyAnswers((), 0.0, flips=True)
+        self._copies = CopyAnswers()
         self._go_by(path, ways_of(path))
 
     # -- shards that change their rank

@@ -154,11 +154,7 @@ class GuestStage:
 
         Can be called twice, and frees what was kept.
         """
-        with self._progress:
-            self.ended = True
-            self._progress.notify_all()
-        self._log.close()
-        self._transport.close()
+        self._stop()
         if self._thread.ident is None:
             self._end(keep=keep)
         else:
@@ -336,13 +332,16 @@ class GuestStage:
         if self.ended:
             raise StateError(f"layers of {self.path.home!r} are computed here no more")
 
-    def _end(self, *, keep: bool) -> None:
-        """Have nobody wait for it, and its memory be free, unless that is kept."""
+    def _stop(self) -> None:
         with self._progress:
             self.ended = True
             self._progress.notify_all()
-        self._transport.close()
         self._log.close()
+        self._transport.close()
+
+    def _end(self, *, keep: bool) -> None:
+        """Have nobody wait for it, and its memory be free, unless that is kept."""
+        self._stop()
         with self._copying, self._tables:
             self._runner.close()
             if not keep:

@@ -163,7 +163,7 @@ class StageLink:
 class CopyAnswers:
     """What ranks answer to copies, taken by whoever asks first: until then nothing else is asked. Thread-safe."""
 
-    def __init__(self, links: Sequence[StageLink], timeout_s: float, *, flips: bool) -> None:
+    def __init__(self, links: Sequence[StageLink] = (), timeout_s: float = 0.0, *, flips: bool = False) -> None:
         """Each of the links was sent a `CopyItem`, one that stands several times so many; `flips` as in those."""
         self._links, self._timeout_s, self._flips = links, timeout_s, flips
         self._taking = threading.Lock()
