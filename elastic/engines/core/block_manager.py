@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from elastic.engines.core.admission import AdmissionLedger, Demand, Sharers, check_users
 from elastic.engines.core.block_pool import NEVER, BlockPool, BlockTable, SectorMemory
-from elastic.engines.core.prefix_cache import PrefixCache
 from elastic.errors import CapacityError, Overloaded
 
 NOBODY: Sharers = frozenset()
@@ -46,9 +45,8 @@ class BlockManager:
         self.memory = open_memory(
             promised=self.promised_sectors, reusable=self.reusable_sectors, give_up_reusable=self.give_up_reusable
         )
-        self.prefixes = [PrefixCache() for _ in windows]  # of each group
         self._users: list[dict[int, Sharers]] = [{} for _ in windows]  # of blocks in use that may be shared
-        self.pools = [BlockPool(i, self.memory, p.__contains__, p.forget) for i, p in enumerate(self.prefixes)]
+        self.pools = [BlockPool(group, self.memory) for group in range(len(windows))]
         self._ledger = AdmissionLedger([pool.size for pool in self.pools])
 
     # -- what any thread may call
@@ -151,8 +149,8 @@ class BlockManager:
         """Have no block be found by what is in it any more, and forget what is kept for reuse."""
         with self.memory.lock:
             self.forget_kept()
-            for prefixes in self.prefixes:
-                prefixes.clear()
+            for pool in self.pools:
+                pool.prefixes.clear()
 
     # -- what the scheduler calls
 
@@ -242,9 +240,9 @@ class BlockManager:
         with self.memory.lock:
             for i in range(table.shared, computed // self.block_tokens):
                 name = table.name_of(i, tokens, self.block_tokens)
-                for prefixes, users, blocks in zip(self.prefixes, self._users, table.blocks, strict=True):
-                    prefixes.register(name, blocks[i])
-                    if blocks[i] in prefixes:
+                for pool, users, blocks in zip(self.pools, self._users, table.blocks, strict=True):
+                    pool.prefixes.register(name, blocks[i])
+                    if blocks[i] in pool.prefixes:
                         users.setdefault(blocks[i], frozenset((table.demand,)))
             table.shared = computed // self.block_tokens
 
@@ -288,7 +286,7 @@ class BlockManager:
 
     def _find(self, name: bytes) -> list[int]:
         """Return the block of this hash in each group; empty where there is none in some."""
-        blocks = [block for prefixes in self.prefixes if (block := prefixes.find(name)) is not None]
+        blocks = [block for pool in self.pools if (block := pool.prefixes.find(name)) is not None]
         return blocks if len(blocks) == len(self.pools) else []
 
     def _share_prefix(self, table: BlockTable, tokens: Sequence[int], form: bytes) -> int:

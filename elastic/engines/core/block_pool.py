@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from elastic.engines.core.admission import Demand
-from elastic.engines.core.prefix_cache import block_hash, other_weights
+from elastic.engines.core.prefix_cache import PrefixCache, block_hash, other_weights
 from elastic.errors import IntegrityError
 
 NEVER = (-1, 0, 0)
@@ -121,13 +121,11 @@ class BlockPool:
     such: first what is free or kept in sectors that are needed anyway.
     """
 
-    def __init__(
-        self, group: int, memory: SectorMemory, kept_for_reuse: Callable[[int], bool], forget: Callable[[int], object]
-    ) -> None:
-        """Hold nothing yet. `kept_for_reuse` says it of a block that comes free; `forget` hears when it is no more."""
+    def __init__(self, group: int, memory: SectorMemory) -> None:
         self.size = memory.blocks_per_sector(group)
+        self.prefixes = PrefixCache()
+        """What is in blocks that sequences may share: these are kept for reuse as they come free."""
         self._group, self._memory = group, memory
-        self._kept_for_reuse, self._forget = kept_for_reuse, forget
         self._sectors: dict[int, _Sector] = {}
         self._open: list[int] = []  # heap of sectors in use with free blocks, low ones first; some may have none left
         self._listed: set[int] = set()  # what is in it: once each, though sectors are given back and come again
@@ -164,7 +162,7 @@ class BlockPool:
                 return self._use(number, sector.free.pop())
             self._listed.remove(heapq.heappop(self._open))
         block = next(iter(self._kept))
-        self._forget(block)
+        self.prefixes.forget(block)
         self.reuse(block)
         return block
 
@@ -174,7 +172,7 @@ class BlockPool:
         sector = self._sectors[number]
         if not sector.free:
             block = next(iter(sector.kept))
-            self._forget(block)
+            self.prefixes.forget(block)
             del sector.kept[block]
             sector.free.append(block)
         return self._use(number, sector.free.pop())
@@ -198,7 +196,7 @@ class BlockPool:
         sector = self._sectors[number]
         self.in_use -= 1
         sector.in_use -= 1
-        if self._kept_for_reuse(block):
+        if block in self.prefixes:
             sector.kept[block] = self._kept[block] = None
         else:
             sector.free.append(block)
@@ -219,7 +217,7 @@ class BlockPool:
         """Forget all that is kept for reuse; what comes free with it is given back."""
         self.give_up_reusable(len(self._reusable))
         for block in list(self._kept):
-            self._forget(block)
+            self.prefixes.forget(block)
             sector = self._sectors[block // self.size]
             del self._kept[block], sector.kept[block]
             sector.free.append(block)
@@ -259,6 +257,6 @@ class BlockPool:
 
     def _give_back(self, number: int) -> None:
         for block in self._sectors.pop(number).kept:
-            self._forget(block)
+            self.prefixes.forget(block)
         del self._reusable[number]
         self._memory.free(self._group, number)

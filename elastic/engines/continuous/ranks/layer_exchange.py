@@ -364,7 +364,7 @@ class LayerExchange:
             scheduler.retain()
         else:
             with self._kv.memory.lock:  # also those of sequences that have ended, which have yet to come free
-                written.add(tuple(prefixes.blocks for prefixes in scheduler.blocks.prefixes))
+                written.add(tuple(pool.prefixes.blocks for pool in scheduler.blocks.pools))
         for sequence in scheduler.begun:
             kv = sequence.kv()
             written.note(kv.blocks, 0, kv.computed, scheduler.copy_of(sequence))
