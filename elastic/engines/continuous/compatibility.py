@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from elastic.engines.core.kv_state import INT8, KVFormat, usual_block_tokens
 from elastic.engines.executor.block_layout import LAYOUTS
-from elastic.engines.executor.layer_groups import LayerGroup
+from elastic.engines.executor.layer_groups import layer_groups
 from elastic.engines.pipeline.forward import Attended, StageForward
 from elastic.engines.pipeline.turn import Turn
 from elastic.errors import ConfigError, require, require_count, require_whole
@@ -152,13 +151,9 @@ def require_options(
     require(kv_cache_dtype in dtypes, "kv_cache_dtype", kv_cache_dtype, " or ".join(dtypes))
 
 
-def kv_format(
-    model: Any, groups: Sequence[LayerGroup], block_tokens: int | None, block_layout: str, dtype: str, shards: int
-) -> KVFormat:
-    """Return the form of a model's blocks, whose decoder layers are cut into so many shards.
-
-    Raises `ConfigError` for a model that cannot have it.
-    """
+def kv_format(model: Any, block_tokens: int | None, block_layout: str, dtype: str) -> KVFormat:
+    """Return the form of a wrapped model's blocks. Raises `ConfigError` for a model that cannot have it."""
+    groups = layer_groups(model.config.get_text_config(decoder=True))
     windows = [group.window for group in groups if group.window is not None]
     if windows and not _masks_windows(model):
         raise ConfigError(
@@ -166,7 +161,7 @@ def kv_format(
             "one, so its tokens do not go by it; use generate instead"
         )
     heads, dim = kv_shape(model)
-    parts = kv_shards(shards, heads)
+    parts = kv_shards(runtime(model).shards, heads)
     if dtype == INT8 and dim % 2:
         raise ConfigError(f"kv_cache_dtype={INT8!r} needs heads of an even size; this model's have {dim}: use 'auto'")
     dtype = str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype

@@ -33,9 +33,8 @@ from elastic.engines.core.kv_state import KVSource, SequenceKV
 from elastic.engines.core.restart import RestartingScheduler
 from elastic.engines.core.step import SequenceState
 from elastic.engines.core.step_budget import StepBudget
-from elastic.engines.executor.block_layout import layout_of
 from elastic.engines.executor.kv_exchange import KVExchange
-from elastic.engines.executor.layer_groups import LayerGroup, block_groups, layer_groups
+from elastic.engines.executor.layer_groups import block_groups
 from elastic.engines.executor.model_runner import ModelRunner
 from elastic.engines.pipeline.home import HomeExecutor
 from elastic.engines.pipeline.path import LayerPath
@@ -97,18 +96,16 @@ class ContinuousEngine:
             stack.callback(self.runtime.occupy("a continuous batching engine; stop it first"))
             self.runtime.observe(False)  # it counts its requests itself
             stack.callback(self.runtime.observe, True)
-            kv, groups = one_pool(model), layer_groups(self._config)
-            self.kv_format = form = kv_format(
-                model, groups, block_tokens, block_layout, kv_cache_dtype, self.runtime.shards
-            )
-            open_memory = partial(BlockMemory, kv, block_groups(groups, form.block_bytes, form.kv_shards))
+            kv = one_pool(model)
+            self.kv_format = form = kv_format(model, block_tokens, block_layout, kv_cache_dtype)
+            open_memory = partial(BlockMemory, kv, block_groups(form))
             self._blocks = BlockManager(open_memory, form.windows, form.block_tokens, share_prefixes)
             assert isinstance(self._blocks.memory, BlockMemory)
             memory = self._memory = self._blocks.memory
             memory.owed = self._blocks.owed_sectors
             stack.callback(memory.close)
             gate = self.runtime.gate if not enforce_eager and (cuda_graphs or model.device.type == "cpu") else None
-            runner = self._runner = ModelRunner(model, memory, groups, layout_of(form, model.dtype), grammars, gate)
+            runner = self._runner = ModelRunner(model, memory, form, grammars, gate)
             stack.callback(runner.close)
             self._variants = VariantRecorder(self.runtime, self._is_own_thread)
             self._requests = ActiveRequests(self.counters, lambda: self._variants.current)
@@ -117,18 +114,17 @@ class ContinuousEngine:
             )
             scheduler.weights = self._variants.weights
             scheduler.budget = step_budget or scheduler.budget
-            self._put_together(scheduler, groups, cohorts)
+            self._put_together(scheduler, cohorts)
             stack.callback(self.ranks.close)
             stack.callback(model.register_forward_pre_hook(self._variants).remove)
             kv.pool.listeners.append(self._loop.wake)
             stack.callback(kv.pool.listeners.remove, self._loop.wake)
             self._stack = stack.pop_all()
 
-    def _put_together(
-        self, scheduler: RestartingScheduler, groups: tuple[LayerGroup, ...], cohorts: int | None
-    ) -> None:
+    def _put_together(self, scheduler: RestartingScheduler, cohorts: int | None) -> None:
         """Make the parts that the engine has besides its scheduler and the runner of its steps."""
-        turn, path = Turn(), LayerPath.alone("", sum(len(group.layers) for group in groups), self.runtime.shards)
+        layers = len(self._memory.layers) // self.kv_format.kv_shards
+        turn, path = Turn(), LayerPath.alone("", layers, self.runtime.shards)
         home = self._home = HomeExecutor(self._runner, self._memory, turn, path)
         home.set_cohorts(cohorts or 1)
         loop = self._loop = StepLoop(scheduler, home, self._requests)
@@ -140,7 +136,7 @@ class ContinuousEngine:
         received = ReceivedRequests(self._blocks, self._memory, exchange)
         self.moves = MovingRequests(loop, self._requests, received, self._memory)
         """Requests that go to other engines, and come from these, with their keys and values."""
-        self.stages = HostedStages(self._model, groups, self._memory, home, turn, exchange)
+        self.stages = HostedStages(self._model, self._memory, home, turn, exchange)
         """Layers of other instances that are computed here."""
         self.exchange = LayerExchange(loop, home, kv, self.stages, self.reports)
         """Layers that change the rank that computes them."""

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.core.step import ScheduledChunk
-from elastic.engines.executor.block_layout import BlockLayout
+from elastic.engines.executor.block_layout import layout_of
 from elastic.engines.executor.input_batch import BatchBlockTable, BatchTokens
-from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.engines.executor.paged_cache import PagedCache, RequestSlice
 from elastic.kvcache.storage.sector_space import SectorSpace
 from elastic.weights.decoder import PAGED_CACHE
@@ -24,12 +24,12 @@ class BatchRunner:
     Logical blocks are the physical ones here: ranks of an instance have the same, each for its own layers.
     """
 
-    def __init__(self, model: Any, memory: SectorSpace, groups: Sequence[LayerGroup], layout: BlockLayout) -> None:
-        self.tables = [BatchBlockTable(layout.shape.tokens, group.window) for group in groups]
+    def __init__(self, model: Any, memory: SectorSpace, form: KVFormat) -> None:
+        self.tables = [BatchBlockTable(form.block_tokens, window) for window in form.windows]
         self.rows: dict[str, int] = {}
         """Sequence -> row of the tables."""
         self._free_rows: list[int] = []
-        self.cache = PagedCache(memory, self.tables, layout, model.dtype)
+        self.cache = PagedCache(memory, self.tables, layout_of(form, model.dtype), model.dtype)
         self._device = model.device
         # attention knows what each token sees: a finished mask keeps the model from building one of all against all
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)

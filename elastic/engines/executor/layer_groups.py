@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from elastic.engines.core.kv_state import KVFormat
 from elastic.errors import ConfigError
 from elastic.kvcache.storage.sector_space import BlockGroup
-from elastic.planning.sharding.numbers import of_layers
 from elastic.weights.decoder import layer_configs
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -36,6 +35,6 @@ def layer_groups(config: Any) -> tuple[LayerGroup, ...]:
     return tuple(LayerGroup(tuple(members), window) for window, members in layers.items())
 
 
-def block_groups(groups: Sequence[LayerGroup], block_bytes: int, kv_shards: int) -> tuple[BlockGroup, ...]:
-    """Return the blocks that groups of decoder layers have, each layer in so many parts, of `block_bytes` in each."""
-    return tuple(BlockGroup(of_layers(group.layers, kv_shards), block_bytes, kv_shards) for group in groups)
+def block_groups(form: KVFormat) -> tuple[BlockGroup, ...]:
+    """Return the blocks that groups of layers have by the form of their keys and values."""
+    return tuple(BlockGroup(layers, form.block_bytes, form.kv_shards) for layers, _ in form.groups)

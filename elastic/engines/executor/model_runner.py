@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from elastic.engines.base import GrammarCompiler, SampledToken
+from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.core.step import ScheduledChunk, SequenceState, Step, StepResult
 from elastic.engines.executor.batch_runner import BatchRunner
-from elastic.engines.executor.block_layout import BlockLayout
 from elastic.engines.executor.graphs.step_graphs import StepGraphs
-from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.engines.executor.prompt_scores import ScoredPrompt, take_scores
 from elastic.engines.sampling import SamplingState, sample
 from elastic.hooks.forward_gate import ForwardGate
@@ -46,13 +45,12 @@ class ModelRunner(BatchRunner):
         self,
         model: Any,
         memory: BlockMemory,
-        groups: Sequence[LayerGroup],
-        layout: BlockLayout,
+        form: KVFormat,
         grammars: GrammarCompiler | None = None,
         gate: ForwardGate | None = None,
     ) -> None:
         """`gate`: the model's, for decode steps to be captured and replayed; None: the model is called for each."""
-        super().__init__(model, memory, groups, layout)
+        super().__init__(model, memory, form)
         self._model = model
         self._cache_device = memory.kv.device
         self._grammars = grammars
@@ -62,7 +60,7 @@ class ModelRunner(BatchRunner):
         self.graphs = StepGraphs(model, gate) if gate is not None and one_device else None
         """None: the model is called at each step."""
         # a pass that is checked is computed twice: a prompt would overwrite what it saw in a sliding window
-        windows = any(group.window is not None for group in groups)
+        windows = any(window is not None for window in form.windows)
         self._most_prompt_tokens = 0 if windows or self._device.type != "cpu" else MOST_PROMPT_TOKENS
         self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 

@@ -13,17 +13,15 @@ import numpy as np
 import torch
 
 import elastic
-from elastic.engines.continuous.compatibility import kv_shape
+from elastic.engines.continuous.compatibility import kv_format
 from elastic.engines.core.step import ScheduledChunk
 from elastic.engines.executor.batch_runner import BatchRunner
-from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
-from elastic.engines.executor.layer_groups import block_groups, layer_groups
+from elastic.engines.executor.layer_groups import block_groups
 from elastic.engines.pipeline.forward import StageForward
 from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.transport import Transport
 from elastic.engines.pipeline.turn import Turn
 from elastic.kvcache.storage.paged import BlockMemory
-from elastic.planning.sharding.heads import kv_shards
 from support import architectures
 from support.pipeline.queue_transport import QueueExchange
 from support.serving.generations import SERVED
@@ -65,15 +63,12 @@ class Rank:
         self.computed.append(layer)
 
     def make_cache(self, stack: ExitStack) -> None:
-        heads, dim = kv_shape(self.model)
-        cut = kv_shards(self.shards, heads)
-        shape = BlockShape(BLOCK, heads // cut, dim)
-        groups = layer_groups(self.model.config)
+        form = kv_format(self.model, BLOCK, "head_centric", "auto")
         (kv,) = self.model.elastic.kv.memory.shares()
-        memory = BlockMemory(kv, block_groups(groups, shape.elements * self.model.dtype.itemsize, cut))
+        memory = BlockMemory(kv, block_groups(form))
         stack.callback(memory.close)
         self.memory = memory
-        self.runner = BatchRunner(self.model, memory, groups, LAYOUTS["head_centric"](shape))
+        self.runner = BatchRunner(self.model, memory, form)
         self.cache = self.runner.cache
         stack.callback(self.runner.close)
         for sequence in ("x", "y"):

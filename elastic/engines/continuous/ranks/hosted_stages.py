@@ -7,9 +7,7 @@ from typing import Any
 
 from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.executor.batch_runner import BatchRunner
-from elastic.engines.executor.block_layout import layout_of
 from elastic.engines.executor.kv_exchange import KVExchange
-from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.engines.pipeline.forward import StageForward
 from elastic.engines.pipeline.home import HomeExecutor
 from elastic.engines.pipeline.items import LogConnection
@@ -31,14 +29,13 @@ class HostedStages:
     def __init__(
         self,
         model: Any,
-        groups: tuple[LayerGroup, ...],
         memory: BlockMemory,
         home: HomeExecutor,
         turn: Turn,
         exchange: KVExchange,
     ) -> None:
         self.by_home: dict[str, GuestStage] = {}
-        self._model, self._groups, self._memory, self._home = model, groups, memory, home
+        self._model, self._memory, self._home = model, memory, home
         self.turn, self._exchange = turn, exchange
         self._lock = threading.RLock()  # of the stages, the one below, and of `home.forward` being set
         self._forward: StageForward | None = None
@@ -77,8 +74,7 @@ class HostedStages:
             except BaseException:
                 memory.close()
                 raise
-            layout = layout_of(self._exchange.format, self._model.dtype)
-            runner = BatchRunner(self._model, memory, self._groups, layout)
+            runner = BatchRunner(self._model, memory, self._exchange.format)
             stage = GuestStage(rank, path, log, transport, memory, runner, forward, self.turn, self._exchange)
             self.by_home[home] = stage
             stage.start()

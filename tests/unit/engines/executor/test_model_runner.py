@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from elastic.engines.base import Request
-from elastic.engines.continuous.compatibility import kv_shape
+from elastic.engines.continuous.compatibility import kv_format
 from elastic.engines.core.step import ScheduledChunk, SequenceState, Step
-from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
-from elastic.engines.executor.layer_groups import layer_groups
+from elastic.engines.executor.block_layout import LAYOUTS
+from elastic.engines.executor.layer_groups import block_groups, layer_groups
 from elastic.engines.executor.model_runner import ModelRunner
 from elastic.kvcache.storage.paged import BlockMemory
-from elastic.kvcache.storage.sector_space import BlockGroup
 from support import architectures
 from support.architectures import in_turn
 from support.serving.generations import SERVED, prompts, same_unless_close
@@ -27,12 +26,11 @@ class HandMadeSteps:
 
     def __init__(self, model: Any, layout: str = "head_centric", block_tokens: int = 8) -> None:
         config = model.config.get_text_config(decoder=True)
-        shape = BlockShape(block_tokens, *kv_shape(model))
         self.groups = layer_groups(config)
+        form = kv_format(model, block_tokens, layout, "auto")
         (kv,) = model.elastic.kv.memory.shares()
-        sizes = [BlockGroup(group.layers, shape.elements * model.dtype.itemsize) for group in self.groups]
-        self.memory = BlockMemory(kv, sizes)
-        self.runner = ModelRunner(model, self.memory, self.groups, LAYOUTS[layout](shape))
+        self.memory = BlockMemory(kv, block_groups(form))
+        self.runner = ModelRunner(model, self.memory, form)
         self.block_tokens = block_tokens
         self.free: list[list[int]] = [[] for _ in self.groups]
         self.held: dict[str, list[int]] = {}

@@ -19,7 +19,7 @@ from elastic.engines.core.step import ScheduledChunk
 from elastic.engines.executor import attention_metadata, paged_cache
 from elastic.engines.executor.attention_metadata import MetadataBuilder
 from elastic.engines.executor.batch_runner import BatchRunner
-from elastic.engines.executor.block_layout import LAYOUTS, BlockShape, layout_of
+from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
 from elastic.engines.executor.input_batch import BatchBlockTable, BatchTokens
 from elastic.engines.executor.layer_groups import LayerGroup, block_groups
 from elastic.errors import ConfigError, StateError
@@ -30,6 +30,7 @@ from elastic.kvcache.storage.sector_space import GroupRanges
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.pages.page_pool import PagePool
 from elastic.planning.sharding.heads import heads_of, kv_parts, kv_shards
+from elastic.planning.sharding.numbers import of_layers
 
 PAGE, BLOCK, DIM, WINDOW = 4096, 4, 8, 7
 GROUPS = (LayerGroup((0, 2), None), LayerGroup((1,), WINDOW))
@@ -62,10 +63,11 @@ class Rank:
     ) -> None:
         """`compiled`: sequences that decode attend by the compiled kernel, where there is one."""
         self.parts = kv_shards(of, kv_heads)
-        form = KVFormat(BLOCK, layout, dtype, kv_heads // self.parts, dim, (), self.parts)
+        groups = tuple((of_layers(group.layers, self.parts), group.window) for group in GROUPS)
+        form = KVFormat(BLOCK, layout, dtype, kv_heads // self.parts, dim, groups, self.parts)
         pool = PagePool("cpu#test", MemfdBackend(PAGE), 2000 * PAGE, ready_pages=0)
         kv = KVPool(pool, 2000 * PAGE, ready_share=0)
-        self.memory = BlockMemory(kv, block_groups(GROUPS, form.block_bytes, self.parts))
+        self.memory = BlockMemory(kv, block_groups(form))
         stack.callback(pool.close)
         stack.callback(kv.close)
         stack.callback(self.memory.close)
@@ -74,7 +76,7 @@ class Rank:
         with pytest.MonkeyPatch.context() as patch:
             if not compiled:
                 patch.setattr(paged_cache, "compiled_attention", lambda *of: None)
-            self.runner = BatchRunner(MODEL, self.memory, GROUPS, layout_of(form, torch.float32))
+            self.runner = BatchRunner(MODEL, self.memory, form)
         stack.callback(self.runner.close)
         self.shards, self.of = shards, of
         self._free: list[list[int]] = [[], []]
