@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from elastic.controller.sensors.request_metrics import Outcome, RequestMetrics
 from elastic.engines.base import FinishReason, Listener, Output, Request
+from elastic.engines.continuous.variant_recorder import VariantRecorder
 from elastic.engines.core.sequence import Produced
 from elastic.engines.core.sequence import Sequence as LiveSequence
 from elastic.engines.core.step import SequenceState
@@ -40,14 +41,11 @@ class ActiveRequest:
 
 
 class ActiveRequests:
-    """Tells listeners and counters what becomes of requests. What the step loop calls is for its thread.
+    """Tells listeners and counters what becomes of requests. What the step loop calls is for its thread."""
 
-    `weights` says which weights computed the present step.
-    """
-
-    def __init__(self, counters: RequestMetrics, weights: Callable[[], int]) -> None:
+    def __init__(self, counters: RequestMetrics, variants: VariantRecorder) -> None:
         self.counters = counters
-        self._weights = weights
+        self._variants = variants
         self._requests: dict[str, ActiveRequest] = {}
         self._names: set[str] = set()  # of their sequences
         self._lock = threading.Lock()
@@ -98,7 +96,7 @@ class ActiveRequests:
 
     def produced(self, tokens: list[Produced]) -> None:
         """Tell the tokens of a step, and the ends."""
-        now, weights = time.perf_counter(), self._weights()
+        now, weights = time.perf_counter(), self._variants.current
         counts: dict[str, int] = {}
         for sequence, sampled, _ in tokens:
             if sampled.error is not None:
@@ -130,7 +128,7 @@ class ActiveRequests:
         """Tell that a sequence ended without a token."""
         active = self._requests.get(sequence.request.id)
         if active is not None:
-            now, weights = time.perf_counter(), self._weights()
+            now, weights = time.perf_counter(), self._variants.current
             self._tell(active, Output(active.request.id, (), finish, error, now, weights, index=sequence.index))
 
     def _tell(self, active: ActiveRequest, output: Output) -> None:

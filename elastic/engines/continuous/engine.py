@@ -108,7 +108,7 @@ class ContinuousEngine:
             runner = self._runner = ModelRunner(model, memory, form, grammars, gate)
             stack.callback(runner.close)
             self._variants = VariantRecorder(self.runtime, self._is_own_thread)
-            self._requests = ActiveRequests(self.counters, lambda: self._variants.current)
+            self._requests = ActiveRequests(self.counters, self._variants)
             scheduler = RestartingScheduler(
                 self._blocks, max_requests=max_requests, max_batch_tokens=max_batch_tokens, cohorts=cohorts or 1
             )

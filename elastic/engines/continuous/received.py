@@ -178,7 +178,7 @@ class ReceivedRequests:
         if received is None:
             return 0
         start, copied = received.computed, 0
-        for group, (_, window) in enumerate(self._format.groups):
+        for group, window in enumerate(self._format.windows):
             changed = changed_blocks(start, kv.computed, self._format.block_tokens, window)
             sources, targets = kv.blocks[group], received.table.blocks[group]
             if changed and changed[-1] >= len(sources):
@@ -214,7 +214,7 @@ class ReceivedRequests:
         last = len(state.request.prompt) + len(state.generated) - 1
         if kv is None or not received.is_of(state):
             return False
-        if any(window is not None for _, window in self._format.groups):
+        if any(window is not None for window in self._format.windows):
             # behind a window tokens take the places of those before them: it is all as it was then, or it is of no use
             return received.computed == kv.computed <= last
         received.computed = min(received.computed, last)

@@ -20,6 +20,7 @@ class VariantRecorder(Hook):
         self.forms: dict[tuple[str, ...], int] = {}
         """The layers' variants -> a number, in the order in which they came."""
         self.current = 0
+        """Of the present step, or of the last one."""
         self._runtime = runtime
         self._counts = counts
         self.weights = WeightsRecorder(runtime.weights, runtime.gate).weights

@@ -234,7 +234,7 @@ class KVDirectory:
             return None
         if kv.decoding:
             return replace(kv, computed=tokens - 1)
-        windows = [window for _, window in self._source.format.groups if window is not None]
+        windows = [window for window in self._source.format.windows if window is not None]
         if windows and tokens > min(windows):
             return None
         return kv

@@ -141,7 +141,7 @@ class ModelRunner(BatchRunner):
             matcher = self._grammars.matcher(request.grammar)
         self.add(state.id)
         self._sampling[state.id] = SamplingState(request, state.seed, state.generated, matcher)
-        if request.prompt_logprobs is not None and not state.index and not state.generated:
+        if state.scores_prompt:
             self._prompts[state.id] = ScoredPrompt(request)
 
     def _wanted_logits(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int], list[int]]:
