@@ -17,6 +17,7 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from elastic.errors import ConfigError
+from elastic.planning.sharding.numbers import by_layer
 
 Way = tuple[str, str]
 """From one rank to another."""
@@ -150,14 +151,6 @@ class LayerPath:
     def __reduce__(self) -> tuple[type[LayerPath], tuple[object, ...]]:
         return LayerPath, (self.home, self.ranks, self.epoch, self.shards, self.copies)  # without what it has found out
 
-    def shards_by_layer(self, rank: str) -> dict[int, tuple[int, ...]]:
-        """Return the layers that a rank computes, of the first copy, and its shards of each, from 0 in each layer."""
-        parts: dict[int, tuple[int, ...]] = {}
-        for shard in self.of_copy(0).shards_of(rank):
-            layer, part = divmod(shard, self.shards)
-            parts[layer] = (*parts.get(layer, ()), part)
-        return parts
-
     def moved(self, shards: Iterable[int], rank: str) -> LayerPath:
         """Return the next path, in which a rank computes these shards."""
         return self.redirected(dict.fromkeys(shards, rank))
@@ -182,7 +175,8 @@ class LayerPath:
 
     def plan(self, rank: str) -> StagePlan:
         """Return what a rank does in each step, of the first copy. Raises `ConfigError` for one with no part in it."""
-        own = {layer: LayerPart(parts, self.ranks_of(layer)) for layer, parts in self.shards_by_layer(rank).items()}
+        parts = by_layer(self.of_copy(0).shards_of(rank), self.shards)
+        own = {layer: LayerPart(shards, self.ranks_of(layer)) for layer, shards in parts.items()}
         if rank != self.home and not own:
             raise ConfigError(f"rank {rank!r} computes no layer of {self.home!r}; its steps go by {self.runs}")
         receives: dict[int, str] = {}
@@ -233,11 +227,6 @@ class StagePlan:
     """Layer -> the ranks that get what it returns."""
     last: int
     """The last layer that it computes; at home the number of layers: norm and head follow."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether it computes everything by itself."""
-        return not self.receives and not self.sends and all(part.whole for part in self.layers.values())
 
     def awaited_by(self, layer: int = 0) -> tuple[str, ...]:
         """Return the ranks that get something of this one in a layer of a step, or behind it."""

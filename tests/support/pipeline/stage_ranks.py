@@ -22,6 +22,7 @@ from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.transport import Transport
 from elastic.engines.pipeline.turn import Turn
 from elastic.kvcache.storage.paged import BlockMemory
+from elastic.planning.sharding.numbers import by_layer
 from support import architectures
 from support.pipeline.queue_transport import QueueExchange
 from support.serving.generations import SERVED
@@ -138,7 +139,7 @@ class Ranks:
     def logits(self, path: LayerPath, step: int, inputs: Callable[[Rank], dict[str, Any]]) -> torch.Tensor:
         outputs = {rank: future.result(60) for rank, future in self.begin(path, step, inputs).items()}
         for name, rank in self.ranks.items():
-            assert rank.computed == [*path.shards_by_layer(name)]
+            assert rank.computed == [*by_layer(path.shards_of(name), self.shards)]
             rank.computed.clear()
         home = outputs.pop("a")
         assert set(outputs.values()) <= {None}

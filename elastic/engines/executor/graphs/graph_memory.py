@@ -22,11 +22,6 @@ class GraphMemory:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the buffers that new graphs are given."""
-        return sum(buffer.nbytes for buffer in self._buffers)
-
     def buffer(self, number: int, nbytes: int) -> torch.UntypedStorage:
         """Return the storage of a buffer, with at least so many bytes; graphs that have a smaller one keep that."""
         while len(self._buffers) <= number:

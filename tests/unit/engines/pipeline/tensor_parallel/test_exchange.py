@@ -60,7 +60,7 @@ def test_heads_are_gathered_in_order_however_many_there_are(ranks: str, count: i
     with ThreadPoolExecutor(4) as threads:
         futures = []
         for rank, end in ends.items():
-            own = heads_of(path.shards_by_layer(rank)[0], 4, count)
+            own = heads_of(path.shards_of(rank), 4, count)
             futures.append(threads.submit(end.gathered, heads[:, :, own], count))
         assert all(torch.equal(future.result(10), heads) for future in futures)
     assert not queues.boxes
