@@ -51,7 +51,7 @@ class StepLoop:
         self._requests = requests
         self._in_flight: deque[tuple[Step, Future[StepResult]]] = deque()
         self._commands: deque[Callable[[], object]] = deque()
-        self._lock = threading.Lock()  # of the three above
+        self._lock = threading.Lock()  # of the commands, and `ended`
         self._news = threading.Event()
         self._draining = self._halting = False
         self.ended = False

@@ -63,8 +63,9 @@ class BatchRunner:
         `eager`: nothing of the tables is read any more when the model is called, so that the next step can be begun.
         """
         self._extend_tables(chunks)
+        rows = self.rows
         batch = BatchTokens(
-            np.array([self.rows[chunk.sequence] for chunk in chunks], np.int64),
+            np.array([rows[chunk.sequence] for chunk in chunks], np.int64),
             np.array([chunk.start for chunk in chunks], np.int64),
             np.array([len(chunk.tokens) for chunk in chunks], np.int64),
         )
