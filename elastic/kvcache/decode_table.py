@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from elastic.directories import replacing
 from elastic.errors import ConfigError
 from elastic.kvcache.attention_heads import attention_heads
-from elastic.kvcache.decode_kernels import KERNELS, Kernel, sdpa
+from elastic.kvcache.decode_kernels import KERNELS, sdpa
 from elastic.kvcache.decode_timing import DEFAULT, DecodeShape, fastest, processor
 from elastic.kvcache.storage.layout import HEAD_MAJOR, KVLayout
 from elastic.memory.backends.streams import capturing
@@ -40,7 +39,6 @@ class DecodeKernelTable:
     def __init__(self) -> None:
         self._entries: dict[DecodeShape, dict[int, str]] = {}
         self._lock = threading.Lock()
-        self._forced: Kernel | None = None
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
@@ -54,8 +52,6 @@ class DecodeKernelTable:
         heads_apart = key.stride(0) != kv_heads * key.stride(1) or value.stride(0) != kv_heads * value.stride(1)
         if batch > 1 and heads_apart:  # as [batch * kv_heads, k, dim], which kernels see, they would be copies
             return sdpa(query, key, value, mask, scaling)
-        if self._forced is not None:
-            return self._forced(query, key, value, mask, scaling)
         queries, value_dim = query.shape[2], value.shape[3]
         order = "head_major" if key.stride(2) == dim else "token_major"
         shape = DecodeShape(processor(query.device), query.dtype, queries, dim, value_dim, order)
@@ -110,15 +106,6 @@ class DecodeKernelTable:
                 ) from error
             with self._lock:
                 self._entries[shape] = kernels | self._entries.get(shape, {})
-
-    @contextmanager
-    def forced(self, name: str) -> Iterator[None]:
-        """Take this kernel wherever it can be used, in all threads; for tests."""
-        before, self._forced = self._forced, KERNELS[name]
-        try:
-            yield
-        finally:
-            self._forced = before
 
 
 table = DecodeKernelTable()
