@@ -19,12 +19,11 @@ from elastic.engines.executor.model_runner import BegunStep, ModelRunner
 from elastic.engines.pipeline.forward import StageForward
 from elastic.engines.pipeline.items import AskItem, CopyItem, FlipItem, LogConnection, ReleaseItem, SectorRef, StepItem
 from elastic.engines.pipeline.path import LayerPath, ShardMove, StagePlan
-from elastic.engines.pipeline.stage import unknown_sector
 from elastic.engines.pipeline.stage_link import CopyAnswers, StageLink, all_answers
 from elastic.engines.pipeline.step_threads import StepThreads
 from elastic.engines.pipeline.transport import StepFailure, Transport
 from elastic.engines.pipeline.turn import WEIGHT, Turn
-from elastic.engines.pipeline.written_blocks import Blocks
+from elastic.engines.pipeline.written_blocks import Blocks, unknown_sector
 from elastic.errors import ElasticError, RankLost, StateError
 from elastic.kvcache.storage.paged import BlockMemory
 

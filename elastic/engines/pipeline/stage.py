@@ -34,10 +34,9 @@ from elastic.engines.pipeline.items import (
 from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.transport import Transport
 from elastic.engines.pipeline.turn import Turn
-from elastic.engines.pipeline.written_blocks import Blocks
+from elastic.engines.pipeline.written_blocks import Blocks, require_known_sectors, sectors_of
 from elastic.errors import ElasticError, RankLost, StateError
 from elastic.kvcache.storage.guest import GuestMemory
-from elastic.kvcache.storage.sector_space import SectorSpace
 from elastic.memory.rate_limit import YieldingPace
 
 logger = logging.getLogger(__name__)
@@ -346,25 +345,3 @@ class GuestStage:
             self._runner.close()
             if not keep:
                 self.memory.close()
-
-
-def sectors_of(memory: SectorSpace, blocks: Blocks) -> list[SectorRef]:
-    """List the sectors that blocks, by group, are in."""
-    sizes = [memory.blocks_per_sector(group) for group in range(len(blocks))]
-    return list(dict.fromkeys(SectorRef(g, b // sizes[g]) for g, group in enumerate(blocks) for b in group))
-
-
-def require_known_sectors(source: LayersKV, memory: SectorSpace, blocks: Blocks) -> None:
-    """Raise `StateError` where blocks are in sectors of which a source does not say where they are."""
-    if unknown := unknown_sector(source, memory, sectors_of(memory, blocks)):
-        layer, sector = unknown
-        raise StateError(f"the source does not know sector {sector} of layer {layer}; ask for it anew")
-
-
-def unknown_sector(source: LayersKV, memory: SectorSpace, sectors: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return a layer and a sector, of these (group, sector), of which a source does not say where it is; None: all."""
-    for group, sector in sectors:
-        for layer in memory.groups[group].group.layers:
-            if layer in source.pages and sector not in source.pages[layer]:
-                return layer, sector
-    return None

@@ -1,11 +1,15 @@
-"""Which blocks were written since somebody asked, so that a copy of them is brought up to date."""
+"""Which blocks were written since somebody asked, so that a copy of them is brought up to date, and in what sectors."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.executor.kv_copy import changed_blocks
+from elastic.engines.pipeline.items import SectorRef
+from elastic.errors import StateError
+from elastic.kvcache.storage.sector_space import SectorSpace
 
 Blocks = tuple[tuple[int, ...], ...]
 """Of each group of layers."""
@@ -40,3 +44,25 @@ class DirtyBlockTracker:
         with self._lock:
             for written, taken in zip(self._blocks, blocks, strict=True):
                 written.update(taken)
+
+
+def sectors_of(memory: SectorSpace, blocks: Blocks) -> list[SectorRef]:
+    """List the sectors that blocks, by group, are in."""
+    sizes = [memory.blocks_per_sector(group) for group in range(len(blocks))]
+    return list(dict.fromkeys(SectorRef(g, b // sizes[g]) for g, group in enumerate(blocks) for b in group))
+
+
+def require_known_sectors(source: LayersKV, memory: SectorSpace, blocks: Blocks) -> None:
+    """Raise `StateError` where blocks are in sectors of which a source does not say where they are."""
+    if unknown := unknown_sector(source, memory, sectors_of(memory, blocks)):
+        layer, sector = unknown
+        raise StateError(f"the source does not know sector {sector} of layer {layer}; ask for it anew")
+
+
+def unknown_sector(source: LayersKV, memory: SectorSpace, sectors: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
+    """Return a layer and a sector, of these (group, sector), of which a source does not say where it is; None: all."""
+    for group, sector in sectors:
+        for layer in memory.groups[group].group.layers:
+            if layer in source.pages and sector not in source.pages[layer]:
+                return layer, sector
+    return None

@@ -8,8 +8,7 @@ from elastic.engines.core.kv_state import LayersKV, SectorPages
 from elastic.engines.executor.kv_exchange import KVExchange
 from elastic.engines.executor.paged_cache import PagedCache
 from elastic.engines.pipeline.home import HomeExecutor
-from elastic.engines.pipeline.stage import require_known_sectors
-from elastic.engines.pipeline.written_blocks import Blocks
+from elastic.engines.pipeline.written_blocks import Blocks, require_known_sectors
 from elastic.kvcache.storage.paged import BlockMemory
 
 

@@ -20,8 +20,7 @@ from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.pipeline.home import HomeExecutor, PathChange, ways_of
 from elastic.engines.pipeline.items import ExchangeStart, SectorRef
 from elastic.engines.pipeline.path import LayerPath, ShardMove, Way
-from elastic.engines.pipeline.stage import sectors_of
-from elastic.engines.pipeline.written_blocks import Blocks, DirtyBlockTracker
+from elastic.engines.pipeline.written_blocks import Blocks, DirtyBlockTracker, sectors_of
 from elastic.errors import ConfigError, RankLost, StateError
 
 ANSWER_S = 30.0
