@@ -19,6 +19,8 @@ from elastic.weights.streaming import MOST_BUFFERS
 logger = logging.getLogger(__name__)
 Arrival = Swap | Restore | Fetch
 """The actions after which layers are at their place."""
+Deferrable = Arrival | Release
+"""The actions that may wait for pages."""
 
 
 @dataclass
@@ -80,46 +82,53 @@ class PreparedAction:
 
 
 class DeferredActions:
-    """Units whose swap or restore waits for pages, which the KV cache keeps from new caches meanwhile."""
+    """Units whose swap, restore or release waits for pages, which the KV cache keeps from new caches meanwhile."""
 
-    def __init__(self, broker: PageBroker) -> None:
+    def __init__(self, weights: ModelWeights, broker: PageBroker) -> None:
+        self._weights = weights
         self._broker = broker
-        self._arrivals: dict[WeightUnit, Arrival] = {}
+        self._waiting: dict[WeightUnit, Deferrable] = {}
 
     def forget(self, units: Iterable[WeightUnit]) -> None:
         """Have these units wait no more."""
         gone = set(units)
-        self._set({unit: arrival for unit, arrival in self._arrivals.items() if unit not in gone})
+        self._set({unit: action for unit, action in self._waiting.items() if unit not in gone})
 
-    def replace(self, units: Iterable[WeightUnit], waiting: Iterable[WeightUnit], arrival: Arrival) -> None:
-        """Have, of these units, only some wait, for a swap or restore.
+    def replace(self, units: Iterable[WeightUnit], waiting: Iterable[WeightUnit], action: Deferrable) -> None:
+        """Have, of these units, only some wait, for an action.
 
         At once: who sees what is held back in between would take it for theirs, and not be told afterwards.
         """
         gone = set(units)
-        others = {unit: arrival for unit, arrival in self._arrivals.items() if unit not in gone}
-        self._set({**others, **dict.fromkeys(waiting, arrival)})
+        others = {unit: action for unit, action in self._waiting.items() if unit not in gone}
+        self._set({**others, **dict.fromkeys(waiting, action)})
 
-    def _set(self, arrivals: dict[WeightUnit, Arrival]) -> None:
-        places = {unit.pool.name for unit in (*self._arrivals, *arrivals)}
-        self._arrivals = arrivals
+    def _set(self, waiting: dict[WeightUnit, Deferrable]) -> None:
+        places = {unit.pool.name for unit in (*self._waiting, *waiting)}
+        self._waiting = waiting
         for place in places:
-            pages = (pages_needed(u, arrival) for u, arrival in arrivals.items() if u.pool.name == place)
-            self._broker.shares[place].hold_back(sum(pages))
+            self._broker.shares[place].hold_back(self._pages(place))
 
-    def arrivals(self) -> tuple[Arrival, ...]:
+    def _pages(self, place: str) -> int:
+        """Count the pages that units of a place wait for; releases wait for one prefetch buffer together."""
+        actions = [(unit, action) for unit, action in self._waiting.items() if unit.pool.name == place]
+        leaving = any(isinstance(action, Release) for _, action in actions)
+        buffer = self._weights.streamers[place].buffer_pages if leaving else 0
+        return buffer + sum(pages_needed(unit, action) for unit, action in actions if not isinstance(action, Release))
+
+    def actions(self) -> tuple[Deferrable, ...]:
         """Return the deferred actions, each with the layers that still wait."""
-        layers: dict[Arrival, list[int]] = {}
-        for unit, arrival in self._arrivals.items():
-            layers.setdefault(replace(arrival, layers=()), []).append(unit.index)
-        return tuple(replace(arrival, layers=tuple(dict.fromkeys(indices))) for arrival, indices in layers.items())
+        layers: dict[Deferrable, list[int]] = {}
+        for unit, action in self._waiting.items():
+            layers.setdefault(replace(action, layers=()), []).append(unit.index)
+        return tuple(replace(action, layers=tuple(dict.fromkeys(indices))) for action, indices in layers.items())
 
     def require_settled(self, units: Iterable[WeightUnit], action: str) -> None:
-        """Raise `StateError` if a swap or restore of a unit is deferred; `action` is what must wait for it."""
+        """Raise `StateError` if an action on a unit is deferred; `action` is what must wait for it."""
         for unit in units:
-            if unit in self._arrivals:
+            if unit in self._waiting:
                 raise StateError(
-                    f"{unit.name} waits for pages to be swapped or restored; {action} it when that is done"
+                    f"{unit.name} waits for pages to be swapped, restored or released; {action} it when that is done"
                 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elastic.actions.base import ActionHandler
+from elastic.actions.base import ActionHandler, Layers
 from elastic.actions.deferred import (
     DeferredActions,
     PreparedAction,
@@ -17,7 +17,7 @@ from elastic.actions.deferred import (
 )
 from elastic.actions.pages.broker import PageBroker
 from elastic.errors import CapacityError, ConfigError, StateError
-from elastic.types import Change, PlanStep, Release
+from elastic.types import Change, PlanStep, Release, ResizeStatus
 from elastic.weights.layer import Absence, WeightUnit
 from elastic.weights.model import ModelWeights
 from elastic.weights.proxy.dropped_source import dropped_error
@@ -29,29 +29,44 @@ from elastic.weights.streaming import MOST_BUFFERS, WeightStreamer
 class PreparedRelease(PreparedAction):
     """A release in preparation."""
 
+    action: Release
     prefetch_pages: dict[str, int] = field(default_factory=dict)
     """Pages that a first prefetch buffer took from the KV cache, by place."""
 
 
 class ReleaseHandler(ActionHandler):
-    """`Release`: check, prepare, commit, roll back, finish."""
+    """`Release`: check, prepare, commit, roll back, finish.
 
-    def __init__(self, weights: ModelWeights, broker: PageBroker, deferred: DeferredActions) -> None:
+    `waits`: a first one that finds no room for its prefetch buffer is deferred, since caches give pages up for it.
+    """
+
+    def __init__(
+        self, weights: ModelWeights, broker: PageBroker, deferred: DeferredActions, *, waits: bool = False
+    ) -> None:
         self._weights = weights
         self._broker = broker
         self._deferred = deferred
+        self._waits = waits
 
     def dry_run(self, action: Release) -> PlanStep:
         """Return what the action would do now. Raises `CapacityError` or `StateError` if it cannot be done."""
         units = self._check(action)
         pages = sum(unit.held_pages for unit in units) - self._more_buffer_pages(units)
         copied = sum(s.parameter.nbytes for u in units for name, s in u.slots.items() if name not in u.host_copies)
-        return PlanStep(action, "applied", copied, pages, 0, 0.0)
+        status: ResizeStatus = "deferred" if any(map(self._lacks_buffer, units)) else "applied"
+        return PlanStep(action, status, copied, pages, 0, 0.0)
 
     def prepare(self, action: Release) -> PreparedRelease:
         """Have the weights in the host store."""
         units = self._check(action)
-        prepared = PreparedRelease(action, prefetch_pages=self._make_first_buffers(units))
+        prepared = PreparedRelease(action)
+        try:
+            prepared.prefetch_pages = self._make_first_buffers(units)
+        except CapacityError:
+            if not self._waits:
+                raise
+            prepared.deferred = units
+            return prepared
         self._await(units, 1)
         try:
             for unit in units:
@@ -65,6 +80,17 @@ class ReleaseHandler(ActionHandler):
             refit_prefetch_buffers(self._weights, units, self._broker)
             raise
         return prepared
+
+    def layers(self, prepared: PreparedRelease) -> Layers:
+        """Return the layers that will leave: none where there is no prefetch buffer yet."""
+        return tuple(unit.index for unit in prepared.units)
+
+    def shorten(self, prepared: PreparedRelease, layers: Layers) -> None:
+        """Defer all if another rank has no prefetch buffer yet."""
+        if layers != self.layers(prepared):
+            prepared.deferred = prepared.units
+            self.rollback(prepared)
+            prepared.switches.clear()
 
     def commit(self, prepared: PreparedRelease) -> None:
         """Switch the slots to the host store."""
@@ -94,9 +120,16 @@ class ReleaseHandler(ActionHandler):
             retained += (held - sum(freed)) * pool.page_bytes
             pool.notify()
             self._weights.streamers[place].fill()
-        self._deferred.forget(self._weights.units_of(prepared.action.layers))
-        done = tuple(unit.index for unit in prepared.units)
-        return Change("applied", done, (), prepared.moved_bytes, released, retained)
+        self._deferred.replace(self._weights.units_of(prepared.action.layers), prepared.deferred, prepared.action)
+        waiting = tuple(unit.index for unit in prepared.deferred)
+        return Change(
+            "deferred" if waiting else "applied",
+            self.layers(prepared),
+            waiting,
+            prepared.moved_bytes,
+            released,
+            retained,
+        )
 
     def _check(self, action: Release) -> list[WeightUnit]:
         """Return the units to be released."""
@@ -111,12 +144,24 @@ class ReleaseHandler(ActionHandler):
                     f"{unit.name}.{unit.part} is at {unit.pool.name}, apart from its layer; migrate the whole layer "
                     "to one place before it is released"
                 )
-            streamer = self._weights.streamer(unit)
-            if not streamer.buffer_count and self._broker.shares[unit.pool.name].shortfall(streamer.buffer_pages):
-                raise _no_prefetch_buffer(streamer)
             require_no_gradients(unit)
             self._weights.require_alone(unit.index)
-        return [unit for unit in units if not unit.absent]
+        leaving = [unit for unit in units if not unit.absent]
+        self._require_buffers(leaving)
+        return leaving
+
+    def _require_buffers(self, units: list[WeightUnit]) -> None:
+        """Raise `CapacityError` where there is no room for a first prefetch buffer, and will be none."""
+        for place, leaving in by_place(units).items():
+            streamer = self._weights.streamers[place]
+            room = self._broker.shares[place].claimable() + sum(unit.held_pages for unit in leaving)
+            if self._lacks_buffer(leaving[0]) and not (self._waits and streamer.buffer_pages <= room):
+                raise _no_prefetch_buffer(streamer)
+
+    def _lacks_buffer(self, unit: WeightUnit) -> bool:
+        """Whether a unit's place has no prefetch buffer, and caches have the pages for one."""
+        streamer = self._weights.streamer(unit)
+        return not streamer.buffer_count and self._broker.shares[unit.pool.name].shortfall(streamer.buffer_pages) > 0
 
     def _make_first_buffers(self, units: list[WeightUnit]) -> dict[str, int]:
         """Make a prefetch buffer at each place that has none, of pages of the KV cache; return these, by place."""

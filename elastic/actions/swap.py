@@ -14,6 +14,7 @@ from itertools import groupby
 from elastic.actions.base import ActionHandler, Layers
 from elastic.actions.deferred import (
     Arrival,
+    Deferrable,
     DeferredActions,
     PreparedAction,
     SlotSwitch,
@@ -157,9 +158,9 @@ class SwapHandler(ActionHandler):
         deferred = tuple(dict.fromkeys(unit.index for unit in prepared.deferred))
         return Change("deferred" if deferred else "applied", done, deferred, prepared.moved_bytes, gained, retained)
 
-    def deferred(self) -> tuple[Arrival, ...]:
-        """Return the actions to be tried again when pages have come free."""
-        return self._deferred.arrivals()
+    def deferred(self) -> tuple[Deferrable, ...]:
+        """Return the actions to be tried again when pages have come free, also those of other handlers."""
+        return self._deferred.actions()
 
     def _check(self, action: Arrival) -> list[WeightUnit]:
         """Return the units to be switched. Raises `CapacityError` if a place could not hold them even with no cache."""

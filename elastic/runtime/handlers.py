@@ -24,12 +24,17 @@ from elastic.types import Drop, Evict, Fetch, Migrate, MigrateKV, Release, Repli
 from elastic.weights.decoder import Decoder, parameter_names
 
 
-def weight_handlers(parts: ModelParts, deferred: DeferredActions, copy_rate: RateLimiter) -> dict[type, ActionHandler]:
-    """Make the handlers of the actions that pages travel by inside one place, whatever engine computes."""
+def weight_handlers(
+    parts: ModelParts, deferred: DeferredActions, copy_rate: RateLimiter, *, releases_wait: bool = False
+) -> dict[type, ActionHandler]:
+    """Make the handlers of the actions that pages travel by inside one place, whatever engine computes.
+
+    `releases_wait`: caches give pages up between steps, so a release may wait for those of its prefetch buffer.
+    """
     swap = SwapHandler(parts.weights, parts.broker, deferred, copy_rate)
     return {
         ResizeKV: ResizeHandler(parts.kv),
-        Release: ReleaseHandler(parts.weights, parts.broker, deferred),
+        Release: ReleaseHandler(parts.weights, parts.broker, deferred, waits=releases_wait),
         Swap: swap,
         Restore: swap,
     }
@@ -40,7 +45,7 @@ def make_handlers(
 ) -> dict[type, ActionHandler]:
     """Make the handler of each type of action."""
     pools, weights, kv, forward = parts.pools, parts.weights, parts.kv, parts.forward
-    deferred = DeferredActions(parts.broker)
+    deferred = DeferredActions(weights, parts.broker)
     allocator = stack.enter_context(closing(WeightPageAllocator(pools, parts.broker)))
     router = TransferRouter(weights, forward)
     router.update()

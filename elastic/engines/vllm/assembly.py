@@ -94,7 +94,8 @@ class ElasticModel:
             options = _wrap_options(model, settings, place, is_packable, controlled=rank == 0)
 
             def make_handlers(parts: ModelParts, stack: ExitStack) -> Mapping[type, ActionHandler]:
-                return weight_handlers(parts, DeferredActions(parts.broker), options.copy_rate)
+                deferred = DeferredActions(parts.weights, parts.broker)
+                return weight_handlers(parts, deferred, options.copy_rate, releases_wait=True)
 
             parts = self._parts = assemble(model, options, _make_kv, make_handlers, memory, on_model)
             self.kv: KVPool = parts.kv.pools[0]

@@ -28,13 +28,14 @@ class Unit:
 def test_a_retry_that_changes_nothing_holds_back_as_much_all_the_time() -> None:
     held: list[int] = []
     broker: Any = SimpleNamespace(shares={"cpu": SimpleNamespace(hold_back=held.append)})
-    deferred, units = DeferredActions(broker), [Unit(index) for index in range(3)]
+    weights: Any = SimpleNamespace(streamers={})
+    deferred, units = DeferredActions(weights, broker), [Unit(index) for index in range(3)]
     waiting: Any = units
     deferred.replace([], waiting, Restore((0, 1, 2)))
     deferred.replace(waiting, waiting, Restore((0, 1, 2)))
     deferred.replace(waiting, waiting[1:], Restore((0, 1, 2)))
     assert held == [9, 9, 6]
-    (left,) = deferred.arrivals()
+    (left,) = deferred.actions()
     assert left.layers == (1, 2)
     deferred.forget(waiting)
-    assert (held[-1], deferred.arrivals()) == (0, ())
+    assert (held[-1], deferred.actions()) == (0, ())
