@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,10 @@ class SchedulerSide:
         before which an action ended that ranks of other processes have not told of yet.
         """
         self._follow_weights()
-        told = self._local is not None or self._requests[request.request_id].wakes <= self.coordinator.wakes
+        arrival = self._requests.get(request.request_id)
+        if arrival is None:  # queued, and about to be noted, while another thread steps
+            return False
+        told = self._local is not None or arrival.wakes <= self.coordinator.wakes
         if not told or not self._prefixes.may_look_up(request.request_id):
             return False
         return self._ledger.may_enter(request.request_id, _tokens(request), self.coordinator.room)
@@ -146,13 +149,23 @@ class SchedulerSide:
             self._idle = True
             self.settle()
 
-    def settle(self) -> None:
-        """Do what steps would do for the one rank, if it lives in this process and no request is there.
+    def settle(self, step: Callable[[], object] | None = None) -> None:
+        """Do what steps would do, if no request is there. Called from any thread.
 
-        An engine in the caller's process takes no step while it has no request. Called from any thread.
+        An engine in the caller's process takes no step while it has no request. One rank that lives in this process is
+        told here what it would be with a step; for others `step` runs one, in which no request can take part.
         """
-        channel = self._local
-        if channel is None or not self._idle:
+        if self._local is not None:
+            self._settle_local(self._local)
+            return
+        while step is not None:
+            with self.lock:  # a request that arrives waits for it
+                if not self._idle or not self._settling:
+                    return
+                step()
+
+    def _settle_local(self, channel: WorkerChannel) -> None:
+        if not self._idle:
             return
         with self.lock:
             self.coordinator.capacity.withdraw_freed()
@@ -168,8 +181,17 @@ class SchedulerSide:
     @property
     def busy(self) -> bool:
         """Whether steps are needed though no request is there."""
-        told = not self._events and self._wakes() == self.coordinator.wakes
-        return not told or self.coordinator.busy or self._agreement.pending
+        return self._untold or self.coordinator.busy
+
+    @property
+    def _settling(self) -> bool:
+        """Whether steps without requests would change what the ranks have."""
+        return self._untold or self.coordinator.settling
+
+    @property
+    def _untold(self) -> bool:
+        """Whether the ranks have not been told all, or have not answered."""
+        return bool(self._events) or self._wakes() != self.coordinator.wakes or self._agreement.pending
 
     def new_figures(self) -> CapacityStats | None:
         """Return the figures for vLLM's metrics, None if they are as they were told last."""

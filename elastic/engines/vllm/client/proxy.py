@@ -33,8 +33,8 @@ class CallRanks(Protocol):
 class SettlesIdle(Protocol):
     """What our connector keeps beside vLLM's scheduler."""
 
-    def settle(self) -> None:
-        """Do what steps would do for the one rank of this process, if no request is there. Safe from any thread."""
+    def settle(self, step: Callable[[], object]) -> None:
+        """Do what steps would do, by some if need be, if no request is there. Safe from any thread."""
 
 
 class RemoteRuntime:
@@ -213,23 +213,15 @@ def runtime(llm: Any) -> Any:
 
 
 def _settle_idle(engine: Any) -> None:
-    """Do what steps would, in an engine of this process that has no requests.
-
-    One rank settles by itself: another thread may be about to step the engine, with requests. Several are stepped, for
-    as long as they have something to agree on.
-    """
+    """Do what steps would in an engine of this process, unless it has requests: another thread may be about to step."""
     core = getattr(getattr(engine, "engine_core", None), "engine_core", None)  # None: in a process of its own
     if core is None or engine.has_unfinished_requests():
-        return
-    if core.vllm_config.parallel_config.world_size > 1:
-        if core.scheduler.has_requests():
-            core.step_fn()
         return
     connector = getattr(core.scheduler, "connector", None)
     for part in getattr(connector, "sub_connectors", [connector]):
         side = getattr(part, "scheduler", None)  # of our connector, and of no other
         if isinstance(side, SettlesIdle):
-            side.settle()
+            side.settle(core.step_fn)
 
 
 def _names(layers: Layers) -> list[int | str]:

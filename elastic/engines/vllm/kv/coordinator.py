@@ -118,11 +118,18 @@ class CapacityCoordinator:
 
         What waits for blocks that paused requests have is no reason.
         """
-        if not self.settled or any(state.working for state in self.ranks.values()):
-            return True
         if self.capacity.used:
-            return self._next != self.mapped
-        return self.needed != self.mapped or any(state.unsettled for state in self.ranks.values())
+            return self._working or self._next != self.mapped
+        return self.settling or any(state.unsettled for state in self.ranks.values())
+
+    @property
+    def settling(self) -> bool:
+        """Whether steps without requests change what is mapped, or end an action."""
+        return self._working or self.needed != self.mapped
+
+    @property
+    def _working(self) -> bool:
+        return not self.settled or any(state.working for state in self.ranks.values())
 
     @property
     def blocks_coming(self) -> bool:

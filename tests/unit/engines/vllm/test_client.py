@@ -89,24 +89,20 @@ def test_an_engine_without_requests_is_stepped_while_an_action_is_under_way() ->
     assert len(steps) >= 2
 
 
-@pytest.mark.parametrize(("ranks", "done"), [(1, "settled"), (2, "stepped")])
-def test_an_engine_of_one_rank_is_stepped_by_nobody_but_its_user(ranks: int, done: str) -> None:
-    """Who may be about to do so on another thread."""
-    what: list[str] = []
-    side = SimpleNamespace(settle=lambda: what.append("settled"))
-    core = SimpleNamespace(
-        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(world_size=ranks)),
-        scheduler=SimpleNamespace(has_requests=lambda: True, connector=SimpleNamespace(scheduler=side)),
-        step_fn=lambda: what.append("stepped"),
-    )
+def test_an_engine_of_this_process_is_settled_unless_it_has_requests() -> None:
+    """Its user may be about to step it on another thread."""
+    settled: list[str] = []
+    side = SimpleNamespace(settle=lambda step: settled.append(step()))
+    scheduler = SimpleNamespace(connector=SimpleNamespace(scheduler=side))
+    core = SimpleNamespace(scheduler=scheduler, step_fn=lambda: "stepped")
     engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core), has_unfinished_requests=lambda: False)
     llm = SimpleNamespace(collective_rpc=Ranks([change(1)]), llm_engine=engine)
     runtime(llm).release([3])
-    assert set(what) == {done}
-    what.clear()
+    assert set(settled) == {"stepped"}
+    settled.clear()
     engine.has_unfinished_requests = lambda: True
     runtime(llm).release([3])
-    assert what == []
+    assert settled == []
 
 
 @pytest.mark.parametrize("layers", [np.arange(2), range(2), (np.int64(0), 1)])
