@@ -11,9 +11,9 @@ import os
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import Depends, FastAPI, Header, HTTPException
 
 from elastic.config import parse_limit
 from elastic.controller.snapshot import RequestStats
@@ -63,9 +63,8 @@ class ElasticEndpoints:
         async def kinds() -> dict[str, Any]:
             return {"kinds": ["swap", "restore", "release", "resize_kv"]}
 
-        @app.post("/elastic/actions")
-        async def act(body: ActionsBody, request: Request) -> dict[str, Any]:
-            require_token(request.headers.get("authorization", ""))
+        @app.post("/elastic/actions", dependencies=[Depends(require_token)])
+        async def act(body: ActionsBody) -> dict[str, Any]:
             return await answered(do(_runtime(self._served), body))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
@@ -84,7 +83,7 @@ async def answered(answer: Awaitable[dict[str, Any]]) -> dict[str, Any]:
         raise HTTPException(codes.get(type(error), 409), str(error)) from error
 
 
-def require_token(authorization: str) -> None:
+def require_token(authorization: Annotated[str, Header()] = "") -> None:
     """Raise `HTTPException` unless actions are on and the header has their token."""
     token = os.environ.get(TOKEN, "")
     if not token:

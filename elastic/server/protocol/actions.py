@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from elastic.errors import ConfigError
-from elastic.server.protocol.fields import StrictBody
+from elastic.server.protocol.fields import StrictBody, Text
 from elastic.types import Action, Evict, Migrate, MigrateKV, Release, Replicate, Restore, Swap
 
 Layers = Annotated[list[int], Field(min_length=1, max_length=10_000, fail_fast=True)]
-Names = Annotated[list[str], Field(max_length=100, fail_fast=True)]
+Names = Annotated[list[Text], Field(max_length=100, fail_fast=True)]
 
 
 class SwapBody(StrictBody):
@@ -20,7 +20,7 @@ class SwapBody(StrictBody):
 
     kind: Literal["swap"]
     layers: Layers
-    variant: str
+    variant: Text
     parts: Names = []
 
 
@@ -44,7 +44,7 @@ class MigrateBody(StrictBody):
 
     kind: Literal["migrate"]
     layers: Layers
-    place: str
+    place: Text
     parts: Names = []
 
 
@@ -52,7 +52,7 @@ class PlaceBody(StrictBody):
     """Layers, and the place where the action has them."""
 
     layers: Layers
-    place: str
+    place: Text
 
 
 class MigrateKVBody(PlaceBody):
@@ -77,8 +77,8 @@ class ResizeKVBody(StrictBody):
     """The most bytes that new KV caches may hold: `limit` is bytes, text such as "4GiB", or "max"."""
 
     kind: Literal["resize_kv"]
-    limit: Annotated[int, Field(ge=0, le=2**62)] | str
-    place: str | None = None
+    limit: Annotated[int, Field(ge=0, le=2**62)] | Text
+    place: Text | None = None
     """None: the only place there is."""
 
 
@@ -117,7 +117,7 @@ class ActionsBody(StrictBody):
 
     actions: Annotated[list[AnyActionBody], Field(min_length=1, max_length=100, fail_fast=True)]
     dry_run: bool = False
-    rank: str | None = None
+    rank: Text | None = None
     """Of a fleet: the rank that is meant; None: all of them, all or none."""
 
 
@@ -128,5 +128,5 @@ class PrepareBody(StrictBody):
     id: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:-]+$")] | None = None
     """Of the transaction, chosen by the client; None: a new one."""
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
-    rank: str | None = None
+    rank: Text | None = None
     """As for `ActionsBody`."""

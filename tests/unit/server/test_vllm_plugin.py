@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
+from pydantic import ValidationError
 
 from elastic.cli.views.status_document import read_status
 from elastic.controller.loop import ControllerHealth
 from elastic.controller.snapshot import RequestStats
 from elastic.engines.vllm.client.messages import decode, encode
+from elastic.server.protocol.actions import ActionsBody
 from elastic.server.vllm_plugin import TOKEN, ElasticEndpoints, require_token
 from elastic.types import Change, HostStatus, KVStatus, PlaceStatus, Status, Swap
 
@@ -73,6 +75,7 @@ def test_actions_are_off_without_a_token(client: Any, monkeypatch: pytest.Monkey
     assert client.post("/elastic/actions", json={"actions": [SWAP]}).status_code == 401
     with pytest.raises(HTTPException):
         require_token("Bearer other")
+    assert client.post("/elastic/actions", json={"actions": []}).status_code == 401, "before the body is looked at"
     assert client.engine.done == []
 
 
@@ -87,3 +90,12 @@ def test_actions_are_done_on_all_ranks(client: Any, monkeypatch: pytest.MonkeyPa
     assert client.post("/elastic/actions", json=wrong, headers=headers).status_code == 400
     away = {"actions": [{"kind": "migrate", "layers": [1], "place": "cpu"}]}
     assert "one place for each rank" in client.post("/elastic/actions", json=away, headers=headers).text
+
+
+@pytest.mark.parametrize(
+    "action", [{**SWAP, "variant": "\ud800"}, {**SWAP, "parts": ["\ud800"]}, {"kind": "resize_kv", "limit": "\ud800"}]
+)
+def test_names_that_are_no_text_are_refused_before_they_are_recorded(action: dict[str, Any]) -> None:
+    """No status could be told any more with one in the record of actions."""
+    with pytest.raises(ValidationError, match="half of a surrogate pair"):
+        ActionsBody.model_validate({"actions": [action]})
