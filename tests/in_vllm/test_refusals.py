@@ -46,3 +46,26 @@ def test_another_engine_starts_after_one_that_did_not(where: str, monkeypatch: p
     del raised
     with elastic_engine("24MiB") as llm:
         assert len(run(llm, [4])[0]) == 4
+
+
+def test_a_cache_in_another_dtype_than_the_models_is_refused() -> None:
+    refused = pytest.raises(ConfigError, match=r"kv_cache_dtype='bfloat16': .* dtype, float32, or in fp8")
+    with refused, elastic_engine("24MiB", kv_cache_dtype="bfloat16"):
+        pass
+    assert not places._open
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": None},
+        {"kv_transfer_config": None},
+        {"additional_config": {}},
+        {"quantization": None, "kv_transfer_config": None},
+    ],
+)
+def test_an_engine_without_all_of_our_options_is_refused(options: dict[str, Any]) -> None:
+    """It would serve, with weights that cannot move, or KV blocks outside the budget."""
+    with pytest.raises(ConfigError, match=f"its own {', '.join(options)}; give"), elastic_engine("24MiB", **options):
+        pass
+    assert not places._open

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from elastic.engines.vllm.agreement import at_place
 from elastic.engines.vllm.assembly import ElasticModel, close_abandoned
 from elastic.engines.vllm.client.messages import decode, encode, encode_error
-from elastic.engines.vllm.client.settings import KEY, EngineSettings
+from elastic.engines.vllm.client.settings import CONNECTOR, KEY, EngineSettings
 from elastic.engines.vllm.connector import virtual_bytes
 from elastic.engines.vllm.linear import is_packable
 from elastic.engines.vllm.model.graphs import CapturedGraphs
@@ -98,26 +99,17 @@ class ElasticWorker(RankCalls):
         """Load the model, then move its weights into pages."""
         if close_abandoned():
             ensure_kv_transfer_shutdown()
+        config, settings = self.vllm_config, _settings(self.vllm_config)
         super().load_model(**options)  # type: ignore[misc]
-        config = self.vllm_config
-        settings = (config.additional_config or {}).get(KEY)
-        if settings is None:
-            raise ConfigError("the engine has an elastic worker; give it all arguments of elastic.vllm.options(...)")
-        if config.parallel_config.pipeline_parallel_size > 1:
-            raise ConfigError(
-                f"pipeline_parallel_size={config.parallel_config.pipeline_parallel_size}: elastic vLLM knows layers by "
-                "their index, which differs by stage; use tensor_parallel_size"
-            )
-        transfer = config.kv_transfer_config
         self.elastic = ElasticModel(
             self.model_runner.get_model(),
-            EngineSettings.from_json(settings),
+            settings,
             self.device,
             instance=config.instance_id,
             rank=self.rank,
             ranks=config.parallel_config.world_size,
             is_packable=is_packable,
-            wake_file=transfer and transfer.kv_connector_extra_config.get("wake_file"),
+            wake_file=config.kv_transfer_config.kv_connector_extra_config.get("wake_file"),
             eager=config.compilation_config.mode == CompilationMode.NONE,
             own_worker=self,
         )
@@ -138,7 +130,10 @@ class ElasticWorker(RankCalls):
             most = pool.budget_pages * pool.page_bytes - room + available
             raise ConfigError(f"budget leaves too little for activations beside it; it may be {most:,} bytes at most")
         budget = pool.budget_pages * pool.page_bytes - model.fixed_bytes
-        return virtual_bytes(self.vllm_config, self.get_kv_cache_spec(), budget, pool.page_bytes)  # type: ignore[attr-defined]
+        specs = self.get_kv_cache_spec()  # type: ignore[attr-defined]
+        if self.device.type == "cpu":
+            _require_dtype(self.vllm_config, specs.values())
+        return virtual_bytes(self.vllm_config, specs, budget, pool.page_bytes)
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         """Make the KV cache, in a reserved range."""
@@ -229,6 +224,11 @@ class ElasticExtension(RankCalls):
             raise StateError("the weights of this worker are elastic already; call elastic_detach before")
         if config.compilation_config.mode != CompilationMode.NONE:
             raise ConfigError("enforce_eager=False: only an eager engine can be attached to")
+        if config.model_config.quantization != "elastic":
+            raise ConfigError(
+                f"quantization={config.model_config.quantization!r}: its weights cannot move; start the engine with "
+                "quantization='elastic'"
+            )
         self.elastic = ElasticModel(
             self.model_runner.get_model(),  # type: ignore[attr-defined]
             EngineSettings.from_json(decode(settings)),
@@ -247,6 +247,50 @@ class ElasticExtension(RankCalls):
         self.elastic = None
         if self._elastic_end is not None:
             self._elastic_end.detach()
+
+
+def _settings(config: Any) -> EngineSettings:
+    """Return what `elastic.vllm.options` gave an engine. Raises `ConfigError` where not all of it is there."""
+    settings: Any = (config.additional_config or {}).get(KEY)
+    given = {
+        "additional_config": settings is not None,
+        "quantization": config.model_config.quantization == "elastic",
+        "kv_transfer_config": CONNECTOR["kv_connector"] in _connectors(config.kv_transfer_config),
+    }
+    changed = ", ".join(name for name, there in given.items() if not there)
+    if changed:
+        raise ConfigError(
+            f"the engine has an elastic worker, but its own {changed}; give it all arguments of "
+            "elastic.vllm.options(...), and these no other value (a connector of yours: options(connector=...))"
+        )
+    if config.parallel_config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size={config.parallel_config.pipeline_parallel_size}: elastic vLLM knows layers by "
+            "their index, which differs by stage; use tensor_parallel_size"
+        )
+    return EngineSettings.from_json(settings)
+
+
+def _connectors(transfer: Any) -> list[str | None]:
+    """Return the names of a KV connector, and of those inside it."""
+    if transfer is None:
+        return []
+    inner = transfer.kv_connector_extra_config.get("connectors", ())
+    return [transfer.kv_connector, *(each.get("kv_connector") for each in inner)]
+
+
+def _require_dtype(config: Any, specs: Iterable[Any]) -> None:
+    """Raise `ConfigError` for a cache that vLLM's attention on a CPU would take for one in the model's dtype.
+
+    vLLM does not refuse it, and wider elements are written behind the cache.
+    """
+    dtype = config.model_config.dtype
+    other = {spec.dtype for spec in specs if isinstance(spec, AttentionSpec) and spec.dtype.itemsize > 1} - {dtype}
+    if other:
+        raise ConfigError(
+            f"kv_cache_dtype={config.cache_config.cache_dtype!r}: on a CPU vLLM has keys and values in the model's "
+            f"dtype, {str(dtype).removeprefix('torch.')}, or in fp8; leave it 'auto', or give the model another dtype"
+        )
 
 
 def _close_beside(model: ElasticModel) -> None:
