@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 import elastic.vllm
-from elastic.config import Policy
 from support.vllm_engine.engine import (
-    come_back,
     coordinator,
     counted_preemptions,
     elastic_engine,
@@ -104,25 +102,3 @@ def test_use_and_capacity_are_the_schedulers(tight: Any) -> None:
     run(tight, [64] * 4, each_step=lambda step: used.append((rt.kv.used_bytes, rt.kv.capacity_bytes)))
     assert used[0][0] == 0
     assert 0 < max(used)[0] < max(used)[1] <= coordinator(tight).mapped * sector_bytes(tight)
-
-
-def test_a_first_release_under_a_policy_waits_for_blocks(reference: list[list[int]]) -> None:
-    """KV blocks begin with all that weights leave: there is no prefetch buffer yet."""
-    with elastic_engine("16MiB", policy=Policy(tick_s=3600.0)) as llm:
-        rt, lengths = elastic.vllm.runtime(llm), [64] * 8
-        assert rt.release([1, 2]).status == "deferred"
-        wait_for(lambda: rt.form()[1:3] == ("absent", "absent"))
-        assert run(llm, lengths) == expected(reference, lengths)
-        rt.restore()
-        come_back(rt)
-
-        def act(step: int) -> None:
-            if step == 20:
-                assert rt.release(range(6)).status == "deferred"
-
-        with counted_preemptions(llm) as preempted:
-            assert run(llm, lengths, each_step=act) == expected(reference, lengths)
-        assert preempted == []
-        wait_for(lambda: rt.form()[:6] == ("absent",) * 6)
-        assert run(llm, lengths) == expected(reference, lengths)
-        rt.check()

@@ -46,6 +46,7 @@ class ActionExecutor:
         self._held = HeldTransactions(self._runner)
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._retrying = False
+        self._came_free = False  # pages, since the present job began
         self._unfinished = 0
         self._closed = False
         self._counting = threading.Lock()
@@ -105,6 +106,7 @@ class ActionExecutor:
 
     def retry(self) -> None:
         """Have deferred actions tried again. May be called under any lock: it only queues a job."""
+        self._came_free = True
         if not self._retrying and self._runner.deferred():
             self._retrying = True
             with suppress(StateError):  # unwrapped meanwhile
@@ -167,7 +169,10 @@ class ActionExecutor:
         if why == RETRY:
             self._retrying = False
             actions = self._deferred()
+        self._came_free = False
         results = latest = self._transact(actions, why)
+        if self._came_free and why != RETRY:  # before these were known to wait, perhaps
+            self.retry()
         while any(isinstance(result, Change) and result.layers and result.deferred for result in latest):
             try:
                 latest = self._transact(self._deferred(), RETRY)

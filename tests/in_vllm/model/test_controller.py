@@ -7,7 +7,7 @@ import time
 import elastic.vllm
 from elastic.config import Policy
 from elastic.types import Restore, Swap
-from support.vllm_engine.engine import counted_preemptions, elastic_engine, run
+from support.vllm_engine.engine import come_back, counted_preemptions, elastic_engine, expected, run, wait_for
 
 FULL = ("float32",) * 12
 
@@ -37,3 +37,25 @@ def test_layers_leave_under_pressure_and_return_after_it() -> None:
         assert done >= {Swap, Restore}
         assert runtime.health().faults == ()
         runtime.check()
+
+
+def test_a_first_release_under_a_policy_waits_for_blocks(reference: list[list[int]]) -> None:
+    """KV blocks begin with all that weights leave: there is no prefetch buffer yet."""
+    with elastic_engine("16MiB", policy=Policy(tick_s=3600.0)) as llm:
+        rt, lengths = elastic.vllm.runtime(llm), [64] * 8
+        assert rt.release([1, 2]).status == "deferred"
+        wait_for(lambda: rt.form()[1:3] == ("absent", "absent"))
+        assert run(llm, lengths) == expected(reference, lengths)
+        rt.restore()
+        come_back(rt)
+
+        def act(step: int) -> None:
+            if step == 20:
+                assert rt.release(range(6)).status == "deferred"
+
+        with counted_preemptions(llm) as preempted:
+            assert run(llm, lengths, each_step=act) == expected(reference, lengths)
+        assert preempted == []
+        wait_for(lambda: rt.form()[:6] == ("absent",) * 6)
+        assert run(llm, lengths) == expected(reference, lengths)
+        rt.check()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import elastic.vllm
+from elastic.config import Policy
 from elastic.errors import ElasticError
 from elastic.types import Release, ResizeKV
 from support.vllm_engine.engine import TEXTS, elastic_engine, expected, run
@@ -64,6 +65,19 @@ def test_layers_leave_and_return_on_both_ranks(llm: Any, reference: list[list[in
     status = runtime.status()
     assert len(status.places) == len(status.kv) == 2
     assert [residency.shard for residency in status.residencies["model.layers.3"]] == ["0/2", "1/2"]
+
+
+def test_a_first_release_under_a_policy_waits_for_the_rank_without_a_buffer(
+    reference: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one with the controller has none. What came free before the release was known to wait counts, too."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with elastic_engine("16MiB", policy=Policy(tick_s=3600.0), tensor_parallel_size=2) as llm:
+        runtime = elastic.vllm.runtime(llm)
+        assert runtime.release([1, 2]).status == "deferred"
+        wait_for(runtime, ("float32", "absent", "absent", *FULL[3:]))
+        assert run(llm, LENGTHS) == expected(reference, LENGTHS)
+        runtime.check()
 
 
 def test_a_swap_commits_on_both_ranks_while_the_engine_is_idle(llm: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 from elastic import CapacityError
 from elastic.types import Release
 from support.architectures import build
+from support.child_process import wait_for_the_janitor
 from support.wrapped_model import tight
 
 OPTIONS: dict[str, Any] = {"variants": ["int8"], "policy": "balanced", "controller": False}
@@ -18,6 +19,13 @@ OPTIONS: dict[str, Any] = {"variants": ["int8"], "policy": "balanced", "controll
 
 def full_cache(model: Any) -> Any:
     return model(torch.ones(1, 300, dtype=torch.long)).past_key_values
+
+
+def wait_until_absent(rt: Any) -> None:
+    deadline = time.monotonic() + 30
+    while rt.form()[1:3] != ("absent", "absent"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -40,10 +48,7 @@ def test_it_is_deferred_and_done_when_caches_end(waiting: Any) -> None:
     assert rt.form() == full
     assert rt.kv.capacity_bytes < held, "new caches leave the pages that it waits for"
     del cache
-    deadline = time.monotonic() + 30
-    while rt.form()[1:3] != ("absent", "absent"):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until_absent(rt)
     rt.check()
     assert rt.restore().status == "applied"
 
@@ -77,4 +82,19 @@ def test_a_rank_that_has_a_buffer_waits_for_one_that_has_not(waiting: Any) -> No
     handler.commit(prepared)
     assert handler.finish(prepared).deferred == (1, 2)
     assert (rt.status().places[0].owners, rt.form()) == (owners, form)
+    rt.check()
+
+
+def test_pages_that_come_free_before_it_is_known_to_wait_are_not_missed(waiting: Any, monkeypatch: Any) -> None:
+    model, rt, handler = waiting
+    caches, commit = [full_cache(model)], handler.commit
+
+    def end_caches(prepared: Any) -> None:
+        caches.clear()
+        wait_for_the_janitor()
+        commit(prepared)
+
+    monkeypatch.setattr(handler, "commit", end_caches)
+    assert rt.release([1, 2]).status == "deferred"
+    wait_until_absent(rt)
     rt.check()
