@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from elastic.engines.core.kv_state import INT8
-from elastic.errors import ConfigError, is_number, require, require_whole
+from elastic.errors import ConfigError, is_number, require, require_flag, require_whole
 from elastic.estimation.costs import Costs, MeasuredCosts, SheetCosts
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.kv_room import KVBlockCapacity, KVShape, check_kv_form
@@ -40,10 +40,13 @@ from elastic.planning.estimate.roofline import BatchCost
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.planning.sharding.share import even_stages
+from elastic.quant.variants.variant import NAMED, config_of
 from elastic.weights.decoder import batch_context_length
 
 Method = Literal["ours", "paper"]
 WEIGHTS = (FULL, "int8", "int4", "2:4")
+KV_INT8 = f"KV {INT8}"
+"""What `losses` call keys and values in 8 bits."""
 EXCHANGES = 2
 """For each layer that ranks share: heads are gathered, and what the feed-forward network gives is added up."""
 
@@ -83,6 +86,8 @@ def estimate(
     """
     weights, kv = named_forms(weights, "weights"), named_forms(kv, "kv")
     require(load is None or isinstance(load, Load), "load", load, "an elastic.Load, or None")
+    require(isinstance(profile, CostProfile | None), "profile", profile, "measured fingerprints, or None")
+    require_flag(planned, "planned")
     _check_method(method, load or USUAL_LOAD, kv)
     available = parse_devices(devices, kind)
     layout = layout_of(model, torch.float32 if dtype is None and available[0].kind.type == "cpu" else dtype)
@@ -378,6 +383,6 @@ def check_losses(losses: Mapping[str, float]) -> None:
     """Raise `ConfigError` for losses that are no numbers of 0 or more, or not of a form of weights, or of the cache."""
     require(isinstance(losses, Mapping), "losses", losses, "numbers by form, such as {'int4': 0.03}")
     for form, loss in losses.items():
-        if form != f"KV {INT8}":
-            variant_config(form)
+        if not isinstance(form, str) or (form != KV_INT8 and config_of(form) is None):
+            raise ConfigError(f"losses: {form!r} is not known; use {KV_INT8!r} or one of {NAMED}")
         require(is_number(loss) and loss >= 0, f"losses: {form}", loss, "0 or more nats a token")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,16 @@ class PlacedModels:
     """What is left of the devices, and the load to be expected."""
     basis: str
     """Where the seconds are from."""
+
+
+def numbered(names: Sequence[str]) -> tuple[str, ...]:
+    """Return names that are unlike: what is there again gets a number, from 2 on, that none of them has."""
+    numbers = {name: itertools.count(2) for name in names}
+    unlike: list[str] = []
+    for name in names:
+        others = (f"{name}#{number}" for number in numbers[name])
+        unlike.append(next(other for other in others if other not in numbers) if name in unlike else name)
+    return tuple(unlike)
 
 
 def place_models(

@@ -15,6 +15,7 @@ from elastic.sim.core.instance import PlacePages
 from elastic.sim.core.threads import SimulatedThreads
 from elastic.sim.mechanisms.fleet import START_S, ElasticFleet, ScheduledVerbs
 from elastic.sim.mechanisms.model import LayeredModel, Links, Packed
+from elastic.sim.rank_model import MOST_PARTS
 from elastic.sim.tables import Table
 
 T = TypeVar("T")
@@ -60,10 +61,10 @@ def read_mechanisms(table: Table, rank: RankModel, instances: int) -> Mechanisms
     settings["drop"], settings["lengths"] = _record(Overload, overload), _record(Lengths, lengths)
     policies = chosen([settings[name] for name in names])
     packed = table.table("packed")
-    kv_shards = table.whole("kv_shards", 1)
+    kv_shards = table.whole("kv_shards", 1, most=MOST_PARTS)
     model = LayeredModel(
         replace(rank, pages=_in_parts(rank.pages, kv_shards)),
-        table.whole("shards", kv_shards),
+        table.whole("shards", kv_shards, most=MOST_PARTS),
         kv_shards,
         table.whole("page_bytes", 2 << 20),
         table.whole("token_bytes", 8192),
@@ -105,6 +106,12 @@ def _check_together(mechanisms: Mechanisms, name: str, instances: int) -> None:
     if model.shards % tp:
         raise ConfigError(
             f"{name}: tp = {tp} ranks cannot share layers in {model.shards} parts; say shards = {tp}, or a multiple"
+        )
+    least = -(-model.kv.block_bytes * model.rank.pages.blocks_per_sector // model.part_pages)
+    if model.page_bytes < least:
+        raise ConfigError(
+            f"{name}.page_bytes = {model.page_bytes} has no room for a block of {model.rank.engine.block_tokens} "
+            f"tokens; give {least} or more"
         )
 
 

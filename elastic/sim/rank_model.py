@@ -29,6 +29,9 @@ SHARES = 2
 """Of a layer, with which it is told what ranks divide and what each of them computes."""
 MOST_NOISE = 10.0
 """Sigma of the logarithm, as of lengths."""
+MOST_PARTS = 4096
+"""Ranks that share layers, and parts of a layer, as devices of an estimate."""
+_MOST_LAYERS = 10_000
 MOST_TOKENS = 2048
 """Of a request, for which the memory of batches is estimated, where nothing is said."""
 
@@ -112,7 +115,7 @@ def _memory(memory: Table, options: EngineOptions) -> PlacePages:
 
     `layer_kv_tokens`: for how many tokens in all layers there would be room where one layer's weights are.
     """
-    layers, blocks = memory.whole("layers", 1), memory.whole("kv_tokens") // options.block_tokens
+    layers, blocks = memory.whole("layers", 1, most=_MOST_LAYERS), memory.whole("kv_tokens") // options.block_tokens
     layer = memory.whole("layer_kv_tokens", 0, least=0) // options.block_tokens * layers
     memory.done()
     return PlacePages(layers * (layer + blocks), layers * layer, layers, 1, layers, layer)
@@ -124,7 +127,9 @@ def _by_sheet(table: Table, options: EngineOptions, folder: Path) -> _RankCost:
     require_memory(kind, size, "model.memory")
     memory = SheetMemory(kind.memory_bytes, size)
     kind, basis = read_rates(table, kind)
-    configuration = Configuration(table.whole("tp", 1), 1, table.text("weights", FULL), table.text("kv", FULL))
+    configuration = Configuration(
+        table.whole("tp", 1, most=MOST_PARTS), 1, table.text("weights", FULL), table.text("kv", FULL)
+    )
     layout = layout_of(read_config(table if "path" in table else table.table("config"), folder))
     load = Load(1, table.whole("most_tokens", MOST_TOKENS, least=2) - 1)
     table.done()

@@ -16,7 +16,7 @@ from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import WEIGHTS
 from elastic.estimation.placement import ModelSpace
 from elastic.planning.deployment.policies import POLICIES, THETA, PolicyName
-from elastic.planning.estimate.configuration import FULL
+from elastic.planning.estimate.configuration import FULL, named_forms
 from elastic.planning.estimate.devices import Device, shown_bytes
 from elastic.planning.estimate.intent import OBJECTIVES, Intent, Objective
 from elastic.planning.estimate.performance import Load
@@ -162,9 +162,8 @@ def _scenario(table: Table, folder: Path, seed: int | None) -> Scenario:
     names = [model.name for model in models] if placement is None else ["", *placement.names]
     for each in sources:
         if each.model not in names:
-            raise ConfigError(
-                f"requests {each.name!r}: model = {each.model!r} must be one of {', '.join(filter(None, names))}"
-            )
+            among = ", ".join(filter(None, names)) or "[[models]], of which there are none: leave it out"
+            raise ConfigError(f"requests {each.name!r}: model = {each.model!r} must be one of {among}")
     scenario = Scenario(
         table.text("title", ""),
         table.number("duration_s", least=1e-3),
@@ -189,12 +188,13 @@ def read_placement(table: Table, folder: Path) -> PlacementScenario:
     noise, stretch_s = steps.number("noise", 0.0, most=MOST_NOISE), simulation.number("stretch_s", 0.5)
     steps.done()
     simulation.done()
-    named = table.table("configs")
-    configs = {name: read_config(named.table(name), folder) for name in named}
+    configs = _configs(table.table("configs"), folder)
     order = table.texts("deploy", among=tuple(configs))
     if not order:
         raise ConfigError("deploy is missing: give the names of [configs], in the order in which they are deployed")
     own = table.table("placement")
+    if "every_s" in own and "together" not in own:
+        raise ConfigError("placement.every_s is said, but models come all at once; say together, or take it away")
     devices, basis = _cluster(own)
     scenario = PlacementScenario(
         devices,
@@ -215,6 +215,18 @@ def read_placement(table: Table, folder: Path) -> PlacementScenario:
     return scenario
 
 
+def _configs(named: Table, folder: Path) -> dict[str, Any]:
+    """Return directories, or configs, by the names of their tables."""
+    configs = {}
+    for name in named:
+        table = named.table(name)
+        configs[name] = read_config(table, folder)
+        table.done()
+    if not configs:
+        raise ConfigError("configs are missing: give a table [configs.NAME] for each model that is to be deployed")
+    return configs
+
+
 def _cluster(table: Table) -> tuple[list[Device], str]:
     """Return devices at the rates that they reach, and where their seconds are from."""
     devices = parse_devices(table.text("devices"))
@@ -229,12 +241,11 @@ def _space(table: Table, engine: EngineOptions) -> ModelSpace:
     objective = table.text("intent", "cost", among=[name.replace("_", "-") for name in OBJECTIVES])
     intent = Intent(cast(Objective, objective.replace("-", "_")), tolerance=table.number("tolerance", 0.0))
     load = Load(table.whole("prompt", 512), table.whole("new", 128), table.number("rate", 0.0))
-    weights, kv = table.texts("weights"), table.texts("kv")
     return ModelSpace(
         load,
         intent,
-        weights or WEIGHTS,
-        kv or (FULL,),
+        named_forms(table.texts("weights") or WEIGHTS, "placement.weights"),
+        named_forms(table.texts("kv") or (FULL,), "placement.kv"),
         table.flag("planned"),
         step_tokens=engine.max_batch_tokens,
         block_tokens=engine.block_tokens,

@@ -28,6 +28,8 @@ def read_source(table: Table, folder: Path) -> RequestSource:
     """Return one kind of requests. Raises `ConfigError` naming the key that is wrong."""
     kind = table.text("arrivals", among=ARRIVALS)
     drawn = table.text("lengths", "trace" if kind == "trace" else "lognormal", among=LENGTHS)
+    if kind == "trace" and drawn != "trace":
+        raise table.wrong("lengths", drawn, "trace, as are the arrivals: a trace has both; or left out")
     trace = _trace(table, folder) if "trace" in (kind, drawn) else None
     source = RequestSource(
         table.text("name", "requests"),

@@ -126,12 +126,14 @@ def losses_of(options: Namespace) -> dict[str, float]:
 
 
 def numbers_of(text: str, option: str, example: str) -> dict[str, float]:
-    """Return numbers by name, from NAME=X,... Raises `ConfigError` for anything else."""
-    numbers = {}
+    """Return numbers by name, from NAME=X,... Raises `ConfigError` for anything else, and for a name that is twice."""
+    numbers: dict[str, float] = {}
     for part in filter(None, text.split(",")):
-        name, _, value = part.rpartition("=")
+        name, _, value = (each.strip() for each in part.rpartition("="))
+        if name in numbers:
+            raise ConfigError(f"{option} {text!r} has {name} twice; give one number for each")
         try:
-            numbers[name.strip()] = float(value)
+            numbers[name] = float(value)
         except ValueError as error:
             raise ConfigError(f"{option} {part!r} is no NAME=X, such as {example}") from error
     return numbers

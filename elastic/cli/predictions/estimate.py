@@ -41,6 +41,8 @@ def estimate(options: Namespace) -> int:
     To characterize a model is to print what each choice alone does instead.
     """
     require_at_least(1, options.top, "--top")
+    if options.characterize and options.json:
+        raise ConfigError("--characterize is a table, and --json has all figures as they are; leave out one of them")
     load = load_of(options)
     weights = names_of(options.weights, "--weights") if options.weights is not None else WEIGHTS
     kv = names_of(options.kv, "--kv")

@@ -17,7 +17,7 @@ from elastic.cli.inputs.intent_options import intent_of, load_of, losses_of, nam
 from elastic.cli.predictions.estimate import basis_words, print_whole
 from elastic.cli.views.panels import tabulated
 from elastic.estimation.estimate import WEIGHTS
-from elastic.estimation.placement import ModelSpace, PlacedModels, place_models
+from elastic.estimation.placement import ModelSpace, PlacedModels, numbered, place_models
 from elastic.planning.deployment.placing import Deployment, Refusal
 from elastic.planning.estimate.devices import shown_bytes
 
@@ -36,7 +36,7 @@ def place(options: Namespace) -> int:
         losses_of(options),
     )
     placed = place_models(
-        _named(options.models),
+        dict(zip(numbered([Path(path).resolve().name for path in options.models]), options.models, strict=True)),
         options.devices,
         space,
         policy=options.policy,
@@ -50,16 +50,6 @@ def place(options: Namespace) -> int:
     else:
         _print(placed)
     return 2 if any(isinstance(outcome, Refusal) for _, outcome in placed.models) else 0
-
-
-def _named(paths: Sequence[str]) -> dict[str, str]:
-    """Name models by their directories; those of one name are numbered."""
-    named: dict[str, str] = {}
-    for path in paths:
-        own = Path(path).resolve().name
-        count = sum(name == own or name.startswith(f"{own}#") for name in named)
-        named[f"{own}#{count + 1}" if count else own] = path
-    return named
 
 
 def _print(placed: PlacedModels) -> None:

@@ -24,7 +24,7 @@ from elastic.cluster.rank.spec import options_of
 from elastic.config import parse_bytes
 from elastic.errors import ConfigError, ElasticError, NotFound, StateError, require, require_flag
 from elastic.estimation.device_list import parse_devices
-from elastic.estimation.estimate import check_losses
+from elastic.estimation.estimate import KV_INT8, check_losses
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.profiles.store import ProfileStore
 from elastic.planning.deployment.placing import Deployment, Refusal
@@ -87,7 +87,7 @@ class Deployments:
         require(isinstance(store, ProfileStore | None), "store", store, "a ProfileStore, or None")
         require_flag(harvest, "harvest")
         self._book, self._order, self._losses = DeviceBook(available), (policy, theta), losses
-        every = weights or dict.fromkeys((FULL, *(losses or ())))
+        every = weights or (FULL, *(form for form in losses or () if form != KV_INT8))
         self._weights, self._kv = named_forms(every, "weights"), named_forms(kv, "kv")
         self._fleet_options = {"launch": launch, **_options(fleet)}
         self._replanning, self._store = replanning or Replanning(), store or ProfileStore()

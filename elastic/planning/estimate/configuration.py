@@ -52,10 +52,14 @@ class Configuration:
 
 
 def named_forms(names: str | Iterable[str], option: str) -> tuple[str, ...]:
-    """Return the names of forms, of which one can stand alone. Raises `ConfigError` for none, and for no names."""
+    """Return the names of forms, of which one can stand alone.
+
+    Raises `ConfigError` for none, for no names, and for one that is there twice.
+    """
     listed = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else ()
     words = all(isinstance(name, str) for name in listed)
-    require(words and bool(listed), option, names, "a name of a form, such as 'int8', or several")
+    unlike = words and bool(listed) and len(set(listed)) == len(listed)
+    require(unlike, option, names, "a name of a form, such as 'int8', or several unlike ones")
     return listed
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from elastic.cluster.deployment.devices import DeviceBook
 from elastic.estimation.options import ModelOption
-from elastic.estimation.placement import ModelSpace
+from elastic.estimation.placement import ModelSpace, numbered
 from elastic.planning.deployment.placing import Deployment, Refusal, place
 from elastic.planning.deployment.policies import THETA, PolicyName
 from elastic.planning.estimate.devices import Device
@@ -50,12 +50,7 @@ class PlacementScenario:
     @property
     def names(self) -> tuple[str, ...]:
         """A name for each model that is deployed, in order: those of one config are numbered from the second on."""
-        counts: Counter[str] = Counter()
-        named = []
-        for config in self.order:
-            counts[config] += 1
-            named.append(config if counts[config] == 1 else f"{config}#{counts[config]}")
-        return tuple(named)
+        return numbered(self.order)
 
     def deployed_s(self, number: int) -> float:
         """Return when a model is deployed."""

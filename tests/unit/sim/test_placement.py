@@ -234,6 +234,10 @@ def test_replicas_are_on_devices_of_their_own_and_share_the_requests() -> None:
         (lambda v: v["engine"].update(eviction="swap"), "engine.eviction = 'swap' is not for models that are placed"),
         (lambda v: v["requests"][0].update(model="large"), "model = 'large' must be one of small, small#2"),
         (lambda v: v.update(fleet={"instances": 2}), "fleet is not known"),
+        (lambda v: v.update(configs={}), "configs are missing: give a table [configs.NAME]"),
+        (lambda v: v["configs"].update(small={"path": "m", "vocab_size": 8}), "configs.small.vocab_size is not known"),
+        (lambda v: v["placement"].update(weights=["full", "full"]), "placement.weights=('full', 'full') cannot be"),
+        (lambda v: v["placement"].update(every_s=60), "placement.every_s is said, but models come all at once"),
     ],
 )
 def test_what_is_wrong_is_said_by_its_key(change: Callable[[dict[str, Any]], object], words: str) -> None:
@@ -242,6 +246,15 @@ def test_what_is_wrong_is_said_by_its_key(change: Callable[[dict[str, Any]], obj
     with pytest.raises(ConfigError) as raised:
         parse_scenario(scenario)
     assert words in str(raised.value)
+
+
+def test_models_of_one_config_have_names_that_no_other_config_has() -> None:
+    described = values(2)
+    described["configs"]["small#2"] = dict(CONFIG)
+    described["deploy"] += ["small#2"]
+    run = Run(parse_scenario(described))
+    run.play()
+    assert [*run.report.placements] == ["small", "small#3", "small#2"]
 
 
 def test_the_shipped_scenario_has_a_place_for_all_21_models() -> None:

@@ -128,7 +128,15 @@ def sheet(**config: Any) -> dict[str, Any]:
         (lambda d: d["steps"].update(shared=1.0), "a chunk costs at least what is shared"),
         (lambda d: d["memory"].clear(), "memory.kv_tokens is missing"),
         (lambda d: d["engine"].update(share_prefixes=1), "engine.share_prefixes = 1 must be true or false"),
-        (lambda d: d["requests"][0].update(model="b"), "model = 'b' must be one of"),
+        (lambda d: d["requests"][0].update(model="b"), "model = 'b' must be one of [[models]], of which there are"),
+        (
+            lambda d: d["requests"][0].update(arrivals="trace"),
+            "requests[0].lengths = 'lognormal' must be trace, as are the arrivals",
+        ),
+        (lambda d: d["memory"].update(layers=2**62), "memory.layers = 4611686018427387904 must be a whole number"),
+        (lambda d: d.update(mechanisms={"shards": 2**62}), "mechanisms.shards = 4611686018427387904 must be a whole"),
+        (lambda d: d.update(mechanisms={"page_bytes": 1}), "page_bytes = 1 has no room for a block of 32 tokens"),
+        (lambda d: d.update(model={"device": "h100", "tp": 2**62}), "model.tp = 4611686018427387904 must be a whole"),
         (
             lambda d: d["requests"][0].update(arrivals="bursts"),
             "bursts without windows are none; give [[requests.bursts]]",

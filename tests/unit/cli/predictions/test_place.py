@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
 from elastic.assets import MODEL_DIR
 from elastic.cli.main import main
+from elastic.estimation.placement import numbered
 
 COMMAND = ["place", str(MODEL_DIR), str(MODEL_DIR), "--prompt", "100", "--new-tokens", "28", "--weights", "full,int4"]
 
@@ -62,3 +65,28 @@ def test_bounds_of_the_intent_are_options(capsys: pytest.CaptureFixture[str]) ->
     assert lossless["models"][0]["configuration"]["weights"] == "full"  # type: ignore[index]
     cheap = document(capsys, *devices, "--cost", "1GiBs", "--losses", "int4=0.02")
     assert cheap["models"][0]["placed"]  # type: ignore[index]
+
+
+def test_models_of_one_name_have_names_of_their_own_whatever_directories_are_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [tmp_path / name for name in ("a#2", "a", "b/a")]
+    for path in paths:
+        path.mkdir(parents=True)
+        shutil.copy(MODEL_DIR / "config.json", path)
+    assert main(["place", *map(str, paths), "--json", "--devices", "cpu=99MiB"]) == 0
+    placed = json.loads(capsys.readouterr().out)["models"]
+    assert [each["name"] for each in placed] == ["a#2", "a", "a#3"]
+    assert numbered(["a", "a", "a#2", "a", "a#2"]) == ("a", "a#3", "a#2", "a#4", "a#2#2")
+
+
+def test_a_name_that_has_two_numbers_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--devices", "cpu=99MiB"]
+    for name, values in (("--loads", "cpu=0.1, cpu=0.9"), ("--losses", "int4=0.1,int4=0.2")):
+        assert main([*COMMAND, *options, name, values]) == 2
+        assert f"{name} '{values}' has {values.partition('=')[0]} twice" in capsys.readouterr().err
+
+
+def test_what_is_characterized_is_no_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", str(MODEL_DIR), "--devices", "cpu=99MiB", "--characterize", "--json"]) == 2
+    assert "--characterize is a table" in capsys.readouterr().err

@@ -385,6 +385,11 @@ def test_deployments_that_were_not_started_or_have_ended_deploy_nothing(paths: A
     assert elastic.Deployments is Deployments
 
 
+def test_a_loss_of_keys_and_values_is_of_no_form_of_weights(paths: Any) -> None:
+    with Deployments(DEVICES, losses={"KV int8": 0.1}, **OPTIONS) as fleet:
+        assert fleet.deploy(paths["qwen3"], "memory", load=LOAD).configuration == "TP1 PP1 full"
+
+
 def test_ranks_that_come_to_share_layers_need_room_for_all_of_them_unless_they_begin_so(paths: Any) -> None:
     chooser = Chooser(paths["qwen3"], parse_devices(DEVICES), ("full",), ("full",), engine=ENGINE)
     found: dict[Configuration, FleetOption] = {o.configuration: o for o in chooser.options(LOAD, Intent())}
