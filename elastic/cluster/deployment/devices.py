@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from elastic.cluster.deployment.busy import BusyShares
 from elastic.errors import CapacityError, ConfigError
@@ -14,7 +14,8 @@ from elastic.planning.estimate.devices import Device
 class DeviceBook:
     """Bytes of devices by who has reserved them. Thread-safe.
 
-    A reservation is all that a deployment may have there: weights, its limit of keys and values, activations.
+    A reservation is all that a deployment may have there: weights, its limit of keys and values, activations. Memory
+    is lent to a guest, who has it as long as no deployment wants it.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -22,6 +23,7 @@ class DeviceBook:
         self.busy = BusyShares()
         self._memory = {device.name: device.memory_bytes for device in devices}
         self._reserved: dict[str, dict[str, int]] = {}
+        self._recalls: dict[str, Callable[[], object]] = {}  # guest -> ends it
         self._lock = threading.Lock()
 
     def memory(self, device: str) -> int:
@@ -39,12 +41,25 @@ class DeviceBook:
             self._memory[device] = nbytes
 
     def free(self, without: str = "") -> dict[str, int]:
-        """Return the bytes of each device that nobody has reserved; `without` one, whose count as free."""
+        """Return the bytes of each device that nobody has reserved; `without` one, what it could have: those of its
+        own and of guests count as free then."""
         with self._lock:
             return {name: max(0, self._left(name, without)) for name in self._memory}
 
+    def lend(self, guest: str, nbytes: Mapping[str, int], recall: Callable[[], object]) -> None:
+        """Have so many bytes of devices until a deployment wants them: `recall` is called then, and gives them back.
+
+        Raises `CapacityError`; then all is as before.
+        """
+        self.reserve(guest, nbytes)
+        with self._lock:
+            self._recalls[guest] = recall
+
     def reserve(self, who: str, nbytes: Mapping[str, int]) -> None:
-        """Have so many bytes of devices, instead of what `who` had. Raises `CapacityError`; then all is as before."""
+        """Have so many bytes of devices, instead of what `who` had; guests whose they were are ended.
+
+        Raises `CapacityError`; then all is as before.
+        """
         with self._lock:
             for device, wanted in nbytes.items():
                 left = self._left(device, who)
@@ -57,6 +72,10 @@ class DeviceBook:
                         total_bytes=self._memory[device],
                     )
             self._reserved[who] = {device: wanted for device, wanted in nbytes.items() if wanted}
+            short = {device for device in nbytes if self._left(device, "") < 0}
+            recalls = [call for guest, call in self._recalls.items() if short & self._reserved[guest].keys()]
+        for recall in recalls:
+            recall()
 
     def reserve_all(self, who: str, devices: Sequence[str]) -> None:
         """Have all that is free on some devices, besides what `who` has of others."""
@@ -78,6 +97,7 @@ class DeviceBook:
         """Give back all that somebody has. Nothing happens where that is nothing."""
         with self._lock:
             self._reserved.pop(who, None)
+            self._recalls.pop(who, None)
 
     def states(self, without: str = "", kept_bytes: int = 0) -> tuple[DeviceState, ...]:
         """Return the devices as a planner of placements sees them; `kept_bytes` of each are not told."""
@@ -93,5 +113,6 @@ class DeviceBook:
             return tuple(who for who, each in self._reserved.items() if device in each and who != without)
 
     def _left(self, device: str, without: str) -> int:
-        taken = sum(each.get(device, 0) for who, each in self._reserved.items() if who != without)
+        ignored = {without, *self._recalls} if without else set[str]()
+        taken = sum(each.get(device, 0) for who, each in self._reserved.items() if who not in ignored)
         return self._memory[device] - taken

@@ -61,7 +61,7 @@ class Harvester:
         self._form = ""
         self._devices: tuple[str, ...] = ()
         self._links: CostProfile | None = None  # of whichever model they were measured for
-        self._not_before_s = 0.0
+        self._now_s = self._not_before_s = 0.0
         self._failed: set[tuple[str, str]] = set()  # (path, form) that cannot be measured
         self.cancelled = 0
         """How many guests were."""
@@ -73,8 +73,9 @@ class Harvester:
 
     def tick(self, now_s: float, models: Sequence[Deployed]) -> None:
         """Look at the guest, or begin with one."""
+        self._now_s = now_s
         if self._guest is not None and self._model is not None:
-            self._watch(now_s, self._guest, self._model, models)
+            self._watch(self._guest, self._model, models)
         elif now_s >= self._not_before_s:
             for model in models:
                 if missing := self._missing(model):
@@ -86,6 +87,7 @@ class Harvester:
         """End the guest."""
         if self._guest is not None:
             self._guest.cancel()
+            self._not_before_s = self._now_s + REST_S
             self._leave()
 
     def require_spare(self, device: str, nbytes: int) -> None:
@@ -116,14 +118,18 @@ class Harvester:
         return next(iter(self._book.devices.values())).kind.type
 
     def _missing(self, model: Deployed) -> list[str]:
-        profile = self._store.load(model.path, self._kind)
+        wanted = [form for form in (*model.forms, LINKS) if (model.path, form) not in self._failed]
+        try:
+            profile = self._store.load(model.path, self._kind) if wanted else None
+        except ElasticError as error:  # its directory has gone: it serves on
+            for form in wanted:
+                self._give_up(model, form, error)
+            return []
         measured = set(profile.around) if profile is not None else set()
-        wanted = [*model.forms]
-        if measured.issuperset(model.forms) and self._kind == "cpu" and len(self._book.devices) > 1:
-            wanted.append(LINKS)
-        if profile is not None and profile.link is not None:
+        linked = self._kind == "cpu" and len(self._book.devices) > 1 and measured.issuperset(model.forms)
+        if not linked or (profile is not None and profile.link is not None):
             measured.add(LINKS)
-        return [form for form in wanted if form not in measured and (model.path, form) not in self._failed]
+        return [form for form in wanted if form not in measured]
 
     def _begin(self, model: Deployed, form: str) -> None:
         if form == LINKS and (links := self._links) is not None:
@@ -138,7 +144,7 @@ class Harvester:
             try:
                 for device in devices:
                     self.require_spare(device, nbytes)
-                self._book.reserve(_WHO, dict.fromkeys(devices, nbytes))
+                self._book.lend(_WHO, dict.fromkeys(devices, nbytes), self._give_way)
             except (CapacityError, StateError):
                 continue
             self._guest = self._start(model.path, (form,), devices[0].partition("#")[0])
@@ -153,17 +159,20 @@ class Harvester:
         else:
             yield from ((device,) for device in self._book.devices)
 
-    def _watch(self, now_s: float, guest: GuestProcess, model: Deployed, models: Sequence[Deployed]) -> None:
-        gone = all(model is not each for each in models)
-        if gone or any(self._load_beside(device) >= SPARE_LOAD for device in self._devices):
-            guest.cancel()
-            self.cancelled += not gone
-            self._not_before_s = now_s + REST_S
-            self._leave()
+    def _watch(self, guest: GuestProcess, model: Deployed, models: Sequence[Deployed]) -> None:
+        if all(model is not each for each in models):
+            self.stop()
         elif guest.ended:
             form = self._form
             self._leave()
             self._keep(model, form, guest.result)
+        elif self._book.lacking(_WHO) or any(self._load_beside(device) >= SPARE_LOAD for device in self._devices):
+            self._give_way()
+
+    def _give_way(self) -> None:
+        """End the guest where others want what it has."""
+        self.cancelled += 1
+        self.stop()
 
     def _load_beside(self, device: str) -> float:
         """Return the load of a device beside the guest, which others see as one of theirs."""

@@ -31,7 +31,7 @@ STEP_TOKENS = 256
 
 
 class GuestProcess:
-    """A module that runs as a process and measures; `ended` looks whether it has."""
+    """A module that runs as a process of the lowest priority and measures; `ended` looks whether it has."""
 
     def __init__(self, module: str, arguments: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -41,6 +41,7 @@ class GuestProcess:
             stderr=subprocess.DEVNULL,
             text=True,
         )
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)  # its imports take seconds of a core, too
         self._cancelled = False
 
     @property
@@ -82,8 +83,7 @@ def guest_bytes(model: str | Path, forms: Sequence[str], context: int) -> int:
 
 
 def run_guest(measure: Callable[[], CostProfile]) -> int:
-    """Be a guest: measure, with the lowest priority, and print the profile, or why there is none."""
-    os.nice(19)
+    """Be a guest: measure, and print the profile, or why there is none."""
     end_with_parent()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)

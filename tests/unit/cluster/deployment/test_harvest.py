@@ -267,6 +267,35 @@ def test_a_guest_is_cancelled_when_the_load_rises_and_begins_anew_after_a_rest(w
     assert world.guests[-1].cancelled
 
 
+def test_a_guest_gives_way_to_a_deployment_that_wants_its_memory(world: World) -> None:
+    world.run(5)
+    assert world.harvester.at == {"cpu#a": "model"}
+    assert world.book.free() == {"cpu#a": 100 - NEEDED, "cpu#b": 100}
+    assert [state.free_bytes for state in world.book.states("other")] == [100, 100]
+    world.book.reserve("other", {"cpu#a": 100 - NEEDED, "cpu#b": 100})
+    assert not world.guests[0].cancelled
+    world.book.reserve_all("other", ["cpu#a"])
+    assert world.guests[0].cancelled
+    assert (world.harvester.at, world.harvester.cancelled) == ({}, 1)
+    assert world.book.free() == {"cpu#a": 0, "cpu#b": 0}
+    with pytest.raises(CapacityError, match="cpu#a has 0 bytes left for 'third'"):
+        world.book.reserve("third", {"cpu#a": 1})
+
+
+def test_a_guest_gives_way_where_a_device_gets_less_memory(world: World) -> None:
+    world.book.reserve("other", {"cpu#a": 100 - NEEDED, "cpu#b": 100})
+    world.run(5)
+    world.book.resize("cpu#a", 99)
+    assert world.book.lacking("other") == ""
+    world.run(1)
+    assert world.guests[0].cancelled
+    world.run(int(REST_S) - 1)
+    assert len(world.guests) == 1
+    world.book.resize("cpu#a", 100)
+    world.run(1)
+    assert len(world.guests) == 2
+
+
 def test_what_other_programs_do_on_a_device_counts_but_not_what_the_guest_does(world: World) -> None:
     world.others = {"cpu#a": 0.35, "cpu#b": 0.1}
     world.run(10)
@@ -295,6 +324,20 @@ def test_what_cannot_be_measured_is_not_tried_again(world: World) -> None:
     world.run(30)
     assert len(world.guests) == 2
     assert world.known == []
+
+
+def test_what_a_guest_has_measured_is_kept_though_the_load_rises_as_it_ends(world: World) -> None:
+    world.run(5)
+    world.guests[0].ended = True
+    world.run(1, a=0.95, b=0.95)
+    assert world.harvester.cancelled == 0
+    assert world.store.load(world.model.path, "cpu", ("full",)) is not None
+
+
+def test_a_model_whose_directory_has_gone_keeps_no_other_from_being_measured(world: World, tmp_path: Path) -> None:
+    gone = Model(str(tmp_path / "gone"), name="gone")
+    world.run(10, [gone, world.model])
+    assert world.harvester.at == {"cpu#a": "model"}
 
 
 def test_what_is_known_is_not_measured(world: World) -> None:

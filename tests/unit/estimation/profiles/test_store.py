@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,7 @@ def test_a_guest_says_in_words_what_it_cannot_measure(tmp_path: Path) -> None:
 def test_a_guest_that_is_cancelled_leaves_no_process(model: Path) -> None:
     guest = ProfilingProcess(model, ("full",), "cpu", context=32, share=0.5)
     assert not guest.ended
+    assert os.getpriority(os.PRIO_PROCESS, guest._process.pid) == 19  # from the beginning: imports take a core, too
     guest.cancel()
     assert guest.ended
     with pytest.raises(ConfigError, match="ended with code"):

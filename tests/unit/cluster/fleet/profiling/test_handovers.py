@@ -7,6 +7,7 @@ import os
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,7 +109,10 @@ def test_a_guest_measures_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a fork, as the fork server of its ranks is; the other rank of a link is a new interpreter."""
     commands: list[list[str]] = []
     with monkeypatch.context() as patch:
-        patch.setattr(guest.subprocess, "Popen", lambda command, **_: commands.append(command))
+        patch.setattr(
+            guest.subprocess, "Popen", lambda command, **_: commands.append(command) or SimpleNamespace(pid=0)
+        )
+        patch.setattr(guest.os, "setpriority", lambda *_: None)
         LinkProfilingProcess(0.9, repeats=1, rounds=1, handover_rounds=1)
     ((_, option, module, *arguments),) = commands
     code = f"""
