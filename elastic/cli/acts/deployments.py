@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from elastic.cli.inputs.intent_options import add_intent, add_load, intent_of, said_load
+from elastic.cli.inputs.intent_options import add_intent, add_load, intent_of, names_of, said_load
 from elastic.cli.views.sizes import mib
 from elastic.cli.views.status_client import Send
 from elastic.planning.estimate.intent import Intent
@@ -52,7 +52,7 @@ def _deploy(send: Send, options: Namespace) -> int:
         "name": options.name,
         "intent": _intent(options),
         "load": said_load(options) or None,
-        "weights": options.weights.split(",") if options.weights else None,
+        "weights": names_of(options.weights, "--weights") if options.weights is not None else None,
         "replicas": options.replicas,
     }
     told = send("deploy", body, DEPLOY_S)

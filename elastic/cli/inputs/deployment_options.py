@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
-from elastic.cli.inputs.intent_options import add_intent, add_load, add_losses, intent_of, load_of, losses_of
+from elastic.cli.inputs.intent_options import add_intent, add_load, add_losses, intent_of, load_of, losses_of, names_of
 from elastic.errors import ConfigError
 from elastic.planning.deployment.policies import THETA
 
@@ -87,7 +87,7 @@ def make_deployments(options: Namespace) -> Deployments:
         kind=options.kind,
         policy=options.place_by or "hybrid",
         theta=THETA if options.theta is None else options.theta,
-        weights=options.weights.split(",") if options.weights else None,
+        weights=names_of(options.weights, "--weights") if options.weights is not None else None,
         kv=(kv,),
         losses=losses_of(options),
         fleet={"engine": {"grammars": "llguidance", **steps}},  # each rank compiles grammars for itself

@@ -87,7 +87,7 @@ class Deployments:
         require(isinstance(store, ProfileStore | None), "store", store, "a ProfileStore, or None")
         require_flag(harvest, "harvest")
         self._book, self._order, self._losses = DeviceBook(available), (policy, theta), losses
-        every = weights or (FULL, *(form for form in losses or () if form != KV_INT8))
+        every = (FULL, *(form for form in losses or () if form != KV_INT8)) if weights is None else weights
         self._weights, self._kv = named_forms(every, "weights"), named_forms(kv, "kv")
         self._fleet_options = {"launch": launch, **_options(fleet)}
         self._replanning, self._store = replanning or Replanning(), store or ProfileStore()
@@ -169,7 +169,10 @@ class Deployments:
             self._require_new(name)
             devices = [*self._book.devices.values()]
             options = {**self._fleet_options, **_options(fleet)}
-            forms = named_forms(weights or self._weights, "weights"), named_forms(kv or self._kv, "kv")
+            forms = (
+                named_forms(self._weights if weights is None else weights, "weights"),
+                named_forms(self._kv if kv is None else kv, "kv"),
+            )
             chooser = Chooser(path, devices, *forms, *self._order, self._losses, options.get("engine"))
             expected = load or chooser.bounded(USUAL_LOAD)
             try:
@@ -335,6 +338,8 @@ def _options(fleet: Mapping[str, Any] | None) -> dict[str, Any]:
             raise ConfigError(f"fleet: no option {option!r} can be said here; there are {', '.join(sorted(allowed))}")
     for kind in ("wrap", "engine"):
         options_of(kind, (fleet or {}).get(kind))
+    if "kv_cache_dtype" in ((fleet or {}).get("engine") or {}):
+        raise ConfigError("fleet: the form of keys and values is that of the configuration; say kv= instead")
     return dict(fleet or {})
 
 

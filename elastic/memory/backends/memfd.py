@@ -33,6 +33,8 @@ _MAP_FIXED, _MAP_POPULATE = 0x10, 0x8000
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
 _MAPPED = mmap.MAP_SHARED | _MAP_FIXED | _MAP_POPULATE
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_MOST_NAME = 249
+"""Characters that the name of a memory file may have; it is for people alone."""
 _ALLOCATE, _PUNCH_HOLE = 0, 1 | 2  # modes of fallocate; a hole leaves the file as long as it was
 
 
@@ -48,7 +50,7 @@ class MemfdBackend:
             raise BackendUnavailable("CPU pages need Linux (memfd_create); on this system only CUDA places can be used")
         self.mappings = 0
         self.created = 0
-        self._file = os.memfd_create(name, os.MFD_CLOEXEC)
+        self._file = os.memfd_create(name[:_MOST_NAME], os.MFD_CLOEXEC)
         self._file_bytes = 0
         self._sizes = threading.Lock()  # pages are created by several threads, each of which may lengthen the file
         self._pid = os.getpid()

@@ -14,7 +14,7 @@ from elastic.config import Place
 from elastic.errors import CapacityError, ConfigError
 from elastic.memory.backends.cgroup import memory_limit
 from elastic.memory.backends.memfd import MemfdBackend
-from elastic.memory.places import free_bytes, require_memory, total_bytes
+from elastic.memory.places import close_place, free_bytes, open_place, require_memory, total_bytes
 from support.architectures import build
 
 CPU = torch.device("cpu")
@@ -71,6 +71,12 @@ def test_a_page_size_that_cannot_be_names_one_that_can(page: int, words: str) ->
         elastic.wrap(build("llama-gqa"), places=[f"cpu#odd=8MiB/{page}"])
     with pytest.raises(ConfigError, match=f"page_bytes={page} must be a multiple of 4096"):
         MemfdBackend(page)
+
+
+def test_a_place_may_have_a_longer_name_than_the_system_gives_a_memory_file() -> None:
+    pool = open_place(Place.parse(f"cpu#{'x' * 300}=1MiB"))
+    assert len(pool.name) == 304
+    close_place(pool)
 
 
 def test_a_budget_is_whole_bytes() -> None:

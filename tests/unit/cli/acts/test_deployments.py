@@ -119,7 +119,7 @@ def test_options_of_serve_that_cannot_be_together_are_refused(arguments: list[st
 
 
 def test_serve_makes_deployments_of_its_options() -> None:
-    arguments = ["serve", "MODEL", "--devices", "cpu#a=1GiB,cpu#b=2GiB", "--weights", "full,2:4", "--harvest"]
+    arguments = ["serve", "MODEL", "--devices", "cpu#a=1GiB,cpu#b=2GiB", "--weights", "full, 2:4", "--harvest"]
     made = make_deployments(parser().parse_args(arguments))
     assert [device.memory_bytes >> 30 for device in made.devices()] == [1, 2]
     assert made._weights == ("full", "2:4")

@@ -371,6 +371,10 @@ def test_deployments_that_were_not_started_or_have_ended_deploy_nothing(paths: A
             fleet.start()
         with pytest.raises(ConfigError, match=r"load=.* cannot be"):
             fleet.deploy(paths["qwen3"], load={"rate": 1})  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"weights=\[\] cannot be"):
+            fleet.deploy(paths["qwen3"], weights=[])
+        with pytest.raises(ConfigError, match="say kv= instead"):
+            fleet.deploy(paths["qwen3"], fleet={"engine": {"kv_cache_dtype": "int8"}})
     with pytest.raises(StateError, match="or make new ones"):
         fleet.deploy(paths["qwen3"])
     with pytest.raises(ConfigError, match="devices of kinds"):
