@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -162,6 +163,7 @@ def _check_options(batch: int, lazy: bool, path: str | Path | None, progress: An
     """Raise `ConfigError` for options that cannot be, before a long search begins."""
     for name, value in weights.items():
         require(is_number(value) and value >= 0, name, value, "a number, at least 0")
+    require(sum(weights.values()) < math.inf, " + ".join(weights), math.inf, "finite")
     require_whole(batch, "batch")
     require_flag(lazy, "lazy")
     require_path(path, "path")

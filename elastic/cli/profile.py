@@ -22,7 +22,10 @@ from elastic.quant.variants.pack_model import file_name
 
 def profile(options: Namespace) -> int:
     """Profile a model, save and show the order; draw it if asked to."""
-    device = Place.parse(options.device).device
+    place = Place.parse(options.device)
+    if place.budget_bytes is not None:
+        raise ConfigError(f"--device {options.device} says a size, which a profile does not keep to; leave it out")
+    device = place.device
     texts = [read_text(path, "--calibration") for path in options.calibration]
     held_out = None if options.held_out is None else read_text(options.held_out, "--held-out")
     if options.held_out is not None and options.plot is None:

@@ -67,7 +67,9 @@ def test_a_pruned_variant_has_a_file_without_a_colon(model: Path, text: Path) ->
         (["--variant", "int5"], "variant='int5' is not known"),
         (["--beta", "-1"], "beta=-1.0 cannot be; it must be a number, at least 0"),
         (["--tokens", "0"], "tokens=0 cannot be; it must be a whole number, at least 1"),
+        (["--beta", "1e308", "--alpha1", "1e308"], "alpha1 + alpha2 + beta=inf cannot be"),
         (["--device", "tpu"], "'tpu' is not a place"),
+        (["--device", "cpu=1GiB"], "--device cpu=1GiB says a size, which a profile does not keep to"),
         (["--out", "/nowhere/x.json", "--tokens", "8"], "--out /nowhere/x.json: there is no such directory"),
     ],
 )
