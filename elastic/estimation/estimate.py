@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -220,14 +221,16 @@ class Estimator:
         """Return what is known of a configuration in such stages on devices, the ranks that share one side by side."""
         tp, kv = configuration.tp, self.layout.kv_shape(configuration.kv)
         rooms = [self.room(kv, tp, layers) for layers in stages]
-        ranks, requests = self.ranks(configuration, stages, rooms, devices, 1)
-        if requests > 1:  # logits of all that run at a time are more, which leaves room for fewer
-            ranks, requests = self.ranks(configuration, stages, rooms, devices, min(requests, most_requests))
+        held = partial(self.ranks, configuration, stages, rooms, devices)
+        more = range(2, min(held(1)[1], most_requests) + 1)
+        # a batch of more requests has more logits, which leave room for fewer
+        running = 1 + bisect_left(more, True, key=lambda running: held(running)[1] < running)
+        ranks, requests = held(running)
         return Candidate(
             configuration,
             tuple(stages),
             ranks,
-            min(requests, most_requests),
+            min(requests, running),
             sum(tp * self.request_bytes(room, configuration, each) for room, each in zip(rooms, stages, strict=True)),
             self.instance_cost(configuration, stages),
             self.costs.basis,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from dataclasses import asdict, replace
@@ -289,6 +290,16 @@ def test_devices_are_places_or_data_sheets() -> None:
 def test_arguments_that_say_nothing_are_refused_in_words(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         estimate(LLAMA_2_70B, **{"devices": "8*h100", **options})
+
+
+def test_more_memory_has_room_for_more_requests_also_where_their_logits_are_large() -> None:
+    config = copy.deepcopy(LLAMA_2_70B)
+    config.num_hidden_layers, config.vocab_size, config.hidden_size = 1, 1_000_000, 4096
+    sizes = [f"h100={gib}GiB" for gib in range(18, 24)]
+    every = [estimate(config, size, load=elastic.Load(5, 128), weights=("full",))[0] for size in sizes]
+    assert all(each.fits for each in every), [each.why_not for each in every]
+    requests = [each.requests for each in every]
+    assert requests == sorted(requests)
 
 
 def test_a_checkpoint_of_quantized_weights_is_refused_for_they_would_be_taken_for_full_ones(tmp_path: Path) -> None:
