@@ -456,30 +456,6 @@ def test_tokens_outside_of_the_vocabulary_are_refused(deep: Any, token: int) -> 
         elastic.profile(deep, torch.tensor([[1, token, 3]]))
 
 
-def test_sequences_are_no_longer_than_the_model_was_made_for() -> None:
-    config = t.GPT2Config(n_positions=16, n_embd=8, n_layer=2, n_head=2, vocab_size=128, bos_token_id=1, eos_token_id=1)
-    model = t.AutoModelForCausalLM.from_config(config)
-    assert elastic.profile(model, "abcd" * 30, tokenizer=Words(), tokens=64).setting.tokens == 16
-    with pytest.raises(ConfigError, match="sequences of 17 tokens, longer than the 16 that the model was made for"):
-        elastic.profile(model, torch.ones(2, 17, dtype=torch.long))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"calibration": None}, "calibration=None cannot be"),
-        ({"calibration": [1, 2]}, r"calibration=\[1, 2\] cannot be"),
-        ({"variant": 4}, "variant=4 is not known"),
-        ({"tokens": 1.5}, "tokens=1.5 cannot be"),
-        ({"batch": 1.5}, "batch=1.5 cannot be"),
-        ({"alpha1": "1"}, "alpha1='1' cannot be"),
-    ],
-)
-def test_arguments_of_other_types_are_refused_in_words(deep: Any, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        elastic.profile(deep, **{"calibration": "abc", "tokenizer": Words(), **options})
-
-
 def test_a_wrapped_model_is_refused(wrapped: Any) -> None:
     model = wrapped(build("llama-mha"))
     with pytest.raises(StateError, match="unwrap it first"):
