@@ -7,7 +7,7 @@ TTFT + (n - 1) · TPOT. TPOT depends on the batch and on the context, and on pro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic.errors import ConfigError, is_integer, is_number
@@ -118,21 +118,26 @@ class InstanceCost:
 
     def round_s(self, load: Load, running: int) -> float:
         """Return the seconds in which every one of so many requests gets a token; each stage has a batch of its own."""
-        cohorts = self.cohorts(load, running)
-        passes = (self.pass_s(each, together=len(cohorts) > 1) for each in cohorts)
-        return max(*self.round_busy_s(cohorts), *passes)
+        cohorts = self.cohorts(running)
+        several = sum(cohorts.values()) > 1
+        passes = (self.pass_s(load.decoding(requests), together=several) for requests in cohorts)
+        return max(*self.round_busy_s(load, cohorts), *passes)
 
-    def cohorts(self, load: Load, running: int) -> list[list[Chunk]]:
-        """Return the steps of a round of so many requests: one for each stage, of fewer requests one for each."""
-        stages = len(self.stages)
-        counts = [running // stages + (number < running % stages) for number in range(stages)]
-        return [load.decoding(count) for count in counts if count]
+    def cohorts(self, running: int) -> Mapping[int, int]:
+        """Return the steps of a round of so many requests: how many there are of each number of requests.
 
-    def round_busy_s(self, cohorts: Sequence[Sequence[Chunk]]) -> tuple[float, ...]:
+        One for each stage, of fewer requests one for each.
+        """
+        each, more = divmod(running, len(self.stages))
+        return {count: steps for count, steps in ((each + 1, more), (each, len(self.stages) - more)) if count and steps}
+
+    def round_busy_s(self, load: Load, cohorts: Mapping[int, int]) -> tuple[float, ...]:
         """Return for how long each stage computes in a round: each of its steps reads the weights again."""
-        several = len(cohorts) > 1
+        several = sum(cohorts.values()) > 1
+        steps = [(load.decoding(requests), count) for requests, count in cohorts.items()]
         return tuple(
-            math.fsum(self.stage_s(s, each, together=several) for each in cohorts) for s in range(len(self.stages))
+            math.fsum(count * self.stage_s(s, step, together=several) for step, count in steps)
+            for s in range(len(self.stages))
         )
 
     def prompt_busy_s(self, load: Load) -> float:
@@ -156,7 +161,7 @@ class InstanceCost:
 
     def busy(self, load: Load, running: int) -> tuple[float, ...]:
         """Return for each stage the share of time that it computes at the load's rate, so many running at a time."""
-        rounds_s, rounds = self.round_busy_s(self.cohorts(load, running)), (load.new - 1) / running
+        rounds_s, rounds = self.round_busy_s(load, self.cohorts(running)), (load.new - 1) / running
         return tuple(
             load.rate * (math.fsum(self.stage_s(s, [chunk]) for chunk in self.prompt(load)) + rounds * round_s)
             for s, round_s in enumerate(rounds_s)
