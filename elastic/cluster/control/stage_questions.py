@@ -271,6 +271,8 @@ class FlipLayers:
     path: LayerPath
     sources: Mapping[Way, LayersKV] = field(default_factory=dict)
     """Where what goes from one rank to another lies, as it was told last; of what is missing the home asks."""
+    hurried: bool = False
+    """Whether steps wait a little longer, so that it takes one pause instead of three: requests wait for its end."""
 
 
 @dataclass(frozen=True)

@@ -135,8 +135,8 @@ class Stages:
                 return engine.exchange.resume()
             case WrittenBlocks():
                 return engine.exchange.written_blocks()
-            case FlipLayers(path, sources):
-                return engine.exchange.flip(path, sources)
+            case FlipLayers(path, sources, hurried):
+                return engine.exchange.flip(path, sources, hurried=hurried)
             case EndExchange():
                 return engine.exchange.end()
             case GiveUpLayers(home, shards):

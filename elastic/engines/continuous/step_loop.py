@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from functools import partial
 from typing import TypeVar
 
 from elastic.clock import settle
@@ -46,6 +46,9 @@ class StepLoop:
         """Called while no sequence is here, until it returns that it has nothing to do."""
         self.when_stuck: Callable[[], object] = lambda: None
         """Called while sequences are here and no step is possible: some may never be, since pages were taken."""
+        self.followed_s = 0.0
+        """For how long steps waited for what was said to follow."""
+        self._follow_until_s = 0.0
         self._to_tell = False
         self._executor = executor
         self._requests = requests
@@ -70,13 +73,22 @@ class StepLoop:
             self._commands.append(command)
         self._news.set()
 
-    def between_steps(self, work: Callable[[], T]) -> T:
-        """Have the loop's thread do something between two steps; return or raise what it does."""
+    def between_steps(self, work: Callable[[], T], *, follow_s: float = 0.0) -> T:
+        """Have the loop's thread do something between two steps; return or raise what it does.
+
+        No step begins for `follow_s` behind it, or until something else is to be done: what follows on what was
+        returned comes before a step then.
+        """
         if threading.current_thread() is self.thread:
             raise StateError("a listener cannot ask its engine to move a request; use another thread")
         self.require_started()
         done: Future[T] = Future()
-        self.post(partial(settle, done, work))
+
+        def do() -> None:
+            settle(done, work)
+            self._follow_until_s = time.perf_counter() + follow_s if follow_s else 0.0
+
+        self.post(do)
         return done.result()
 
     def require_started(self) -> None:
@@ -201,8 +213,19 @@ class StepLoop:
         self._to_tell = False
 
     def _run_commands(self) -> None:
-        while self._commands:
+        while self._commands or self._wait_for_more():
             self._commands.popleft()()
+
+    def _wait_for_more(self) -> bool:
+        """Wait for what was said to follow; return whether something has come."""
+        began_s = time.perf_counter()
+        while not self._commands and (left_s := self._follow_until_s - time.perf_counter()) > 0:
+            self._news.clear()
+            if not self._commands:
+                self._news.wait(left_s)
+        self._follow_until_s = 0.0
+        self.followed_s += time.perf_counter() - began_s
+        return bool(self._commands)
 
 
 def _call(listener: Callable[[], object] | None) -> None:

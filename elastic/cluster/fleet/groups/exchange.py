@@ -29,7 +29,14 @@ from elastic.cluster.fleet.groups.group import Deadline, Group, LayerFlip, Shape
 from elastic.cluster.fleet.groups.price import restored_first
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.results import Exchanged, Status
-from elastic.cluster.fleet.groups.transition import Books, FlipRound, Transition, plan_transition, plans_of
+from elastic.cluster.fleet.groups.transition import (
+    Books,
+    FlipRound,
+    Transition,
+    most_coming,
+    plan_transition,
+    plans_of,
+)
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError, ElasticError, RankLost, StateError
 from elastic.planning.arrangement.caps import GAIN
@@ -214,7 +221,7 @@ class Exchange:
         self._drop_unneeded(self.group.members)
         while transition.rounds:
             self._take_round(transition.rounds[0])
-            transition = self._rest(replace(transition, rounds=transition.rounds[1:]))
+            transition = self._rest(transition.rounds[0], replace(transition, rounds=transition.rounds[1:]))
         self._fetch(self.target.weights)
 
     def _take_round(self, flips: FlipRound) -> None:
@@ -230,13 +237,18 @@ class Exchange:
         if failed:
             raise failed[0]
 
-    def _rest(self, rest: Transition) -> Transition:
-        """Let requests that wait have at once what has come free, if the rest finds an order then, too; return it."""
+    def _rest(self, done: FlipRound, rest: Transition) -> Transition:
+        """Let requests that wait have some of what has come free, if the rest finds an order then, too; return it.
+
+        Twice the layers of the round that is done keep their room: so the rest takes few rounds, for each of which
+        steps are waited for.
+        """
         group, now = self.group, self.group.caps_in_force()
         if not rest.rounds or not is_short(self._ranks.dispatcher, group.members):
             return rest
-        books = self._books(self._ranks.measure(group.members))
-        caps = books.caps(group.shape, staging=True)
+        books, shards = self._books(self._ranks.measure(group.members)), group.shape.shards
+        staging = min(2 * most_coming(done, shards), most_coming(rest.flips, shards))
+        caps = books.caps(group.shape, staging=staging)
         try:
             planned = plan_transition(group.shape, self.target, books, caps, self.form.layers_per_step)
         except CapacityError:  # the rest has an order with the caps of now
@@ -251,12 +263,10 @@ class Exchange:
 
     def _flip(self, flips: FlipRound) -> list[ElasticError]:
         """Flip layers of several instances side by side; return the errors of those that failed."""
-        shape, coordinated = self.group.shape, self.form.coordinated
+        shape, hurried = self.group.shape, is_short(self._ranks.dispatcher, self.group.members)
+        flip_each = partial(flip_layers, coordinated=self.form.coordinated, hurried=hurried)
         pauses = {home: [flip for flip in flips if flip.home == home] for home in dict.fromkeys(f.home for f in flips)}
-        calls = [
-            partial(flip_layers, self._ranks, shape.paths[home], each, coordinated=coordinated)
-            for home, each in pauses.items()
-        ]
+        calls = [partial(flip_each, self._ranks, shape.paths[home], each) for home, each in pauses.items()]
         begun = clock.run_together(calls, "elastic-flip")
         failed = []
         for each, answer in zip(pauses.values(), begun, strict=True):

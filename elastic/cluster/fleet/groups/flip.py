@@ -60,7 +60,9 @@ class FlipDone:
     stalled_ms: float
 
 
-def flip_layers(ranks: Ranks, path: LayerPath, flips: Sequence[LayerFlip], *, coordinated: bool) -> FlipDone:
+def flip_layers(
+    ranks: Ranks, path: LayerPath, flips: Sequence[LayerFlip], *, coordinated: bool, hurried: bool = False
+) -> FlipDone:
     """Have layers of an instance computed by other ranks from now on, all of them at one pause of it.
 
     Whatever it raises, also at one of several ranks, all is as before at all of them, unless a rank is lost. Raises
@@ -77,7 +79,7 @@ def flip_layers(ranks: Ranks, path: LayerPath, flips: Sequence[LayerFlip], *, co
             moved_bytes, sources = _copy(ranks, flips, coordinated)
             copy_s = clock.now() - began_s
             told = {way: there for way, there in sources.items() if way[0] != home}
-            flipped = ranks.ask(home, FlipLayers(goal, told))
+            flipped = ranks.ask(home, FlipLayers(goal, told, hurried))
         except ElasticError:
             _undo(ranks, home, {rank: coming[rank] for rank in prepared})
             raise

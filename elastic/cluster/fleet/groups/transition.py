@@ -47,6 +47,14 @@ class Transition:
         return tuple(flip for each in self.rounds for flip in each)
 
 
+def most_coming(flips: Iterable[LayerFlip], shards: int) -> int:
+    """Return how many layers, of so many shards, flips bring to one rank at the most."""
+    layers: dict[str, set[tuple[str, int]]] = {}
+    for flip in flips:
+        layers.setdefault(flip.target, set()).update((flip.home, shard // shards) for shard in flip.shards)
+    return max(map(len, layers.values()), default=0)
+
+
 class _Held(NamedTuple):
     """What a rank has of the keys and values of an instance."""
 
@@ -112,17 +120,17 @@ class Books:
         """Return the pages of each rank that a layer more of any instance needs there."""
         return {rank: max(caps.values()) * self._layer_pages(rank) for rank in self.pages}
 
-    def caps(self, shape: Shape, *, staging: bool = False) -> dict[str, int]:
+    def caps(self, shape: Shape, *, staging: int = 0) -> dict[str, int]:
         """Return the most sectors for each instance: the same multiple of what it has alone, then what is left.
 
-        With `staging` each rank keeps room for a layer more of any of them, where all can serve beside it.
+        Each rank keeps room for `staging` layers more of any of them, where all can serve beside these.
         """
         base = {home: self.alone(home) for home in shape.paths}
         if not any(base.values()):  # none has room by itself: they have equal shares
             base = dict.fromkeys(base, 1)
         none = dict.fromkeys(base, 0)
         free = {rank: self.free(rank, shape, none) for rank in self.pages}
-        layer = {rank: self._layer_pages(rank) if staging else 0 for rank in self.pages}
+        layer = {rank: staging * self._layer_pages(rank) for rank in self.pages}
         factor = math.inf
         for rank in self.pages:
             cost = sum(base[home] * self.sector_pages(rank, at) for home, at in shape.shards_at(rank).items())

@@ -25,6 +25,9 @@ from elastic.errors import ConfigError, RankLost, StateError
 
 ANSWER_S = 30.0
 """For how long a rank is waited for that copies or is asked something."""
+HURRY = 2.0
+"""For how long steps wait after a part of a hurried flip for the next one, in units of what they may wait for at a time
+else."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,12 @@ class LayerExchange:
         return self._exchange().take()
 
     def flip(
-        self, path: LayerPath, sources: Mapping[Way, LayersKV] | None = None, timeout_s: float = ANSWER_S
+        self,
+        path: LayerPath,
+        sources: Mapping[Way, LayersKV] | None = None,
+        timeout_s: float = ANSWER_S,
+        *,
+        hurried: bool = False,
     ) -> Flipped:
         """Have steps go by another path, in which shards are other ranks', which have prepared them: no rank both gives
         and gets some.
@@ -104,14 +112,19 @@ class LayerExchange:
         before.
 
         The memory of what left this rank is given back afterwards, for a small part of a step between two of them.
+
+        What is done between steps is done in three parts. `hurried`: steps wait a little after each for the next one,
+        so that it takes one pause, and not a step for each.
         """
+        between_steps = partial(self._loop.between_steps, follow_s=HURRY * self._pace_s if hurried else 0.0)
+        waited_s = self._loop.followed_s
         try:
-            flip = self._loop.between_steps(lambda: self._begin_flip(path, sources or {}, timeout_s))
+            flip = between_steps(lambda: self._begin_flip(path, sources or {}, timeout_s))
             if flip.asked:
                 flip.located |= zip(flip.asked, self._home.pages_of(flip.asked, timeout_s), strict=True)
-                self._loop.between_steps(lambda: self._copy_ahead(flip, timeout_s))
+                between_steps(lambda: self._copy_ahead(flip, timeout_s))
             ahead = self._take_copied(flip)
-            stalled_ms, copied = self._loop.between_steps(lambda: self._flip(flip, timeout_s))
+            stalled_ms, copied = between_steps(lambda: self._flip(flip, timeout_s))
             copied += ahead + self._home.confirm()
         except RankLost as error:
             if error.rank in self._home.path.helpers:  # nobody waits in a step for one that may only hang
@@ -121,7 +134,7 @@ class LayerExchange:
         left = self._loop.between_steps(partial(self._finish_flip, flip))
         while left:
             left = self._loop.between_steps(partial(self._drop_away, left))
-        return Flipped(stalled_ms, copied)
+        return Flipped(stalled_ms + (self._loop.followed_s - waited_s) * 1e3, copied)
 
     def end(self) -> None:
         """End what `begin` began. Can be called twice."""
@@ -192,6 +205,11 @@ class LayerExchange:
             self._kv.drop(self._kv.exchange.places(shards) - self._kv.own_places)
 
         self._loop.between_steps(give_up)
+
+    @property
+    def _pace_s(self) -> float:
+        """For how long steps may wait at a time."""
+        return self._kv.exchange.pace.between_s
 
     # -- inside the engine, on the loop's thread
 
@@ -317,7 +335,7 @@ class LayerExchange:
 
     def _drop_away(self, parts: Sequence[int]) -> Sequence[int]:
         """Give back the memory of parts of the KV cache, unless they are needed here again; return those left."""
-        until_s = time.perf_counter() + self._kv.exchange.pace.between_s
+        until_s = time.perf_counter() + self._pace_s
         for done, part in enumerate(parts, 1):
             if part in self._kv.memory.layers and part not in self._kv.own_places:
                 self._kv.drop((part,))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from elastic.engines.base import Request
+from elastic.engines.continuous.ranks import layer_exchange
 from elastic.engines.pipeline.home import HomeExecutor
 from elastic.engines.pipeline.items import Copied, CopyItem
 from elastic.engines.pipeline.stage import GuestStage
@@ -73,6 +74,41 @@ def test_a_step_is_begun_before_the_other_rank_has_copied(ranks: EngineGroup, mo
     monkeypatch.setattr(GuestStage, "_copied", copy_late)
     ranks.move("a", (1, 2), "b")
     assert waited == [True]
+    heard.wait(list(expected))
+    assert heard.tokens == expected
+    ranks.part("a")
+
+
+def test_what_follows_on_what_was_done_between_steps_comes_before_a_step(ranks: EngineGroup) -> None:
+    heard, expected = begin_answers(ranks)
+    loop = ranks["a"]._loop
+    steps = [loop.between_steps(lambda: loop.scheduler.steps, follow_s=30.0) for _ in range(3)]
+    steps.append(loop.between_steps(lambda: loop.scheduler.steps))  # on which nothing follows
+    assert len(set(steps)) == 1
+    heard.wait(list(expected))
+    assert heard.tokens == expected
+
+
+def test_a_hurried_flip_takes_one_pause(ranks: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_exchange, "HURRY", 1e6)
+    heard, expected = begin_answers(ranks)
+    home, steps = ranks["a"], list[int]()
+    finish = home.exchange._finish_flip
+    prepare(ranks, 1, "b")
+
+    def note_end(flip: Any) -> Any:
+        steps.append(home._loop.scheduler.steps)
+        return finish(flip)
+
+    def note_begin(*args: Any) -> Any:
+        steps.append(home._loop.scheduler.steps)
+        return begin(*args)
+
+    begin = home.exchange._begin_flip
+    monkeypatch.setattr(home.exchange, "_begin_flip", note_begin)
+    monkeypatch.setattr(home.exchange, "_finish_flip", note_end)
+    home.exchange.flip(home.path.redirected({1: "b"}), hurried=True)
+    assert steps[0] == steps[1]
     heard.wait(list(expected))
     assert heard.tokens == expected
     ranks.part("a")

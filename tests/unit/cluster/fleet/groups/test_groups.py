@@ -32,7 +32,7 @@ from elastic.cluster.control.stage_questions import (
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.group import Shape
 from elastic.cluster.fleet.groups.targets import shape_keeping
-from elastic.cluster.fleet.groups.transition import Books, plan_transition
+from elastic.cluster.fleet.groups.transition import Books, most_coming, plan_transition
 from elastic.cluster.fleet.records.requests import new_record
 from elastic.engines.base import Request, Sampling
 from elastic.engines.pipeline.path import LayerPath
@@ -326,6 +326,37 @@ def test_what_a_round_frees_lets_more_layers_flip_in_the_next_one() -> None:
     transition = plan_transition(now, target, books, {name: books.staged(name) for name in names})
     layers = [[(flip.home, flip.shards) for flip in flips] for flips in transition.rounds]
     assert layers == [[("r0", (3,)), ("r1", (0,))], [("r0", (4, 5)), ("r1", (1, 2))]]
+
+
+def test_rounds_are_few_as_room_for_several_layers_is_kept_from_requests_that_wait() -> None:
+    every, names = frozenset(range(LAYERS)), ("r0", "r1")
+    weights = (whole(2 * ALONE),) * LAYERS  # of a layer: twice its keys and values
+    rooms = {
+        n: Room(
+            LayerPath.alone(n, LAYERS),
+            ALONE * LAYERS,
+            4096,
+            (SECTOR,) * LAYERS,
+            1000,
+            ALONE,
+            (0,) * LAYERS,
+            weights,
+            every,
+        )
+        for n in names
+    }
+    shape = Shape({name: rooms[name].path for name in names}, dict.fromkeys(names, every))
+    target = shape_keeping(shape, {"r0": frozenset(range(3)), "r1": frozenset(range(3, 6))}, {})
+    books = Books(rooms, KV, shape)
+    first = plan_transition(shape, target, books, {name: books.staged(name) for name in names}).rounds[0]
+    assert most_coming(first, 1) == 1
+    shape = replace(shape, weights={name: shape.kept(name, target.weights) for name in names})
+    for flip in first:
+        shape = shape.after(flip, target.weights)
+    books = Books({n: replace(rooms[n], path=shape.paths[n], resident=shape.weights[n]) for n in names}, KV, shape)
+    plans = [plan_transition(shape, target, books, books.caps(shape, staging=staging)) for staging in (1, 2)]
+    assert [len(plan.rounds) for plan in plans] == [2, 1]
+    assert all(alone > books.staged(name) for plan in plans for name, alone in plan.caps.items())
 
 
 @pytest.mark.parametrize(("most", "pauses"), [(1, 3), (2, 2), (3, 1), (None, 1)])
