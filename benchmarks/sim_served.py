@@ -61,6 +61,8 @@ LENGTHS = {  # median and sigma of the logarithm, of prompts and answers
     "bursts": ((200.0, 0.7), (60.0, 0.5)),
 }
 CALIBRATED = (400.0, 0.8), (60.0, 0.6)
+MOST_BUSY, NO_DROP = 1.2, 0.7
+"""Of the time of ranks, what is asked of them at the most while they calibrate; where they could drop layers then."""
 FIGURES = ("tokens_per_s", "p50_ttft_s", "p50_tpot_s", "kv_use", "p95_ttft_s", "p95_tpot_s", "p99_ttft_s", "p99_tpot_s")
 ALONE = tuple(0.9 * number for number in range(8))
 """Seconds at which requests come that calibrate shared layers: each has ended before the next comes."""
@@ -132,11 +134,11 @@ def measured_handovers() -> Links:
     return Links(bytes_per_s, link.fixed_s, stage_s=measure_handovers(link, rounds=HANDOVER_ROUNDS).stage_s)
 
 
-def calibration(seconds: float, ranks: int, seed: int, cost: LayerCost | None) -> Trace:
-    """Return requests that keep ranks busy for more and less of the time, as those of runs do; without a cost, of which
-    it is not known how busy they are."""
+def calibration(seconds: float, ranks: int, seed: int, cost: LayerCost | None, most: float = MOST_BUSY) -> Trace:
+    """Return requests that keep ranks busy for more and less of the time, as those of runs do, for a share of `most` at
+    the most; without a cost, of which it is not known how busy they are."""
     prompt, answer = CALIBRATED
-    shares = (0.2, 1.2, 0.4, 0.7)
+    shares = (0.2, most, 0.4, 0.7)
     each_s = 0.25 if cost is None else request_s(cost, prompt[0], answer[0])
     return Load("calibration", [(seconds / 4, ranks * share / each_s) for share in shares], prompt, answer).trace(seed)
 
@@ -175,7 +177,9 @@ class Served:
             if self._cost is None:
                 trace = calibration(0.4 * self._seconds, len(engine.status().instances), SEED, None)
                 self._cost = fit({"": self._played(engine, trace, folder)[1]}).cost
-            trace = calibration(0.4 * self._seconds, len(engine.status().instances), SEED + number, self._cost)
+            most = MOST_BUSY if chosen_one.policy is None else NO_DROP
+            count = len(engine.status().instances)
+            trace = calibration(0.4 * self._seconds, count, SEED + number, self._cost, most)
             run, measured.alone[f"{name} {number}"] = self._played(engine, trace, folder)
             measured.messages_s += run.report.queued_s.read(0.1)
             measured.frontends_s.append(run.frontend_s / max(1, len(measured.alone[f"{name} {number}"])))
