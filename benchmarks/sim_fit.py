@@ -104,7 +104,7 @@ def fit(calibrations: Mapping[str, Sequence[TimedStep]], frontend_s: float = 0.0
     every = {name: 1 + len(steps) // MOST_STEPS for name, steps in calibrations.items()}
     thinned = {name: steps[:: every[name]] for name, steps in calibrations.items()}
     others = {name: beside(steps)[:: every[name]] for name, steps in calibrations.items()}
-    sharings = (HostSharing(contention, frontend_s, CORES) for contention in CONTENTIONS)
+    sharings = (HostSharing(contention, frontend_s=frontend_s, cores=CORES) for contention in CONTENTIONS)
     best = min((_fit(thinned, others, sharing, attention, rounds=1) for sharing in sharings), key=_off)
     return _fit(thinned, others, best.sharing, attention)
 
@@ -190,6 +190,8 @@ class StagedSteps(NamedTuple):
     steps: Sequence[TimedStep]
     bubbles: float
     """Of the time of both, the share in which they did not compute while there was a step."""
+    pairs: Sequence[TimedStep] = ()
+    """For one request at a time at each of two instances."""
 
 
 def messages_s(arrivals_s: Sequence[float], steps: Sequence[TimedStep]) -> list[float]:
@@ -233,10 +235,11 @@ def with_stages(fitted: Fitted, calibrations: Mapping[str, StagedSteps]) -> Fitt
     """Fit what is between two stages, and around each, to steps of one request at a time.
 
     Steps of one token tell what is fixed, those of prompts what there is for each token. Of what is fixed stages
-    compute what they were busy longer than one rank would have been; the rest is waited for.
+    compute what they were busy longer than one rank would have been; the rest is waited for. What steps of one token
+    take longer while both instances have one is what their ranks take from each other.
     """
     fixed_s, token_s, busy_s = [], [], []
-    for name, (steps, bubbles) in calibrations.items():
+    for name, (steps, bubbles, _) in calibrations.items():
         cost = fitted.at_pace_of([name]).cost
         more_s = [(sum(count for _, count in step.chunks), step.seconds - cost.batch(step.as_chunks)) for step in steps]
         decoded_s = statistics.median(seconds for tokens, seconds in more_s if tokens == 1)
@@ -249,7 +252,20 @@ def with_stages(fitted: Fitted, calibrations: Mapping[str, StagedSteps]) -> Fitt
     each_s, each_token_s = max(0.0, statistics.mean(fixed_s)) / 2, max(0.0, statistics.median(token_s)) / 2
     stage_s = min(each_s, max(0.0, statistics.mean(busy_s) / 2))
     bytes_s = min(MOST_BYTES_S, 4 * HIDDEN / max(each_token_s, 1e-12))
-    return replace(fitted, stage_links=Links(bytes_s, each_s - stage_s, stage_s=stage_s))
+    links = Links(bytes_s, each_s - stage_s, stage_s=stage_s)
+    beside_s = [each for name, told in calibrations.items() for each in _slower(fitted, name, told.pairs, links)]
+    more = max(0.0, statistics.median(beside_s) - fitted.sharing.contention) if beside_s else 0.0
+    return replace(fitted, stage_links=links, sharing=replace(fitted.sharing, stages=more))
+
+
+def _slower(fitted: Fitted, name: str, pairs: Sequence[TimedStep], links: Links) -> list[float]:
+    """Return by how much steps of one token take longer in stages while those of another instance go the same way."""
+    cost, slower = fitted.at_pace_of([name]).cost, []
+    for step, others in zip(pairs, beside(pairs), strict=True):
+        if others.share > 1 - FEW and [count for _, count in step.chunks] == [1]:
+            waited_s = 2 * links.hop_s + _taken_s(step, 1 + others.ended, fitted.sharing)
+            slower.append((step.seconds - waited_s) / (cost.batch(step.as_chunks) + 2 * links.stage_s) - 1)
+    return slower
 
 
 def _shared_s(cost: LayerCost, share: float, step: TimedStep) -> float:

@@ -167,7 +167,7 @@ class Served:
         """Have a fleet serve requests of each kind, and before and after each such as calibrate.
 
         Ranks calibrate by themselves: those that share layers part for it, those that may drop layers have them all
-        then. Where they share, they calibrate when they do, too: by one request at a time, and by two; stages by one.
+        then. Where they share, they calibrate when they do, too: by one request at a time, and by two; so do stages.
         """
         name, chosen_one, measured = f"{system}, {memory}", SYSTEMS[system], self.measured
         folder = self._folder / name
@@ -196,7 +196,8 @@ class Served:
                 ]
             if chosen_one.stages > 1:
                 run, steps = self._played(engine, few_at_once(1), folder)
-                measured.staged[before] = StagedSteps(steps, run.behaviour.bubbles or 0.0)
+                pairs = self._played(engine, few_at_once(2), folder)[1]
+                measured.staged[before] = StagedSteps(steps, run.behaviour.bubbles or 0.0, pairs)
             for number, load in enumerate(loads if chosen_one.kill is None else loads[:1], 1):
                 trace = self._trace(load, memory, chosen_one, pages)
                 pids = tuple(rank.pid for rank in engine.status().ranks)

@@ -130,13 +130,14 @@ def simulated_paced(real: RealRun, fitted: Fitted, message_s: float, within_s: f
 
 
 def rank_model(real: RealRun, fitted: Fitted, message_s: float) -> RankModel:
+    shares = SYSTEMS[real.system].tp > 1  # what stages take from each other is in what exchanges were fitted to
     return RankModel(
         EngineOptions(**ENGINE),
         real.pages,
         fitted.cost,
         fitted.steps,
         message_s,
-        sharing=fitted.sharing,
+        sharing=replace(fitted.sharing, stages=0.0) if shares else fitted.sharing,
         cut=fitted.cut,
     )
 

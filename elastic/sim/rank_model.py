@@ -78,7 +78,10 @@ def read_rank_model(table: Table, folder: Path) -> tuple[RankModel, str, SheetMe
 
 def _sharing(steps: Table) -> HostSharing:
     sharing = HostSharing(
-        steps.number("contention", 0.0), steps.number("frontend_s", 0.0), steps.whole("cores", 0, least=0)
+        steps.number("contention", 0.0),
+        steps.number("stages", 0.0),
+        steps.number("frontend_s", 0.0),
+        steps.whole("cores", 0, least=0),
     )
     if sharing.cores == 1:
         raise steps.wrong("cores", 1, "0, or at least 2: one of them is the fleet's while a message is taken")

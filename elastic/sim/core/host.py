@@ -17,8 +17,8 @@ class Computer(Protocol):
     shared: bool
     """Whether what others compute meanwhile makes a step take longer."""
 
-    def compute(self, seconds: float, done: Callable[[], object]) -> None:
-        """Have something computed that takes so long by itself."""
+    def compute(self, seconds: float, done: Callable[[], object], more: float = 0.0) -> None:
+        """Have something computed that takes so long by itself; by `more` longer beside others than most."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,9 @@ class HostSharing:
     """What ranks of one host, and the process of their fleet, take from each other."""
 
     contention: float = 0.0
-    """How much longer a rank computes for each other one that computes meanwhile."""
+    """How much longer a rank computes for each other one that computes meanwhile,"""
+    stages: float = 0.0
+    """and by how much more what is computed for steps of several ranks, whose threads share an interpreter."""
     frontend_s: float = 0.0
     """Seconds that the fleet's process computes for each message of a rank,"""
     cores: int = 0
@@ -35,7 +37,7 @@ class HostSharing:
 
     def __bool__(self) -> bool:
         """Return whether they take anything."""
-        return self.contention > 0 or (self.frontend_s > 0 and self.cores > 0)
+        return self.contention > 0 or self.stages > 0 or (self.frontend_s > 0 and self.cores > 0)
 
 
 ALONE = HostSharing()
@@ -54,13 +56,13 @@ class SharedHost:
         self._frontend_left_s = 0.0  # that the fleet's process has to compute
         self._frontend_due: ScheduledEvent | None = None
 
-    def compute(self, seconds: float, done: Callable[[], object]) -> None:
+    def compute(self, seconds: float, done: Callable[[], object], more: float = 0.0) -> None:
         """Have a rank begin something that takes so long by itself."""
         if not self.shared:
             self._clock.after(seconds, done)
             return
         self._advance()
-        self._tasks.append(_Task(seconds, done))
+        self._tasks.append(_Task(seconds, self.sharing.contention + more, done))
         self._share_out()
 
     def take_message(self) -> None:
@@ -79,20 +81,18 @@ class SharedHost:
     def _advance(self) -> None:
         """Count what was done since somebody began or ended."""
         seconds, self._at_s = self._clock.now - self._at_s, self._clock.now
-        slowdown = self._slowdown
         for task in self._tasks:
-            task.left_s = max(0.0, task.left_s - seconds / slowdown)
+            task.left_s = max(0.0, task.left_s - seconds / self._slowdown(task))
         self._frontend_left_s = max(0.0, self._frontend_left_s - seconds)
 
     def _share_out(self) -> None:
         if self._frontend_due is not None:
             self._frontend_due.cancel()
         self._frontend_due = self._clock.after(self._frontend_left_s, self._go_on) if self._frontend_left_s else None
-        slowdown = self._slowdown
         for task in self._tasks:
             if task.due is not None:
                 task.due.cancel()
-            task.due = self._clock.after(task.left_s * slowdown, partial(self._end, task))
+            task.due = self._clock.after(task.left_s * self._slowdown(task), partial(self._end, task))
 
     def _go_on(self) -> None:
         """Have all cores be the ranks' again."""
@@ -100,10 +100,9 @@ class SharedHost:
         self._frontend_left_s = 0.0
         self._share_out()
 
-    @property
-    def _slowdown(self) -> float:
+    def _slowdown(self, task: _Task) -> float:
         ranks, cores = len(self._tasks), self.sharing.cores
-        slower = 1.0 + self.sharing.contention * (ranks - 1)
+        slower = 1.0 + task.contention * (ranks - 1)
         return slower * ranks / (cores - 1) if self._frontend_left_s and ranks >= cores else slower
 
 
@@ -112,6 +111,7 @@ class _Task:
     """What one rank computes."""
 
     left_s: float
+    contention: float
     done: Callable[[], object]
     due: ScheduledEvent | None = None
 
@@ -121,9 +121,10 @@ class ComputeTurn:
 
     shared = True
 
-    def __init__(self, host: Computer) -> None:
+    def __init__(self, host: Computer, more: float = 0.0) -> None:
+        """`more`: by how much longer what is computed takes beside others than most."""
         self.hangs = False
-        self._host = host
+        self._host, self._more = host, more
         self._asked: deque[Callable[[], object]] = deque()
         self._taken = False
         self._wanted: Callable[[], object] = _nobody
@@ -133,9 +134,9 @@ class ComputeTurn:
         """Whether nothing is computed, and nobody waits."""
         return not self._taken and not self._asked and not self.hangs
 
-    def compute(self, seconds: float, done: Callable[[], object]) -> None:
+    def compute(self, seconds: float, done: Callable[[], object], more: float = 0.0) -> None:
         """Have something computed; one that hangs never does."""
-        self.take(lambda: self._host.compute(seconds, partial(self._end, done)))
+        self.take(lambda: self._host.compute(seconds, partial(self._end, done), self._more + more))
 
     def take(self, begin: Callable[[], object]) -> None:
         """Have something begin when it is its turn; `give_back` ends that."""
@@ -171,8 +172,11 @@ class SharedDevices:
     def __init__(self, clock: VirtualClock, turns: Sequence[ComputeTurn]) -> None:
         self._clock, self._turns = clock, turns
 
-    def compute(self, seconds: float, done: Callable[[], object]) -> None:
-        """Have a step computed. All devices are asked at once, so that no two steps wait for each other."""
+    def compute(self, seconds: float, done: Callable[[], object], more: float = 0.0) -> None:
+        """Have a step computed, which nothing slows down.
+
+        All devices are asked at once, so that no two steps wait for each other.
+        """
         begin = Countdown(len(self._turns), lambda: self._clock.after(seconds, partial(self._end, done)))
         for turn in self._turns:
             turn.take(begin)

@@ -54,9 +54,9 @@ class SimulatedRank:
         self.moves = RequestMoves(instance, world.wires)
         self.stages: set[str] = set()
         self.written: DirtyBlockTracker | None = None
-        turn = world.turns[instance.name] = StageTurn(instance.local.host, instance.clock)
-        self.turn = turn
         local = instance.local
+        turn = StageTurn(local.host, instance.clock, world.model.rank.sharing.stages)
+        self.turn = world.turns[instance.name] = turn
         self.steps = PathExecutor(
             instance.clock, world.model, world.wires, world.turns, local.answers, local.noise, world.factor, self.path
         )

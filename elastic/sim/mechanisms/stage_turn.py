@@ -12,8 +12,9 @@ from elastic.sim.core.host import Computer, ComputeTurn
 class StageTurn(ComputeTurn):
     """A turn that counts as the real `Turn` does: when it is taken, and when it is not while steps are in flight."""
 
-    def __init__(self, host: Computer, clock: VirtualClock) -> None:
-        super().__init__(host)
+    def __init__(self, host: Computer, clock: VirtualClock, more: float = 0.0) -> None:
+        """`more`: see `ComputeTurn`."""
+        super().__init__(host, more)
         self._clock = clock
         self._expected = 0  # steps in flight that have a part here
         self._busy_s = self._bubble_s = self._counted_s = 0.0

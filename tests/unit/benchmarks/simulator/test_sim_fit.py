@@ -44,6 +44,16 @@ def test_what_exchanges_keep_busy_and_what_they_wait_for_is_told_apart_by_two_in
     assert found.hop_s == pytest.approx(hop_s, abs=2e-5)
 
 
+def test_what_stages_take_from_each_other_is_told_by_steps_of_two_instances() -> None:
+    single = [decoded(1, float(i), 0.005 + 2 * 7e-4) for i in range(20)]
+    bubbles = 1 - (0.005 + 2 * 5e-4) / (2 * (0.005 + 2 * 7e-4))
+    beside_s = (0.005 + 2 * 5e-4) * 1.4 + 2 * 2e-4
+    prompt = TimedStep(1, 30.0, 30.0 + COST.batch([Chunk("", 0, 64)]) + 2 * 7e-4, ((0, 64),))
+    pairs = [decoded(rank, 50.0 + i, beside_s) for i in range(20) for rank in (1, 2)]
+    found = with_stages(FITTED, {"run": StagedSteps([*single, prompt], bubbles, pairs)})
+    assert found.sharing.stages == pytest.approx(0.4, abs=0.02)
+
+
 @pytest.mark.parametrize(("stage_s", "hop_s"), [(5e-4, 3e-4), (0.0, 5e-4), (4e-4, 0.0)])
 def test_what_stages_compute_and_what_they_wait_for_is_told_apart_by_their_bubbles(
     stage_s: float, hop_s: float
@@ -63,7 +73,7 @@ def test_what_stages_compute_and_what_they_wait_for_is_told_apart_by_their_bubbl
 
 
 def test_what_the_fleets_process_takes_is_not_taken_for_what_ranks_take_from_each_other() -> None:
-    found = fit({"run": steps_beside(HostSharing(0.2, 1e-3, 2))}, 1e-3)
+    found = fit({"run": steps_beside(HostSharing(0.2, frontend_s=1e-3, cores=2))}, 1e-3)
     assert found.sharing.contention == pytest.approx(0.2)
     assert found.error < 0.01
 

@@ -14,7 +14,7 @@ from elastic.engines.pipeline.turn import StageTimes
 from elastic.planning.pipeline import chunk_cost
 from elastic.sim.core.clock import VirtualClock, random_stream
 from elastic.sim.core.executor import AnswerEnds
-from elastic.sim.core.host import SharedHost
+from elastic.sim.core.host import HostSharing, SharedHost
 from elastic.sim.core.step_seconds import Noise
 from elastic.sim.mechanisms.model import LayeredModel, Links
 from elastic.sim.mechanisms.path_executor import PathExecutor
@@ -162,3 +162,16 @@ def test_a_rank_that_hangs_ends_no_step_and_one_that_is_lost_fails_it() -> None:
     clock.run(clock.now + 5.0)
     assert turns["a"].times == before
     assert "was lost" in str(future.exception())
+
+
+def test_ranks_that_compute_for_several_instances_slow_each_other_down_more_than_others() -> None:
+    clock, ended = VirtualClock(), list[float]()
+    host = SharedHost(clock, HostSharing(0.1, stages=0.4))
+    for _ in range(2):
+        StageTurn(host, clock, host.sharing.stages).compute(1.0, lambda: ended.append(clock.now))
+    clock.run()
+    assert ended == pytest.approx([1.5, 1.5])
+    for _ in range(2):
+        host.compute(1.0, lambda: ended.append(clock.now))
+    clock.run()
+    assert ended[2:] == pytest.approx([2.6, 2.6])
