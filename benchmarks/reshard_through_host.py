@@ -117,13 +117,15 @@ def _with_such_flips(engine: ContinuousEngine, *parts: Any) -> None:
     engine.exchange.flip = flip  # type: ignore[method-assign]
 
 
-def _flip_with_what_stays(engine: ContinuousEngine, flip: Callable[..., Any], path: LayerPath, *given: Any) -> Any:
+def _flip_with_what_stays(
+    engine: ContinuousEngine, flip: Callable[..., Any], path: LayerPath, *given: Any, **options: Any
+) -> Any:
     """Have what stays at the home go to host memory and back, too: keys and values, and once for all of it weights."""
     stays = sorted(set(path.shards_of(engine.rank)) & set(engine.path.shards_of(engine.rank)))
     engine._loop.between_steps(partial(_there_and_back, engine, stays))
     engine.runtime.drop(shards=tuple(stays))
     engine.runtime.restore(shards=tuple(stays))
-    return flip(path, *given)
+    return flip(path, *given, **options)
 
 
 def _there_and_back(engine: ContinuousEngine, shards: list[int]) -> None:
