@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 import time
@@ -31,12 +30,9 @@ from sim_runs import (
 
 import elastic
 from elastic.bench.traces.trace import Trace, TraceRequest
-from elastic.cluster.fleet.profiling.handovers import measure_handovers
-from elastic.cluster.peers.link_profile import measure_link
 from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.instance import PlacePages
-from elastic.sim.mechanisms.model import Links
 from elastic.sim.quantiles import QuantileSketch
 from elastic.sim.report import Report
 
@@ -54,7 +50,6 @@ SYSTEMS = {
 """In the first two requests wait until an instance has room for all that they may need. The last two lose a rank, with
 which they end: they serve one kind of requests."""
 SECONDS, QUICK_S = 14.0, 6.0
-HANDOVER_ROUNDS = 5
 LENGTHS = {  # median and sigma of the logarithm, of prompts and answers
     "conv": ((300.0, 0.8), (80.0, 0.5)),
     "code": ((800.0, 0.6), (20.0, 0.6)),
@@ -112,8 +107,6 @@ class Measured:
     """From the fleet to a rank: the tenth part of what requests wait for their first step, in each calibration."""
     frontends_s: list[float] = field(default_factory=list)
     """That the fleet's process computes for each step, in each calibration."""
-    handovers: Links | None = None
-    """What is between two ranks that are stages, and around it, as a deployment measures it, with another model."""
     runs: list[RealRun] = field(default_factory=list)
 
     def add(self, other: Measured) -> None:
@@ -123,15 +116,7 @@ class Measured:
         self.staged |= other.staged
         self.messages_s += other.messages_s
         self.frontends_s += other.frontends_s
-        self.handovers = self.handovers or other.handovers
         self.runs += other.runs
-
-
-def measured_handovers() -> Links:
-    """Measure what `Measured.handovers` has. Nothing else runs."""
-    link = measure_link()
-    bytes_per_s = 1 / link.each_s if link.each_s else math.inf  # where a small message took as long as a large one
-    return Links(bytes_per_s, link.fixed_s, stage_s=measure_handovers(link, rounds=HANDOVER_ROUNDS).stage_s)
 
 
 def calibration(seconds: float, ranks: int, seed: int, cost: LayerCost | None, most: float = MOST_BUSY) -> Trace:

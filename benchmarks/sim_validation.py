@@ -57,7 +57,6 @@ from sim_served import (
     RealRun,
     Served,
     figures,
-    measured_handovers,
 )
 
 from elastic.bench.traces.trace import Trace
@@ -275,7 +274,6 @@ def served(options: argparse.Namespace) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         path = save_attentive_model(Path(folder) / "model")
         found = Served(path, Path(folder), QUICK_S if options.quick else SECONDS, options.tries)
-        found.measured.handovers = measured_handovers()
         for memory in options.memory:
             for system in options.systems:
                 found.serve(memory, system, loads)
