@@ -123,6 +123,7 @@ class EngineMachine(RuleBasedStateMachine):
         layers=st.sets(st.integers(0, LAYERS - 1), min_size=1),
         to=NUMBER,
         rounds=st.integers(1, 3),
+        hurried=st.booleans(),
         cancelled=st.lists(NUMBER, max_size=2),
         meanwhile=st.lists(st.tuples(NUMBER, st.integers(1, MOST)), max_size=3),
     )
@@ -133,6 +134,7 @@ class EngineMachine(RuleBasedStateMachine):
         layers: set[int],
         to: int,
         rounds: int,
+        hurried: bool,
         cancelled: list[int],
         meanwhile: list[tuple[int, int]],
     ) -> None:
@@ -155,7 +157,7 @@ class EngineMachine(RuleBasedStateMachine):
                 time.sleep(0.01)  # for their first steps
 
         with suppress(CapacityError):
-            self.group.move(name, same, targets[to % len(targets)], rounds=rounds, meanwhile=submit)
+            self.group.move(name, same, targets[to % len(targets)], rounds=rounds, meanwhile=submit, hurried=hurried)
 
     @rule(home=NUMBER)
     def set_copies(self, home: int) -> None:

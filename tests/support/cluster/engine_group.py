@@ -121,12 +121,20 @@ class EngineGroup:
         rank: str,
         rounds: int = 2,
         meanwhile: Callable[[], object] = nothing,
+        *,
+        hurried: bool = False,
     ) -> Flipped:
         """Have another rank compute layers of a home, with copies in rounds while its steps go on."""
-        return self.move_all(home, dict.fromkeys(layers, rank), rounds, meanwhile)
+        return self.move_all(home, dict.fromkeys(layers, rank), rounds, meanwhile, hurried=hurried)
 
     def move_all(
-        self, home: str, ranks: Mapping[int, str], rounds: int = 2, meanwhile: Callable[[], object] = nothing
+        self,
+        home: str,
+        ranks: Mapping[int, str],
+        rounds: int = 2,
+        meanwhile: Callable[[], object] = nothing,
+        *,
+        hurried: bool = False,
     ) -> Flipped:
         """Have other ranks compute layers of a home, at one pause of it."""
         engine = self[home]
@@ -146,7 +154,7 @@ class EngineGroup:
                     blocks = engine.exchange.written_blocks()
                 if any(blocks):
                     self._copy(home, moves, blocks)
-                return engine.exchange.flip(path)
+                return engine.exchange.flip(path, hurried=hurried)
             except BaseException:
                 for rank, coming in prepared.items():
                     self[rank].exchange.give_up(home, coming)
