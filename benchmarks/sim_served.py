@@ -30,6 +30,8 @@ from sim_runs import (
 
 import elastic
 from elastic.bench.traces.trace import Trace, TraceRequest
+from elastic.controller.fleet_snapshot import FleetSnapshot
+from elastic.controller.policies.overload import OverloadPlan, OverloadPolicy, OverloadState
 from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.instance import PlacePages
@@ -56,8 +58,8 @@ LENGTHS = {  # median and sigma of the logarithm, of prompts and answers
     "bursts": ((200.0, 0.7), (60.0, 0.5)),
 }
 CALIBRATED = (400.0, 0.8), (60.0, 0.6)
-MOST_BUSY, NO_DROP = 1.2, 0.7
-"""Of the time of ranks, what is asked of them at the most while they calibrate; where they could drop layers then."""
+BUSY = (0.2, 1.2, 0.4, 0.7)
+"""Of the time of ranks, what is asked of them while they calibrate, for a fourth of the time each."""
 FIGURES = ("tokens_per_s", "p50_ttft_s", "p50_tpot_s", "kv_use", "p95_ttft_s", "p95_tpot_s", "p99_ttft_s", "p99_tpot_s")
 ALONE = tuple(0.9 * number for number in range(8))
 """Seconds at which requests come that calibrate shared layers: each has ended before the next comes."""
@@ -119,13 +121,12 @@ class Measured:
         self.runs += other.runs
 
 
-def calibration(seconds: float, ranks: int, seed: int, cost: LayerCost | None, most: float = MOST_BUSY) -> Trace:
-    """Return requests that keep ranks busy for more and less of the time, as those of runs do, for a share of `most` at
-    the most; without a cost, of which it is not known how busy they are."""
+def calibration(seconds: float, ranks: int, seed: int, cost: LayerCost | None) -> Trace:
+    """Return requests that keep ranks busy for more and less of the time, as those of runs do; without a cost, of which
+    it is not known how busy they are."""
     prompt, answer = CALIBRATED
-    shares = (0.2, most, 0.4, 0.7)
     each_s = 0.25 if cost is None else request_s(cost, prompt[0], answer[0])
-    return Load("calibration", [(seconds / 4, ranks * share / each_s) for share in shares], prompt, answer).trace(seed)
+    return Load("calibration", [(seconds / 4, ranks * share / each_s) for share in BUSY], prompt, answer).trace(seed)
 
 
 def few_at_once(count: int) -> Trace:
@@ -152,7 +153,8 @@ class Served:
         """Have a fleet serve requests of each kind, and before and after each such as calibrate.
 
         Ranks calibrate by themselves: those that share layers part for it, those that may drop layers have them all
-        then. Where they share, they calibrate when they do, too: by one request at a time, and by two; so do stages.
+        then, and no policy. Where they share, they calibrate when they do, too: by one request at a time, and by two;
+        so do stages.
         """
         name, chosen_one, measured = f"{system}, {memory}", SYSTEMS[system], self.measured
         folder = self._folder / name
@@ -162,18 +164,18 @@ class Served:
             if self._cost is None:
                 trace = calibration(0.4 * self._seconds, len(engine.status().instances), SEED, None)
                 self._cost = fit({"": self._played(engine, trace, folder)[1]}).cost
-            most = MOST_BUSY if chosen_one.policy is None else NO_DROP
             count = len(engine.status().instances)
-            trace = calibration(0.4 * self._seconds, count, SEED + number, self._cost, most)
+            trace = calibration(0.4 * self._seconds, count, SEED + number, self._cost)
             run, measured.alone[f"{name} {number}"] = self._played(engine, trace, folder)
             measured.messages_s += run.report.queued_s.read(0.1)
             measured.frontends_s.append(run.frontend_s / max(1, len(measured.alone[f"{name} {number}"])))
             return f"{name} {number}"
 
-        with serving(self._path, PLACES[memory], chosen_one, calibrate, step_budget=Recorded(folder)) as (
-            engine,
-            pages,
-        ):
+        def begun(engine: elastic.Fleet) -> None:
+            with no_policy():
+                calibrate(engine)
+
+        with serving(self._path, PLACES[memory], chosen_one, begun, step_budget=Recorded(folder)) as (engine, pages):
             before = f"{name} 0"
             if chosen_one.tp > 1:
                 measured.shared[before] = [
@@ -187,7 +189,7 @@ class Served:
                 trace = self._trace(load, memory, chosen_one, pages)
                 pids = tuple(rank.pid for rank in engine.status().ranks)
                 run, steps = self._played(engine, trace, folder, chosen_one.kill)
-                with by_themselves(engine, chosen_one):
+                with no_policy(), by_themselves(engine, chosen_one):
                     after = calibrate(engine, number)
                 real = RealRun(
                     name,
@@ -228,13 +230,26 @@ class Served:
 
 
 @contextmanager
+def no_policy() -> Iterator[None]:
+    """Have fleets of this process drop no layers, and restore none, by their policy."""
+    decide = OverloadPolicy.decide
+
+    def nothing(policy: OverloadPolicy, snapshot: FleetSnapshot, state: OverloadState | None = None) -> OverloadPlan:
+        return OverloadPlan((), (), "ranks calibrate", state or OverloadState())
+
+    OverloadPolicy.decide = nothing  # type: ignore[method-assign]
+    yield
+    OverloadPolicy.decide = decide  # type: ignore[method-assign]
+
+
+@contextmanager
 def by_themselves(engine: elastic.Fleet, system: System) -> Iterator[None]:
     """Have each rank compute all layers itself, and afterwards as the system has it."""
     names = [instance.name for instance in engine.status().instances]
     apart = not system.alone and len(names) > 1
     if apart and system.tp > 1:
         engine.reshard(names, tp=1)
-    elif apart:
+    else:
         engine.restore()
     until_s = time.perf_counter() + RESTORED_S
     while any(len(instance.ranks) > 1 for instance in engine.status().instances):
