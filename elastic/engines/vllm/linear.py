@@ -17,6 +17,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from elastic.quant.variants.packed_weight import PackedSource
+from elastic.weights.prepacked.small_linear import is_small, small_linear
 from elastic.weights.prepacked.source import Source
 from elastic.weights.proxy.tensor import WeightProxy
 
@@ -24,10 +25,13 @@ _layers: WeakValueDictionary[str, Any] = WeakValueDictionary()
 """Linear layers by the name of their operator's argument: what a compiled graph knows of them."""
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Compute F.linear(x, weight, bias) for x: [..., inputs]; of packed matrices without torch's way to them."""
+def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, small: bool = False) -> torch.Tensor:
+    """Compute F.linear(x, weight, bias) for x: [..., inputs]; of packed matrices without torch's way to them.
+
+    `small`: the full matrix `is_small`.
+    """
     if not isinstance(weight, WeightProxy):
-        return F.linear(x, weight, bias)
+        return small_linear(x, weight, bias) if small else F.linear(x, weight, bias)
     source = weight.source
     if isinstance(source, Source):
         return source.product(x, bias)
@@ -40,7 +44,8 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
 @torch.library.custom_op("elastic::linear", mutates_args=())
 def linear(x: torch.Tensor, bias: torch.Tensor | None, layer: str, outputs: int) -> torch.Tensor:
     """Multiply x, [..., inputs], with the weight that the layer has now; returns [..., outputs] in the dtype of x."""
-    return multiply(x, _layers[layer].weight, bias)
+    module = _layers[layer]
+    return multiply(x, module.weight, bias, small=module.quant_method.small)
 
 
 @linear.register_fake
@@ -55,11 +60,12 @@ class ElasticLinear(UnquantizedLinearMethod):  # type: ignore[misc]
         super().__init__()
         self.name = name
         self.outputs = 0
+        self.small = False
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Have the loaded matrix, [outputs, inputs], as a plain parameter: vLLM's own classes are for loading."""
         layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
-        self.outputs = layer.weight.shape[0]
+        self.outputs, self.small = layer.weight.shape[0], is_small(layer.weight)
         _layers[self.name] = layer
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -67,7 +73,7 @@ class ElasticLinear(UnquantizedLinearMethod):  # type: ignore[misc]
         if torch.compiler.is_compiling():
             product: torch.Tensor = linear(x, bias, self.name, self.outputs)
             return product
-        return multiply(x, layer.weight, bias)
+        return multiply(x, layer.weight, bias, small=self.small)
 
 
 def is_packable(module: nn.Module, parameter: torch.Tensor) -> bool:
