@@ -7,6 +7,7 @@ with what else runs on the same machine: so requests that calibrate are served j
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from bisect import bisect_right
@@ -60,6 +61,10 @@ class Fitted:
     """and what it takes of each of them."""
     stage_links: Links = STAGE_LINKS
     """What is between ranks that are stages; the bytes of an exchange take as long."""
+    beside_s: float = 0.0
+    """What home does of a step beside its turn to compute, at the pace of the first calibration,"""
+    beside_chunk_s: float = 0.0
+    """and for each chunk after the first."""
 
     @property
     def error(self) -> float:
@@ -69,7 +74,9 @@ class Fitted:
     def at_pace_of(self, calibrations: Sequence[str]) -> Fitted:
         """Return what is so at the mean pace of some."""
         pace = statistics.mean(self.paces[name] for name in calibrations)
-        return replace(self, cost=self.cost.times(pace), cut=None if self.cut is None else self.cut.times(pace))
+        cut = None if self.cut is None else self.cut.times(pace)
+        beside_s, beside_chunk_s = pace * self.beside_s, pace * self.beside_chunk_s
+        return replace(self, cost=self.cost.times(pace), cut=cut, beside_s=beside_s, beside_chunk_s=beside_chunk_s)
 
     def alone_s(self, steps: Sequence[TimedStep]) -> list[float]:
         """Return what each of these steps would have taken if nothing else had been computed meanwhile."""
@@ -192,6 +199,8 @@ class StagedSteps(NamedTuple):
     """Of the time of both, the share in which they did not compute while there was a step."""
     pairs: Sequence[TimedStep] = ()
     """For one request at a time at each of two instances."""
+    several: Sequence[TimedStep] = ()
+    """For some requests at a time at each."""
 
 
 def messages_s(arrivals_s: Sequence[float], steps: Sequence[TimedStep]) -> list[float]:
@@ -236,19 +245,21 @@ def with_stages(fitted: Fitted, calibrations: Mapping[str, StagedSteps]) -> Fitt
 
     Steps of one token tell what is fixed, those of prompts what there is for each token. Of what is fixed stages
     compute what they were busy longer than one rank would have been; the rest is waited for. What steps of one token
-    take longer while both instances have one is what their ranks take from each other.
+    take longer while both instances have one is what their ranks take from each other. What home does beside its turn
+    was measured.
     """
+    fitted = _with_home(fitted, calibrations)
     fixed_s, token_s, busy_s = [], [], []
-    for name, (steps, bubbles, _) in calibrations.items():
+    for name, (steps, bubbles, *_) in calibrations.items():
         cost = fitted.at_pace_of([name]).cost
         more_s = [(sum(count for _, count in step.chunks), step.seconds - cost.batch(step.as_chunks)) for step in steps]
         decoded_s = statistics.median(seconds for tokens, seconds in more_s if tokens == 1)
         fixed_s.append(decoded_s)
         token_s += [(seconds - decoded_s) / tokens for tokens, seconds in more_s if tokens > 1]
-        longer_s = math.fsum(
-            seconds + (1 - 2 * bubbles) * step.seconds for step, (_, seconds) in zip(steps, more_s, strict=True)
-        )
-        busy_s.append(longer_s / len(steps))
+        home_s = math.fsum(step.seconds - step.turn_s for step in steps if step.turn_s)
+        whole_s = math.fsum(step.seconds for step in steps)
+        computed_s = whole_s - math.fsum(seconds for _, seconds in more_s) - home_s  # by one rank
+        busy_s.append(((1 - bubbles) * (2 * whole_s - home_s) - computed_s) / len(steps))
     each_s, each_token_s = max(0.0, statistics.mean(fixed_s)) / 2, max(0.0, statistics.median(token_s)) / 2
     stage_s = min(each_s, max(0.0, statistics.mean(busy_s) / 2))
     bytes_s = min(MOST_BYTES_S, 4 * HIDDEN / max(each_token_s, 1e-12))
@@ -256,6 +267,17 @@ def with_stages(fitted: Fitted, calibrations: Mapping[str, StagedSteps]) -> Fitt
     beside_s = [each for name, told in calibrations.items() for each in _slower(fitted, name, told.pairs, links)]
     more = max(0.0, statistics.median(beside_s) - fitted.sharing.contention) if beside_s else 0.0
     return replace(fitted, stage_links=links, sharing=replace(fitted.sharing, stages=more))
+
+
+def _with_home(fitted: Fitted, calibrations: Mapping[str, StagedSteps]) -> Fitted:
+    """Fit what home does beside its turn, a straight line over chunks."""
+    rows = []
+    for name, (steps, _, *others) in calibrations.items():
+        for step in [*steps, *itertools.chain(*others)]:
+            seconds = (step.seconds - step.turn_s) / fitted.paces[name]
+            rows += [[1 / seconds, (len(step.chunks) - 1) / seconds]] if step.turn_s and seconds > 0 else []
+    beside_s, beside_chunk_s = not_negative(rows) if rows else (0.0, 0.0)
+    return replace(fitted, beside_s=beside_s, beside_chunk_s=beside_chunk_s)
 
 
 def _slower(fitted: Fitted, name: str, pairs: Sequence[TimedStep], links: Links) -> list[float]:

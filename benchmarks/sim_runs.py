@@ -26,7 +26,7 @@ from elastic.assets import MODEL_DIR
 from elastic.bench.traces.trace import Trace, TraceRequest
 from elastic.engines.base import Output, Request
 from elastic.engines.core.restart import RestartingScheduler
-from elastic.engines.pipeline.turn import StageTimes
+from elastic.engines.pipeline.turn import StageTimes, Turn
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.instance import PlacePages
 from elastic.sim.report import Report
@@ -80,11 +80,13 @@ def record_steps(folder: str) -> None:
     ended: list[float] = []  # when the step before was over, if the engine had work left
     schedule, update = RestartingScheduler.schedule, RestartingScheduler.update
     began: dict[int, float] = {}
+    turns_s = note_turns()
 
     @functools.wraps(schedule)
     def noted_schedule(self: Any) -> Any:
         now = time.perf_counter()
         step = schedule(self)
+        turns_s[threading.get_ident()] = 0.0
         if step is not None:
             began[step.number] = ended[0] if ended else now
         return step
@@ -95,7 +97,7 @@ def record_steps(folder: str) -> None:
         now = time.perf_counter()
         ended[:] = [now] if self.has_work else []
         chunks = " ".join(f"{chunk.start}:{len(chunk.tokens)}" for chunk in step.chunks)
-        lines.append(f"{began.pop(step.number)} {now} {chunks}\n")
+        lines.append(f"{began.pop(step.number)} {now} {turns_s[threading.get_ident()]} {chunks}\n")
         if len(lines) >= 32 or not self.sequences:
             with name.open("a") as file:
                 file.writelines(lines)
@@ -103,6 +105,25 @@ def record_steps(folder: str) -> None:
         return produced
 
     RestartingScheduler.schedule, RestartingScheduler.update = noted_schedule, noted_update  # type: ignore[method-assign]
+
+
+def note_turns() -> dict[int, float]:
+    """Return what will have the seconds of each thread in which it had the turn to compute, or waited inside of it."""
+    enter, leave = Turn.__enter__, Turn.__exit__
+    entered_s: dict[int, float] = {}
+    seconds: dict[int, float] = {}
+
+    def noted_enter(self: Turn) -> None:
+        entered_s[threading.get_ident()] = time.perf_counter()
+        enter(self)
+
+    def noted_exit(self: Turn, *raised: Any) -> None:
+        leave(self, *raised)
+        thread = threading.get_ident()
+        seconds[thread] = seconds.get(thread, 0.0) + time.perf_counter() - entered_s[thread]
+
+    Turn.__enter__, Turn.__exit__ = noted_enter, noted_exit  # type: ignore[method-assign]
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -115,6 +136,8 @@ class TimedStep:
     end_s: float
     chunks: tuple[tuple[int, int], ...]
     """(earlier tokens, new tokens) of each."""
+    turn_s: float = 0.0
+    """In which its home computed layers, or waited for its turn or for other ranks."""
 
     @property
     def seconds(self) -> float:
@@ -131,9 +154,9 @@ def recorded(folder: Path, since_s: float) -> list[TimedStep]:
     found = []
     for file in folder.glob("*.steps"):
         for line in file.read_text().splitlines():
-            begin_s, end_s, *chunks = line.split()
+            begin_s, end_s, turn_s, *chunks = line.split()
             pairs = ((int(start), int(count)) for start, _, count in (chunk.partition(":") for chunk in chunks))
-            found.append(TimedStep(int(file.stem), float(begin_s), float(end_s), tuple(pairs)))
+            found.append(TimedStep(int(file.stem), float(begin_s), float(end_s), tuple(pairs), float(turn_s)))
     return sorted((step for step in found if step.begin_s >= since_s), key=lambda step: step.begin_s)
 
 

@@ -63,6 +63,8 @@ BUSY = (0.2, 1.2, 0.4, 0.7)
 FIGURES = ("tokens_per_s", "p50_ttft_s", "p50_tpot_s", "kv_use", "p95_ttft_s", "p95_tpot_s", "p99_ttft_s", "p99_tpot_s")
 ALONE = tuple(0.9 * number for number in range(8))
 """Seconds at which requests come that calibrate shared layers: each has ended before the next comes."""
+SEVERAL = 12
+"""Requests that come at once to stages, for what there is to do for each."""
 MOST_OTHERS = 0.05
 RESTORED_S = 30.0
 
@@ -183,8 +185,8 @@ class Served:
                 ]
             if chosen_one.stages > 1:
                 run, steps = self._played(engine, few_at_once(1), folder)
-                pairs = self._played(engine, few_at_once(2), folder)[1]
-                measured.staged[before] = StagedSteps(steps, run.behaviour.bubbles or 0.0, pairs)
+                others = [self._played(engine, few_at_once(count), folder)[1] for count in (2, SEVERAL)]
+                measured.staged[before] = StagedSteps(steps, run.behaviour.bubbles or 0.0, *others)
             for number, load in enumerate(loads if chosen_one.kill is None else loads[:1], 1):
                 trace = self._trace(load, memory, chosen_one, pages)
                 pids = tuple(rank.pid for rank in engine.status().ranks)

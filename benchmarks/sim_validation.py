@@ -145,7 +145,8 @@ def simulated_once(real: RealRun, model: RankModel, fitted: Fitted, seed: int = 
     trace, system = later(real.trace), SYSTEMS[real.system]
     shared = Links(fitted.stage_links.bytes_s, fitted.hop_s, fitted.core_s)
     links = shared if system.tp > 1 else fitted.stage_links
-    layered = LayeredModel(model, system.tp, system.tp, PAGE_BYTES, 4 * HIDDEN, links=links)
+    home = {"beside_s": fitted.beside_s, "beside_chunk_s": fitted.beside_chunk_s}
+    layered = LayeredModel(model, system.tp, system.tp, PAGE_BYTES, 4 * HIDDEN, links=links, **home)
     plain = system.policy is None and system.alone and system.kill is None
     faults = () if real.kill_s is None else (Fault(LEAD_S + real.kill_s, "kill", 1),)
     mechanisms = Mechanisms(

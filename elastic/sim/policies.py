@@ -71,6 +71,8 @@ def read_mechanisms(table: Table, rank: RankModel, instances: int) -> Mechanisms
         table.number("rest", 0.05),
         _record(Links, table.table("links")),
         _record(Packed, packed) if packed.left else None,
+        table.number("beside_s", 0.0),
+        table.number("beside_chunk_s", 0.0),
     )
     faults = tuple(map(_fault, table.tables("faults")))
     stages, tp = table.whole("stages", 1), table.whole("tp", 1)

@@ -77,11 +77,13 @@ class StepParts(NamedTuple):
     whole_s: float
     """Of one layer, what each of its ranks computes: matrices that are not cut, and what is done once for a module."""
     rest_s: float
-    """Of what is not in layers."""
+    """Of what is not in layers,"""
+    beside_s: float = 0.0
+    """and of what home does beside its turn to compute."""
 
     def alone_s(self, layers: float) -> float:
         """Return the seconds of a step of one rank by itself."""
-        return self.rest_s + (self.cut_s + self.whole_s) * layers
+        return self.beside_s + self.rest_s + (self.cut_s + self.whole_s) * layers
 
     def times(self, factor: float) -> StepParts:
         """Return so many times these seconds."""
@@ -105,6 +107,10 @@ class LayeredModel:
     """Of a step's seconds, the share that is not in layers: embedding, norm, head, sampling. They are at home."""
     links: Links = field(default_factory=Links)
     packed: Packed | None = None
+    beside_s: float = 0.0
+    """Of a step's seconds, those in which home has nothing computed: it schedules, samples and tells;"""
+    beside_chunk_s: float = 0.0
+    """and for each chunk after the first."""
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for what cannot be."""
@@ -113,6 +119,9 @@ class LayeredModel:
             self.shards >= 1 and self.shards % self.kv_shards == 0, "shards", self.shards, "a multiple of kv_shards"
         )
         require(0 <= self.rest < 1, "rest", self.rest, "at least 0 and below 1")
+        for name in ("beside_s", "beside_chunk_s"):
+            value = getattr(self, name)
+            require(is_number(value) and value >= 0, name, value, "a number of at least 0")
         if pages.sector % parts:
             raise ConfigError(
                 f"a sector of {pages.sector} pages cannot be had in {parts} parts alike; say it otherwise"
@@ -193,10 +202,12 @@ class LayeredModel:
 
     def parts(self, chunks: Sequence[Chunk]) -> StepParts:
         """Return the seconds of one layer, and of what is not in layers."""
-        seconds = self.rank.cost.batch(chunks)
+        whole = self.rank.cost.batch(chunks)
+        beside = min(whole, self.beside_s + self.beside_chunk_s * (len(chunks) - 1)) if chunks else 0.0
+        seconds = whole - beside
         within = seconds * (1 - self.rest)
         cut = within if self.rank.cut is None else min(within, self.rank.cut.batch(chunks))
-        return StepParts(cut / self.layers, (within - cut) / self.layers, seconds - within)
+        return StepParts(cut / self.layers, (within - cut) / self.layers, seconds - within, beside)
 
 
 @dataclass(frozen=True)

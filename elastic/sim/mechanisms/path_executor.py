@@ -32,6 +32,8 @@ class Leg:
     """Of each rank that has a part in it."""
     exchanges: int = 0
     """That its ranks have behind it, if they are several."""
+    beside: bool = False
+    """Whether it is home's work beside its turn."""
 
 
 def legs_of(path: LayerPath, parts: StepParts, factor: Callable[[str, int], float], handovers: Handovers) -> list[Leg]:
@@ -61,7 +63,7 @@ def legs_of(path: LayerPath, parts: StepParts, factor: Callable[[str, int], floa
         legs[-1] = Leg({path.home: legs[-1].seconds[path.home] + parts.rest_s})
     else:
         legs.append(Leg({path.home: parts.rest_s}))
-    return legs
+    return [*legs, Leg({path.home: parts.beside_s}, beside=True)] if parts.beside_s else legs
 
 
 def _layer_s(path: LayerPath, parts: StepParts, rank: str, layer: int) -> float:
@@ -137,7 +139,8 @@ class PathExecutor:
 
     def _compute(self, leg: Leg, waiting: Countdown) -> None:
         for rank, seconds in leg.seconds.items():
-            self._turns[rank].compute(seconds, waiting)
+            turn = self._turns[rank]
+            (turn.work_beside if leg.beside else turn.compute)(seconds, waiting)
 
     def _done(self, step: Step, future: Future[StepResult], legs: list[Leg], nbytes: int) -> None:
         if future not in self._in_flight:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from elastic.engines.pipeline.turn import StageTimes
 from elastic.sim.core.clock import VirtualClock
@@ -17,6 +18,7 @@ class StageTurn(ComputeTurn):
         super().__init__(host, more)
         self._clock = clock
         self._expected = 0  # steps in flight that have a part here
+        self._beside = False  # whether who has it does something else than compute
         self._busy_s = self._bubble_s = self._counted_s = 0.0
 
     @property
@@ -30,6 +32,15 @@ class StageTurn(ComputeTurn):
         self._count()
         self._expected += steps
 
+    def work_beside(self, seconds: float, done: Callable[[], object]) -> None:
+        """Have its rank work on a step beside its turn: on the same core, but it is not counted as computing."""
+
+        def begin() -> None:
+            self._beside = True
+            self._host.compute(seconds, partial(self._end, done), self._more)
+
+        self.take(begin)
+
     def take(self, begin: Callable[[], object]) -> None:
         """See `ComputeTurn`."""
         self._count()
@@ -38,12 +49,13 @@ class StageTurn(ComputeTurn):
     def give_back(self) -> None:
         """See `ComputeTurn`."""
         self._count()
+        self._beside = False
         super().give_back()
 
     def _count(self) -> None:
         """Count the time since something changed last."""
         past_s, self._counted_s = self._clock.now - self._counted_s, self._clock.now
-        if self._taken:
+        if self._taken and not self._beside:
             self._busy_s += past_s
-        elif self._expected:
+        elif self._expected > self._beside:  # that of home's own step does not wait
             self._bubble_s += past_s

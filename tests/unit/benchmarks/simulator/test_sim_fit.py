@@ -54,22 +54,41 @@ def test_what_stages_take_from_each_other_is_told_by_steps_of_two_instances() ->
     assert found.sharing.stages == pytest.approx(0.4, abs=0.02)
 
 
-@pytest.mark.parametrize(("stage_s", "hop_s"), [(5e-4, 3e-4), (0.0, 5e-4), (4e-4, 0.0)])
+@pytest.mark.parametrize(
+    ("stage_s", "hop_s", "home_s"), [(5e-4, 3e-4, 0.0), (0.0, 5e-4, 0.0), (4e-4, 0.0, 0.0), (4e-4, 2e-4, 6e-4)]
+)
 def test_what_stages_compute_and_what_they_wait_for_is_told_apart_by_their_bubbles(
-    stage_s: float, hop_s: float
+    stage_s: float, hop_s: float, home_s: float
 ) -> None:
     token_s = 2e-6
     shapes = [(1, 64 * i) for i in range(20)] + [(128, 0), (256, 0)]
     alone_s = [COST.batch([Chunk("", start, count)]) for count, start in shapes]
-    steps = [
-        TimedStep(1, float(i), i + cost_s + 2 * (stage_s + hop_s + (count - 1) * token_s), ((start, count),))
-        for i, ((count, start), cost_s) in enumerate(zip(shapes, alone_s, strict=True))
+    all_s = [
+        cost_s + 2 * (stage_s + hop_s + (count - 1) * token_s)
+        for (count, _), cost_s in zip(shapes, alone_s, strict=True)
     ]
-    busy_s = sum(alone_s) + 2 * stage_s * len(steps)
-    bubbles = 1 - busy_s / (2 * sum(step.seconds for step in steps))
-    found = with_stages(FITTED, {"run": StagedSteps(steps, bubbles)}).stage_links
+    steps = [
+        TimedStep(1, float(i), i + seconds, ((start, count),), seconds - home_s if home_s else 0.0)
+        for i, ((count, start), seconds) in enumerate(zip(shapes, all_s, strict=True))
+    ]
+    busy_s = sum(alone_s) + (2 * stage_s - home_s) * len(steps)
+    bubbles = 1 - busy_s / sum(2 * seconds - home_s for seconds in all_s)  # home waits for nobody meanwhile
+    with_home = with_stages(FITTED, {"run": StagedSteps(steps, bubbles)})
+    found = with_home.stage_links
+    assert with_home.beside_s == pytest.approx(home_s, abs=1e-6)
     assert (found.stage_s, found.hop_s) == pytest.approx((stage_s, hop_s), abs=1e-6)
     assert 4 * HIDDEN / found.bytes_s == pytest.approx(token_s, rel=0.02)
+
+
+def test_what_home_does_beside_its_turn_is_a_line_over_chunks() -> None:
+    steps = [decoded(1, float(i), 0.005) for i in range(20)]
+    prompt = TimedStep(1, 30.0, 30.03, ((0, 64),))
+    several = [
+        TimedStep(1, 100.0 + i, 100.02 + i, ((32, 1),) * count, 0.02 - 4e-4 - 1e-4 * (count - 1))
+        for i, count in enumerate((1, 2, 4, 8))
+    ]
+    found = with_stages(FITTED, {"run": StagedSteps([*steps, prompt], 0.5, (), several)})
+    assert (found.beside_s, found.beside_chunk_s) == pytest.approx((4e-4, 1e-4), rel=1e-3)
 
 
 def test_what_the_fleets_process_takes_is_not_taken_for_what_ranks_take_from_each_other() -> None:

@@ -132,6 +132,41 @@ def test_each_run_of_layers_takes_of_its_rank_what_an_engine_does_around_links()
         assert more == pytest.approx([count * 0.003 for count in runs])
 
 
+def test_what_home_does_beside_its_turn_is_part_of_the_step_and_no_computing() -> None:
+    free = model(links=Links(bytes_s=1e12, hop_s=0.0))
+    layered = replace(free, beside_s=0.004)
+
+    def played(layered: LayeredModel, homes: str) -> tuple[float, dict[str, StageTurn]]:
+        clock = VirtualClock()
+        turns = {rank: StageTurn(SharedHost(clock), clock) for rank in "ab"}
+        for home in homes:
+            executor(layered, LayerPath(home, tuple("aabb")), clock, turns).execute(step(0, 50))
+        clock.run()
+        return clock.now, turns
+
+    before_s, before = played(free, "a")
+    over_s, turns = played(layered, "a")
+    assert over_s == pytest.approx(before_s)  # a step by itself takes what it did
+    busy_s = {name: turn.times.busy_s for name, turn in before.items()}
+    assert sum(turn.times.busy_s for turn in turns.values()) == pytest.approx(sum(busy_s.values()) - 0.004)
+    assert turns["a"].times.busy_s + turns["a"].times.bubble_s == pytest.approx(
+        over_s - 0.004
+    )  # it waits for nobody then
+    assert turns["b"].times.busy_s + turns["b"].times.bubble_s == pytest.approx(over_s)
+    assert layered.step_s([chunk_cost.Chunk("", 0, 50)]) == free.step_s([chunk_cost.Chunk("", 0, 50)])
+
+
+def test_a_rank_that_works_beside_its_turn_keeps_the_steps_of_others_waiting() -> None:
+    clock, ended = VirtualClock(), list[float]()
+    turn = StageTurn(SharedHost(clock), clock)
+    turn.expect(2)
+    turn.work_beside(0.004, lambda: None)
+    turn.compute(0.002, lambda: ended.append(clock.now))
+    clock.run()
+    assert ended == [pytest.approx(0.006)]
+    assert turn.times == StageTimes(pytest.approx(0.002), pytest.approx(0.004))
+
+
 def test_a_stage_has_bubbles_while_a_step_is_elsewhere_and_none_once_it_is_over() -> None:
     clock, layered = VirtualClock(), model(links=Links(bytes_s=1e12, hop_s=0.002))
     turns = {rank: StageTurn(SharedHost(clock), clock) for rank in RANKS}
