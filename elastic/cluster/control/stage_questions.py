@@ -212,6 +212,8 @@ class BeginExchange:
     """Note from now on which blocks are written; answers with what `PrepareLayers` gets."""
 
     shards: tuple[int, ...]
+    hurried: bool = False
+    """Whether steps are short until it ends: requests wait for that."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,8 @@ class PrepareLayers:
     """What the home answered to `BeginExchange`."""
     coordinated: bool = True
     """Part by part, behind what the rank computes."""
+    hurried: bool = False
+    """Whether steps are short meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +276,8 @@ class FlipLayers:
     sources: Mapping[Way, LayersKV] = field(default_factory=dict)
     """Where what goes from one rank to another lies, as it was told last; of what is missing the home asks."""
     hurried: bool = False
-    """Whether steps wait a little longer, so that it takes one pause instead of three: requests wait for its end."""
+    """Whether steps are short, and wait a little longer, so that it takes one pause instead of three: requests wait
+    for its end."""
 
 
 @dataclass(frozen=True)

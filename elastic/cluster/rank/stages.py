@@ -116,6 +116,8 @@ class Stages:
 
     def _exchange(self, question: StageQuestion) -> Any:
         engine = self._engine
+        if isinstance(question, BeginExchange | PrepareLayers | FlipLayers) and question.hurried:
+            engine.exchange.shorten_steps()
         match question:
             case LayersMemory(home, shards):
                 return engine.kv.locate(shards) if home == engine.rank else engine.stages.of(home).layers_kv(shards)

@@ -13,7 +13,7 @@ from elastic.engines.core.block_pool import BlockTable
 from elastic.engines.core.kv_journal import KVJournal
 from elastic.engines.core.sequence import Cohort, Produced, Sequence
 from elastic.engines.core.step import ScheduledChunk, SequenceState, Step, StepResult
-from elastic.engines.core.step_budget import StepBudget, TokenBudget
+from elastic.engines.core.step_budget import StepBudget, TokenBudget, short_step
 from elastic.planning.pipeline import chunk_cost
 
 
@@ -37,6 +37,8 @@ class Scheduler:
         self.blocks = blocks
         self.budget: StepBudget = TokenBudget(max_batch_tokens)
         """How many tokens a step may have."""
+        self.short_until_s = 0.0
+        """Until when, by the clock, steps have fewer tokens of prompts, since somebody waits for their ends."""
         self.sequences: dict[str, Sequence] = {}
         """All that have not ended."""
         self.held: dict[str, Sequence] = {}
@@ -295,20 +297,18 @@ class Scheduler:
         Those that the executor does not know yet are `added`.
         """
         budget = self.budget.tokens((sequence.computed for sequence in cohort.decoding), self._queue_of(cohort))
+        budget = short_step(budget, len(cohort.decoding)) if self._last_s < self.short_until_s else budget
         no_blocks = self.blocks.no_blocks
         for sequence in (*cohort.decoding, *cohort.prefilling):
             if not budget:
                 break
             start, tokens, total = sequence.computed, sequence.tokens, len(sequence.tokens)
             stop = total if total - start <= budget else start + budget
-            blocks = no_blocks
-            if stop > sequence.table.capacity:
-                more = self.blocks.grow(sequence.table, stop)
-                if more is None:
-                    cohort.refused = True
-                    self.stalled += 1
-                    continue
-                blocks = more
+            blocks = self.blocks.grow(sequence.table, stop) if stop > sequence.table.capacity else no_blocks
+            if blocks is None:
+                cohort.refused = True
+                self.stalled += 1
+                continue
             if not sequence.known:
                 blocks = tuple(map(tuple, sequence.table.blocks))
                 added.append(sequence)

@@ -21,6 +21,10 @@ SHORT = 64
 """Tokens of a short prompt, or as many as a step has at the least: in none are tokens cheaper."""
 
 
+SHORTER = 4
+"""By how much fewer tokens of prompts a step has whose end somebody waits for."""
+
+
 class StepBudget(Protocol):
     """Asked once for each step."""
 
@@ -97,6 +101,12 @@ class CostBudget:
                 return tokens + self.cost.tokens_within(chunk, seconds + paid)
             tokens, seconds, paid = tokens + chunk.tokens, seconds - price, self.cost.shared
         return tokens
+
+
+def short_step(tokens: int, decoding: int) -> int:
+    """Return the most tokens of a step whose end somebody waits for: all that decode, and fewer of prompts."""
+    prompts = tokens - decoding
+    return tokens if prompts <= SHORT else decoding + max(SHORT, prompts // SHORTER)
 
 
 @dataclass(frozen=True)

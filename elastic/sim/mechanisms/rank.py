@@ -10,7 +10,7 @@ from typing import Any
 
 from elastic.cluster.control import stage_questions as ask
 from elastic.cluster.control.messages import Apply, Check, Drain, Look
-from elastic.engines.continuous.ranks.layer_exchange import Flipped
+from elastic.engines.continuous.ranks.layer_exchange import HURRIED_S, Flipped
 from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.pipeline.batches import BatchCount
 from elastic.engines.pipeline.path import LayerPath
@@ -154,6 +154,8 @@ class SimulatedRank:
 
     def _of_layers(self, question: Any) -> Any:
         books, instance = self.books, self.instance
+        if isinstance(question, ask.BeginExchange | ask.PrepareLayers | ask.FlipLayers) and question.hurried:
+            instance.scheduler.short_until_s = instance.clock.now + HURRIED_S
         match question:
             case ask.OpenStage(home, _, sectors):
                 books.open(home, sectors)

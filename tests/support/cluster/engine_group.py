@@ -140,6 +140,9 @@ class EngineGroup:
         engine = self[home]
         path = engine.path.redirected(ranks)
         moves, prepared = engine.path.moves_to(path), dict[str, list[int]]()
+        if hurried:
+            for each in (home, *ranks.values()):
+                self[each].exchange.shorten_steps()
         began = engine.exchange.begin(tuple(ranks))
         try:
             try:

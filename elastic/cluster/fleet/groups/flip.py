@@ -71,10 +71,12 @@ def flip_layers(
     home, coming = path.home, _by_target(flips)
     goal = path.redirected({shard: flip.target for flip in flips for shard in flip.shards})
     with ranks.flipping((home, *path.helpers, *goal.helpers)):
-        exchange = ranks.ask(home, BeginExchange(tuple(shard for flip in flips for shard in flip.shards)))
+        exchange = ranks.ask(home, BeginExchange(tuple(shard for flip in flips for shard in flip.shards), hurried))
         prepared, began_s = list[str](), clock.now()
         try:
-            asked = {rank: PrepareLayers(home, shards, exchange, coordinated) for rank, shards in coming.items()}
+            asked = {
+                rank: PrepareLayers(home, shards, exchange, coordinated, hurried) for rank, shards in coming.items()
+            }
             _prepare(ranks, asked, prepared)
             moved_bytes, sources = _copy(ranks, flips, coordinated)
             copy_s = clock.now() - began_s

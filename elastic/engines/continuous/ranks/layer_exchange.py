@@ -25,6 +25,8 @@ from elastic.errors import ConfigError, RankLost, StateError
 
 ANSWER_S = 30.0
 """For how long a rank is waited for that copies or is asked something."""
+HURRIED_S = 1.0
+"""For how long steps are short behind each part of an exchange that is hurried."""
 HURRY = 2.0
 """For how long steps wait after a part of a hurried flip for the next one, in units of what they may wait for at a time
 else."""
@@ -205,6 +207,10 @@ class LayerExchange:
             self._kv.drop(self._kv.exchange.places(shards) - self._kv.own_places)
 
         self._loop.between_steps(give_up)
+
+    def shorten_steps(self) -> None:
+        """Have steps be short for a while, since what is exchanged waits for their ends."""
+        self._loop.scheduler.short_until_s = time.perf_counter() + HURRIED_S
 
     @property
     def _pace_s(self) -> float:

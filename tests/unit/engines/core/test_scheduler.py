@@ -12,6 +12,7 @@ from elastic.engines.core.block_manager import BlockManager
 from elastic.engines.core.scheduler import Scheduler
 from elastic.engines.core.sequence import Produced
 from elastic.engines.core.step import SequenceState, Step, StepResult
+from elastic.engines.core.step_budget import short_step
 from support.serving.simulated_executor import SimulatedExecutor, SimulatedMemory
 
 
@@ -63,6 +64,21 @@ def test_prompts_fill_what_decoding_leaves_of_a_step() -> None:
     assert serving.step()[0] == {"a/0": 1, "b/0": 15}
     assert serving.step()[0] == {"a/0": 1, "b/0": 5, "c/0": 10}
     assert serving.step()[0] == {"a/0": 1, "b/0": 1, "c/0": 1}
+
+
+def test_steps_whose_end_is_waited_for_have_fewer_tokens_of_prompts() -> None:
+    serving = Serving(max_batch_tokens=512, sectors=400)
+    serving.add("a", 8)
+    serving.step()
+    serving.add("b", 1200)
+    serving.scheduler.short_until_s = 1.0
+    assert serving.step()[0] == {"a/0": 1, "b/0": 127}
+    serving.now = 1.0
+    assert serving.step()[0] == {"a/0": 1, "b/0": 511}
+
+
+def test_short_steps_compute_all_that_decode_and_so_many_tokens_of_prompts_as_are_no_dearer_by_themselves() -> None:
+    assert [short_step(tokens, 10) for tokens in (5, 10, 50, 74, 100, 512)] == [5, 10, 50, 74, 74, 135]
 
 
 def test_what_comes_back_with_the_blocks_that_all_others_lack_takes_the_place_of_one_of_them() -> None:

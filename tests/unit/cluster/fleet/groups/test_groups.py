@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from elastic import CapacityError, ConfigError, StateError
 from elastic.cluster.control.stage_questions import (
     AttachStage,
+    BeginExchange,
     FlipLayers,
     LosePeer,
     MeetPeers,
@@ -289,7 +290,9 @@ def test_instances_that_use_little_change_all_their_layers_at_one_pause(fleets: 
             rank.asked.clear()
             rank.committed = ALONE // 5
         assert verb().status == "applied"
-        assert [sum(isinstance(each, FlipLayers) for each in rank.asked) for rank in ranks] == [1, 1]
+        flips = [[each for each in rank.asked if isinstance(each, FlipLayers)] for rank in ranks]
+        assert list(map(len, flips)) == [1, 1]
+        assert not any(flip.hurried for each in flips for flip in each)  # nobody waits
     assert_alone(fleet, ranks)
 
 
@@ -407,6 +410,9 @@ def test_requests_that_wait_get_what_a_round_has_freed_before_the_next(fleets: A
         caps = [asked.sectors for asked in rank.asked if isinstance(asked, SetCap)]
         assert caps == sorted(caps)
         assert len(set(caps)) == 3
+        exchanged = [asked for asked in rank.asked if isinstance(asked, BeginExchange | PrepareLayers | FlipLayers)]
+        assert exchanged
+        assert all(asked.hurried for asked in exchanged)
         rank.fill()
         rank.check()
     steps = [what for what, _ in dropped.timeline]

@@ -1,0 +1,37 @@
+"""What a rank does with questions about layers of several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from elastic.cluster.control.stage_questions import BeginExchange, EndExchange, FlipLayers
+from elastic.cluster.rank.stages import Stages
+from elastic.engines.continuous.engine import ContinuousEngine
+from elastic.errors import ConfigError
+from support.architectures import build
+from support.wrapped_model import small
+
+
+@pytest.fixture
+def engine(wrapped: Any) -> Iterator[ContinuousEngine]:
+    made = ContinuousEngine(wrapped(build("llama-mha"), small(2 << 20)), block_tokens=4)
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize("hurried", [True, False])
+def test_steps_are_short_while_requests_wait_for_the_end_of_an_exchange(
+    engine: ContinuousEngine, hurried: bool
+) -> None:
+    stages, scheduler = Stages(engine, "127.0.0.1"), engine._loop.scheduler
+    stages.answer(BeginExchange((0,), hurried))
+    assert (scheduler.short_until_s > scheduler._last_s) == hurried
+    scheduler.short_until_s = 0.0
+    with pytest.raises(ConfigError):  # it is the path of now
+        stages.answer(FlipLayers(engine.path, hurried=hurried))
+    assert (scheduler.short_until_s > scheduler._last_s) == hurried
+    stages.answer(EndExchange())
