@@ -148,7 +148,7 @@ class Membership:
                 self._log.add(
                     "lost", rank=instance.name, instance=instance.name, requests=resumption.requests, why=why
                 )  # fmt: skip
-            if not resumption.left:
+            if not resumption.requests:  # else the last of them that is heard of tells
                 resumption.done(resumption)
             self._dispatcher.dispatch()
         self.on_gone(instance)
@@ -161,7 +161,7 @@ class Membership:
         """Note of each request of a lost rank what it had, and where that can still be read."""
         left = [r for r in instance.records.values() if any(a.state.index not in r.cancelled for a in r.live)]
         memory = instance.memory
-        resumption = Resumption(len(left), partial(self._resumed, instance.name, memory, bool(left)))
+        resumption = Resumption(len(left), partial(self._resumed, instance.name, memory))
         readable = memory if instance.client.heard_all else None
         for record in left:
             kv = kv_of(instance, record)
@@ -186,9 +186,9 @@ class Membership:
             record.kv = kv_of(instance, record)
             record.source = replace(memory.source, sectors=instance.directory.sectors_of(record.kv))
 
-    def _resumed(self, rank: str, memory: HeldMemory | None, told: bool, resumption: Resumption) -> None:
+    def _resumed(self, rank: str, memory: HeldMemory | None, resumption: Resumption) -> None:
         """Tell that all requests of a lost rank have gone on, or ended; its memory is needed no more."""
-        if told:
+        if resumption.requests:
             self._log.add(
                 "requests resumed", rank=rank, requests=resumption.requests,
                 recomputed_tokens=resumption.recomputed_tokens, stalled_ms=resumption.stalled_s * 1000,

@@ -172,6 +172,15 @@ def test_a_request_with_which_ranks_end_is_not_given_to_all_of_them(world: Any) 
         assert w.heard.tokens[request.id] == alone(request, answer_seed(request, 0))
 
 
+def test_that_a_request_ends_with_its_rank_is_told_once(world: Any) -> None:
+    w = world(MOST_LOSSES)
+    (bad,) = w.submit()
+    for _ in range(MOST_LOSSES):
+        w.rank_of(bad).die("a fault in its model")
+    assert w.heard.ends[bad.id].finish == "failed"
+    assert w.kinds().count("requests resumed") == w.kinds().count("lost") == MOST_LOSSES
+
+
 def test_requests_fail_in_words_when_none_can_come(world: Any) -> None:
     w = world(1)
     (request,) = w.submit()
