@@ -38,7 +38,8 @@ def prove(connection: SocketConnection, key: bytes, *, first: bool) -> None:
             raise StateError(f"the other end does not speak this protocol ({str(error)[:100]})") from error
         raise ConfigError("the key is not the same on both sides; give both the same key file") from error
     except (OSError, EOFError) as error:
-        raise StateError(f"the other end went away before it had proven its key ({error or 'end of file'})") from error
+        why = str(error) or "end of file"
+        raise StateError(f"the other end went away before it had proven its key ({why})") from error
     except Exception as error:  # what is no challenge fails an assertion, or raises what the reader of it raises
         raise StateError(f"the other end does not speak this protocol ({type(error).__name__})") from error
 

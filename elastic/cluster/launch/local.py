@@ -193,7 +193,7 @@ class LocalLauncher:
             process = server.fork(theirs, spec.model).result(IMPORT_S)
         except (ElasticError, TimeoutError) as error:
             ours.close()
-            raise StateError(f"rank {spec.name!r} did not start: {error or 'the fork server is busy'}") from error
+            raise StateError(f"rank {spec.name!r} did not start: {str(error) or 'the fork server is busy'}") from error
         try:
             compare_protocols(ours)
             ours.send_bytes(encoded)

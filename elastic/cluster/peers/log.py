@@ -56,4 +56,4 @@ class PeerLogConnection:
         self._on_close(self)
 
     def _error(self, error: Exception) -> RankLost:
-        return RankLost(self._lost or f"rank {self.rank!r} has gone: {error or 'end of file'}", rank=self.rank)
+        return RankLost(self._lost or f"rank {self.rank!r} has gone: {str(error) or 'end of file'}", rank=self.rank)

@@ -193,6 +193,18 @@ def test_a_rank_that_does_not_come_in_time_is_ended(launcher: LocalLauncher, mon
     wait_until(lambda: not children(server), "the rank lives on")
 
 
+def test_a_fork_server_that_does_not_answer_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Busy:
+        def fork(self, stream: socket.socket, model: str) -> Future[Any]:
+            stream.close()
+            return Future()
+
+    monkeypatch.setattr(module, "IMPORT_S", 0.0)
+    monkeypatch.setattr(LocalLauncher, "_running", lambda _: Busy())
+    with pytest.raises(StateError, match="'late' did not start: the fork server is busy"):
+        LocalLauncher().start(RankSpec("late", MODEL_DIR))
+
+
 def test_with_the_fork_server_its_ranks_end_and_another_takes_its_place(
     launcher: LocalLauncher, start: Callable[..., FleetSide]
 ) -> None:

@@ -297,7 +297,7 @@ def test_a_log_goes_both_ways_in_order(stack: ExitStack) -> None:
     guest.close()
     with pytest.raises(EOFError):
         guest.receive()
-    with pytest.raises(RankLost):
+    with pytest.raises(RankLost, match=r"'b' has gone: .+"):
         home.receive()
 
 
