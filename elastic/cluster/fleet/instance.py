@@ -32,7 +32,6 @@ class _Unheard:
     """All that it may need."""
     prompt_blocks: int
     """Those that are to be computed first."""
-    since_s: float
 
 
 @dataclass(eq=False)
@@ -161,16 +160,16 @@ class Instance:
         """Note a request that it gets, so many blocks of whose prompt it has."""
         if not self.records:
             self.progress_s = now  # it had nothing to do
-        record.instance, record.begun, record.routed = self.name, False, True
+        record.instance, record.begun, record.routed, record.given_s = self.name, False, True, now
         self.changes += 1
         self.records[record.request.id] = record
         self.given += 1
         prompt = max(0, record.prompt_blocks - cached)
-        self.unheard[record.request.id] = _Unheard(all_blocks(self.kv_format, record) - cached, prompt, now)
+        self.unheard[record.request.id] = _Unheard(all_blocks(self.kv_format, record) - cached, prompt)
 
-    def reserve(self, record: RequestRecord, now: float) -> None:
+    def reserve(self, record: RequestRecord) -> None:
         """Keep room for a request that may come."""
-        self.unheard[record.request.id] = _Unheard(all_blocks(self.kv_format, record), 0, now)
+        self.unheard[record.request.id] = _Unheard(all_blocks(self.kv_format, record), 0)
 
     def take_back(self, record: RequestRecord) -> None:
         """Note that a request which was to go elsewhere goes on here."""

@@ -195,7 +195,7 @@ class Mover:
                     retry_after_s=dispatcher.retry_after_s,
                 )
             record.moving = True
-            goal.reserve(record, self._dispatcher.clock())
+            goal.reserve(record)
             source.moves, goal.moves = source.moves + 1, goal.moves + 1
             return _Move(record, source, goal)
 

@@ -11,6 +11,7 @@ from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups import targets
 from elastic.cluster.fleet.groups.results import GroupStatus
 from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.planning.starvation import waiting_answers
 from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading, MemberReading, request_bytes
 from elastic.engines.core.kv_state import KVFormat
@@ -101,14 +102,14 @@ class FleetReadings:
 def _reading(
     instances: Sequence[Instance], members: tuple[MemberReading, ...], usual: int | None, now: float
 ) -> GroupReading:
-    waiting = [(instance.kv_format, record) for instance in instances for record in _waiting(instance)]
+    waiting = [(instance.kv_format, *each) for instance in instances for each in waiting_answers(instance)]
     sizes = [instance.kv_format.group_block_bytes for instance in instances]
     return GroupReading(
         members,
         capacity_bytes=sum(i.load.total_blocks * size for i, size in zip(instances, sizes, strict=True)),
         used_bytes=sum(_committed(i) * size for i, size in zip(instances, sizes, strict=True)),
-        waiting_bytes=sum(needed_bytes(kv, record, usual) for kv, record in waiting),
-        queue_s=max((now - since_s for each in instances for since_s in _given_s(each)), default=0.0),
+        waiting_bytes=sum(needed_bytes(kv, record, usual, answers) for kv, record, answers in waiting),
+        queue_s=max((now - record.given_s for _, record, _ in waiting), default=0.0),  # before, it was at the fleet
         running=sum(instance.sequences for instance in instances),
     )
 
@@ -118,32 +119,18 @@ def _committed(instance: Instance) -> int:
     return instance.load.total_blocks - min(instance.load.total_blocks, instance.load.free_blocks)
 
 
-def _waiting(instance: Instance) -> list[RequestRecord]:
-    """List what an instance was given and has no blocks for: as many sequences as it says, of the last ones."""
-    waiting, sequences = [], 0
-    for record in reversed(instance.records.values()):
-        if sequences >= instance.load.waiting:
-            break
-        if not record.begun:
-            waiting.append(record)
-            sequences += record.left
-    return waiting
+def needed_bytes(kv: KVFormat, record: RequestRecord, usual: int | None, answers: int | None = None) -> int:
+    """Return the KV that waiting answers of a request are taken to need (None: all of them).
 
-
-def _given_s(instance: Instance) -> list[float]:
-    """Return when an instance was given what it has no blocks for: before that, it waited at the fleet."""
-    unheard = instance.unheard
-    return [unheard[name].since_s for record in _waiting(instance) if (name := record.request.id) in unheard]
-
-
-def needed_bytes(kv: KVFormat, record: RequestRecord, usual: int | None) -> int:
-    """Return the KV that a waiting request is taken to need; `usual`: tokens of an answer, None: all it may have."""
-    prompt, most, left = len(record.request.prompt), record.request.max_tokens, record.left
+    `usual`: tokens of an answer, None: all it may have. The prompt is there where another one of the answers runs.
+    """
+    waiting, most = record.left if answers is None else answers, record.request.max_tokens
+    prompt = len(record.request.prompt) if waiting == record.left else 0
     so_far = max((len(answer.tokens) for answer in record.live), default=0)
     expected = most if usual is None else max(usual, so_far)
     needed = 0
     for layers, window in kv.groups:
         token_bytes = kv.block_bytes * len(layers) // kv.block_tokens
-        nbytes = request_bytes(prompt, left * most, left * expected, token_bytes)
-        needed += nbytes if window is None else min(nbytes, left * window * token_bytes)
+        nbytes = request_bytes(prompt, waiting * most, waiting * expected, token_bytes)
+        needed += nbytes if window is None else min(nbytes, waiting * window * token_bytes)
     return needed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from elastic.cluster.fleet.instance import Instance, all_blocks
 from elastic.cluster.fleet.records.requests import RequestRecord
@@ -11,18 +11,32 @@ STARVES_S = 1.0
 """How long a request waits at an instance before others of its group keep for it what it lacks."""
 
 
-def waiting_blocks(instance: Instance) -> list[int]:
-    """List the blocks that requests may need for which an instance has none yet, the first to wait first.
+def waiting_answers(instance: Instance) -> list[tuple[RequestRecord, int]]:
+    """List requests of which answers have no blocks, and how many of these, the first to wait first.
 
-    They are as many sequences as the instance says, of the last ones that it was given.
+    They are as many as the instance says, of the last ones that it was given.
     """
-    return [blocks for _, blocks in _waiting(instance)]
+    left, waiting = instance.load.waiting, list[tuple[RequestRecord, int]]()
+    for record in reversed(instance.records.values()):
+        if left <= 0:
+            break
+        answers = sum(not answer.tokens for answer in record.live) if record.begun else record.left
+        if answers:
+            waiting.append((record, min(left, answers)))
+            left -= answers
+    return waiting[::-1]
+
+
+def waiting_blocks(instance: Instance) -> list[int]:
+    """List the blocks that requests may need for which an instance has none yet, the first to wait first."""
+    kv = instance.kv_format
+    return [all_blocks(kv, record) * answers // record.left for record, answers in waiting_answers(instance)]
 
 
 def waited_s(instance: Instance, now: float) -> float:
     """Return for how long the first request that waits at an instance has been there; 0: none does, or it has begun."""
-    unheard = next((instance.unheard.get(record.request.id) for record, _ in _waiting(instance)), None)
-    return 0.0 if unheard is None else now - unheard.since_s
+    first = next((record for record, _ in waiting_answers(instance)), None)
+    return 0.0 if first is None or first.begun else now - first.given_s
 
 
 def reserved_blocks(instances: Iterable[Instance], record: RequestRecord, now: float) -> dict[str, int]:
@@ -34,26 +48,9 @@ def reserved_blocks(instances: Iterable[Instance], record: RequestRecord, now: f
     for instance in instances:
         if not instance.load.waiting or not instance.group or waited_s(instance, now) < STARVES_S:
             continue
-        first, blocks = _waiting(instance)[0]
-        lacking = blocks - instance.load.free_blocks
+        first, _ = waiting_answers(instance)[0]
+        lacking = waiting_blocks(instance)[0] - instance.load.free_blocks
         if lacking > 0 and first.arrived_s < record.arrived_s and instance.reaches(first.request):
             others = (name for name in instance.group if name != instance.name)
             reserved.update((name, max(lacking, reserved.get(name, 0))) for name in others)
     return reserved
-
-
-def _waiting(instance: Instance) -> list[tuple[RequestRecord, int]]:
-    return [*_last_waiting(instance)][::-1]
-
-
-def _last_waiting(instance: Instance) -> Iterator[tuple[RequestRecord, int]]:
-    """Yield requests of which sequences have no blocks, and what these may need, the last one first."""
-    left = instance.load.waiting
-    for record in reversed(instance.records.values()):
-        if left <= 0:
-            return
-        sequences = sum(not answer.tokens for answer in record.live) if record.begun else record.left
-        if sequences:
-            waiting = min(left, sequences)
-            left -= waiting
-            yield record, all_blocks(instance.kv_format, record) * waiting // record.left

@@ -64,6 +64,8 @@ class RequestRecord:
     """Full blocks of the prompt, where it is routed by what is to be computed of it."""
     instance: str | None = None
     """Who computes it; None: it waits at the fleet."""
+    given_s: float = 0.0
+    """When its instance was given it."""
     begun: bool = False
     """Whether its instance has told anything of it."""
     scheduled: bool = False

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from elastic.cluster.control.messages import News
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.results import GroupStatus
 from elastic.cluster.fleet.overload import readings as overload_readings
@@ -95,6 +96,21 @@ def test_what_an_instance_has_no_blocks_for_waits_at_it(fleet: Fleet, launcher: 
     assert snapshot is not None
     group = next(group for group in snapshot.groups if group.names == (home,))
     assert group.waiting_bytes == 16 * EACH // BLOCK  # the last of the two that have not begun
+    assert group.queue_s > 0
+
+
+def test_answers_wait_at_an_instance_that_has_begun_others_of_their_request(
+    fleet: Fleet, launcher: FakeLauncher
+) -> None:
+    fleet.submit(Request((1,) * 8, 8, id="several", n=4), lambda _: None)
+    home = fleet.instance_of("several")
+    assert home is not None
+    rank = launcher.ranks[home]
+    rank.on_message(News((Output("several", (7,)),), (0,), replace(rank.load(), running=1, waiting=3)))
+    snapshot = readings(fleet).read((), WEIGHTS)
+    assert snapshot is not None
+    group = next(group for group in snapshot.groups if group.names == (home,))
+    assert group.waiting_bytes == 3 * 8 * EACH // BLOCK  # the prompt is there
     assert group.queue_s > 0
 
 
