@@ -14,7 +14,7 @@ import torch
 from elastic.cluster.control.connection import Connection
 from elastic.cluster.control.messages import ModelFacts
 from elastic.cluster.rank.activations import keep_activations
-from elastic.cluster.rank.facts import model_facts, stored_facts
+from elastic.cluster.rank.facts import model_facts
 from elastic.cluster.rank.rank import Rank
 from elastic.cluster.rank.skeleton import load_skeleton
 from elastic.cluster.rank.spec import ENGINE_OPTIONS, RankSpec, options_of, rank_places
@@ -87,7 +87,7 @@ def _load_share(spec: RankSpec, places: list[Place], stack: ExitStack) -> tuple[
         raise ConfigError("tp=, pp=: ranks read their shares of a model's directory; give its path, not the model")
     with _loading:
         model, files = load_skeleton(str(spec.model), _device(places), spec.dtype)
-    facts, options = stored_facts(model, files), {"checkpoint": files, **spec.wrap}
+    facts, options = model_facts(model, files=files), {"checkpoint": files, **spec.wrap}
     layers = len(find_decoder(model).layers)
     wrap(model, places=places or None, load_shards=spec.share.shards_of(layers, options.get("shards", 1)), **options)
     stack.callback(_abandon, model)

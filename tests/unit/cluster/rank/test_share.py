@@ -10,7 +10,7 @@ import torch
 
 import elastic
 from elastic import CapacityError, ConfigError, StateError
-from elastic.cluster.rank.facts import model_facts, stored_facts
+from elastic.cluster.rank.facts import model_facts
 from elastic.cluster.rank.skeleton import load_skeleton
 from elastic.model_files import load_weights
 from elastic.weights.decoder import find_decoder
@@ -41,7 +41,7 @@ def saved(tmp_path: Path) -> Any:
 def test_what_is_read_layer_by_layer_is_the_model(architecture: str, saved: Any) -> None:
     path = saved(architecture)
     whole, (model, files) = load_weights(path, CPU, option="model"), load_skeleton(path, CPU)
-    assert stored_facts(model, files) == model_facts(whole)
+    assert model_facts(model, files=files) == model_facts(whole)
     assert model.generation_config.to_dict() == whole.generation_config.to_dict()
     inputs = architectures.prompt()
     with torch.no_grad():
