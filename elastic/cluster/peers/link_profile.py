@@ -12,7 +12,8 @@ import os
 import secrets
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -50,13 +51,12 @@ def measure_link(repeats: int = REPEATS, pace: Pace | None = None) -> LinearLate
     waited computes with cold caches. `pace` is called behind each few exchanges by both processes, and may wait; it is
     pickled. Raises `StateError` where this process may run on one core alone, or the other one ends too early.
     """
-    cores, key = _two_cores(), secrets.token_bytes(16)
+    cores, key = two_cores(), secrets.token_bytes(16)
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
     child = context.Process(target=_exchange, args=("r1", "r0", key, theirs, repeats, cores[1], pace), daemon=True)
     child.start()
     theirs.close()  # so that its end is the end of the pipe
-    allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
     try:
         taken = _exchange("r0", "r1", key, ours, repeats, cores[0], pace)
         child.join(WAIT_S)
@@ -65,8 +65,6 @@ def measure_link(repeats: int = REPEATS, pace: Pace | None = None) -> LinearLate
         raise StateError(f"the process on core {cores[1]} ended with {child.exitcode}; measure again") from error
     finally:
         ours.close()
-        os.sched_setaffinity(0, allowed)
-        torch.set_num_threads(threads)
         child.kill()
     return line_through({size: statistics.median(seconds) for size, seconds in taken.items()})
 
@@ -76,24 +74,20 @@ def measure_contention(rounds: int = ROUNDS, pace: Pace | None = None) -> float:
 
     The median of pairs: with the other one idle, and busy. `pace` is called behind each. Raises as `measure_link`.
     """
-    cores = _two_cores()
+    cores = two_cores()
     context = multiprocessing.get_context("spawn")
     busy, ready, over = context.Event(), context.Event(), context.Event()
     child = context.Process(target=_read, args=(busy, ready, over, cores[1]), daemon=True)
     child.start()
-    allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
     try:
-        os.sched_setaffinity(0, {cores[0]})
-        torch.set_num_threads(1)
-        weights = _large_weights()
-        if not ready.wait(WAIT_S):
-            raise StateError(f"no process on core {cores[1]} was ready within {WAIT_S:.0f} s; measure again")
-        return max(0.0, statistics.median(_pair(weights, busy, pace) for _ in range(rounds)) - 1)
+        with on_core(cores[0]):
+            weights = _large_weights()
+            if not ready.wait(WAIT_S):
+                raise StateError(f"no process on core {cores[1]} was ready within {WAIT_S:.0f} s; measure again")
+            return max(0.0, statistics.median(_pair(weights, busy, pace) for _ in range(rounds)) - 1)
     finally:
         over.set()
         busy.set()
-        os.sched_setaffinity(0, allowed)
-        torch.set_num_threads(threads)
         child.join(10)
         child.kill()
 
@@ -105,11 +99,25 @@ def line_through(seconds: Mapping[int, float]) -> LinearLatency:
     return LinearLatency(max(0.0, seconds[few] - each * few), each)
 
 
-def _two_cores() -> Sequence[int]:
+def two_cores() -> Sequence[int]:
+    """Return two cores that this process may run on. Raises `StateError` where there is one alone."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         raise StateError("this process may run on one core alone: there is no other rank to measure beside")
     return cores
+
+
+@contextmanager
+def on_core(core: int) -> Iterator[None]:
+    """Have this thread, and what it computes, keep to one core meanwhile, as a rank does."""
+    allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    try:
+        os.sched_setaffinity(0, {core})
+        torch.set_num_threads(1)
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+        torch.set_num_threads(threads)
 
 
 def _pair(weights: torch.Tensor, busy: Any, pace: Pace | None) -> float:
@@ -128,14 +136,13 @@ def _pair(weights: torch.Tensor, busy: Any, pace: Pace | None) -> float:
 def _read(busy: Any, ready: Any, over: Any, core: int) -> None:
     """Compute products on another core while `busy` is set."""
     end_with_parent()
-    os.sched_setaffinity(0, {core})
-    torch.set_num_threads(1)
-    weights = _large_weights()
-    _product_s(weights)
-    ready.set()
-    while not over.is_set():
-        busy.wait()
-        _product_s(weights, 1)
+    with on_core(core):
+        weights = _large_weights()
+        _product_s(weights)
+        ready.set()
+        while not over.is_set():
+            busy.wait()
+            _product_s(weights, 1)
 
 
 def _large_weights() -> torch.Tensor:
@@ -156,10 +163,7 @@ def _exchange(
     """Exchange tensors with another rank again and again; return the seconds of each, by bytes."""
     if name != "r0":
         end_with_parent()
-    os.sched_setaffinity(0, {core})
-    torch.set_num_threads(1)
-    hub = PeerHub(name, key)
-    try:
+    with on_core(core), closing(PeerHub(name, key)) as hub:
         pipe.send(hub.address)
         hub.meet({other: pipe.recv()})
         exchanges = _Exchanges(hub.transport("r0"), other)
@@ -167,8 +171,6 @@ def _exchange(
         pipe.send("done")
         pipe.recv()
         return timings
-    finally:
-        hub.close()
 
 
 class _Exchanges:

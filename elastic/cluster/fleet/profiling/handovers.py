@@ -10,7 +10,6 @@ longer for it is known, and left out.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.results import Exchanged
+from elastic.cluster.peers.link_profile import on_core, two_cores
 from elastic.engines.base import Output, Request
 from elastic.engines.continuous.chunk_profile import Pace
 from elastic.errors import StateError
@@ -66,9 +66,7 @@ def measure_handovers(
     does. `pace` is called behind each answer, with its seconds, and may wait. Raises `StateError` where this process
     may run on one core alone, or ranks cannot be grouped.
     """
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    if len(cores) < 2:
-        raise StateError("this process may run on one core alone: there is no other rank to measure beside")
+    cores = two_cores()
     answers: dict[str, list[TimedAnswer]] = {how: [] for how in TOGETHER}
     places = [[f"cpu#handover{number}={place_bytes()}"] for number in range(2)]
     hidden = hidden_size()
@@ -80,7 +78,7 @@ def measure_handovers(
                     with _grouped(fleet, how):
                         answer = _answer(fleet, pace)
                     taken += [answer] if number else []
-    with _on_core(cores[0]):
+    with on_core(cores[0]):
         reading_s = _weight_bytes(hidden) / reading_rate(_weight_bytes(hidden), torch.device("cpu"), pace)
     return fitted(answers, link(4 * hidden), contention * reading_s)
 
@@ -105,19 +103,6 @@ def fitted(answers: Mapping[str, Sequence[TimedAnswer]], link_s: float, slower_s
     shared = (gaps["shared"] - gaps["whole"] - slower_s) / (EXCHANGES * LAYERS) - link_s
     steps = [statistics.mean(each.gaps_s) - each.busy_s / (len(each.gaps_s) + 1) for each in answers["whole"]]
     return Handovers(max(0.0, staged), max(0.0, shared), max(0.0, statistics.median(steps)))
-
-
-@contextmanager
-def _on_core(core: int) -> Iterator[None]:
-    """Have this thread, and what it computes, keep to one core meanwhile, as a rank does."""
-    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    os.sched_setaffinity(0, {core})
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        os.sched_setaffinity(0, cores)
 
 
 def _weight_bytes(hidden: int) -> int:

@@ -64,7 +64,7 @@ link_profile.multiprocessing.get_context = lambda _: context
 @pytest.mark.slow
 def test_the_end_of_the_other_process_is_an_error_in_words() -> None:
     code = """
-link_profile._two_cores = lambda: (min(os.sched_getaffinity(0)), 1 << 15)
+link_profile.two_cores = lambda: (min(os.sched_getaffinity(0)), 1 << 15)
 try:
     link_profile.measure_link()
 except StateError as error:
