@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 class Delivery:
     """What is to be told after the lock was left: `add` while it is held, `tell` without it, both on one thread.
 
-    `with` one the lock is held, and what was added is told when it was left.
+    `with` one the lock is held, and what was added is told when it was left, however.
 
     Outputs of one request may come on several threads, one after another: of the rank that was lost, of the one that
     goes on, of whoever cancels. One of them is in its listener at a time; what others bring meanwhile it tells next.
@@ -33,10 +33,9 @@ class Delivery:
         self._lock.acquire()
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._lock.release()
-        if error is None:
-            self.tell()
+        self.tell()  # after an error too: the records have it
 
     @classmethod
     def on_this_thread(cls) -> bool:
