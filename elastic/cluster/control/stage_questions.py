@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 from elastic.engines.core.kv_state import KVSource, LayersKV
@@ -117,6 +116,8 @@ class Room:
     """Seconds of a step of its engine while it computes all layers, in the mean of the last; 0.0: there was none."""
     steps: StepPages = field(default_factory=StepPages)
     """That it keeps free for what steps take; of these `pages` knows nothing."""
+    _counted: dict[frozenset[int], int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Pages of weights by shards, as far as they were counted."""
 
     @property
     def usable_pages(self) -> int:
@@ -147,11 +148,6 @@ class Room:
         """Return the parts of the KV cache that shards need."""
         each, numbers = len(self.sector_pages) // self.path.layers, self.path.numbers
         return kv_parts({shard % numbers for shard in shards}, self.path.shards, each)
-
-    @cached_property
-    def _counted(self) -> dict[frozenset[int], int]:
-        """Pages of weights by shards, as far as they were counted."""
-        return {}
 
 
 @dataclass(frozen=True)

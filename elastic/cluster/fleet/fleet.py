@@ -139,10 +139,8 @@ class Fleet(PricedVerbs):
 
     # -- an engine
 
-    @property
-    def runtime(self) -> None:
-        """None: the models are in the ranks; see `look`."""
-        return
+    runtime = None
+    """None: the models are in the ranks; see `look`."""
 
     @property
     def weights(self) -> tuple[tuple[str, ...], ...]:

@@ -11,8 +11,8 @@ from elastic.cluster.control.status import InstanceStatus, RankState
 from elastic.cluster.fleet.planning.router import freeness
 from elastic.cluster.fleet.records.memory_file import HeldMemory
 from elastic.cluster.fleet.records.requests import RequestRecord
-from elastic.cluster.launch.base import RankSpec
 from elastic.cluster.rank.client import RankClient
+from elastic.cluster.rank.spec import RankSpec
 from elastic.engines.base import Request
 from elastic.engines.core.admission import AdmissionLedger, Demand
 from elastic.engines.core.kv_state import KVDirectory, KVFormat
@@ -81,21 +81,15 @@ class Instance:
     """The highest limit that a policy of the fleet could have it given, by dropping weights of others too."""
 
     def __post_init__(self) -> None:
+        self.hello: Hello = self.client.hello
+        """Who it is."""
+        self.kv_format: KVFormat = self.hello.kv
+        """The form of its blocks."""
         self.load: EngineLoad = self.hello.load
         self._alone_blocks = self.load.total_blocks  # the highest limit that it had by itself
         self.changes = 0
         """Counts the times that its room, or what it has, became another."""
         self._full: tuple[str, int, int] | None = None  # a request for which it had no room: its id and answers, when
-
-    @property
-    def hello(self) -> Hello:
-        """Who it is."""
-        return self.client.hello
-
-    @property
-    def kv_format(self) -> KVFormat:
-        """The form of its blocks."""
-        return self.hello.kv
 
     @property
     def rank_state(self) -> RankState:
@@ -147,14 +141,6 @@ class Instance:
             self.load = load
         if not self.group:
             self._alone_blocks = max(self._alone_blocks, load.total_blocks, load.uncapped_blocks)
-
-    def join(self, group: tuple[str, ...], path: LayerPath) -> None:
-        """Note who computes its layers."""
-        self.group, self.path = group, path
-
-    def part(self) -> None:
-        """Note that it is by itself again."""
-        self.group, self.path, self.group_blocks = (), None, 0
 
     def give(self, record: RequestRecord, cached: int, now: float) -> None:
         """Note a request that it gets, so many blocks of whose prompt it has."""

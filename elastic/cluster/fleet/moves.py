@@ -58,23 +58,17 @@ class _Move:
 
     def __init__(self, record: RequestRecord, source: Instance, target: Instance) -> None:
         self.record, self.source, self.target = record, source, target
+        self.request = record.request.id
         self.memory = source.memory.hold() if source.memory is not None else None
+        self.by_file = self.memory is not None and source.hello.host == target.hello.host
+        """Whether the target finds the source's memory file."""
         self.states = tuple(answer.state for answer in record.live)
         self.met = False
         """Whether the target knows where the source answers what it reads."""
         self.handed = self.flipped = self.received = False
         self.told = 0
         self.moved_bytes = self.rounds = 0
-        self.resumption = Resumption(1, left={record.request.id})
-
-    @property
-    def request(self) -> str:
-        return self.record.request.id
-
-    @property
-    def by_file(self) -> bool:
-        """Whether the target finds the source's memory file."""
-        return self.memory is not None and self.source.hello.host == self.target.hello.host
+        self.resumption = Resumption(1, left={self.request})
 
     @property
     def readable(self) -> bool:

@@ -83,6 +83,7 @@ class ForkServerClient:
                 start_new_session=True,
             )
             failed.pop_all()
+        self.pid = self._server.pid
         self._socket = ours
         self._ids = itertools.count()
         self._lock = threading.Lock()  # of the wishes
@@ -91,11 +92,6 @@ class ForkServerClient:
         self.ended = False
         self._thread = threading.Thread(target=self._read, name="elastic-fork-server", daemon=True)
         self._thread.start()
-
-    @property
-    def pid(self) -> int:
-        """The server's process."""
-        return self._server.pid
 
     def fork(self, stream: socket.socket, model: str) -> Future[LocalProcess]:
         """Have a rank forked that has a connected socket, which is closed here."""

@@ -60,7 +60,7 @@ class PeerTransport:
 
         `wires` counts bytes; `numbers` are those of this rank's connections, in all transports of the instance.
         """
-        self.home = home
+        self._closed_words = f"the transport of {home!r} was closed"
         self._connect, self._wires, self._numbers = connect, wires, numbers
         self._lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
@@ -122,10 +122,6 @@ class PeerTransport:
             peer = self._peers.pop(rank, None)
             if peer is not None:  # over before there is another one, whose connections so have later numbers
                 peer.end(f"rank {rank!r} was started anew")
-
-    @property
-    def _closed_words(self) -> str:
-        return f"the transport of {self.home!r} was closed"
 
     def _peer(self, rank: str) -> _Peer:
         with self._lock:

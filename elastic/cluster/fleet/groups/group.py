@@ -203,13 +203,13 @@ class Deadline:
     """When something must have been done."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.began_s = clock.now()
-        self._until_s = self.began_s + timeout_s
+        self._began_s = clock.now()
+        self._until_s = self._began_s + timeout_s
 
     @property
     def seconds(self) -> float:
         """Seconds since the beginning."""
-        return clock.now() - self.began_s
+        return clock.now() - self._began_s
 
     def wait(self, seconds: float) -> bool:
         """Wait a little; return False if there is no time left."""

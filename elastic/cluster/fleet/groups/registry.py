@@ -169,7 +169,7 @@ class GroupRegistry:
         alone = [name for group in old for name in group.members if name not in together]
         with self._dispatcher.lock:
             for instance in self._dispatcher.present(alone).values():
-                instance.part()
+                instance.group, instance.path, instance.group_blocks = (), None, 0
         for group in new:
             self.mark(group)
         for group in old:
@@ -179,7 +179,7 @@ class GroupRegistry:
         """Note at the instances what they are part of."""
         with self._dispatcher.lock:
             for name, instance in self._dispatcher.present(group.members).items():
-                instance.join(group.members, group.shape.paths[name])
+                instance.group, instance.path = group.members, group.shape.paths[name]
 
     def note(self, kind: EventKind, group: Group, **about: Any) -> None:
         """Have an event tell of a group."""

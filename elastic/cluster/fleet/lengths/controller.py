@@ -195,7 +195,7 @@ class LengthController:
         """Have instances know what they could hold with others of their host, so that requests wait for it."""
         with self._dispatcher.lock:
             serving = self._dispatcher.serving()
-            hosts = [i.client.hello.host for i in serving]
+            hosts = [i.hello.host for i in serving]
             if (serving, hosts, self._capacity) == self._noted:
                 return
             self._noted = serving, hosts, self._capacity

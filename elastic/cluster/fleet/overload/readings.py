@@ -58,7 +58,7 @@ class FleetReadings:
             if any(i.policy_blocks for i in serving.values()):  # it sees to those that no instance is large enough for
                 queue = [record for record in queue if any(i.fits_alone(record.request) for i in serving.values())]
             return FleetSnapshot(
-                clock.now(),
+                now,
                 tuple(replace(reading, busy=True) for reading in readings) if busy else tuple(readings),
                 layer_bytes,
                 queued_bytes=sum(needed_bytes(kv, record, usual) for record in queue),

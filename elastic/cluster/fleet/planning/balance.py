@@ -1,4 +1,4 @@
-"""Which requests should go to another instance: a pure planner, and the thread that follows it."""
+"""Which requests should go to another instance: a pure planner."""
 
 from __future__ import annotations
 

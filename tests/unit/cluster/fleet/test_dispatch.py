@@ -89,8 +89,8 @@ def test_beginnings_of_prompts_count_for_nothing_where_no_rank_shares_their_bloc
     fleets: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet, ranks = fleets(2)
-    for rank in ranks:
-        rank.hello = replace(rank.hello, shares_prefixes=False)
+    for instance in fleet._dispatcher.instances.values():
+        instance.hello = replace(instance.hello, shares_prefixes=False)
     monkeypatch.setattr(dispatcher, "block_hashes", None)
     fleet.submit(request(prompt=40), Collector())
     fleet.submit(request(prompt=40), Collector())
@@ -105,13 +105,14 @@ def test_beginnings_of_prompts_count_for_nothing_where_no_rank_shares_their_bloc
 
 def test_a_rank_that_shares_no_blocks_is_not_thought_to_have_any(fleets: Any) -> None:
     fleet, ranks = fleets(2)
-    ranks[0].hello = replace(ranks[0].hello, shares_prefixes=False)
+    first = fleet._dispatcher.instances["r0"]
+    first.hello = replace(first.hello, shares_prefixes=False)
     for name, hits in (("first", 0), ("second", 0)):
         fleet.submit(request(prompt=40, id=name), Collector())
         assert fleet.instance_of(name) == "r0"
         assert fleet.status().totals.prefix_hits == hits
         drive(ranks, 10)
-    ranks[0].hello = replace(ranks[0].hello, shares_prefixes=True)
+    first.hello = replace(first.hello, shares_prefixes=True)
     for name, hits in (("third", 0), ("fourth", 1)):
         fleet.submit(request(prompt=40, id=name), Collector())
         assert fleet.instance_of(name) == "r0"

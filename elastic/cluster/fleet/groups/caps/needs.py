@@ -29,7 +29,8 @@ def is_short(dispatcher: Dispatcher, members: Collection[str]) -> bool:
         first = dispatcher.next_for(members)
         if first is not None and all(all_blocks(each.kv_format, first) > each.free_blocks for each in there):
             return True
-        return any(map(_is_short, there))
+        loads = [(each.load, sum(waiting_blocks(each))) for each in there]
+    return any(load.free_blocks <= NEARLY * load.total_blocks or waiting > load.free_blocks for load, waiting in loads)
 
 
 def blocks_told(dispatcher: Dispatcher, members: Collection[str]) -> dict[str, int]:
@@ -67,11 +68,6 @@ def shared_memory(books: Books, shape: Shape, caps: Mapping[str, int] | None = N
             for rank in books.pages
         },
     )
-
-
-def _is_short(instance: Instance) -> bool:
-    load = instance.load
-    return load.free_blocks <= NEARLY * load.total_blocks or sum(waiting_blocks(instance)) > load.free_blocks
 
 
 def _need(instance: Instance, room: Room, cap: int, own: RequestRecord | None) -> Need:

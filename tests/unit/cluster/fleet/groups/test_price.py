@@ -237,7 +237,7 @@ def test_the_price_of_a_drop_has_the_longer_steps(fleet: Fleet, measured: bool) 
     without = idle.price
     instance = fleet._dispatcher.instances["r0"]
     if measured:
-        instance.client.hello = replace(instance.hello, cost=replace(MODEL, layers=LAYERS))
+        instance.hello = replace(instance.hello, cost=replace(MODEL, layers=LAYERS))
     else:
         instance.client.step_s = 0.02
     record = new_record(Request((1, 2), 9), Collector(), time.perf_counter())

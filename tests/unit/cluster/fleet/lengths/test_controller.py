@@ -223,8 +223,8 @@ def test_who_fits_by_its_blocks_and_not_by_its_sectors_is_too_long_for_a_rank(wo
     """A rank has 10 blocks; each of two groups of layers takes whole sectors of 4, so 8 and 2 blocks take 12."""
     w = world()
     groups = KVFormat(BLOCK, "head_centric", "float32", 2, 8, (((0,), None), ((1,), 2 * BLOCK)))
-    for rank in w.launcher.ranks.values():
-        rank.hello = replace(rank.hello, kv=groups, sector_blocks=(4, 4))
+    for instance in w.fleet._dispatcher.instances.values():
+        instance.hello, instance.kv_format = replace(instance.hello, kv=groups, sector_blocks=(4, 4)), groups
     w.ask(8, "between")
     w.tick()
     assert w.verbs.asked == [(("r0", "r1"), 2)]
@@ -292,8 +292,8 @@ def test_what_only_ranks_of_larger_budgets_hold_goes_to_them_and_what_no_set_hol
 
 def test_ranks_of_other_hosts_do_not_count(world: Callable[..., World]) -> None:
     w = world()
-    (first, *_) = w.launcher.ranks.values()
-    first.hello = first.hello.__class__(**{**vars(first.hello), "host": "far"})
+    (first, *_) = w.fleet._dispatcher.instances.values()
+    first.hello = replace(first.hello, host="far")
     w.controller._note_reach()
     with pytest.raises(CapacityError, match="fits in no instance"):
         w.ask(12, "long")
