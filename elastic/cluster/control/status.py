@@ -164,4 +164,4 @@ class FleetStatus:
     """Requests that no instance has room for yet."""
     totals: FleetTotals
     policy: str = ""
-    """What the overload policy said last, and the figures that it saw; empty: there is none, or no tick yet."""
+    """What the policies of overloads and of lengths said last; empty: there is none, or no tick yet."""
