@@ -71,8 +71,7 @@ def of_ranks(plan: GroupPlan, units: Iterable[tuple[str, ...]]) -> GroupPlan:
 def dropped_by_hand(now: Shape, layers: Mapping[str, Collection[int]]) -> Shape:
     """Return the shape in which ranks have dropped these layers. Raises `ConfigError` for layers that none keeps."""
     for rank, dropped in layers.items():
-        if wrong := sorted(set(dropped) - set(range(now.layers))):
-            raise ConfigError(f"layers: rank {rank!r} has no layer {wrong[0]}; its model has {now.layers}")
+        require_layers(now.layers, rank, sorted(dropped))
     gone = {rank: frozenset(of_layers(dropped, now.shards)) for rank, dropped in layers.items()}
     return shape_keeping(now, {rank: have - gone.get(rank, frozenset()) for rank, have in now.weights.items()}, {})
 
@@ -166,7 +165,7 @@ def undropped(now: Shape) -> Shape:
 
 def migrated(now: Shape, home: str, layers: Sequence[int], rank: str) -> Shape:
     """Return the shape in which a rank computes these layers of an instance. Who has weights keeps them."""
-    _require_layers(now, home, layers)
+    require_layers(now.layers, home, layers)
     path, shards = now.paths[home], frozenset(of_layers(layers, now.shards))
     ranks = tuple(rank if shard % now.numbers in shards else other for shard, other in enumerate(path.ranks))
     weights = {**now.weights, rank: now.weights[rank] | shards}
@@ -177,7 +176,7 @@ def replicated(now: Shape, home: str, layers: Collection[int], rank: str) -> Sha
     """Return the shape in which a rank has a second copy of these layers of an instance, for half of its requests."""
     if not layers:
         raise ConfigError("layers=() names none; name one at least")
-    _require_layers(now, home, layers)
+    require_layers(now.layers, home, layers)
     path, shards = now.paths[home], frozenset(of_layers(layers, now.shards))
     first, second = path.of_copy(0).ranks, path.of_copy(path.copies - 1).ranks
     for shard in sorted(shards):
@@ -201,9 +200,10 @@ def evicted(now: Shape, home: str, layers: Collection[int]) -> Shape:
     return replace(now, paths={**now.paths, home: replace(path, ranks=ranks)})
 
 
-def _require_layers(now: Shape, home: str, layers: Collection[int]) -> None:
-    if wrong := [layer for layer in layers if not 0 <= layer < now.layers]:
-        raise ConfigError(f"layers: {home!r} has no layer {wrong[0]}; its model has {now.layers}")
+def require_layers(count: int, rank: str, layers: Iterable[int]) -> None:
+    """Raise `ConfigError` for layers that a rank's model of so many has not."""
+    if wrong := [layer for layer in layers if not 0 <= layer < count]:
+        raise ConfigError(f"layers: rank {rank!r} has no layer {wrong[0]}; its model has {count}")
 
 
 def _part_of(now: Shape, rank: str, layers: Iterable[int]) -> Iterator[int]:

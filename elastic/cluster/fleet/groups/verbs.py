@@ -210,16 +210,18 @@ class GroupVerbs(VerbChecks):
     def evict(self, home: str, layers: Iterable[int] | None = None, *, timeout_s: float = TIMEOUT_S) -> Replicated:
         """Have layers of an instance (None: all) be computed by one rank for all of its requests again.
 
-        Keys and values come back from the replicas, nothing is computed again. Raises `ConfigError`, `RankLost`.
+        Keys and values come back from the replicas, nothing is computed again. Layers without one are passed over.
+        Raises `ConfigError`, `RankLost`.
         """
         self._begin(home=home, timeout_s=timeout_s)
         wanted = None if layers is None else layer_numbers(layers)
         registry, why = self._groups.registry, f"replicas of {home}"
         with self._groups.verbs, registry.acting((home,)):
+            self._groups.ranks.instance(home)  # it is there
+            targets.require_layers(len(self._groups.layer_bytes()), home, wanted or ())
             group, replicas = registry.group_of(home), self._replicas(home)
             chosen = replicas if wanted is None else tuple(layer for layer in replicas if layer in wanted)
             if group is None or not chosen:
-                self._groups.ranks.instance(home)  # it is there
                 return Replicated("applied", home=home)
             target_of = partial(targets.evicted, home=home, layers=chosen)
             done, _ = self._groups.become(group.members, target_of, timeout_s, LIVE, "evicted", why)

@@ -511,6 +511,8 @@ def test_a_replica_has_weights_and_keys_and_values_at_another_rank_until_it_is_e
     for rank in (a, b):
         rank.fill()
         rank.check()
+    with pytest.raises(ConfigError, match="rank 'r0' has no layer 9; its model has"):
+        fleet.evict("r0", [4, 9])
     assert fleet.evict("r0", [4, 0]).layers == (4,)
     assert [len(a.path.copies_of(layer)) for layer in range(LAYERS)] == [1, 1, 1, 1, 1, 2]
     assert fleet.evict("r0").layers == (5,)
