@@ -170,9 +170,9 @@ class Fleet(PricedVerbs):
             self._state = "starting"
         _fleets.add(self)
         try:
-            if self._starter.waits:
-                self._launcher.on_joined = self._starter.take  # type: ignore[attr-defined]
             self._starter.start_all(self._specs)
+            if self._starter.waits:
+                self._launcher.pass_on(self._starter.take)  # type: ignore[attr-defined]
             self._supervisor.start()
             self._policies.start()
         except BaseException as error:

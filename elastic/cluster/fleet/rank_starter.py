@@ -46,7 +46,7 @@ class RankStarter:
     @property
     def waits(self) -> bool:
         """Whether ranks come by themselves."""
-        return hasattr(self.launcher, "on_joined")
+        return hasattr(self.launcher, "pass_on")
 
     def specs(
         self,

@@ -30,7 +30,7 @@ class JoinLauncher:
     A fleet closes it when it stops, `with` at the end of its block; where nobody keeps it, it closes by itself.
 
     `start` takes the next one that has come, whatever its spec says: a rank chooses its own model and places. One that
-    comes while none is waited for goes to `on_joined`, or waits for the next `start`.
+    comes while none is waited for waits for the next `start`, or goes where `pass_on` says.
     """
 
     name = "join"
@@ -56,10 +56,9 @@ class JoinLauncher:
         require(refused is None or callable(refused), "refused", refused, "a function of a text, or None")
         key = key if isinstance(key, bytes) else read_key(key)
         require_key(key, "key")
-        self.on_joined: Callable[[RankClient], None] | None = None
-        """Called with a rank that nobody waits for, on a thread of the launcher."""
         self._start_timeout_s = start_timeout_s
-        self._came = threading.Condition()  # of the four below
+        self._came = threading.Condition()  # of the five below
+        self._on_joined: Callable[[RankClient], None] | None = None
         self._ready: deque[RankClient] = deque()
         self._loading: set[SocketConnection] = set()
         self._waiting = 0
@@ -83,6 +82,17 @@ class JoinLauncher:
         why = "the launcher was closed" if self._closed else f"none has come within {self._start_timeout_s:.0f} s"
         where = f"{self.address[0]}:{self.address[1]}"
         raise StateError(f"rank {spec.name!r}: {why}; start it with: elastic rank MODEL --join {where} --key-file FILE")
+
+    def pass_on(self, on_joined: Callable[[RankClient], None]) -> None:
+        """Call a function with each rank that nobody waits for, from now on: on a thread of the launcher.
+
+        With those that have come already it is called before this returns.
+        """
+        with self._came:
+            self._on_joined = on_joined
+            spare = [self._ready.popleft() for _ in range(len(self._ready) - self._waiting)]
+        for client in spare:
+            on_joined(client)
 
     def close(self) -> None:
         """Listen no more, and let ranks go that nobody has taken. Can be called twice."""
@@ -119,7 +129,7 @@ class JoinLauncher:
             with self._came:
                 self._loading.discard(connection)
         with self._came:
-            closed, on_joined = self._closed, self.on_joined
+            closed, on_joined = self._closed, self._on_joined
             taken = not closed and (on_joined is None or self._waiting > len(self._ready))
             if taken:
                 self._ready.append(client)

@@ -85,11 +85,23 @@ def test_one_that_nobody_waits_for_is_told_of(launcher: JoinLauncher, join: Call
         told.append(FleetSide(client))
         came.set()
 
-    launcher.on_joined = on_joined
+    launcher.pass_on(on_joined)
     join("unasked")
     assert came.wait(60)
     assert len(told[0].answer("one")) == 8
     told[0].client.close()
+
+
+def test_a_fleet_takes_more_than_it_waits_for_also_of_those_that_came_before_it(
+    launcher: JoinLauncher, join: Callable[[str], None]
+) -> None:
+    for count, name in enumerate(("earlier", "early"), 1):  # one model after another: they share a random generator
+        join(name)
+        wait_until(lambda count=count: len(launcher._ready) == count, "it does not come")
+    with Fleet("model", ranks=1, launch=launcher, beat_timeout_s=60) as fleet:
+        assert {rank.name for rank in fleet.status().ranks} == {"early", "earlier"}
+        join("late")
+        wait_until(lambda: len(fleet.status().ranks) == 3, "one that comes later is not taken")
 
 
 def test_one_that_cannot_start_is_passed_over(
