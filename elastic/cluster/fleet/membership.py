@@ -51,32 +51,38 @@ class Membership:
         """Have a rank serve. Raises `ConfigError` if its model is not the fleet's, or its host has less memory than
         ranks there would have together; it is ended then.
         """
-        hello, dispatcher = client.hello, self._dispatcher
+        memory = hold_memory(client.hello.name, client.hello.memory)
         try:
             with self._lock:
-                if hello.name in dispatcher.instances:
-                    raise ConfigError(f"rank {hello.name!r} is there already; choose another name")
-                expected = self.facts = self.facts or hello.model
-                self.kv_format = self.kv_format or hello.kv
-                claims = self._claims(hello.host, hello)
-            require_same_model(hello.name, hello.model, expected)
-            require_memory_together(f"rank {hello.name!r} is refused", claims)
+                self._require_fitting(client.hello)
+                instance = self._add(client, spec, launcher, memory)
         except ConfigError as error:
-            self._log.add("refused", rank=hello.name, why=str(error))
+            if memory is not None:
+                memory.close()
+            self._log.add("refused", rank=client.hello.name, why=str(error))
             client.refuse(str(error))
             raise
-        memory = hold_memory(hello.name, hello.memory)
-        directory = KVDirectory(hello.memory) if hello.memory is not None else None
-        with self._lock:
-            forms = [dispatcher.form(form) for form in hello.forms]
-            same = hello.host == host_name()
-            instance = Instance(hello.name, client, spec, launcher, forms, same, memory, directory)
-            instance.state = "serving" if spec.share is None else "starting"
-            dispatcher.instances[instance.name] = instance
-            client.listen(partial(dispatcher.heard, instance), partial(self.lost, instance))
-            dispatcher.dispatch()
-            dispatcher.changed.notify_all()
         self._log.add("joined", rank=instance.name, instance=instance.name)
+        return instance
+
+    def _require_fitting(self, hello: Hello) -> None:
+        """Raise `ConfigError` for a rank that cannot be one of the fleet. Under the lock, as what follows."""
+        if hello.name in self._dispatcher.instances:
+            raise ConfigError(f"rank {hello.name!r} is there already; choose another name")
+        require_same_model(hello.name, hello.model, self.facts or hello.model)
+        require_memory_together(f"rank {hello.name!r} is refused", self._claims(hello.host, hello))
+
+    def _add(self, client: RankClient, spec: RankSpec, launcher: str, memory: HeldMemory | None) -> Instance:
+        hello, dispatcher = client.hello, self._dispatcher
+        self.facts, self.kv_format = self.facts or hello.model, self.kv_format or hello.kv
+        forms, same = [dispatcher.form(form) for form in hello.forms], hello.host == host_name()
+        directory = KVDirectory(hello.memory) if hello.memory is not None else None
+        instance = Instance(hello.name, client, spec, launcher, forms, same, memory, directory)
+        instance.state = "serving" if spec.share is None else "starting"
+        dispatcher.instances[instance.name] = instance
+        client.listen(partial(dispatcher.heard, instance), partial(self.lost, instance))
+        dispatcher.dispatch()
+        dispatcher.changed.notify_all()
         return instance
 
     def require_memory(self, coming: Mapping[str, Sequence[RankPlace]]) -> None:
