@@ -85,6 +85,11 @@ class Membership:
         dispatcher.changed.notify_all()
         return instance
 
+    def has(self, name: str) -> bool:
+        """Return whether a rank of that name is there."""
+        with self._lock:
+            return name in self._dispatcher.instances
+
     def require_memory(self, coming: Mapping[str, Sequence[RankPlace]]) -> None:
         """Raise `ConfigError` where this host has less memory than its ranks and these, by name, would have."""
         more = {(rank, place.name): place for rank, places in coming.items() for place in places}

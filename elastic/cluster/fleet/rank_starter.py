@@ -128,7 +128,7 @@ class RankStarter:
             client.close()
             raise StateError("the fleet has stopped")
         if not client.hello.name:
-            client.hello = replace(client.hello, name=spec.name)
+            client.hello = replace(client.hello, name=self._free_name(spec.name))
         instance = self._members.join(client, spec, self.launcher.name)
         try:
             self.on_joined(instance)
@@ -137,6 +137,12 @@ class RankStarter:
             client.kill(f"it cannot serve: {error}")
             raise
         return instance
+
+    def _free_name(self, name: str) -> str:
+        """Return a name, or another where a rank that chose its own has it."""
+        while self._members.has(name):
+            name = self.next_name()
+        return name
 
     def take(self, client: RankClient) -> None:
         """Have a rank join that came by itself."""

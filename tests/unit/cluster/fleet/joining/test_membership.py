@@ -10,13 +10,14 @@ import pytest
 from elastic.cluster.control.messages import RankPlace
 from elastic.cluster.fleet import membership
 from elastic.cluster.fleet.dispatcher import Dispatcher
+from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.membership import Membership
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.cluster.rank.spec import RankSpec
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.errors import ConfigError
-from support.cluster.fake_rank import MODEL, FakeRank
+from support.cluster.fake_rank import MODEL, FakeLauncher, FakeRank
 
 
 @pytest.fixture
@@ -54,3 +55,10 @@ def test_of_two_that_come_with_one_name_at_the_same_time_one_is_refused(
         join(members, first)
     assert members._dispatcher.instances["r0"].client is second
     assert "choose another name" in first.refused
+
+
+def test_a_rank_without_a_name_gets_one_that_no_other_has() -> None:
+    launcher = FakeLauncher(lambda spec: FakeRank("r1" if spec.name == "r0" else ""))
+    with Fleet("no model", ranks=2, launch=launcher) as fleet:
+        assert {rank.name for rank in fleet.status().ranks} == {"r1", "r2"}
+        assert fleet.add() == "r3"
