@@ -26,7 +26,6 @@ class HiddenStatesReceiver:
     def __init__(self, rank: str) -> None:
         self.box = Mailbox(rank)
         self._changed = self.box.changed
-        self._rank = rank
         self._stream: socket.socket | None = None
         self._connection = -1  # its number, as the other rank counts
         self._reading = False
@@ -69,7 +68,7 @@ class HiddenStatesReceiver:
             return None
         patience_s = self._left_s + REOPENED_S - time.monotonic()
         if patience_s <= 0:
-            raise RankLost(f"rank {self._rank!r} has closed its transport", rank=self._rank)
+            raise RankLost(f"rank {self.box.rank!r} has closed its transport", rank=self.box.rank)
         return patience_s
 
     def _read(self, stream: socket.socket) -> None:
@@ -91,7 +90,7 @@ class HiddenStatesReceiver:
                     if end is not None and end.orderly:
                         self._left_s = time.monotonic()
                     else:
-                        self.box.lost = f"rank {self._rank!r} has gone: its connection has ended"
+                        self.box.lost = f"rank {self.box.rank!r} has gone: its connection has ended"
                 self._changed.notify_all()
 
     def _detach(self) -> None:

@@ -166,14 +166,14 @@ class Questions:
     def _look(self) -> RuntimeView:
         engine, runtime = self._engine, self._engine.runtime
         return RuntimeView(
-            runtime.status(),
-            engine.counters.read(),
-            runtime.events()[-EVENTS:],
-            runtime.health(),
-            engine.stages.turn.times,
-            self._stages.wires,
-            tuple(runtime.weights.layers[0].variants),
-            self._gpu_load.utilization,
+            status=runtime.status(),
+            stats=engine.counters.read(),
+            events=runtime.events()[-EVENTS:],
+            controller=runtime.health(),
+            times=engine.stages.turn.times,
+            wires=self._stages.wires,
+            variants=tuple(runtime.weights.layers[0].variants),
+            utilization=self._gpu_load.utilization,
         )
 
 

@@ -159,20 +159,21 @@ class Rank:
     # -- what the fleet is told
 
     def _hello(self) -> Hello:
+        reports = self.engine.reports
         return Hello(
-            self.name,
-            os.getpid(),
-            host_name(),
-            self._facts,
-            self.engine.kv_format,
-            self._max_requests,
-            self.engine.reports.kv_source(),
-            self.engine.reports.load(),
-            self._new_forms(),
-            self._cost,
-            self._places,
-            self.engine.reports.sector_blocks,
-            self.engine.reports.shares_prefixes,
+            name=self.name,
+            pid=os.getpid(),
+            host=host_name(),
+            model=self._facts,
+            kv=self.engine.kv_format,
+            max_requests=self._max_requests,
+            memory=reports.kv_source(),
+            load=reports.load(),
+            forms=self._new_forms(),
+            cost=self._cost,
+            places=self._places,
+            sector_blocks=reports.sector_blocks,
+            shares_prefixes=reports.shares_prefixes,
         )
 
     def _listen(self, output: Output) -> None:

@@ -60,6 +60,8 @@ class OverloadController:
         self._verbs, self._log, self._settings = verbs, log, settings
         self._policy, self._state = OverloadPolicy(settings), OverloadState()
         self._readings, self._moves = FleetReadings(dispatcher), moves
+        forms = ("exchange", "coordinated", "layers_per_step")
+        self._form: dict[str, Any] = {name: getattr(settings, name) for name in forms}  # as `Fleet.drop` has them
         self._swaps = Swaps(verbs, settings)
         self._swap: SwapPlan | None = None  # what the offer to swap was
         self._shares = Shares(verbs, most_shared, self._form)
@@ -122,11 +124,6 @@ class OverloadController:
             restored = self._verbs.restore(members[0], sharing=True, timeout_s=ACT_S, why=self.reason, **self._form)
             logger.info("layers were restored (%s): %s; %s", restored.status, self.reason, restored.why)
         return plan
-
-    @property
-    def _form(self) -> dict[str, Any]:
-        """Return how layers are to change their rank; see `Fleet.drop`."""
-        return {name: getattr(self._settings, name) for name in ("exchange", "coordinated", "layers_per_step")}
 
     def _choose(self, snapshot: FleetSnapshot, plan: OverloadPlan) -> Choice | None:
         """Price what could be done instead of a drop, and the drop, and choose.
