@@ -60,16 +60,16 @@ class RankClient:
         All that the rank had sent is told before `on_lost`, which also follows `kill` and `close`, on the same thread;
         it gets the reason in words. Questions without an answer have failed by then.
         """
-        self._on_message, self._on_lost = on_message, on_lost
         with self._lock:
             if self._threads:
                 raise StateError(f"rank {self.hello.name!r} is listened to already")
+            self._on_message, self._on_lost = on_message, on_lost
             for work in (self._read, self._write):
                 self._threads.append(
                     threading.Thread(target=work, name=f"elastic-{self.hello.name}-{work.__name__}", daemon=True)
                 )
-        for thread in self._threads:
-            thread.start()
+            for thread in self._threads:  # under the lock: who finds them there may join them
+                thread.start()
 
     def send(self, message: ToRank) -> None:
         """Have a message sent; never waits. After the rank's end it goes nowhere, as one that was under way would.
@@ -124,7 +124,7 @@ class RankClient:
 
         Not from `on_message` or `on_lost`.
         """
-        if not self._threads:
+        with suppress(StateError):  # somebody listens
             self.listen(lambda _: None, lambda _: None)
         self.leave(drain=drain)
         self._threads[0].join(timeout_s)

@@ -117,6 +117,17 @@ def test_nothing_is_lost_before_it_is_listened_to() -> None:
         one.listen()
 
 
+def test_who_listens_second_hears_nothing() -> None:
+    one = Fleet()
+    one.listen()
+    with pytest.raises(StateError, match="listened to already"):
+        one.client.listen(lambda _: None, lambda _: None)
+    one.rank.send(BEAT)
+    one.rank.close()
+    assert one.wait() == "its connection ended"
+    assert one.heard == [BEAT]
+
+
 def test_messages_are_sent_in_order_and_sending_never_waits(fleet: Callable[..., Fleet]) -> None:
     here, there = socket_pair()
     client = RankClient(here, HELLO)
