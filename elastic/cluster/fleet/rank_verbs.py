@@ -41,6 +41,7 @@ class RankVerbs(VerbChecks):
 
     def prepare(self, rank: str, actions: Action | Sequence[Action], id: str, timeout_s: float = 60.0) -> Any:
         """Prepare actions at a rank; see `Runtime.prepare`."""
+        self._require_verb(id=id)
         return self._ask(rank, PrepareActions(_several(actions), id, timeout_s))
 
     def commit(self, rank: str, id: str) -> Any:

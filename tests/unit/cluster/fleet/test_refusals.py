@@ -64,6 +64,7 @@ WRONG: tuple[tuple[Callable[[Any], object], str], ...] = (
     (lambda fleet: fleet.look(["r0"]), r"rank=\['r0'\] cannot be"),
     (lambda fleet: fleet.apply("r0", Release((0,)), dry_run="no"), "dry_run='no' cannot be"),
     (lambda fleet: fleet.apply("r0", Release((0,)), why=5), "why=5 cannot be"),
+    (lambda fleet: fleet.prepare("r0", Release((0,)), 5), "id=5 cannot be"),
     (lambda fleet: fleet.commit("r0", []), r"id=\[\] cannot be"),
     (lambda fleet: fleet.rollback("r0", None), "id=None cannot be"),
     (lambda fleet: fleet.drop([]), r"need=\[\] is not a size"),
