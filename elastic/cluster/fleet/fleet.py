@@ -291,8 +291,9 @@ class Fleet(PricedVerbs):
         on elsewhere from the tokens that were told. Layers that it computes with others are restored first, for
         `timeout_s` too (None: for 60 s).
 
-        Raises `ConfigError` for one that is not there, `StateError` if requests are left and no other rank is there,
-        and with `drain` where it could not be parted from others: it serves on, as where an interrupt ends the wait.
+        Raises `ConfigError` for one that is not there, `StateError` if requests are left and no other rank is there
+        (with `drain`: that wait at the fleet), and with `drain` where it could not be parted from others: it serves on,
+        as where an interrupt ends the wait.
         """
         require_timeout(timeout_s)
         require_flag(drain, "drain")
@@ -308,8 +309,11 @@ class Fleet(PricedVerbs):
                     "drain=False: what it alone has is computed again elsewhere then"
                 )
             others = [other for other in self._dispatcher.serving() if other is not instance]
-            if instance.records and not others and not drain:
-                raise StateError(f"rank {name!r} is the last one, and has requests; remove it with drain, or add one")
+            left = (self._dispatcher.queue and not self._starter.waits) or (instance.records and not drain)
+            if left and not others:
+                raise StateError(
+                    f"rank {name!r} is the last one, and requests are left; add one, or drain it when none waits"
+                )
             end_unit(self._dispatcher, instance)
             instance.state = "draining"
         if drain:
@@ -321,6 +325,7 @@ class Fleet(PricedVerbs):
             instance.client.ask(Drain())
         self._log.add("removed", rank=name, instance=name, requests=len(instance.records))
         self._members.end(instance, END_S)
+        self._supervisor.fail_if_hopeless(f"rank {name!r} was removed")
 
     def kill(self, name: str) -> None:
         """Fence a rank at once, as if it had failed; return when its requests wait or go on elsewhere."""

@@ -100,7 +100,7 @@ class Supervisor:
                 )
                 self._threads = [other for other in self._threads if other.is_alive()] + [thread]
                 thread.start()
-        self._fail_if_hopeless(instance.why)
+        self.fail_if_hopeless(instance.why)
 
     def _replace(self, name: str, seat: _Seat) -> None:
         """Start a rank in the place of another, again if that fails."""
@@ -124,9 +124,9 @@ class Supervisor:
         finally:
             with self._lock:
                 self._coming -= 1
-            self._fail_if_hopeless(why)
+            self.fail_if_hopeless(why)
 
-    def _fail_if_hopeless(self, why: str) -> None:
+    def fail_if_hopeless(self, why: str) -> None:
         """End what waits, if no rank can ever come."""
         if self._stopping.is_set() or not self.hopeless:
             return

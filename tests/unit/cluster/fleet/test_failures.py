@@ -482,6 +482,30 @@ def test_the_last_rank_is_removed_when_its_requests_have_ended(world: Any) -> No
     assert {end.finish for end in w.heard.ends.values()} == {"length"}
 
 
+@pytest.mark.parametrize("drain", [True, False])
+def test_the_last_rank_is_not_removed_while_a_request_waits_for_room(world: Any, drain: bool) -> None:
+    w = world(1, lambda spec: FakeRank(spec.name, blocks=4))
+    w.submit(2)
+    with pytest.raises(StateError, match="rank 'r0' is the last one, and requests are left; add one"):
+        w.fleet.remove("r0", drain=drain)
+    w.finish()
+
+
+def test_a_request_that_came_while_the_last_rank_was_drained_ends_in_words(world: Any) -> None:
+    w = world(1)
+    w.submit(1)
+    removing = threading.Thread(target=w.fleet.remove, args=("r0",))
+    removing.start()
+    while w.fleet.status().ranks[0].state != "draining":
+        removing.join(0.005)
+    (late,) = w.submit(1)
+    while removing.is_alive():
+        w.launcher.step()
+        removing.join(0.005)
+    end = w.heard.ends[late.id]
+    assert (end.finish, end.error) == ("failed", "no rank is left, and none comes: rank 'r0' was removed")
+
+
 @pytest.mark.parametrize("seconds", ["a", -1, float("nan")])
 def test_a_rank_that_cannot_be_removed_so_serves_on(world: Any, seconds: Any) -> None:
     w = world(2)
