@@ -165,12 +165,15 @@ class ResponsesBody(RequestBody):
 
     def as_chat(self) -> ChatBody:
         """Return the chat completion that answers it. Raises `APIError`."""
+        messages = self._messages()
+        if len(messages) > MOST_MESSAGES:
+            raise invalid("input", f"is {len(messages):,} messages with the instructions; at most {MOST_MESSAGES:,} go")
         functions = [Function(**_fields(tool, tuple(Function.model_fields))) for tool in self.tools or ()]
         choice: Any = self.tool_choice
         if isinstance(choice, NamedChoice):
             choice = NamedTool(type="function", function=NamedFunction(name=choice.name))
         chat = ChatBody(
-            messages=self._messages(),
+            messages=messages,
             max_completion_tokens=self.max_output_tokens,
             logprobs=self.reports_logprobs,
             response_format=self._response_format(),

@@ -21,6 +21,8 @@ from elastic.server.routes.event_stream import EventStream, encoded, sent_events
 from elastic.server.routes.openai import answer_options, tool_parser
 
 JSON = dict[str, Any]
+_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+"""Fields of the chat, and those of the body that it is made of."""
 
 
 def routes(models: Catalogue) -> APIRouter:
@@ -37,7 +39,7 @@ def routes(models: Catalogue) -> APIRouter:
             parser = tool_parser(serving, chat)
             requests = await serving.prompts.chat(chat, arrived_s)
         except APIError as error:
-            raise _of_input(error) from error
+            raise _of_body(error) from error
         form = ResponsesFormat(
             body, serving.name, requests[0].id, LogprobsFormat(serving.token_texts, as_ids=False), parser
         )
@@ -59,13 +61,14 @@ def _head(event: JSON) -> bytes:
     return f"event: {event['type']}\ndata: ".encode()
 
 
-def _of_input(error: APIError) -> APIError:
+def _of_body(error: APIError) -> APIError:
     """Return an error of the chat as one of the body that was sent."""
-    param = error.param
-    if param is None or not param.startswith("messages"):
+    field, dot, rest = (error.param or "").partition(".")
+    if field not in _FIELDS:
         return error
-    param = "input" + param.removeprefix("messages")
-    return APIError(error.status, error.message.replace("messages", "input", 1), param=param, code=error.code)
+    name = _FIELDS[field]
+    message = error.message.replace(field, name, 1)
+    return APIError(error.status, message, param=name + dot + rest, code=error.code)
 
 
 async def _objects(stream: ResponseStream, form: ResponsesFormat) -> AsyncGenerator[list[JSON], None]:

@@ -13,6 +13,8 @@ from pydantic import BaseModel
 
 from elastic.engines.base import Listener, Output, Request
 from elastic.server.app import create_app
+from elastic.server.protocol.chat import MOST_MESSAGES
+from elastic.server.protocol.structured import LONGEST_GRAMMAR
 from support.serving.fake_engine import FakeEngine
 from support.serving.live_server import CONTEXT, NAME
 from support.serving.tool_calls import CALLED, CHATTING, CLOCK, WEATHER, CheckedGrammars, obedient, serving
@@ -122,6 +124,7 @@ def test_logprobs_of_a_response() -> None:
     assert [entry.logprob for entry in told] == [entry.logprob for entry in part.logprobs]
 
 
+LONG = {"description": "x" * LONGEST_GRAMMAR}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"store": True}, "store"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
@@ -136,7 +139,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"tools": [{"type": "function", "name": "f", "cache": 1}]}, "tools.0.cache"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}, "a": 1}}, "text.a"),
-    ({"max_output_tokens": CONTEXT}, "max_tokens"),
+    ({"input": [{"role": "user", "content": "x"}] * MOST_MESSAGES, "instructions": "Be brief."}, "input"),
+    ({"max_output_tokens": CONTEXT}, "max_output_tokens"),
+    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": LONG}}}, "text.format"),
     *(({"metadata": {"a": value}}, "metadata") for value in (math.nan, math.inf)),
 ]
 
