@@ -20,7 +20,7 @@ from elastic.bench.report.plots import draw, require_matplotlib
 from elastic.bench.report.summary import summarize
 from elastic.bench.traces.prompts import Prompt, random_prompts, text_prompts
 from elastic.cli.inputs.bench_options import check_pairs, make_trace
-from elastic.cli.inputs.checks import parse_place, read_text, require_file_to_write, write_text
+from elastic.cli.inputs.checks import parse_place, read_secret, read_text, require_file_to_write, write_text
 from elastic.cli.inputs.interrupts import terminable
 from elastic.config import SLO
 from elastic.errors import ConfigError
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from elastic.engines.base import Engine
 
 VOCABULARY_IF_UNKNOWN = 1000
+KEY = "OPENAI_API_KEY"
 
 
 def bench(options: Namespace) -> int:
@@ -130,7 +131,7 @@ def make_target(options: Namespace, slo: SLO | None) -> Iterator[Engine | LoadTa
         return
     from elastic.bench.replay.http_target import HTTPTarget
 
-    key = os.environ.get("OPENAI_API_KEY")
+    key = read_secret("", None, KEY) if os.environ.get(KEY) else None
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with HTTPTarget(options.url, model=options.served_model_name, headers=headers) as remote:
         yield remote

@@ -74,9 +74,11 @@ def create_app(
     The endpoints, their metrics and their errors are in docs/serving.md. `app.state.serving` is its `ServerState`: call
     `drain()` on it to refuse new requests. Raises `ConfigError` for options that cannot work.
     """
-    if actions and not token:
+    api_key = _checked_key("api_key", api_key)
+    token = _checked_key("token", token) if actions else None
+    if actions and token is None:
         raise ConfigError("actions=True needs a token: whoever reaches the server could change the model")
-    _check_options(name, max_model_len, api_key, body_timeout_s, tool_call_parser)
+    _check_options(name, max_model_len, body_timeout_s, tool_call_parser)
     serving = ServerState(
         engine,
         tokenizer,
@@ -94,21 +96,29 @@ def create_app(
     asking = (openai.routes(models), responses.routes(models), tokens.routes(models), status.routes(models))
     for routes in (*asking, *(acting if actions else (action_routes.closed(),))):
         app.include_router(routes)
-    keys = {**dict.fromkeys(KEYED, (api_key, KEY)), **dict.fromkeys(ACTING, (token if actions else None, TOKEN))}
+    keys = {**dict.fromkeys(KEYED, (api_key, KEY)), **dict.fromkeys(ACTING, (token, TOKEN))}
     _add_middleware(app, serving, keys, max_body, body_timeout_s, allowed_origins)
     return app
 
 
-def _check_options(
-    name: str, max_model_len: int | None, api_key: str | None, body_timeout_s: float, tool_call_parser: str | None
-) -> None:
+def _checked_key(option: str, key: str | None) -> str | None:
+    """Return a key without space around it, which no header keeps. Raises `ConfigError` for one that none can have."""
+    if key is None:
+        return None
+    key = key.strip()
+    if not key:
+        raise ConfigError(f"{option}={key!r} lets everyone in; give a key, or None for no key")
+    if not key.isprintable():
+        raise ConfigError(f"{option} has a line break or another character that no client can send; give one line")
+    return key
+
+
+def _check_options(name: str, max_model_len: int | None, body_timeout_s: float, tool_call_parser: str | None) -> None:
     """Raise `ConfigError` for options that cannot work."""
     if max_model_len is not None and max_model_len < 2:
         raise ConfigError(f"max_model_len={max_model_len} leaves no room for a prompt and an answer")
     if not name.strip():
         raise ConfigError(f"name={name!r} is empty; give the model a name")
-    if api_key is not None and not api_key:
-        raise ConfigError("api_key='' lets everyone in; give a key, or None for no key")
     if not body_timeout_s > 0:
         raise ConfigError(f"body_timeout_s={body_timeout_s} must be above 0")
     if tool_call_parser is not None and tool_call_parser not in TOOL_FORMATS:

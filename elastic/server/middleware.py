@@ -22,6 +22,8 @@ _POLL_S = 0.25
 """Between two looks whether the server drains, while the rest of a body is awaited."""
 _CLOSE = {"Connection": "close"}
 """Headers of an answer to a body that is not read to its end."""
+ASKS = {"WWW-Authenticate": "Bearer"}
+"""Headers of an answer to a request without the key."""
 KEY = "the key of this server as Authorization: Bearer KEY"
 TOKEN = (
     "the token for actions, not the API key, as Authorization: Bearer TOKEN; it is what the server was started with as "
@@ -71,8 +73,9 @@ class RequestMiddleware:
     def _check(self, scope: Scope) -> None:
         headers, path = Headers(scope=scope), _path(scope)
         for prefix, (key, words) in self._keys.items():
-            if path.startswith(prefix):
-                _check_key(headers.get("authorization", ""), key, f"send {words}")
+            if path.startswith(prefix) and not has_key(headers.get("authorization", ""), key):
+                kind, code = "authentication_error", "invalid_api_key"
+                raise APIError(401, f"send {words}", type=kind, code=code, headers=ASKS)
         if scope["method"] != "POST":
             return
         if path in GENERATING:
@@ -121,12 +124,10 @@ def _path(scope: Scope) -> str:
     return path.removeprefix(scope.get("root_path", ""))
 
 
-def _check_key(given: str, key: str, message: str) -> None:
-    """Raise `APIError` for a wrong key, after the same time whether it is nearly right or not."""
-    scheme, _, token = given.partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode("latin-1"), key.encode()):
-        headers = {"WWW-Authenticate": "Bearer"}
-        raise APIError(401, message, type="authentication_error", code="invalid_api_key", headers=headers)
+def has_key(authorization: str, key: str) -> bool:
+    """Tell whether a header has the key, after the same time whether it is nearly right or not."""
+    scheme, _, given = authorization.partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
 
 
 async def _discard(receive: Receive, limit: int) -> None:

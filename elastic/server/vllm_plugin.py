@@ -6,7 +6,6 @@ off unless the environment has `ELASTIC_ACTIONS_TOKEN`, which clients then send 
 
 from __future__ import annotations
 
-import hmac
 import os
 import time
 from collections.abc import Awaitable
@@ -19,6 +18,7 @@ from elastic.config import parse_limit
 from elastic.controller.snapshot import RequestStats
 from elastic.engines.vllm.client.proxy import AsyncRemoteRuntime
 from elastic.errors import BackendUnavailable, CapacityError, ConfigError, ElasticError, NotFound
+from elastic.server.middleware import ASKS, has_key
 from elastic.server.protocol.actions import (
     ActionsBody,
     AnyActionBody,
@@ -85,11 +85,11 @@ async def answered(answer: Awaitable[dict[str, Any]]) -> dict[str, Any]:
 
 def require_token(authorization: Annotated[str, Header()] = "") -> None:
     """Raise `HTTPException` unless actions are on and the header has their token."""
-    token = os.environ.get(TOKEN, "")
+    token = os.environ.get(TOKEN, "").strip()
     if not token:
         raise HTTPException(404, f"actions are off; start the server with {TOKEN} in its environment")
-    if not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
-        raise HTTPException(401, f"send the token of {TOKEN} as Authorization: Bearer", {"WWW-Authenticate": "Bearer"})
+    if not has_key(authorization, token):
+        raise HTTPException(401, f"send the token of {TOKEN} as Authorization: Bearer", ASKS)
 
 
 async def document(served: ConnectedEngine) -> dict[str, Any]:

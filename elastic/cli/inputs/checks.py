@@ -71,11 +71,13 @@ def read_text(path: str, option: str) -> str:
 
 
 def read_secret(option: str, path: str | None, variable: str) -> str | None:
-    """Read a secret from a file, or else from the environment. Raises `ConfigError` for an empty one."""
+    """Read a secret from a file, or else from the environment. Raises `ConfigError` for one that no header can have."""
     if path is None and variable not in os.environ:
         return None
-    secret = os.environ[variable] if path is None else read_text(path, option)
-    if not secret.strip():
-        source = variable if path is None else f"{option} {path}"
+    source = variable if path is None else f"{option} {path}"
+    secret = (os.environ[variable] if path is None else read_text(path, option)).strip()
+    if not secret:
         raise ConfigError(f"{source} is empty; put the secret there, or do without it")
-    return secret.strip()
+    if not secret.isprintable():
+        raise ConfigError(f"{source} has a line break or another character that cannot be sent; put one line there")
+    return secret

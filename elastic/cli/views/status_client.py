@@ -43,7 +43,8 @@ def act(url: str, token: str, verb: str, body: Mapping[str, Any], timeout_s: flo
 
     Raises `ConfigError` in its words, `NoAnswer` where there are none.
     """
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
+    bearer = f"Bearer {token}".encode().decode("latin-1")  # which is how headers are written: as UTF-8 then
+    headers = {"Content-Type": "application/json", "Authorization": bearer}
     request = urllib.request.Request(f"{url}/elastic/fleet/{verb}", json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:

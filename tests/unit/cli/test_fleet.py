@@ -383,6 +383,17 @@ def test_layers_that_cannot_be_read(layers: str, capsys: pytest.CaptureFixture[s
     assert f"--layers {layers!r}: write" in capsys.readouterr().err
 
 
+def test_a_token_of_any_script(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTIC_TOKEN", "schl\xfcssel \u20ac")
+    with live(FakeFleet("a", "b"), token="schl\xfcssel \u20ac", actions=True) as running:
+        assert main(["fleet", "remove", running.url, "a"]) == 0
+    monkeypatch.setenv("ELASTIC_TOKEN", "two\nlines")
+    assert main(["fleet", "remove", running.url, "b"]) == 2
+    said = capsys.readouterr().err
+    assert "ELASTIC_TOKEN has a line break" in said
+    assert "lines" not in said
+
+
 def test_what_the_caller_must_change(
     served: Live, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,6 +197,13 @@ def test_a_mounted_app_asks_for_its_key_too() -> None:
     assert client.get("/llm/v1/models", headers={"Authorization": "Bearer key"}).status_code == 200
 
 
+@pytest.mark.parametrize(("key", "header"), [("key\n", b"Bearer key"), ("schl\xfc", "bearer schl\xfc ".encode())])
+def test_a_key_is_known_as_clients_send_it(key: str, header: bytes) -> None:
+    client = TestClient(app_for(FakeEngine(), api_key=key))
+    assert client.get("/v1/models", headers={"Authorization": header}).status_code == 200
+    assert client.get("/v1/models", headers={"Authorization": header + b"x"}).status_code == 401
+
+
 def test_the_api_key(client: TestClient) -> None:
     assert client.post("/v1/completions", json=ASKED).status_code == 200
     client.headers["Authorization"] = "Bearer kez"

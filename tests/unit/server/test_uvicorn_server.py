@@ -154,6 +154,9 @@ def test_collections_of_garbage_leave_out_what_was_there_before_it_serves(monkey
     [
         ({"max_body": 0}, "max_body=0 refuses every request"),
         ({"api_key": ""}, "api_key='' lets everyone in"),
+        ({"api_key": " "}, "api_key='' lets everyone in"),
+        ({"api_key": "two\nlines"}, "api_key has a line break"),
+        ({"token": "\ud800", "actions": True}, "token has a line break or another character"),
         ({"max_model_len": 0}, "max_model_len=0 leaves no room"),
     ],
 )
@@ -174,6 +177,11 @@ def test_a_secret_that_is_empty_does_not_open_the_server(
     monkeypatch.setenv(variable, "")
     assert main(["serve", "/nowhere", "--port", "0"]) == 2
     assert f"{variable} is empty" in capsys.readouterr().err
+    monkeypatch.setenv(variable, "two\nlines")
+    assert main(["serve", "/nowhere", "--port", "0"]) == 2
+    said = capsys.readouterr().err
+    assert f"{variable} has a line break" in said
+    assert "lines" not in said
 
 
 class Child:

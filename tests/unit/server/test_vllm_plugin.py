@@ -80,8 +80,8 @@ def test_actions_are_off_without_a_token(client: Any, monkeypatch: pytest.Monkey
 
 
 def test_actions_are_done_on_all_ranks(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TOKEN, "secret")
-    headers = {"Authorization": "Bearer secret"}
+    monkeypatch.setenv(TOKEN, "secret\n")
+    headers = {"Authorization": "bearer secret"}
     answer = client.post("/elastic/actions", json={"actions": [SWAP]}, headers=headers)
     assert answer.status_code == 200
     assert answer.json()["results"][0]["status"] == "applied"
