@@ -87,15 +87,16 @@ def show(results: Sequence[Result]) -> None:
     """Print the table, with rich or without, and notes about it on standard error."""
     table = rows(results)
     if importlib.util.find_spec("rich"):
-        from rich.console import Console
         from rich.table import Table
+
+        from elastic.cli.views.panels import plain_console
 
         grid = Table(*table[0])
         for column in grid.columns[1:]:
             column.justify = "right"
         for row in table[1:]:
             grid.add_row(*row)
-        Console().print(grid)
+        plain_console().print(grid)
     else:
         widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
         for row in table:

@@ -17,7 +17,7 @@ import elastic
 from elastic.cli.acts.dropped_layers import serve_a_burst
 from elastic.cli.inputs.checks import parse_place
 from elastic.cli.inputs.model_loading import Loaded, load, write
-from elastic.cli.views.panels import screen
+from elastic.cli.views.panels import plain_console, screen
 from elastic.cli.views.sizes import mib
 from elastic.config import Place, parse_bytes
 from elastic.weights.decoder import returned_cache
@@ -38,7 +38,7 @@ def demo(options: Namespace) -> int:
     place = parse_place(options.place, DEFAULT_PLACE)
     page_bytes = parse_bytes(options.pages, option="--pages") if place.device.type == "cpu" else None
     place = Place(place.name, place.device, place.budget_bytes, page_bytes)
-    console = Console()
+    console = plain_console()
     loaded = load(options, place.device)
     expected = write(loaded, options)
     console.rule("act 1: the KV limit moves under a running generation")

@@ -99,15 +99,14 @@ def fleet(options: Namespace) -> int:
 
 
 def _status(url: str) -> int:
-    from rich.console import Console
-
     from elastic.cli.views.fleet import deployments, fleet_events, ranks
+    from elastic.cli.views.panels import plain_console
     from elastic.cli.views.stages import stages, work
 
     document = ask(url, LOOK_S)
     if not document.ranks:
         raise NoAnswer(f"{url} serves one model and no fleet; elastic top {url} shows it")
-    console = Console()
+    console = plain_console()
     for panel in deployments(document):
         console.print(panel)
     console.print(ranks(document))

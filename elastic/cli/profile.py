@@ -13,6 +13,7 @@ from rich.table import Table
 
 import elastic
 from elastic.cli.inputs.checks import read_text, require_file_to_write
+from elastic.cli.views.panels import plain_console
 from elastic.config import Place
 from elastic.errors import ConfigError
 from elastic.model_files import load_model
@@ -41,7 +42,7 @@ def profile(options: Namespace) -> int:
     model, tokenizer = load_model(options.model, device, options.dtype or "auto", option="MODEL")
     model = model.to(device)
     measured = _measure(model, tokenizer, texts, path, options)
-    console = Console()
+    console = plain_console()
     console.print(_score_table(measured))
     console.print(f"order, the first to swap first: {' '.join(map(str, measured.order))}", soft_wrap=True)
     console.print(f"saved to {path}", soft_wrap=True)

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from elastic.cli.inputs.checks import require_at_least
 from elastic.cli.views.dashboard import SPAN_S, KVUsageSample, frame, sample
+from elastic.cli.views.panels import plain_console
 from elastic.cli.views.status_client import NoAnswer, ask, base_url
 from elastic.cli.views.status_document import StatusDocument
 
@@ -27,7 +28,7 @@ def top(options: Namespace) -> int:
     """Show frames until interrupted, or one with `--once`; a server that does not answer is asked again."""
     url, every_s = base_url(options.url), options.every
     require_at_least(LEAST_S, every_s, "--every", " seconds")
-    console = Console()
+    console = plain_console()
     if options.once:
         document = ask(url, TIMEOUT_S)
         console.print(frame(document, [sample(document)], url))

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from elastic.cli.inputs.checks import require_at_least
 from elastic.cli.inputs.intent_options import intent_of, load_of, losses_of, names_of
-from elastic.cli.views.panels import tabulated
+from elastic.cli.views.panels import plain_console, tabulated
 from elastic.cluster.fleet.profiling.guest import measure_two_ranks
 from elastic.errors import ConfigError
 from elastic.estimation.device_list import parse_devices
@@ -70,7 +69,7 @@ def estimate(options: Namespace) -> int:
 
 def _print(options: Namespace, estimates: Sequence[Estimate], *, links: bool) -> None:
     fitting = [each for each in estimates if each.fits]
-    console = Console()
+    console = plain_console()
     if fitting and options.characterize:
         print_whole(_characterization(fitting))
     elif fitting:
@@ -83,12 +82,12 @@ def _print(options: Namespace, estimates: Sequence[Estimate], *, links: bool) ->
     if options.method == "paper":
         console.print(_PAPER, soft_wrap=True)
     for reason, names in _reasons(estimates)[:_REASONS]:
-        console.print(f"  {names}: {reason}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"  {names}: {reason}", soft_wrap=True, highlight=False)
 
 
 def print_whole(table: Table) -> None:
     """Print a table with all of its values, wider than the terminal where these need it."""
-    console = Console()
+    console = plain_console()
     for column in table.columns:
         column.no_wrap = True
     console.width = max(console.width, console.measure(table, options=console.options.update(width=_WIDEST)).maximum)

@@ -10,12 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from elastic.cli.inputs.intent_options import intent_of, load_of, losses_of, names_of, numbers_of
 from elastic.cli.predictions.estimate import basis_words, print_whole
-from elastic.cli.views.panels import tabulated
+from elastic.cli.views.panels import plain_console, tabulated
 from elastic.estimation.estimate import WEIGHTS
 from elastic.estimation.placement import ModelSpace, PlacedModels, numbered, place_models
 from elastic.planning.deployment.placing import Deployment, Refusal
@@ -53,7 +52,7 @@ def place(options: Namespace) -> int:
 
 
 def _print(placed: PlacedModels) -> None:
-    console = Console()
+    console = plain_console()
     print_whole(_models(placed))
     print_whole(_devices(placed))
     console.print(f"seconds: {basis_words(placed.basis)}; of each model alone on its devices", soft_wrap=True)
@@ -61,7 +60,7 @@ def _print(placed: PlacedModels) -> None:
         reasons = outcome.passed_over if isinstance(outcome, Deployment) else outcome.reasons
         what = "preferred" if isinstance(outcome, Deployment) else "no place"
         for configuration, why in reasons[:_REASONS]:
-            console.print(f"  {name}, {what}: {configuration}: {why}", soft_wrap=True, highlight=False, markup=False)
+            console.print(f"  {name}, {what}: {configuration}: {why}", soft_wrap=True, highlight=False)
 
 
 def _models(placed: PlacedModels) -> Table:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from elastic.cli.views.layer_grid import layers_at
+from elastic.cli.views.panels import plain_console
 from elastic.cli.views.sizes import mib
 from elastic.config import Place
 from elastic.errors import ConfigError
@@ -82,7 +82,7 @@ def plan(options: Namespace) -> int:
         models.append(request)
     planned = {m.name: PlannedModel(m.home, m.replica_needs, m.forwards["all"]) for m in models}
     placements = plan_together(planned, capacities, t_up=0.0)
-    console = Console()
+    console = plain_console()
     for model in models:
         if len(models) > 1:
             console.print(Text(model.name))

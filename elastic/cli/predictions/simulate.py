@@ -11,9 +11,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from elastic.cli.inputs.checks import require_file_to_write, write_text
-from elastic.cli.views.panels import tabulated
+from elastic.cli.views.panels import plain_console, tabulated
 from elastic.sim.run import Run, SimulationSpeed
 from elastic.sim.scenario import Scenario, read_scenario, shipped
 
@@ -28,10 +29,15 @@ def simulate(options: Namespace) -> int:
         return 0
     for name in ("json", "plot"):
         require_file_to_write(getattr(options, name), f"--{name}")
+    if options.plot is not None:
+        from elastic.bench.report.plots import require_matplotlib
+        from elastic.sim.plots import draw
+
+        require_matplotlib()
     scenario = read_scenario(options.scenario, seed=options.seed)
-    console = Console()
+    console = plain_console()
     run = Run(scenario)
-    with console.status(scenario.title or options.scenario) as status:
+    with console.status(Text(scenario.title or options.scenario)) as status:
         speed = run.play(lambda at_s: status.update(f"{at_s:,.0f} s of {scenario.duration_s:,.0f} s"))
     document = {**described(scenario), **run.report.document()}
     document["published"] = [figure.described(document) for figure in scenario.published]
@@ -40,8 +46,6 @@ def simulate(options: Namespace) -> int:
     if options.json is not None:
         write_text(options.json, json.dumps({**document, "speed": figures}) + "\n", "--json")
     if options.plot is not None:
-        from elastic.sim.plots import draw
-
         draw(run.report, Path(options.plot), scenario.title)
     short = {key: value for key, value in document.items() if key not in ("timeline", "actions")}
     print(json.dumps({**short, "speed": figures}))
@@ -74,19 +78,18 @@ def _show(console: Console, scenario: Scenario, document: Mapping[str, Any], spe
         highlight=False,
     )
     for action in document["actions"][:_SHOWN_ACTIONS]:
-        console.print(f"  {action['at_s']:9.2f} s  {action['kind']}: {action['about']}", highlight=False, markup=False)
+        console.print(f"  {action['at_s']:9.2f} s  {action['kind']}: {action['about']}", highlight=False)
     if len(document["actions"]) > _SHOWN_ACTIONS:
         counts = ", ".join(f"{count:,} x {kind}" for kind, count in document["action_counts"].items())
-        console.print(f"  ... in all {counts}", highlight=False, markup=False)
+        console.print(f"  ... in all {counts}", highlight=False)
     if scenario.published:
         _show_published(console, document)
     if scenario.predicts:
-        console.print(f"a prediction, not a measurement: {scenario.predicts}", highlight=False, markup=False)
+        console.print(f"a prediction, not a measurement: {scenario.predicts}", highlight=False)
     console.print(
         f"seconds of steps: {scenario.basis}; {speed.events:,} events in {speed.wall_s:.1f} s, "
         f"{speed.events_per_s:,.0f} a second, for {speed.simulated_s:,.0f} s of {speed.steps:,} steps",
         highlight=False,
-        markup=False,
     )
 
 
@@ -122,7 +125,7 @@ def _show_placements(console: Console, document: Mapping[str, Any]) -> None:
     console.print(use)
     for name, placed in document["placements"].items():
         if not placed["placed"]:
-            console.print(f"  {name} has no place: {placed['why_not']}", highlight=False, markup=False)
+            console.print(f"  {name} has no place: {placed['why_not']}", highlight=False)
 
 
 def _latencies(document: Mapping[str, Any], name: str) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -31,6 +31,11 @@ def _in_words(action: Any) -> str:
     to = f" {'from' if isinstance(action, Evict) else 'to'} {target}" if target else ""
     parts = f" ({', '.join(action.parts)})" if getattr(action, "parts", ()) else ""
     return f"{_KINDS.get(kind, kind)} layer{'s' * (len(action.layers) != 1)} {layers}{parts}{to}"
+
+
+def plain_console() -> Console:
+    """Return a console that shows text as it is: no name is markup, or an emoji."""
+    return Console(markup=False, emoji=False)
 
 
 def tabulated(left: Sequence[str], right: Sequence[str] = (), last: Sequence[str] = (), **options: Any) -> Table:

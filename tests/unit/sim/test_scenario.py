@@ -293,6 +293,15 @@ def test_where_figures_cannot_go_is_said_before_a_run(tmp_path: Path, capsys: py
     assert capsys.readouterr().err == "elastic simulate: --json /dev/full cannot be written: No space left on device\n"
 
 
+def test_that_nothing_draws_is_said_before_a_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["simulate", "two-ranks", "--plot", str(tmp_path / "out.png")]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "elastic simulate: --plot needs matplotlib: pip install 'elastic-llm[plot]'\n")
+
+
 def test_without_a_scenario_it_lists_those_inside(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(shipped())

@@ -90,3 +90,13 @@ def test_a_name_that_has_two_numbers_is_refused(capsys: pytest.CaptureFixture[st
 def test_what_is_characterized_is_no_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", str(MODEL_DIR), "--devices", "cpu=99MiB", "--characterize", "--json"]) == 2
     assert "--characterize is a table" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["place", "--devices", "cpu#a=1GiB"], ["plan", "--places", "cpu#a=1GiB"]])
+def test_a_name_in_brackets_is_no_markup(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(MODEL_DIR, tmp_path / "m[v2]:x:")
+    name, *options = command
+    assert main([name, str(tmp_path / "m[v2]:x:"), str(MODEL_DIR), *options]) == 0
+    assert capsys.readouterr().out.count("m[v2]:x:") > 1
