@@ -7,6 +7,7 @@ import os
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
+from elastic.cli.inputs.checks import refuse
 from elastic.cli.inputs.model_loading import add_dtype
 from elastic.errors import ConfigError
 
@@ -44,9 +45,8 @@ def check_pairs(options: Namespace) -> None:
         (options.out is None, ("save_detailed",), "is of the file of the result; give --out FILE"),
     )
     for unused, names, words in pairs:
-        given = next((name for name in names if unused and getattr(options, name)), None)
-        if given is not None:
-            raise ConfigError(f"--{given.replace('_', '-')} {words}")
+        if unused:
+            refuse(options, names, words)
 
 
 def make_trace(options: Namespace, most_tokens: int | None) -> Trace:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import math
 import os
+from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 
 from elastic.config import Place
@@ -31,6 +33,18 @@ def parse_place(text: str | None, default: str = "cpu") -> Place:
     place = Place.parse(default if text is None else text)
     require_memory([place])
     return place
+
+
+def is_given(value: object) -> bool:
+    """Tell whether an option was given, as 0 too: its value is not what is there without it."""
+    return value is not None and value is not False and value not in ([], "", "auto")
+
+
+def refuse(options: Namespace, names: Iterable[str], why: str) -> None:
+    """Raise `ConfigError` for the first of these options that was given."""
+    for name in names:
+        if is_given(getattr(options, name)):
+            raise ConfigError(f"--{name.replace('_', '-')} {why}")
 
 
 def require_at_least(least: float, value: float | None, option: str, unit: str = "") -> None:

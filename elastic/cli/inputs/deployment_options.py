@@ -5,8 +5,8 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
+from elastic.cli.inputs.checks import refuse
 from elastic.cli.inputs.intent_options import add_intent, add_load, add_losses, intent_of, load_of, losses_of, names_of
-from elastic.errors import ConfigError
 from elastic.planning.deployment.policies import THETA
 
 if TYPE_CHECKING:
@@ -62,15 +62,9 @@ def add_deployments(command: ArgumentParser) -> None:
 def check_deployments(options: Namespace) -> None:
     """Raise `ConfigError` for options that cannot work together."""
     if options.devices is None:
-        given = next((name for name in _ALONE if getattr(options, name)), None)
-        if given is not None:
-            raise ConfigError(f"--{given.replace('_', '-')} is for deployments; say on what: --devices DEVICES")
+        refuse(options, _ALONE, "is for deployments; say on what: --devices DEVICES")
         return
-    given = next((name for name in _NOT_WITH if getattr(options, name)), None)
-    if given is not None:
-        raise ConfigError(
-            f"--{given.replace('_', '-')} does not go with --devices: an intent chooses the configuration"
-        )
+    refuse(options, _NOT_WITH, "does not go with --devices: an intent chooses the configuration")
     intent_of(options)
     load_of(options)
     losses_of(options)

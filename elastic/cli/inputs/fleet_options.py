@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from elastic.cli.inputs.checks import require_at_least
+from elastic.cli.inputs.checks import refuse, require_at_least
 from elastic.cli.inputs.exchange_options import EXCHANGE, add_exchange, exchange_form, read_numbers
 from elastic.config import Lengths, Overload, Place
 from elastic.engines.base import GrammarCompiler
@@ -85,28 +85,23 @@ def check_fleet(options: Namespace) -> None:
     if options.ranks is None and (together_ranks := len(shares(tp, pp))) > 1:
         options.ranks = together_ranks
     if options.ranks is None:
-        given = next((name for name in _ALONE if _is_given(options, name)), None)
-        if given is not None:
-            raise ConfigError(f"--{given.replace('_', '-')} is for a fleet; say how many processes: --ranks N")
+        refuse(options, _ALONE, "is for a fleet; say how many processes: --ranks N")
         if fleet_policies(options):
             raise ConfigError(
                 f"--policy {options.policy} is for a fleet of two ranks at least; say how many: --ranks N"
             )
         return
     require_at_least(1, options.ranks, "--ranks")
-    joined = options.launch == "join"
-    if joined and not options.key_file:
+    if options.launch != "join":
+        refuse(options, ("listen", "key_file"), "is for ranks that come by themselves: --launch join")
+    elif not options.key_file:
         raise ConfigError("--launch join needs --key-file FILE: whoever knows the key may serve")
-    for name in _OF_RANKS if joined else ():
-        if _is_given(options, name):
-            raise ConfigError(f"--{name.replace('_', '-')} is not sent to ranks that join: give it to elastic rank")
-    for name in ("listen", "key_file"):
-        if getattr(options, name) and not joined:
-            raise ConfigError(f"--{name.replace('_', '-')} is for ranks that come by themselves: --launch join")
+    else:
+        refuse(options, _OF_RANKS, "is not sent to ranks that join: give it to elastic rank")
     for name, of in _OF_POLICIES.items():
-        if _is_given(options, name) and not set(of).intersection(fleet_policies(options)):
+        if not set(of).intersection(fleet_policies(options)):
             what = ", or ".join(f"{FLEET_POLICIES[policy]}: --policy {policy}" for policy in of)
-            raise ConfigError(f"--{name.replace('_', '-')} is for {what}")
+            refuse(options, [name], f"is for {what}")
     if ".." in (options.tp or "") and "lengths" not in fleet_policies(options):
         raise ConfigError(f"--tp is for {FLEET_POLICIES['lengths']}: --policy lengths")
     _policies(options)
@@ -119,10 +114,10 @@ def check_fleet(options: Namespace) -> None:
 def together(options: Namespace) -> tuple[int, int | tuple[int, ...]]:
     """Return how many ranks share each layer, and the stages, from the beginning. Raises `ConfigError`."""
     tp, pp = options.tp or "1", options.pp or "1"
-    if not tp.replace("..", "").isdigit():
+    if not tp.replace("..", "").isdecimal():
         raise ConfigError(f"--tp {tp!r} is no number of ranks, as 2, and no range of them, as 1..4")
     counts = pp.split(",")
-    if not all(count.isdigit() for count in counts):
+    if not all(count.isdecimal() for count in counts):
         raise ConfigError(f"--pp {pp!r} is no number of stages, as 2, and not the layers of each, as 6,10")
     layers = tuple(map(int, counts))
     return (1 if ".." in tp else int(tp)), (layers if len(layers) > 1 else layers[0])
@@ -132,11 +127,6 @@ def fleet_policies(options: Namespace) -> tuple[str, ...]:
     """Return what `--policy` says of a fleet: one of `FLEET_POLICIES`, or both; (): it is for each rank."""
     named = tuple((options.policy or "").split(","))
     return named if set(named) <= FLEET_POLICIES.keys() else ()
-
-
-def _is_given(options: Namespace, name: str) -> bool:
-    value = getattr(options, name)
-    return value is not None and value is not False and value not in ([], "auto")
 
 
 def engine_options(options: Namespace) -> dict[str, Any]:
@@ -189,7 +179,7 @@ def _lengths(options: Namespace) -> Lengths:
     if options.tp is None:
         return read_numbers(Lengths, numbers, "--lengths", **more)
     least, dots, most = options.tp.partition("..")
-    if least != "1" or not dots or not most.isdigit():
+    if least != "1" or not dots or not most.isdecimal():
         raise ConfigError(f"--tp {options.tp!r} is no range of ranks; write 1..2 or 1..4: all begin by themselves")
     if options.shards is not None and int(most) > options.shards:
         raise ConfigError(f"--tp {options.tp}: layers are cut in {options.shards}; give --shards {most}")
@@ -246,7 +236,7 @@ def _by_rank(places: Sequence[str], ranks: int) -> list[list[str]]:
 def _cores(options: Namespace) -> list[tuple[int, ...]]:
     cores = []
     for text in options.cores or []:
-        if not all(number.strip().isdigit() for number in text.split(",")):
+        if not all(number.strip().isdecimal() for number in text.split(",")):
             raise ConfigError(f"--cores {text!r} is no list of CPU cores; write 0,1")
         cores.append(tuple(int(number) for number in text.split(",")))
     if cores and len(cores) != options.ranks:

@@ -101,7 +101,6 @@ def add_intent(command: ArgumentParser) -> None:
     command.add_argument(
         "--tolerance",
         type=float,
-        default=0.0,
         metavar="X",
         help="share above the least that is as good, for the sake of less memory, such as 0.05 (0)",
     )
@@ -117,7 +116,7 @@ def add_losses(command: ArgumentParser) -> None:
 def intent_of(options: Namespace) -> Intent:
     """Return the intent that was given. Raises `ConfigError` for bounds that cannot be."""
     word = None if options.intent is None else cast(Objective, options.intent.replace("-", "_"))
-    return Intent(word, options.latency, options.cost, options.quality_loss, options.tolerance)
+    return Intent(word, options.latency, options.cost, options.quality_loss, options.tolerance or 0.0)
 
 
 def losses_of(options: Namespace) -> dict[str, float]:

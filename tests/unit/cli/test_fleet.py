@@ -108,6 +108,9 @@ def options(*arguments: str) -> Any:
         (["--ranks", "1", "--place", "gpu"], "'gpu' is not a place"),
         (["--ranks", "2", "--cores", "0"], "--cores, given 1 times, is for --ranks 2"),
         (["--ranks", "1", "--cores", "0,x"], "--cores '0,x' is no list of CPU cores; write 0,1"),
+        (["--ranks", "1", "--cores", "\xb2"], "is no list of CPU cores"),
+        (["--tp", "\xb2"], "is no number of ranks"),
+        (["--pp", "\xb2"], "is no number of stages"),
     ],
 )
 def test_options_that_make_no_fleet(arguments: list[str], words: str) -> None:

@@ -104,6 +104,8 @@ def test_deployments_are_given_less_of_a_device(
         (["--replicas", "2"], "--replicas is for deployments"),
         (["--tolerance", "0.1"], "--tolerance is for deployments"),
         (["--theta", "0.5"], "--theta is for deployments"),
+        (["--latency", "0"], "--latency is for deployments"),
+        (["--devices", "cpu#a=1GiB", "--max-queue", "0"], "--max-queue does not go with --devices"),
         (["--new-tokens", "5"], "--new-tokens is for deployments"),
         (["--devices", "cpu#a=1GiB", "--prompt", "0"], "prompts and outputs of 1 token or more"),
         (["--devices", "cpu#a=1GiB", "--ranks", "2"], "--ranks does not go with --devices"),
