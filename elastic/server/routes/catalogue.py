@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from elastic.engines.base import Engine
-from elastic.errors import NotFound
+from elastic.errors import ElasticError, NotFound
 from elastic.server.generation.state import ServerState
 from elastic.server.protocol.errors import APIError
 
@@ -26,7 +26,7 @@ class Catalogue:
         self, own: ServerState, deployments: Deployments | None = None, options: ModelOptions | None = None
     ) -> None:
         """With `deployments`, `options` reads what is needed to answer for one of them."""
-        self.own, self.deployments, self._options = own, deployments, options
+        self.own, self.deployments, self.options = own, deployments, options
         self._others: dict[str, ServerState] = {}
         self._lock = threading.Lock()
         self.refresh()
@@ -49,10 +49,12 @@ class Catalogue:
     def refresh(self) -> None:
         """See what is deployed now. Reads tokenizers: not on the event loop.
 
-        The threads of a model that is gone end with the last request that has found it here.
+        The threads of a model that is gone end with the last request that has found it here. Raises what reading a
+        model raises, when all others are seen.
         """
-        if self.deployments is None or self._options is None:
+        if self.deployments is None or self.options is None:
             return
+        failure: ElasticError | None = None
         with self._lock:
             told = {each.name: each.path for each in self.deployments.status() if each.name != self.own.name}
             engines = dict[str, Engine]()
@@ -60,9 +62,14 @@ class Catalogue:
                 with suppress(NotFound):  # it ends just now
                     engines[name] = self.deployments[name]
             kept = {n: state for n, state in self._others.items() if state.engine is engines.get(n)}
-            new = engines.keys() - kept.keys()  # also a name that means another model than before
-            made = {n: ServerState(engines[n], name=n, **self._options(told[n])) for n in new}
-            self._others = {name: (kept | made)[name] for name in engines}
+            for name in engines.keys() - kept.keys():  # also one that means another model than before
+                try:
+                    kept[name] = ServerState(engines[name], name=name, **self.options(told[name]))
+                except ElasticError as error:
+                    failure = error
+            self._others = {name: kept[name] for name in engines if name in kept}
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
         """End the threads of the models that are not the server's own."""

@@ -30,6 +30,13 @@ NO_DEPLOYMENTS = "this server deploys no models; start it with elastic serve MOD
 def routes(models: Catalogue) -> APIRouter:
     """Make the endpoints: once one has acted, it is seen what is deployed."""
 
+    def deploy(deployments: Deployments, body: DeployBody) -> dict[str, Any]:
+        if models.options is not None:
+            models.options(body.path)  # what nobody could ask for is refused before it takes devices
+        load = body.load.over(USUAL_LOAD) if body.load is not None else None
+        options: dict[str, Any] = {"name": body.name, "weights": body.weights, "replicas": body.replicas}
+        return {"deployed": deployments.deploy(body.path, body.intent.intent, load=load, **options)}
+
     def undeploy(deployments: Deployments, body: UndeployBody) -> dict[str, Any]:
         if body.name == models.own.name:
             raise StateError(f"{body.name!r} is the server's own model; end the server instead")
@@ -37,17 +44,11 @@ def routes(models: Catalogue) -> APIRouter:
         return {"undeployed": body.name}
 
     deployed = ActingRoutes(models.deployments, NO_DEPLOYMENTS, models.refresh)
-    deployed.add("deploy", DeployBody, _deploy)
+    deployed.add("deploy", DeployBody, deploy)
     deployed.add("intend", IntendBody, _intend)
     deployed.add("resize", ResizeBody, _resize)
     deployed.add("undeploy", UndeployBody, undeploy)
     return deployed.router
-
-
-def _deploy(deployments: Deployments, body: DeployBody) -> dict[str, Any]:
-    load = body.load.over(USUAL_LOAD) if body.load is not None else None
-    options: dict[str, Any] = {"name": body.name, "weights": body.weights, "replicas": body.replicas}
-    return {"deployed": deployments.deploy(body.path, body.intent.intent, load=load, **options)}
 
 
 def _intend(deployments: Deployments, body: IntendBody) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from elastic.errors import ConfigError
 from elastic.planning.estimate.intent import Intent
 from elastic.planning.estimate.performance import Load
 from support.cluster.fake_deployments import FakeDeployments
@@ -31,6 +32,8 @@ def deployments() -> Iterator[FakeDeployments]:
 @pytest.fixture
 def client(deployments: FakeDeployments) -> Iterator[TestClient]:
     def options(path: str) -> dict[str, Any]:
+        if "untold" in path:
+            raise ConfigError(f"MODEL {path}: no tokenizer there")
         return {"tokenizer": TOKENIZER, "max_model_len": CONTEXT // 2}
 
     app = app_for(deployments[NAME], token=TOKEN, actions=True, deployments=deployments, model_options=options)
@@ -56,6 +59,22 @@ def test_a_request_goes_to_the_model_that_it_names(client: TestClient, deploymen
     assert client.post("/v1/responses", json={"model": "other", "input": "hello"}).json()["model"] == "other"
     told = client.post("/tokenize", json={"model": "other", "prompt": "hello"})
     assert told.json()["max_model_len"] == CONTEXT // 2
+
+
+def test_a_model_without_a_tokenizer_is_not_deployed(client: TestClient, deployments: FakeDeployments) -> None:
+    answer = client.post("/elastic/fleet/deploy", json={"path": "/models/untold"})
+    assert (answer.status_code, "no tokenizer there" in answer.text) == (400, True)
+    assert [each.name for each in deployments.status()] == [NAME]
+
+
+def test_a_model_that_a_program_deploys_without_a_tokenizer_is_in_nobodys_way(
+    client: TestClient, deployments: FakeDeployments
+) -> None:
+    for path in ("/models/untold", "/models/other"):
+        deployments.deploy(path, Intent())
+    with pytest.raises(ConfigError, match="no tokenizer there"):
+        client.app.state.models.refresh()  # type: ignore[attr-defined]
+    assert [card["id"] for card in client.get("/v1/models").json()["data"]] == [NAME, "other"]
 
 
 def test_a_name_that_was_deployed_anew_is_the_new_model(client: TestClient, deployments: FakeDeployments) -> None:
