@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from typing import Any, get_args
+from uuid import uuid4
 
 from fastapi import APIRouter
 
@@ -106,7 +107,7 @@ def _act(targets: ActionTargets, body: ActionsBody) -> dict[str, Any]:
 
 def _prepare(targets: ActionTargets, body: PrepareBody) -> dict[str, Any]:
     asked = _asked(targets, body)
-    prepared = targets.prepare(asked, body.id, body.timeout_s)
+    prepared = targets.prepare(asked, body.id or uuid4().hex, body.timeout_s)
     steps = [_record(target, step.action, step) for target, told in prepared.items() for step in told.steps]
     told = list(prepared.values())
     return {
@@ -141,4 +142,4 @@ def _action(body: AnyActionBody, target: Target) -> Action:
         if place not in places:
             raise ConfigError(f"place={place!r}: choose one of {places}")
         return ResizeKV(str(place), parse_limit(body.limit, option="limit"))
-    return layers_action(body, target.at_home() if body.layers is None else (), status.layers)
+    return layers_action(body, range(status.layers) if target.at_home is None else target.at_home, status.layers)

@@ -46,6 +46,8 @@ class FakeFleet(FakeEngine):
         self.prepared: dict[str, dict[str, Sequence[Action]]] = {name: {} for name in ranks}
         self.done: list[tuple[str, tuple[Action, ...]]] = []
         self.looked: list[str] = []
+        self.reasons: list[str] = []
+        """Of the actions that were asked for."""
         self.moves: list[tuple[str, str]] = []
         self.released = threading.Event()
         self.groups_asked: list[tuple[str, Any]] = []
@@ -84,8 +86,9 @@ class FakeFleet(FakeEngine):
             StageTimes(6.0, 2.0, 3.0, 0.25), wires,
         )  # fmt: skip
 
-    def apply(self, rank: str, actions: Sequence[Action], *, dry_run: bool = False) -> Any:
+    def apply(self, rank: str, actions: Sequence[Action], *, dry_run: bool = False, why: str = "by the fleet") -> Any:
         self._require(rank)
+        self.reasons.append(why)
         if dry_run:
             return tuple(PlanStep(action, "applied", 1, 2, 3, 0.0) for action in actions)
         self.done.append((rank, tuple(actions)))

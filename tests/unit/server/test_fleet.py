@@ -276,6 +276,28 @@ def test_a_transaction_over_http(client: TestClient, fleet: FakeFleet) -> None:
         assert client.post("/elastic/actions/prepare", json={**asked, **wrong}).status_code == 400
 
 
+def test_a_rollback_reaches_the_ranks_after_one_that_is_lost(client: TestClient, fleet: FakeFleet) -> None:
+    id = client.post("/elastic/actions/prepare", json={"actions": [RELEASE]}).json()["id"]
+    fleet.becomes("a", "lost")
+    assert client.post(f"/elastic/actions/{id}/rollback", json={}).status_code >= 400
+    assert fleet.prepared["b"] == {}
+
+
+def test_a_commit_that_fails_in_the_middle_leaves_nothing_prepared() -> None:
+    fleet = FakeFleet("a", "b", "c")
+    fleet.cannot_commit = {"b"}
+    with TestClient(app_for(fleet, token=TOKEN, actions=True)) as client:
+        client.headers["Authorization"] = f"Bearer {TOKEN}"
+        assert client.post("/elastic/actions", json={"actions": [RELEASE]}).status_code == 503
+    assert [rank for rank, _ in fleet.done] == ["a"]
+    assert fleet.prepared == {"a": {}, "b": {}, "c": {}}
+
+
+def test_ranks_are_told_who_asked(client: TestClient, fleet: FakeFleet) -> None:
+    assert client.post("/elastic/actions", json={"actions": [RELEASE], "rank": "a"}).status_code == 200
+    assert fleet.reasons == ["by HTTP"]
+
+
 def test_requests_are_moved_and_ranks_come_and_go(client: TestClient, fleet: FakeFleet) -> None:
     for request in ("chatcmpl-12ab", "cmpl-12ab", "resp_12ab", "12ab", "my-request"):
         answer = client.post("/elastic/fleet/move", json={"request": request, "instance": "i-b"})
