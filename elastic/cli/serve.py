@@ -6,7 +6,6 @@ import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +23,12 @@ from elastic.cli.inputs.fleet_options import (
 from elastic.cli.inputs.intent_options import intent_of, load_of, said_load
 from elastic.cli.inputs.model_loading import add_dtype
 from elastic.config import SLO, Place, parse_bytes
-from elastic.engines.base import Engine, GrammarCompiler
 from elastic.engines.structured import compiler_of
 from elastic.errors import ConfigError
 from elastic.memory.places import require_memory
 from elastic.weights.decoder import batch_context_length
 
 API_KEY = "ELASTIC_API_KEY"
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """What a server needs of what is served."""
-
-    engine: Engine
-    tokenizer: Any
-    max_model_len: int | None
-    sampling_defaults: Mapping[str, float]
-    grammars: GrammarCompiler | None
-    deployments: Any = None
-    """Where it is deployed by an intent, with others."""
 
 
 def add_options(command: ArgumentParser) -> None:
@@ -177,20 +162,15 @@ def serve(options: Namespace) -> int:
         else:
             served = (fleet_of if options.ranks is not None else model_of)(options, chosen, stack)
         app = create_app(
-            served.engine,
-            served.tokenizer,
-            name,
-            max_model_len=served.max_model_len,
+            name=name,
+            **served,
             api_key=api_key,
             token=token,
             actions=options.enable_actions,
             max_body=options.max_body,
             body_timeout_s=options.body_timeout,
-            sampling_defaults=served.sampling_defaults,
-            grammars=served.grammars,
             tool_call_parser=options.tool_call_parser,
             allowed_origins=options.allowed_origins,
-            deployments=served.deployments,
             model_options=lambda path: answering(path, options),
         )
         return run(
@@ -203,9 +183,13 @@ def serve(options: Namespace) -> int:
         )
 
 
-def model_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) -> ServedModel:
-    """Load a model into this process, wrap it, and make its engine, not started yet; `stack` ends all."""
+def model_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) -> dict[str, Any]:
+    """Load a model into this process, wrap it, and make its engine, not started yet; `stack` ends all.
+
+    Returns arguments of `create_app`, as `fleet_of` and `deployed` do.
+    """
     import elastic
+    from elastic.engines.continuous.engine import ContinuousEngine
     from elastic.model_files import load_model
 
     device = Place.parse((options.place or ["cpu"])[0]).device
@@ -213,12 +197,19 @@ def model_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) ->
     max_model_len = longest(model, options)
     elastic.wrap(model.to(device), **chosen)
     stack.callback(elastic.unwrap, model)
-    engine, grammars = make_engine(model, tokenizer, options)
+    grammars = compiler_of(model, tokenizer)
+    engine = ContinuousEngine(model, max_queue=options.max_queue, grammars=grammars, **engine_options(options))
     stack.callback(engine.stop, drain=False)
-    return ServedModel(engine, tokenizer, max_model_len, sampling_defaults(model, options.generation_config), grammars)
+    return {
+        "engine": engine,
+        "tokenizer": tokenizer,
+        "max_model_len": max_model_len,
+        "sampling_defaults": sampling_defaults(model, options.generation_config),
+        "grammars": grammars,
+    }
 
 
-def fleet_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) -> ServedModel:
+def fleet_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) -> dict[str, Any]:
     """Start the ranks of a fleet, which load the model; this process has its tokenizer alone. `stack` ends them."""
     launcher = make_launcher(options)
     if not isinstance(launcher, str):
@@ -227,10 +218,10 @@ def fleet_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) ->
     fleet = make_fleet(options, launcher, chosen, own["grammars"])
     stack.callback(fleet.stop, drain=False)
     fleet.start()
-    return ServedModel(fleet, **own)
+    return {"engine": fleet, **own}
 
 
-def deployed(options: Namespace, name: str, stack: ExitStack) -> ServedModel:
+def deployed(options: Namespace, name: str, stack: ExitStack) -> dict[str, Any]:
     """Deploy the model by its intent, where others can be deployed beside it; `stack` ends all."""
     path = os.path.abspath(str(options.model))  # the same wherever ranks run
     deployments = make_deployments(options)
@@ -242,7 +233,7 @@ def deployed(options: Namespace, name: str, stack: ExitStack) -> ServedModel:
     status = deployments.deploy(path, intent_of(options), name=name, load=load, replicas=replicas)
     devices = dict.fromkeys(device for stage in status.stages for device in stage.devices)
     print(f"{name} is {status.configuration} on {', '.join(devices)}", flush=True)
-    return ServedModel(deployments[name], **own, deployments=deployments)
+    return {"engine": deployments[name], **own, "deployments": deployments}
 
 
 def answering(path: str, options: Namespace) -> dict[str, Any]:
@@ -254,15 +245,6 @@ def answering(path: str, options: Namespace) -> dict[str, Any]:
         "sampling_defaults": sampling_defaults(model, options.generation_config),
         "grammars": compiler_of(model, tokenizer),
     }
-
-
-def make_engine(model: Any, tokenizer: Any, options: Namespace) -> tuple[Engine, GrammarCompiler | None]:
-    """Make the engine that serves the model, not started yet, and its compiler of grammars if answers can end."""
-    from elastic.engines.continuous.engine import ContinuousEngine
-
-    grammars = compiler_of(model, tokenizer)
-    chosen: dict[str, Any] = engine_options(options)
-    return ContinuousEngine(model, max_queue=options.max_queue, grammars=grammars, **chosen), grammars
 
 
 def sampling_defaults(model: Any, source: str) -> dict[str, float]:

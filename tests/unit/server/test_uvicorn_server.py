@@ -324,7 +324,7 @@ def test_what_the_caller_of_serve_must_change(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("ELASTIC_TOKEN", raising=False)
-    monkeypatch.setattr(serve, "make_engine", lambda model, tokenizer, options: (FakeEngine(), None))
+    monkeypatch.setattr("elastic.engines.continuous.engine.ContinuousEngine", lambda *_, **__: FakeEngine())
     for arguments, line in WRONG:
         assert main(["serve", *arguments]) == 2
         error = capsys.readouterr().err
