@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Awaitable
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, HTTPException
@@ -34,15 +33,6 @@ from elastic.types import Action, ResizeKV
 TOKEN = "ELASTIC_ACTIONS_TOKEN"
 
 
-@dataclass
-class ConnectedEngine:
-    """The engine behind the routes, once there is one."""
-
-    runtime: AsyncRemoteRuntime | None = None
-    model: str = ""
-    since_s: float = field(default_factory=time.time)
-
-
 class ElasticEndpoints:
     """vLLM's `EndpointPlugin`."""
 
@@ -50,14 +40,15 @@ class ElasticEndpoints:
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        self._served = ConnectedEngine()
+        self._runtime: AsyncRemoteRuntime | None = None
+        self._model, self._since_s = "", time.time()
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes to vLLM's server."""
 
         @app.get("/elastic/status")
         async def status() -> dict[str, Any]:
-            return await answered(document(self._served))
+            return await answered(self._document())
 
         @app.get("/elastic/actions")
         async def kinds() -> dict[str, Any]:
@@ -65,13 +56,29 @@ class ElasticEndpoints:
 
         @app.post("/elastic/actions", dependencies=[Depends(require_token)])
         async def act(body: ActionsBody) -> dict[str, Any]:
-            return await answered(do(_runtime(self._served), body))
+            return await answered(do(self._connected(), body))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Reach the engine by its `collective_rpc`."""
         if engine_client is not None:
-            names = getattr(args, "served_model_name", None) or [args.model]
-            self._served = ConnectedEngine(AsyncRemoteRuntime(engine_client.collective_rpc), names[0])
+            self._model = (getattr(args, "served_model_name", None) or [args.model])[0]
+            self._runtime, self._since_s = AsyncRemoteRuntime(engine_client.collective_rpc), time.time()
+
+    def _connected(self) -> AsyncRemoteRuntime:
+        if self._runtime is None:
+            raise HTTPException(503, "the engine is not there yet")
+        return self._runtime
+
+    async def _document(self) -> dict[str, Any]:
+        """Return the status document, as `elastic.server.routes.status` describes it."""
+        runtime = self._connected()
+        snapshot = await runtime.snapshot()
+        traffic = snapshot.traffic if snapshot is not None else RequestStats()
+        return {
+            **about_server(self._model, "serving", self._since_s, traffic, {}),
+            **about_model(await runtime.status(), await runtime.events(), await runtime.health()),
+            "layers": list(await runtime.form()),
+        }
 
 
 async def answered(answer: Awaitable[dict[str, Any]]) -> dict[str, Any]:
@@ -90,18 +97,6 @@ def require_token(authorization: Annotated[str, Header()] = "") -> None:
         raise HTTPException(404, f"actions are off; start the server with {TOKEN} in its environment")
     if not has_key(authorization, token):
         raise HTTPException(401, f"send the token of {TOKEN} as Authorization: Bearer", ASKS)
-
-
-async def document(served: ConnectedEngine) -> dict[str, Any]:
-    """Return the status document, as `elastic.server.routes.status` describes it."""
-    runtime = _runtime(served)
-    snapshot = await runtime.snapshot()
-    traffic = snapshot.traffic if snapshot is not None else RequestStats()
-    return {
-        **about_server(served.model, "serving", served.since_s, traffic, {}),
-        **about_model(await runtime.status(), await runtime.events(), await runtime.health()),
-        "layers": list(await runtime.form()),
-    }
 
 
 async def do(runtime: AsyncRemoteRuntime, body: ActionsBody) -> dict[str, Any]:
@@ -124,9 +119,3 @@ def action(body: AnyActionBody, place: str, form: tuple[str, ...]) -> Action:
             f"kind={body.kind!r}: an engine of vLLM has one place for each rank; swap, release or restore"
         )
     return layers_action(body, range(len(form)), len(form))
-
-
-def _runtime(served: ConnectedEngine) -> AsyncRemoteRuntime:
-    if served.runtime is None:
-        raise HTTPException(503, "the engine is not there yet")
-    return served.runtime
