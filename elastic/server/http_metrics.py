@@ -7,6 +7,8 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from elastic.server.middleware import path_of
+
 PROBES = ("/health", "/metrics", "/elastic/status")
 _METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 _SECONDS = tuple(0.005 * 2**i for i in range(16))
@@ -27,7 +29,7 @@ class HTTPMetricsMiddleware:
         )  # fmt: skip
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].removeprefix(scope.get("root_path", "")) in PROBES:
+        if scope["type"] != "http" or path_of(scope) in PROBES:
             await self._app(scope, receive, send)
             return
         status, began_s = 500, time.perf_counter()

@@ -64,14 +64,14 @@ class RequestMiddleware:
             await _discard(receive, _DISCARDED * self._limit)
             await error.response()(scope, receive, send)
             return
-        if _path(scope) in GENERATING:
+        if path_of(scope) in GENERATING:
             with self._serving.counted():
                 await self._app(scope, self._bounded(receive), send)
         else:
             await self._app(scope, self._bounded(receive), send)
 
     def _check(self, scope: Scope) -> None:
-        headers, path = Headers(scope=scope), _path(scope)
+        headers, path = Headers(scope=scope), path_of(scope)
         for prefix, (key, words) in self._keys.items():
             if path.startswith(prefix) and not has_key(headers.get("authorization", ""), key):
                 kind, code = "authentication_error", "invalid_api_key"
@@ -118,7 +118,7 @@ class RequestMiddleware:
                 raise HTTPException(503, SHUTTING_DOWN, {"Retry-After": str(RETRY_AFTER_S), **_CLOSE})
 
 
-def _path(scope: Scope) -> str:
+def path_of(scope: Scope) -> str:
     """Return the path inside the application, also where it is mounted under another."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))

@@ -22,7 +22,7 @@ class RankViews:
     """The last view of each rank. Thread-safe; each rank is asked by one thread at most."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+        self.fleet = fleet
         self._changed = threading.Condition()
         self._views: dict[str, tuple[float, RuntimeView]] = {}
         """By rank, and when it was asked for."""
@@ -31,7 +31,7 @@ class RankViews:
 
     def read(self) -> dict[str, RuntimeView]:
         """Return the last view of each rank that serves or drains; none of a rank that never answered."""
-        ranks = [rank.name for rank in self._fleet.status().ranks if rank.up]
+        ranks = [rank.name for rank in self.fleet.status().ranks if rank.up]
         with self._changed:
             for gone in self._views.keys() - set(ranks):
                 del self._views[gone]
@@ -57,7 +57,7 @@ class RankViews:
         try:
             while asked_s <= self._outdated_s:  # what was asked before something was done may not tell of it
                 asked_s = time.monotonic()
-                view = self._fleet.look(name)
+                view = self.fleet.look(name)
             with self._changed:
                 self._views[name] = asked_s, view
         except ElasticError:  # it is lost or ended: the fleet's status says so

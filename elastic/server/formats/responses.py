@@ -37,7 +37,8 @@ class ResponsesFormat:
 
     def opening(self) -> list[JSON]:
         """Return the events before anything is there."""
-        return [self._event(f"response.{name}", response=self.document("in_progress")) for name in _OPENING]
+        names = ("response.created", "response.in_progress")
+        return [self._event(name, response=self.document("in_progress")) for name in names]
 
     def events(self, delta: TextDelta) -> list[JSON]:
         """Return the events of more of the answer."""
@@ -102,13 +103,13 @@ class ResponsesFormat:
             events += self._add({**item, "content": []})
             item = self._output[-1]
             item["content"] = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
-            events.append(self._of_part("response.content_part.added", part=dict(item["content"][0])))
+            events.append(self._of_item("response.content_part.added", content_index=0, part=dict(item["content"][0])))
         part = item["content"][0]
         logprobs = self._logprobs.chat(tokens) if self._body.reports_logprobs else []
         part["text"] += text
         part["logprobs"] += logprobs
         if text or logprobs:
-            events.append(self._of_part("response.output_text.delta", delta=text, logprobs=logprobs))
+            events.append(self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs))
         return events
 
     def _call(self, call: CallDelta) -> list[JSON]:
@@ -138,8 +139,8 @@ class ResponsesFormat:
         if (item := self._open("message")) is not None:
             part = item["content"][0]
             done = {"text": part["text"], "logprobs": part["logprobs"]}
-            events.append(self._of_part("response.output_text.done", **done))
-            events.append(self._of_part("response.content_part.done", part=dict(part)))
+            events.append(self._of_item("response.output_text.done", content_index=0, **done))
+            events.append(self._of_item("response.content_part.done", content_index=0, part=dict(part)))
         elif (item := self._open("function_call")) is not None:
             done = {"arguments": item["arguments"], "name": item["name"]}
             events.append(self._of_item("response.function_call_arguments.done", **done))
@@ -153,15 +154,9 @@ class ResponsesFormat:
         number = len(self._output) - 1
         return self._event(kind, item_id=self._output[number]["id"], output_index=number, **fields)
 
-    def _of_part(self, kind: str, **fields: Any) -> JSON:
-        return self._of_item(kind, content_index=0, **fields)
-
     def _event(self, kind: str, **fields: Any) -> JSON:
         self._sequence += 1
         return {"type": kind, "sequence_number": self._sequence - 1, **fields}
-
-
-_OPENING = ("created", "in_progress")
 
 
 def _usage(answer: ChoiceStream) -> JSON:

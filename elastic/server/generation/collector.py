@@ -45,10 +45,6 @@ class Collector:
             self._actions.add((), runtime.events())
             yield from self._actions.collect(self._families)
 
-    def describe(self) -> Iterator[Metric]:
-        """Yield nothing: the registry need not ask engine and runtime to know the names."""
-        return iter(())
-
     def _traffic(self, now: RequestStats) -> Iterator[Metric]:
         yield self._gauge("num_requests_running", "Requests in the batch.", {(): now.running})
         yield self._gauge("num_requests_waiting", "Requests not scheduled yet.", {(): now.waiting})

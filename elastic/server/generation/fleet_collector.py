@@ -13,7 +13,6 @@ from elastic.server.generation.collector import ActionTotals, Families, Labels, 
 if TYPE_CHECKING:
     from elastic.cluster.control.messages import RuntimeView
     from elastic.cluster.control.status import RankStatus
-    from elastic.cluster.fleet.fleet import Fleet
 
 _LOADS = {
     "running": "Sequences that have KV blocks.",
@@ -49,8 +48,8 @@ _WIRES_HELP = (
 class FleetCollector:
     """A collector for a registry of `prometheus_client`. A rank that hangs delays a scrape by half a second at most."""
 
-    def __init__(self, fleet: Fleet, ranks: RankViews, name: str) -> None:
-        self._fleet, self._ranks = fleet, ranks
+    def __init__(self, ranks: RankViews, name: str) -> None:
+        self._ranks = ranks
         self._all = Families(name)
         self._of_instance = Families(name, ("instance",))
         self._of_rank = Families(name, ("instance", "rank"))
@@ -58,7 +57,7 @@ class FleetCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
-        now = self._fleet.status()
+        now = self._ranks.fleet.status()
         of = {instance.leader: instance.name for instance in now.instances}
         present: dict[Labels, RankStatus] = {
             (of.get(rank.name, ""), rank.name): rank for rank in now.ranks if rank.state != "ended"
@@ -89,10 +88,6 @@ class FleetCollector:
         for name, (field, help) in _TOTALS.items():
             yield self._all.counter(name, help, {(): getattr(now.totals, field)})
         yield from self._of_models(of)
-
-    def describe(self) -> Iterator[Metric]:
-        """Yield nothing: the registry need not ask the fleet to know the names."""
-        return iter(())
 
     def _of_models(self, of: dict[str, str]) -> Iterator[Metric]:
         views = self._ranks.read()

@@ -17,7 +17,6 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 
 from elastic.engines.base import Engine
-from elastic.server.fleets.fleet import as_fleet
 from elastic.server.fleets.views import RankViews
 from elastic.server.generation.collector import Collector, Families, Histograms, Labels
 from elastic.server.generation.fleet_collector import FleetCollector
@@ -116,9 +115,8 @@ class Metrics:
         self.registry.register(self.inter_token_latency)
         self.registry.register(self._prompt_tokens)
         self.registry.register(Collector(engine, name))
-        fleet = as_fleet(engine)
-        if fleet is not None and ranks is not None:
-            self.registry.register(FleetCollector(fleet, ranks, name))
+        if ranks is not None:
+            self.registry.register(FleetCollector(ranks, name))
         ProcessCollector(registry=self.registry)
 
     def observe(self, operation: Operation, answer: ChoiceStream) -> None:

@@ -39,20 +39,18 @@ class ReleaseBody(StrictBody):
     layers: Layers
 
 
-class MigrateBody(StrictBody):
-    """Layers, or parts of them, at another place from then on, in the variant that they are in."""
-
-    kind: Literal["migrate"]
-    layers: Layers
-    place: Text
-    parts: Names = []
-
-
 class PlaceBody(StrictBody):
     """Layers, and the place where the action has them."""
 
     layers: Layers
     place: Text
+
+
+class MigrateBody(PlaceBody):
+    """Layers, or parts of them, at another place from then on, in the variant that they are in."""
+
+    kind: Literal["migrate"]
+    parts: Names = []
 
 
 class MigrateKVBody(PlaceBody):
@@ -112,21 +110,23 @@ def layers_action(body: LayersBody, home: Sequence[int], count: int) -> Action:
             return Evict(layers, body.place)
 
 
-class ActionsBody(StrictBody):
-    """`POST /elastic/actions`."""
+class RankActions(StrictBody):
+    """Actions, and whose they are."""
 
     actions: Annotated[list[AnyActionBody], Field(min_length=1, max_length=100, fail_fast=True)]
-    dry_run: bool = False
     rank: Text | None = None
     """Of a fleet: the rank that is meant; None: all of them, all or none."""
 
 
-class PrepareBody(StrictBody):
+class ActionsBody(RankActions):
+    """`POST /elastic/actions`."""
+
+    dry_run: bool = False
+
+
+class PrepareBody(RankActions):
     """`POST /elastic/actions/prepare`."""
 
-    actions: Annotated[list[AnyActionBody], Field(min_length=1, max_length=100, fail_fast=True)]
     id: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:-]+$")] | None = None
     """Of the transaction, chosen by the client; None: a new one."""
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
-    rank: Text | None = None
-    """As for `ActionsBody`."""

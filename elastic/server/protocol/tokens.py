@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from elastic.server.protocol.chat import Message, PromptFields
+from elastic.server.protocol.chat import MOST_MESSAGES, Message, PromptFields
 from elastic.server.protocol.errors import invalid
 from elastic.server.protocol.fields import RequestBody, Text, Tokens
 from elastic.server.protocol.neutral_fields import TOKENIZE
@@ -17,7 +17,7 @@ class TokenizeBody(PromptFields):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: list[Message] = Field([], max_length=4096, fail_fast=True)
+    messages: list[Message] = Field([], max_length=MOST_MESSAGES, fail_fast=True)
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

@@ -22,7 +22,14 @@ from elastic.config import parse_limit
 from elastic.errors import CapacityError, ConfigError
 from elastic.server.fleets.targets import ActionTargets, Target
 from elastic.server.generation.state import ServerState
-from elastic.server.protocol.actions import ActionsBody, AnyActionBody, PrepareBody, ResizeKVBody, layers_action
+from elastic.server.protocol.actions import (
+    ActionsBody,
+    AnyActionBody,
+    PrepareBody,
+    RankActions,
+    ResizeKVBody,
+    layers_action,
+)
 from elastic.server.protocol.errors import APIError
 from elastic.server.protocol.fields import StrictBody
 from elastic.server.routes import acting
@@ -119,7 +126,7 @@ def _prepare(targets: ActionTargets, body: PrepareBody) -> dict[str, Any]:
     }
 
 
-def _asked(targets: ActionTargets, body: ActionsBody | PrepareBody) -> dict[Target, list[Action]]:
+def _asked(targets: ActionTargets, body: RankActions) -> dict[Target, list[Action]]:
     return {target: [_action(action, target) for action in body.actions] for target in targets.named(body.rank)}
 
 

@@ -141,11 +141,11 @@ def about_model(status: Status, events: Sequence[Event], controller: Any) -> dic
 
 def _ranks(serving: ServerState) -> list[dict[str, Any]]:
     """Return what there is to say of each rank."""
-    if serving.fleet is None or serving.ranks is None:
+    if serving.ranks is None:
         return []
     views = serving.ranks.read()
     ranks = []
-    for rank in serving.fleet.status().ranks:
+    for rank in serving.ranks.fleet.status().ranks:
         view = views.get(rank.name)
         model = _NOTHING if view is None else about_model(view.status, view.events, view.controller)
         told = {"traffic": "stats", "times": "times", "wires": "wires", "utilization": "utilization"}
