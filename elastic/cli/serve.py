@@ -282,6 +282,7 @@ def wrap_options(options: Namespace) -> dict[str, Any]:
 def _check(options: Namespace, token: str | None) -> None:
     """Raise `ConfigError` for wrong options, before a model is loaded."""
     from elastic.runtime.options import check_prepack
+    from elastic.server.hosts import check_hosts, check_origins
     from elastic.server.tools.formats import TOOL_FORMATS
 
     if options.tool_call_parser is not None and options.tool_call_parser not in TOOL_FORMATS:
@@ -292,6 +293,8 @@ def _check(options: Namespace, token: str | None) -> None:
         raise ConfigError(f"--port {options.port} is not a port; use 0 to 65535")
     if options.order is not None and not options.variants:
         raise ConfigError("--order is of layers that are swapped; give --variants too, or leave it out")
+    check_hosts(options.allowed_hosts or (), "--allowed-hosts")
+    check_origins(options.allowed_origins, "--allowed-origins")
     check_fleet(options)
     check_deployments(options)
     if options.ranks is None and options.devices is None:

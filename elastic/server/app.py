@@ -16,6 +16,7 @@ from elastic.engines.base import Engine, GrammarCompiler
 from elastic.errors import ConfigError
 from elastic.server.generation.sampling_defaults import checked
 from elastic.server.generation.state import ServerState
+from elastic.server.hosts import check_origins
 from elastic.server.http_metrics import HTTPMetricsMiddleware
 from elastic.server.middleware import KEY, TOKEN, RequestMiddleware
 from elastic.server.protocol import errors
@@ -79,6 +80,7 @@ def create_app(
     if actions and token is None:
         raise ConfigError("actions=True needs a token: whoever reaches the server could change the model")
     _check_options(name, max_model_len, body_timeout_s, tool_call_parser)
+    check_origins(allowed_origins, "allowed_origins")
     serving = ServerState(
         engine,
         tokenizer,

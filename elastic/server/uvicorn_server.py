@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from elastic.errors import ConfigError
 from elastic.server.generation.state import ServerState
-from elastic.server.hosts import ANY, Hosts, names_for
+from elastic.server.hosts import ANY, Hosts, check_hosts, names_for
 from elastic.server.http_protocol import Config
 
 DRAIN_S = 30.0
@@ -154,6 +154,7 @@ def run(
     """
     if not header_timeout_s > 0:
         raise ConfigError(f"header_timeout_s={header_timeout_s} must be above 0")
+    check_hosts(allowed_hosts or (), "allowed_hosts")
     with bind(host, port) if bound is None else bound as bound, _short_collections():
         listen(bound)
         address, port = bound.getsockname()[:2]

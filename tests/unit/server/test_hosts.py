@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from unittest.mock import Mock
 
@@ -10,7 +11,7 @@ import pytest
 
 from elastic.errors import ConfigError
 from elastic.server import uvicorn_server
-from elastic.server.hosts import names_for
+from elastic.server.hosts import check_hosts, check_origins, names_for
 from support.serving.fake_engine import FakeEngine
 from support.serving.live_server import app_for, live
 
@@ -70,3 +71,20 @@ def test_times_that_let_nobody_in_are_refused() -> None:
         uvicorn_server.run(app_for(FakeEngine()), port=0, header_timeout_s=0)
     with pytest.raises(ConfigError, match="body_timeout_s=-1"):
         app_for(FakeEngine(), body_timeout_s=-1)
+
+
+def test_names_that_no_header_could_match_are_refused() -> None:
+    for name in ("example.com:80", "http://example.com", "example.com/", "a*", "*.", ""):
+        with pytest.raises(ConfigError, match=f"allowed_hosts {re.escape(repr(name))} is never met"):
+            uvicorn_server.run(app_for(FakeEngine()), port=0, allowed_hosts=[name])
+    with pytest.raises(ConfigError, match="is one text; give a list"):
+        uvicorn_server.run(app_for(FakeEngine()), port=0, allowed_hosts="example.com")
+    check_hosts(["*", "*.example.com", "Example.com", "127.0.0.1", "[::1]", "::1"], "allowed_hosts")
+
+
+def test_origins_are_those_that_browsers_send() -> None:
+    check_origins(["*", "null", "http://[::1]:3000", "https://a.example", "chrome-extension://abc"], "allowed_origins")
+    check_origins("*", "allowed_origins")
+    for origin in ("https://a.example/", "https://A.example", "a.example", "https://*.example", "https://u@a", ""):
+        with pytest.raises(ConfigError, match=f"allowed_origins {re.escape(repr(origin))} is never met"):
+            check_origins([origin], "allowed_origins")

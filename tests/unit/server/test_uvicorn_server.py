@@ -158,6 +158,8 @@ def test_collections_of_garbage_leave_out_what_was_there_before_it_serves(monkey
         ({"api_key": "two\nlines"}, "api_key has a line break"),
         ({"token": "\ud800", "actions": True}, "token has a line break or another character"),
         ({"max_model_len": 0}, "max_model_len=0 leaves no room"),
+        ({"allowed_origins": "https://page.example"}, "allowed_origins 'https://page.example' is one text"),
+        ({"allowed_origins": ["page.example"]}, "allowed_origins 'page.example' is never met"),
     ],
 )
 def test_an_app_that_could_not_serve_is_not_made(options: dict[str, Any], words: str) -> None:
@@ -312,6 +314,15 @@ WRONG = [
     (["/nowhere", "--prepack", "--shards", "2"], "prepack=True does not go with shards=2"),
     (["/nowhere", "--slo-ttft", "0"], "ttft_s=0.0 cannot be"),
     (["/nowhere", "--host", "203.0.113.7"], "--host 203.0.113.7 --port 8000"),
+    (
+        ["/nowhere", "--allowed-hosts", "example.com:8000"],
+        "--allowed-hosts 'example.com:8000' is never met",
+    ),
+    (["/nowhere", "--allowed-hosts", "*.b.c", "http://a"], "--allowed-hosts 'http://a' is never met"),
+    (
+        ["/nowhere", "--allowed-origins", "*", "http://a/"],
+        "--allowed-origins 'http://a/' is never met",
+    ),
     (["/nowhere", "--order", "last_first"], "--order is of layers that are swapped; give --variants too"),
     (["/nowhere", "--place", "gpu"], "'gpu' is not a place"),
     (["/nowhere", "--tool-call-parser", "xml"], "--tool-call-parser xml: choose one of hermes"),
