@@ -14,6 +14,7 @@ from elastic.cli.views.status_document import NotAStatus, StatusDocument, printa
 from elastic.errors import ConfigError, ElasticError
 
 PATH = "/elastic/status"
+OK = range(200, 300)
 MOST_BYTES = 16 << 20
 ACT_S = 660.0
 """How long a server may take to act: a rank that is added loads its model."""
@@ -46,34 +47,23 @@ def act(url: str, token: str, verb: str, body: Mapping[str, Any], timeout_s: flo
     bearer = f"Bearer {token}".encode().decode("latin-1")  # which is how headers are written: as UTF-8 then
     headers = {"Content-Type": "application/json", "Authorization": bearer}
     request = urllib.request.Request(f"{url}/elastic/fleet/{verb}", json.dumps(body).encode(), headers)
+    status, answer = _exchange(url, request, timeout_s)
+    if status not in OK:
+        raise ConfigError(f"{url} answers {status}: {_words_of(answer)}")
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            document = json.loads(answer.read(MOST_BYTES))
-    except urllib.error.HTTPError as error:
-        with error:
-            words = _words_of(error.read(MOST_BYTES))
-        raise ConfigError(f"{url} answers {error.code}: {words}") from None
-    except TimeoutError:
-        raise NoAnswer(f"{url} does not answer within {timeout_s:g} s") from None
-    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
-        raise NoAnswer(f"{url} cannot be reached: {_reason(error)}") from None
+        document = json.loads(answer)
+    except (ValueError, RecursionError):
+        raise NoAnswer(f"{url} answers to {verb} what is not JSON; is it a server of Elastic?") from None
     told = document if isinstance(document, dict) else {}
     return next(iter(told.values()), None) or {}
 
 
 def ask(url: str, timeout_s: float) -> StatusDocument:
     """Ask for the server's present status. Raises `NoAnswer` with one line that says what is wrong."""
-    try:
-        with urllib.request.urlopen(url + PATH, timeout=timeout_s) as answer:
-            body = answer.read(MOST_BYTES + 1)
-    except urllib.error.HTTPError as error:
-        error.close()
-        hint = "; is it a server of Elastic?" if error.code in (404, 405) else ""
-        raise NoAnswer(f"{url} answers {error.code} to {PATH}{hint}") from None
-    except TimeoutError:
-        raise NoAnswer(f"{url} does not answer within {timeout_s:g} s") from None
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise NoAnswer(f"{url} cannot be reached: {_reason(error)}") from None
+    status, body = _exchange(url, url + PATH, timeout_s)
+    if status not in OK:
+        hint = "; is it a server of Elastic?" if status in (404, 405) else ""
+        raise NoAnswer(f"{url} answers {status} to {PATH}{hint}")
     if len(body) > MOST_BYTES:
         raise NoAnswer(f"{url} answers more than {MOST_BYTES >> 20} MiB to {PATH}; is it a server of Elastic?")
     try:
@@ -82,6 +72,21 @@ def ask(url: str, timeout_s: float) -> StatusDocument:
         raise NoAnswer(f"{url}{PATH} is not the status of a server of Elastic: {error}") from None
     except (ValueError, RecursionError):
         raise NoAnswer(f"{url}{PATH} is not JSON; is it a server of Elastic?") from None
+
+
+def _exchange(url: str, request: str | urllib.request.Request, timeout_s: float) -> tuple[int, bytes]:
+    """Return the status of an answer and its body, up to a byte more than is read of one. Raises `NoAnswer`."""
+    try:
+        try:
+            answer = urllib.request.urlopen(request, timeout=timeout_s)
+        except urllib.error.HTTPError as error:
+            answer = error
+        with answer:
+            return answer.status, answer.read(MOST_BYTES + 1)
+    except TimeoutError:
+        raise NoAnswer(f"{url} does not answer within {timeout_s:g} s") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise NoAnswer(f"{url} cannot be reached: {_reason(error)}") from None
 
 
 def _reason(error: Exception) -> str:

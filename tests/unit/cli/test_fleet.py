@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -413,6 +416,36 @@ def test_what_the_caller_must_change(
     assert "answers 404: there is no rank 'c'" in capsys.readouterr().err
     assert main(["fleet", "remove", "127.0.0.1:1", "c"]) == 2
     assert "cannot be reached" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>", "answers to split what is not JSON"),
+        (b"HTTP/1.1 500 No\r\nContent-Length: 99\r\n\r\n{", "cannot be reached: Connection reset by peer"),
+    ],
+)
+def test_an_answer_that_is_none_is_said_in_a_line(
+    answer: bytes, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELASTIC_TOKEN", TOKEN)
+
+    def once(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            received = b""
+            while b"}" not in received:
+                received += connection.recv(4096)
+            connection.sendall(answer)
+            if b"500" in answer:  # it ends in the middle
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=once, args=(listening,))
+        thread.start()
+        assert main(["fleet", "split", f"127.0.0.1:{listening.getsockname()[1]}", "a"]) == 2
+        thread.join()
+    assert words in capsys.readouterr().err
 
 
 def test_a_server_without_a_fleet_says_so(capsys: pytest.CaptureFixture[str]) -> None:
