@@ -6,14 +6,14 @@ import asyncio
 import hmac
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elastic.server.generation.state import SHUTTING_DOWN, ServerState
-from elastic.server.protocol.errors import RETRY_AFTER_S, APIError
+from elastic.server.protocol.errors import RETRY_AFTER_S, APIError, as_api_error
 
 _DISCARDED = 4
 """Times the limit, of a body that is refused, are still read, so that the client reads the answer."""
@@ -64,11 +64,24 @@ class RequestMiddleware:
             await _discard(receive, _DISCARDED * self._limit)
             await error.response()(scope, receive, send)
             return
-        if path_of(scope) in GENERATING:
-            with self._serving.counted():
-                await self._app(scope, self._bounded(receive), send)
-        else:
-            await self._app(scope, self._bounded(receive), send)
+        with self._serving.counted() if path_of(scope) in GENERATING else nullcontext():
+            await self._answered(scope, self._bounded(receive), send)
+
+    async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have the app answer. What fails in it is answered here: other middleware adds headers on the way out."""
+        began = False
+
+        async def noted(message: Message) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception as error:  # it is raised again: the server logs it
+            if not began:
+                await as_api_error(error).response()(scope, receive, noted)
+            raise
 
     def _check(self, scope: Scope) -> None:
         headers, path = Headers(scope=scope), path_of(scope)

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 import elastic
 from elastic.cli.serve import sampling_defaults
+from elastic.engines.base import Listener, Request
 from elastic.errors import ConfigError
 from elastic.server.generation.chat_template import without_template
 from elastic.server.generation.sampling_defaults import of_generation_config
@@ -70,6 +71,22 @@ def test_every_answer_has_the_id_of_its_request() -> None:
             made = client.get("/health", headers={"X-Request-Id": unusable}).headers["x-request-id"]
             assert made.isalnum()
             assert made != client.get("/health").headers["x-request-id"]
+
+
+def test_what_fails_in_the_server_has_the_id_too_and_is_read_by_pages() -> None:
+    class Broken(FakeEngine):
+        def submit(self, request: Request, listener: Listener) -> None:
+            raise RuntimeError("it broke")
+
+    app = app_for(Broken(), allowed_origins=["https://page.example"])
+    with TestClient(app, raise_server_exceptions=False) as client:
+        headers = {"X-Request-Id": "mine-1", "Origin": "https://page.example"}
+        answer = client.post("/v1/completions", json=ASKED, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+        assert answer.headers["x-request-id"] == "mine-1"
+        assert answer.headers["access-control-allow-origin"] == "https://page.example"
+    with TestClient(app_for(Broken())) as client, pytest.raises(RuntimeError, match="it broke"):  # the log has it
+        client.post("/v1/completions", json=ASKED)
 
 
 def test_pages_of_allowed_origins_may_use_the_server() -> None:
