@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,15 +12,15 @@ REQUEST_ID = "X-Request-Id"
 _LONGEST = 256
 
 
+@dataclass(frozen=True)
 class RequestIdMiddleware:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         given = Headers(scope=scope).get(REQUEST_ID, "")
         usable = 0 < len(given) <= _LONGEST and given.isascii() and given.isprintable()
@@ -30,4 +31,4 @@ class RequestIdMiddleware:
                 MutableHeaders(scope=message)[REQUEST_ID] = request_id
             await send(message)
 
-        await self._app(scope, receive, with_id)
+        await self.app(scope, receive, with_id)

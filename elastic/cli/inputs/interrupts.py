@@ -7,17 +7,18 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 
 INTERRUPTED = 128 + signal.SIGINT
 
 
+@dataclass
 class Interrupts:
     """The signal that ended the command."""
 
-    def __init__(self) -> None:
-        self.code: int = INTERRUPTED
-        """The exit code, as shells have it."""
+    code: int = INTERRUPTED
+    """The exit code, as shells have it."""
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Keep the exit code of a signal, and raise `KeyboardInterrupt`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from elastic.engines.base import TokenLogprobs
@@ -14,12 +15,13 @@ LEAST = -9999.0
 """For what JSON cannot say: of a token that was impossible it is minus infinity, of logits with NaN it is NaN."""
 
 
+@dataclass(frozen=True)
 class LogprobsFormat:
     """The shapes of reports, with the names that tokens have in them."""
 
-    def __init__(self, texts: TokenTexts, *, as_ids: bool) -> None:
-        """With `as_ids`, tokens are named `token_id:ID`."""
-        self._texts, self._as_ids = texts, as_ids
+    texts: TokenTexts
+    as_ids: bool = False
+    """True: tokens are named `token_id:ID`."""
 
     def chat(self, tokens: Iterable[ReadToken]) -> list[JSON]:
         """Return the `content` of a chat's log-probabilities."""
@@ -53,15 +55,15 @@ class LogprobsFormat:
         ranked = {entry.token: (entry.logprob, entry.rank)}
         ranked |= {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)}
         return {
-            str(token): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._texts.of(token)[0]}
+            str(token): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self.texts.of(token)[0]}
             for token, (logprob, rank) in ranked.items()
         }
 
     def _entry(self, token: int, logprob: float) -> JSON:
-        return {"token": self._name(token), "logprob": _finite(logprob), "bytes": list(self._texts.of(token)[1])}
+        return {"token": self._name(token), "logprob": _finite(logprob), "bytes": list(self.texts.of(token)[1])}
 
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self._as_ids else self._texts.of(token)[0]
+        return f"token_id:{token}" if self.as_ids else self.texts.of(token)[0]
 
 
 def _finite(logprob: float) -> float:

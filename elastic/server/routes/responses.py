@@ -40,9 +40,7 @@ def routes(models: Catalogue) -> APIRouter:
             requests = await serving.prompts.chat(chat, arrived_s)
         except APIError as error:
             raise _of_body(error) from error
-        form = ResponsesFormat(
-            body, serving.name, requests[0].id, LogprobsFormat(serving.token_texts, as_ids=False), parser
-        )
+        form = ResponsesFormat(body, serving.name, requests[0].id, LogprobsFormat(serving.token_texts), parser)
         options = answer_options(serving, chat, calls=chat.choice_of_tools == "auto")
         stream = serving.respond(requests, options, "chat", eager=bool(body.stream))
         stream.submit()
