@@ -75,12 +75,10 @@ def create_app(
     The endpoints, their metrics and their errors are in docs/serving.md. `app.state.serving` is its `ServerState`: call
     `drain()` on it to refuse new requests. Raises `ConfigError` for options that cannot work.
     """
-    api_key = _checked_key("api_key", api_key)
     token = _checked_key("token", token) if actions else None
     if actions and token is None:
         raise ConfigError("actions=True needs a token: whoever reaches the server could change the model")
     _check_options(name, max_model_len, body_timeout_s, tool_call_parser)
-    check_origins(allowed_origins, "allowed_origins")
     serving = ServerState(
         engine,
         tokenizer,
@@ -98,7 +96,7 @@ def create_app(
     asking = (openai.routes(models), responses.routes(models), tokens.routes(models), status.routes(models))
     for routes in (*asking, *(acting if actions else (action_routes.closed(),))):
         app.include_router(routes)
-    keys = {**dict.fromkeys(KEYED, (api_key, KEY)), **dict.fromkeys(ACTING, (token, TOKEN))}
+    keys = {**dict.fromkeys(KEYED, (_checked_key("api_key", api_key), KEY)), **dict.fromkeys(ACTING, (token, TOKEN))}
     _add_middleware(app, serving, keys, max_body, body_timeout_s, allowed_origins)
     return app
 
@@ -139,6 +137,7 @@ def _add_middleware(
     body_bytes = parse_bytes(max_body, option="max_body")
     if body_bytes < 1:
         raise ConfigError(f"max_body={max_body!r} refuses every request; give bytes, such as '4MiB'")
+    check_origins(allowed_origins, "allowed_origins")
     app.add_middleware(
         RequestMiddleware, serving=serving, keys=keys, max_body_bytes=body_bytes, body_timeout_s=body_timeout_s
     )
