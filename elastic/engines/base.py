@@ -92,6 +92,11 @@ class Grammar:
     text: str
     """The schema as JSON, the regular expression, or the grammar in Lark's notation."""
 
+    def __post_init__(self) -> None:
+        kinds = ("json_schema", "regex", "lark")
+        require(self.kind in kinds, "kind", self.kind, f"one of {', '.join(kinds)}")
+        require(isinstance(self.text, str), "text", self.text, "a text, such as json.dumps(schema)")
+
 
 @dataclass(frozen=True)
 class Request:

@@ -13,7 +13,7 @@ from elastic.engines.executor.block_layout import LAYOUTS
 from elastic.engines.executor.layer_groups import layer_groups
 from elastic.engines.pipeline.forward import Attended, StageForward
 from elastic.engines.pipeline.turn import Turn
-from elastic.errors import ConfigError, require, require_count, require_whole
+from elastic.errors import ConfigError, require, require_count, require_flag, require_whole
 from elastic.kvcache.attention import attends_for_engines
 from elastic.kvcache.score_terms import ScoreTerms
 from elastic.kvcache.storage.pool import KVPool
@@ -132,23 +132,20 @@ def _call(model: Any, probe: _CacheProbe, present: list[int]) -> None:
         forward.close()
 
 
-def require_options(
-    max_requests: Any,
-    max_batch_tokens: Any,
-    max_queue: Any,
-    block_tokens: Any,
-    cohorts: Any,
-    block_layout: Any,
-    kv_cache_dtype: Any,
-) -> None:
-    """Raise `ConfigError` for options of an engine that cannot be."""
-    require_whole(max_requests, "max_requests")
-    require_whole(max_batch_tokens, "max_batch_tokens")
-    for name, count in (("max_queue", max_queue), ("block_tokens", block_tokens), ("cohorts", cohorts)):
-        require_count(count, name)
-    require(block_layout in [*LAYOUTS], "block_layout", block_layout, f"one of {', '.join(sorted(LAYOUTS))}")
-    dtypes = ("auto", INT8)
-    require(kv_cache_dtype in dtypes, "kv_cache_dtype", kv_cache_dtype, " or ".join(dtypes))
+def require_options(**options: Any) -> None:
+    """Raise `ConfigError` for options of an engine, all of them by name, that cannot be."""
+    for name in ("max_requests", "max_batch_tokens"):
+        require_whole(options[name], name)
+    for name in ("max_queue", "block_tokens", "cohorts"):
+        require_count(options[name], name)
+    for name in ("share_prefixes", "enforce_eager", "cuda_graphs"):
+        require_flag(options[name], name)
+    for name, method, kind in (("step_budget", "tokens", "a StepBudget"), ("grammars", "matcher", "a GrammarCompiler")):
+        given = options[name]
+        require(given is None or callable(getattr(given, method, None)), name, given, f"{kind}, or None")
+    layout, dtype, dtypes = options["block_layout"], options["kv_cache_dtype"], ("auto", INT8)
+    require(layout in [*LAYOUTS], "block_layout", layout, f"one of {', '.join(sorted(LAYOUTS))}")
+    require(dtype in dtypes, "kv_cache_dtype", dtype, " or ".join(dtypes))
 
 
 def kv_format(model: Any, block_tokens: int | None, block_layout: str, dtype: str) -> KVFormat:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from elastic.config import require
 from elastic.engines.base import GrammarCompiler, Listener, Request
 from elastic.engines.continuous.active_requests import ActiveRequests
 from elastic.engines.continuous.compatibility import kv_format, one_pool, require_options
@@ -41,7 +40,17 @@ from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.turn import Turn
 from elastic.engines.sampling import answer_seed, require_valid
 from elastic.engines.stopping import end_tokens, with_ends
-from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError, require_whole
+from elastic.errors import (
+    CapacityError,
+    ConfigError,
+    ElasticError,
+    Overloaded,
+    StateError,
+    require,
+    require_flag,
+    require_seconds,
+    require_whole,
+)
 from elastic.kvcache.storage.paged import BlockMemory
 from elastic.memory.rate_limit import YieldingPace
 from elastic.openmp import release_threads
@@ -86,9 +95,15 @@ class ContinuousEngine:
         enforce_eager: bool = False,
         cuda_graphs: bool = False,
     ) -> None:
-        require_options(max_requests, max_batch_tokens, max_queue, block_tokens, cohorts, block_layout, kv_cache_dtype)
+        require_options(
+            max_queue=max_queue, max_requests=max_requests, max_batch_tokens=max_batch_tokens,
+            block_tokens=block_tokens, block_layout=block_layout, kv_cache_dtype=kv_cache_dtype,
+            share_prefixes=share_prefixes, cohorts=cohorts, step_budget=step_budget, grammars=grammars,
+            enforce_eager=enforce_eager, cuda_graphs=cuda_graphs,
+        )  # fmt: skip
         self.runtime: Runtime = runtime(model)
-        self.counters = self.runtime.counters
+        self.counters, self.shards = self.runtime.counters, self.runtime.shards
+        """`shards`: into how many each decoder layer is cut; 1: layers are whole."""
         self._model, self._config = model, model.config.get_text_config(decoder=True)
         self._max_queue, self._max_batch_tokens, self._grammars = max_queue, max_batch_tokens, grammars
         self._lock, self._stack, self._state = threading.Lock(), ExitStack(), "new"
@@ -119,6 +134,7 @@ class ContinuousEngine:
             stack.callback(model.register_forward_pre_hook(self._variants).remove)
             kv.pool.listeners.append(self._loop.wake)
             stack.callback(kv.pool.listeners.remove, self._loop.wake)
+            stack.callback(self.moves.close)
             self._stack = stack.pop_all()
 
     def _put_together(self, scheduler: RestartingScheduler, cohorts: int | None) -> None:
@@ -150,11 +166,6 @@ class ContinuousEngine:
         """How it goes on when another rank is lost."""
         loop.before_steps, loop.when_stuck = self.cohorts.fill_stages, self.moves.end_crowded_out
         loop.when_idle = lambda: not self.stages.by_home and home.prepare()
-
-    @property
-    def shards(self) -> int:
-        """Into how many shards each decoder layer is cut; 1: layers are whole."""
-        return self.runtime.shards
 
     @property
     def weights(self) -> tuple[tuple[str, ...], ...]:
@@ -259,10 +270,7 @@ class ContinuousEngine:
         return leave() if threading.current_thread() is self._loop.thread else self._loop.between_steps(leave)
 
     def cancel(self, request: str, index: int | None = None) -> None:
-        """End a request, or one of its answers, and free what it holds; its listener gets `cancelled` for each.
-
-        Unknown or ended: nothing happens.
-        """
+        """End a request, or one of its answers, and free what it holds; see `Engine`."""
         require(isinstance(request, str), "request", request, "the id of a request, a text")
 
         def leave() -> None:
@@ -275,11 +283,14 @@ class ContinuousEngine:
 
     def stop(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
         """Take no more requests; finish those there are (`drain`, for `timeout_s` at the most), or cancel them."""
+        require_flag(drain, "drain")
+        if timeout_s is not None:
+            require_seconds(timeout_s, "timeout_s")
         thread = self._loop.thread
         if threading.current_thread() is thread:
             raise StateError("the engine cannot be stopped by a listener, on its own thread; use another one")
         with self._lock:
-            was, self._state = self._state, "stopped"
+            self._state = "stopped"
         if thread is not None:
             self._loop.stop(drain=drain)
             if not drain:
@@ -289,8 +300,7 @@ class ContinuousEngine:
                 self._loop.stop(drain=False)
                 self._home.abort()
                 thread.join()
-        if was != "stopped":
-            self.moves.close()
+        with self._lock:  # also by a later call, if this one is interrupted before
             self._stack.close()
 
     def check(self) -> None:

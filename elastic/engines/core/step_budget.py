@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
-from elastic.config import require
+from elastic.errors import require
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
 
 MOST_CHUNKS = 64

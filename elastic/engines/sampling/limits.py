@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from elastic.config import require
 from elastic.engines.base import MOST_ANSWERS, Request
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, require
 
 
 def require_valid(request: Request, vocabulary: int, longest: int | None) -> None:

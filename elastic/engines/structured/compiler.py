@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 
-from elastic.config import require
 from elastic.engines.base import Grammar
 from elastic.engines.stopping import end_tokens
-from elastic.errors import BackendUnavailable, ConfigError
+from elastic.errors import BackendUnavailable, ConfigError, require
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from elastic.engines.base import Request, Sampling
+from elastic.engines.base import Grammar, Request, Sampling
 from elastic.errors import ConfigError
 
 
@@ -43,6 +43,9 @@ from elastic.errors import ConfigError
         (lambda: Request((1,), 5, arrived_s="x"), "arrived_s='x' cannot be"),
         (lambda: Request((1,), 5, arrived_s=math.nan), "arrived_s=nan cannot be"),
         (lambda: Request((1,), 5, grammar="[a-z]"), "grammar=.* cannot be"),
+        (lambda: Grammar("yaml", "a: b"), "kind='yaml' cannot be; it must be one of json_schema, regex, lark"),
+        (lambda: Grammar(["regex"], "a"), "kind=.* cannot be"),
+        (lambda: Grammar("json_schema", {"type": "object"}), "text={'type': 'object'} cannot be; it must be a text"),
         (lambda: Request((1,), 5, id=None), "id=None cannot be; it must be a text"),
         (lambda: Sampling(temperature=True), "temperature=True cannot be"),
         (lambda: Sampling(temperature=10**400), "temperature=1000.* cannot be; it must be at least 0 and finite"),

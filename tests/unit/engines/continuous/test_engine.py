@@ -423,6 +423,21 @@ def test_an_engine_that_could_take_no_request_is_not_made(option: str, count: An
 
 
 @pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("share_prefixes", "it must be True or False"),
+        ("enforce_eager", "it must be True or False"),
+        ("cuda_graphs", "it must be True or False"),
+        ("step_budget", "it must be a StepBudget, or None"),
+        ("grammars", "it must be a GrammarCompiler, or None"),
+    ],
+)
+def test_an_engine_with_options_that_are_none_is_not_made(option: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option}='off' cannot be; {words}"):
+        ContinuousEngine(None, **{option: "off"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     "rule",
     [
         {"temperature": -1.0},
@@ -678,6 +693,31 @@ def test_stop_finishes_or_cancels_what_there_is(drain: bool, engines: Any) -> No
     assert engine.runtime.kv.used_bytes == 0
     traffic = engine.counters.read()
     assert (traffic.waiting, traffic.running) == (0, 0)
+
+
+def test_a_stop_that_was_interrupted_can_be_called_again(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = architectures.build("llama-gqa")
+    engine, heard, request = engines(model), Collector(), Request((3, 4, 5), 100)
+    engine.submit(request, heard)
+
+    def interrupt(timeout: float | None = None) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._loop.thread, "join", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.stop()
+    engine.stop(drain=False)
+    assert request.id in heard.ends
+    elastic.unwrap(model)
+
+
+def test_a_stop_that_makes_no_sense_changes_nothing(engines: Any) -> None:
+    engine = engines(architectures.build("llama-gqa"))
+    for options in ({"timeout_s": "5"}, {"timeout_s": -1}, {"drain": "no"}):
+        with pytest.raises(ConfigError, match=r"(timeout_s|drain)=.* cannot be"):
+            engine.stop(**options)
+    serve(engine, [Request((3, 4), 4)])
 
 
 def test_the_model_generates_beside_its_engine(engines: Any) -> None:
