@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -13,15 +14,15 @@ from elastic.engines.executor.kernels.paged_attention import PagedAttention
 from elastic.kvcache.score_terms import ScoreTerms, attend_by_scores
 
 
+@dataclass(frozen=True)
 class BlockAttention:
     """Attention over blocks of one layout: by a compiled kernel where a few tokens are new, else by torch's operators.
 
     Caches [elements] are of a layer, queries of the heads of some of its parts, `terms` of the query's heads.
     """
 
-    def __init__(self, layout: BlockLayout, kernel: PagedAttention | None = None) -> None:
-        self.layout = layout
-        self.kernel = kernel
+    layout: BlockLayout
+    kernel: PagedAttention | None = None
 
     def attend(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -164,22 +165,24 @@ class Attended(Exception):
     """A layer came to its attention, and no further. Hooks are called for it as for any exception."""
 
 
+@dataclass
 class _AttentionPass:
     """The plan of a forward pass that needs no weights of feed-forward networks: layers return what they were given."""
 
-    def __init__(self, layers: Container[int], indices: dict[nn.Module, int], as_tuples: bool) -> None:
-        self.layers, self._indices, self._as_tuples = layers, indices, as_tuples
+    layers: Container[int]
+    indices: dict[nn.Module, int]
+    as_tuples: bool
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a layer until it attends, or pass over it."""
-        index = self._indices.get(module)
+        index = self.indices.get(module)
         if index is None:
             return own_forward(module, *args, **kwargs)
         hidden = _given(args, kwargs)
         if index in self.layers:
             with suppress(Attended):
                 type(module).forward(module, *args, **kwargs)
-        return (hidden,) if self._as_tuples else hidden
+        return (hidden,) if self.as_tuples else hidden
 
 
 class _LayerOutputProbe:

@@ -153,7 +153,8 @@ class GuestMemory(SectorSpace):
                 return
             self._closed = True
             finish_queued_work(self.kv.device)
-            self._close_groups()
+            for group in self.groups:
+                group.close()
             self.allotted = 0
             self._reservation.resize(0)
             self.kv.leave(self)

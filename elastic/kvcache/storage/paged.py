@@ -43,7 +43,8 @@ class BlockMemory(SectorSpace):
         super().__init__(kv, groups, min(budget // min(sizes), _MOST_TIMES * budget // whole))
         self.promised = self.owed = promised
         """`owed`: of what is promised, that of requests that live."""
-        self._cap = SectorCap()
+        self.cap = SectorCap()
+        """The most sectors that there may be, as `set_cap` says."""
         self.keep_sectors = False
         """Set while layers are copied: no sector is given back, whoever needs pages."""
         self._reusable = reusable
@@ -58,11 +59,6 @@ class BlockMemory(SectorSpace):
         kv.join(self)
 
     # -- what there is
-
-    @property
-    def cap(self) -> int | None:
-        """The most sectors that new requests may bring; None: any number."""
-        return self._cap.sectors
 
     @property
     def sectors_in_use(self) -> int:
@@ -109,7 +105,7 @@ class BlockMemory(SectorSpace):
     @property
     def capacity(self) -> int:
         """Sectors that requests could have at the limit that is in force, with none there, beside other models."""
-        return self._cap.within(self.uncapped)
+        return self.cap.within(self.uncapped)
 
     @property
     def uncapped(self) -> int:
@@ -119,7 +115,7 @@ class BlockMemory(SectorSpace):
     def room(self, *, growing: bool) -> int:
         """Count the sectors that could be allocated now: for requests that live (`growing`), or for new ones."""
         free = self._sectors_of(self.kv.available(growing=growing, asker=self))
-        most = self._cap.within(self.sectors, growing=growing)
+        most = self.cap.within(self.sectors, growing=growing)
         return max(0, min(free, most - self.sectors_in_use))
 
     def require_possible(self, sectors: int, what: str) -> None:
@@ -142,10 +138,10 @@ class BlockMemory(SectorSpace):
                 f'{limits.limit * size:,} now: raise it, kv.resize("max") to all there is, or shorten the request',
                 retry_after_s=RETRY_AFTER_S,
             )
-        if sectors > self._cap.within(sectors):
+        if sectors > self.cap.within(sectors):
             raise Overloaded(
                 f"{what} needs {sectors} sectors of KV cache, and other places that compute layers of it have room for "
-                f"{self.cap}: try again once they have more, or shorten the request",
+                f"{self.cap.sectors}: try again once they have more, or shorten the request",
                 retry_after_s=RETRY_AFTER_S,
             )
 
@@ -154,7 +150,7 @@ class BlockMemory(SectorSpace):
     def allocate(self, group: int) -> int:
         """Map a sector in all layers of a group. Raises `CapacityError`, and nothing has changed."""
         with self.lock:
-            most = self._cap.within(self.sectors, growing=True)
+            most = self.cap.within(self.sectors, growing=True)
             if not self._idle[group]:
                 self._unmap_above(most - 1)
             if self._idle[group]:
@@ -180,8 +176,8 @@ class BlockMemory(SectorSpace):
         """Have a sector be idle: it stays mapped for the next use until its pages are needed elsewhere."""
         with self.lock:
             self._idle[group][sector] = None
-            if self.cap is not None:
-                self.kv.reclaimer.tidy(lambda: self._unmap_idle_above(self._cap.within(self.sectors)))
+            if self.cap.sectors is not None:
+                self.kv.reclaimer.tidy(lambda: self._unmap_idle_above(self.cap.within(self.sectors)))
 
     def trim(self, pages: int) -> int:
         """Give idle sectors back until `pages` pages came free; return how many did."""
@@ -219,18 +215,18 @@ class BlockMemory(SectorSpace):
         if sectors is not None and sectors < 0:
             raise ConfigError(f"sectors={sectors} must be at least 0, or None for no cap")
         with self.lock:
-            self._cap.set(sectors)
+            self.cap.set(sectors)
             self.reached_cap()
             self.kv.pool.notify()
 
     def reached_cap(self) -> bool:
         """Return whether there are no more sectors than the cap allows, nor will be for what was promised."""
         with self.lock:
-            if self.cap is not None and not self._cap.reached:
-                self._unmap_above(self.cap)
-                if max(self.mapped_count, self.sectors_in_use + self.promised()) <= self.cap:
-                    self._cap.reach()
-            return self._cap.reached
+            if self.cap.sectors is not None and not self.cap.reached:
+                self._unmap_above(self.cap.sectors)
+                if max(self.mapped_count, self.sectors_in_use + self.promised()) <= self.cap.sectors:
+                    self.cap.reach()
+            return self.cap.reached
 
     # -- layers
 
@@ -294,7 +290,8 @@ class BlockMemory(SectorSpace):
         """Give everything back; what is in it is lost. Can be called twice."""
         with self.lock:
             finish_queued_work(self.kv.device)
-            self._close_groups()
+            for group in self.groups:
+                group.close()
             for idle in self._idle:
                 idle.clear()
             self.kv.leave(self)

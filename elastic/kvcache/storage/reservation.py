@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from elastic.kvcache.storage.pool import OWNER, KVPool
 
 
+@dataclass
 class Reservation:
     """Free pages of a place, counted in its ledger as those of KV. Guarded by the lock of the KV pool."""
 
-    def __init__(self, kv: KVPool) -> None:
-        self._kv = kv
-        self.pages = 0
+    kv: KVPool
+    pages: int = 0
 
     def resize(self, pages: int) -> None:
         """Keep so many. Raises `CapacityError` where caches and their promises leave fewer; nothing has changed."""
-        kv, change = self._kv, pages - self.pages
+        kv, change = self.kv, pages - self.pages
         with kv.lock:
             if change > 0:
                 kv.require_available(change)
@@ -30,7 +31,7 @@ class Reservation:
 
     def take(self, count: int) -> list[int]:
         """Return pages of it, to be mapped: they are owned now. Raises `CapacityError` where none can be created."""
-        kv = self._kv
+        kv = self.kv
         with kv.lock:  # nobody takes the pages in between
             kv.pool.unreserve(OWNER, count)
             self._count(-count)
@@ -44,7 +45,7 @@ class Reservation:
 
     def put_back(self, pages: Sequence[int]) -> None:
         """Undo `take`; nothing shows the pages any more."""
-        kv = self._kv
+        kv = self.kv
         with kv.lock:
             kv.pool.free(pages)
             kv.pool.reserve(OWNER, len(pages))
@@ -52,4 +53,4 @@ class Reservation:
 
     def _count(self, change: int) -> None:
         self.pages += change
-        self._kv.reserved += change
+        self.kv.reserved += change

@@ -261,10 +261,6 @@ class SectorSpace:
             g.set_layers({*g.layers} - {*old})
         return pages
 
-    def _close_groups(self) -> None:
-        for group in self.groups:
-            group.close()
-
 
 def map_parts(parts: Iterable[Part], pages: Sequence[int]) -> None:
     """Show pages in parts of ranges, one after another; all or none. Raises `CapacityError`."""

@@ -112,7 +112,7 @@ class EngineMachine(RuleBasedStateMachine):
         others = [rank for rank in self.ranks if rank != name and (name, rank) not in self.joined]
         engine = self.group[name]
         if others and not engine._loop.scheduler.sequences:  # else the cap might be reached late
-            other, cap = others[helper % len(others)], engine._memory.cap
+            other, cap = others[helper % len(others)], engine._memory.cap.sectors
             with suppress(CapacityError):
                 self.group.join(name, other, self.group.sectors_alone(name) // 2 if cap is None else cap)
                 self.joined.append((name, other))
@@ -202,7 +202,7 @@ class EngineMachine(RuleBasedStateMachine):
     def set_cap(self, home: int, sectors: int) -> None:
         name = self.ranks[home % len(self.ranks)]
         engine, helpers = self.group[name], self.helpers(name)
-        before = engine._memory.cap
+        before = engine._memory.cap.sectors
         if before is None or not helpers:
             return
         with suppress(CapacityError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from elastic.engines.core.kv_state import LayersKV, SectorPages
 from elastic.engines.executor.kv_exchange import KVExchange
@@ -12,17 +13,19 @@ from elastic.engines.pipeline.written_blocks import Blocks, require_known_sector
 from elastic.kvcache.storage.paged import BlockMemory
 
 
+@dataclass(frozen=True)
 class HomeKV:
     """Shards are numbered as in `LayerPath`; places are those parts of the memory that theirs lie in."""
 
-    def __init__(self, memory: BlockMemory, cache: PagedCache, exchange: KVExchange, home: HomeExecutor) -> None:
-        self.memory, self.cache, self.exchange = memory, cache, exchange
-        self._home = home
+    memory: BlockMemory
+    cache: PagedCache
+    exchange: KVExchange
+    home: HomeExecutor
 
     @property
     def own_parts(self) -> frozenset[int]:
         """The parts of the KV cache that this rank's own steps write."""
-        path = self._home.path
+        path = self.home.path
         return self.exchange.parts_of(path.shards_of(path.home))
 
     @property
@@ -33,7 +36,7 @@ class HomeKV:
     @property
     def missing(self) -> frozenset[int]:
         """The parts of the KV cache that have no memory here."""
-        return self.exchange.parts_of(range(self._home.path.numbers)) - frozenset(self.memory.layers)
+        return self.exchange.parts_of(range(self.home.path.numbers)) - frozenset(self.memory.layers)
 
     def locate(self, shards: Iterable[int], sectors: Iterable[tuple[int, int]] | None = None) -> LayersKV:
         """Say where those of shards lie; see `KVExchange.locate`."""
@@ -68,9 +71,8 @@ class HomeKV:
         """Copy those of shards that are prepared; return bytes. See `KVExchange.copy`."""
         if blocks is not None:
             require_known_sectors(source, self.memory, blocks)
-        coming = sorted(
-            self.exchange.places_of(self.exchange.parts_of(shards) - self.own_parts)
-        )  # steps write the others
+        parts = self.exchange.parts_of(shards) - self.own_parts  # steps write the others
+        coming = sorted(self.exchange.places_of(parts))
         return self.exchange.copy(self.memory, source, coming, blocks, coordinated=coordinated)
 
     def drop(self, places: Collection[int]) -> None:

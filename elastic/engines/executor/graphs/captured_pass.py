@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,11 +54,12 @@ class _StepCache:
         return attended
 
 
+@dataclass(eq=False)
 class _CapturedAttention:
     """Stands for the cache while a pass is captured."""
 
-    def __init__(self, graph: PassGraph, step: _StepCache) -> None:
-        self._graph, self._step = graph, step
+    graph: PassGraph
+    step: _StepCache
 
     def attend(
         self,
@@ -70,7 +72,7 @@ class _CapturedAttention:
     ) -> torch.Tensor:
         """Attend in one layer; see `RequestSlice.attend`."""
         softcap, sinks = (None, None) if terms is None else (terms.softcap, terms.sinks)
-        return self._graph.call(self._step.attend, layer, query, key, value, scaling, terms is not None, softcap, sinks)
+        return self.graph.call(self.step.attend, layer, query, key, value, scaling, terms is not None, softcap, sinks)
 
 
 class NobodysCache:

@@ -222,7 +222,7 @@ class LayersMachine(RuleBasedStateMachine):
     def open_guest(self, name: str, rank: str) -> None:
         home = self.homes[name]
         if home.allotted is None:
-            home.allotted = home.memory.cap
+            home.allotted = home.memory.cap.sectors
         assert home.allotted is not None
         guest = GuestMemory(self.pools[rank], self.groups, home.memory.sectors)
         guest.allot(home.allotted)
@@ -267,8 +267,8 @@ class LayersMachine(RuleBasedStateMachine):
         name = self.draw_rank(data)
         home = self.homes[name]
         if home.allotted is not None and home.memory.reached_cap():
-            assert home.memory.cap is not None
-            home.allotted = home.memory.cap
+            assert home.memory.cap.sectors is not None
+            home.allotted = home.memory.cap.sectors
             self.tell_guests(name)
             for guest in home.guests.values():
                 guest.allot(home.allotted)
