@@ -118,7 +118,7 @@ class _Stopwatch:
         self._blocks, self._runner, self._device = engine._blocks, engine._runner, engine._model.device
         self._decoder = find_decoder(engine._model)
         self.layers = len(self._decoder.layers)
-        self._began = self._ended = 0.0
+        self._passed_s: list[float] = []  # when the first layer began, and the last one ended, of each pass
         self._steps = 0
         self._pace = pace
         self._tokens, self._choose = range(engine._config.vocab_size), random.Random(0)
@@ -129,7 +129,10 @@ class _Stopwatch:
     def attached(self) -> Iterator[None]:
         """Watch the first and the last decoder layer."""
         first, last = self._decoder.layers[0], self._decoder.layers[-1]
-        hooks = first.register_forward_pre_hook(self._begin, prepend=True), last.register_forward_hook(self._end)
+        hooks = (
+            first.register_forward_pre_hook(self._note_time, prepend=True),
+            last.register_forward_hook(self._note_time),
+        )
         try:
             yield
         finally:
@@ -140,7 +143,8 @@ class _Stopwatch:
         """Return the seconds of one decoder layer, and of all that is around them; the first run is not counted."""
         with self._begun(mix) as step:
             seconds = self._execute(step)
-        within = self._ended - self._began
+        began_s, ended_s = self._passed_s[-2:]
+        within = ended_s - began_s
         self._wait(2 * seconds)
         return within / self.layers, seconds - within
 
@@ -200,7 +204,7 @@ class _Stopwatch:
             self._blocks.expect([name], len(tokens))
             if self._blocks.admit(name, tokens, len(tokens), share=False) is None:
                 raise ConfigError(f"mixes: the cache has no room for the batch {mix[:9]}; give it more memory")
-            blocks = tuple(map(tuple, self._blocks.table(name).blocks))
+            blocks = tuple(map(tuple, self._blocks.tables[name].blocks))
             chunks.append(ScheduledChunk(name, start, tuple(tokens[start:]), True, blocks))
             states.append(SequenceState(name, Request((0,), 1 << 30), 0, 0))
         self._steps += 2
@@ -214,10 +218,6 @@ class _Stopwatch:
         synchronize(self._device)
         return time.perf_counter() - start
 
-    def _begin(self, *_: Any) -> None:
+    def _note_time(self, *_: Any) -> None:
         synchronize(self._device)
-        self._began = time.perf_counter()
-
-    def _end(self, *_: Any) -> None:
-        synchronize(self._device)
-        self._ended = time.perf_counter()
+        self._passed_s.append(time.perf_counter())

@@ -349,7 +349,7 @@ class ContinuousEngine:
     def _is_own_thread(self) -> bool:
         """Return whether the present thread computes the engine's own steps."""
         thread = threading.current_thread()
-        return thread is self._loop.thread or self._home.is_own_thread(thread)
+        return thread is self._loop.thread or thread in self._home.threads.started
 
     def _add(
         self, states: Sequence[SequenceState], listener: Listener, received: Mapping[str, ReceivedKV] | None = None

@@ -61,7 +61,8 @@ class EngineReports:
         try:
             total, uncapped = (sectors * memory.blocks_per_sector(0) for sectors in (memory.capacity, memory.uncapped))
             blocks = scheduler.blocks
-            self._load = EngineLoad(blocks.running, blocks.waiting, blocks.free_blocks(), total, steps, lost, uncapped)
+            running, waiting, free = len(blocks.live), len(blocks.waiting), blocks.free_blocks()
+            self._load = EngineLoad(running, waiting, free, total, steps, lost, uncapped)
             return self._load
         finally:
             memory.lock.release()

@@ -35,9 +35,12 @@ class BlockManager:
         """Whether sequences share the blocks of a common beginning."""
         self.no_blocks: tuple[tuple[int, ...], ...] = ((),) * len(windows)
         self._windows = tuple(windows)
-        self._tables: dict[str, BlockTable] = {}
-        self._live: dict[BlockTable, None] = {}  # those with blocks, as a set in order
-        self._waiting: dict[str, int] = {}  # the most tokens of those that have no block yet
+        self.tables: dict[str, BlockTable] = {}
+        """Of the sequences that were announced, and not detached."""
+        self.live: dict[BlockTable, None] = {}
+        """Those with blocks, also of no sequence, as a set in order."""
+        self.waiting: dict[str, int] = {}
+        """The most tokens of the sequences that have no block yet."""
         self.pools: list[BlockPool] = []  # of each group
         self._promised: int | None = 0  # sectors; None: to be counted again
         self._version = 0  # of what could let a sequence have the blocks that it was refused, besides more room
@@ -57,7 +60,7 @@ class BlockManager:
         Raises `CapacityError` where one never fits, `Overloaded` where it does not while the limit is as it is.
         """
         with self.memory.lock:
-            if any(sequence not in self._tables for sequence in sequences):
+            if any(sequence not in self.tables for sequence in sequences):
                 self.require_possible(tokens)
                 self.announce(sequences, tokens)
 
@@ -65,9 +68,9 @@ class BlockManager:
         """Do the same for sequences that may not fit now."""
         with self.memory.lock:
             for sequence in sequences:
-                if sequence not in self._tables:
-                    self._tables[sequence] = self._new_table(tokens)
-                    self._waiting[sequence] = tokens
+                if sequence not in self.tables:
+                    self.tables[sequence] = self._new_table(tokens)
+                    self.waiting[sequence] = tokens
             self._promised = None
 
     def wraps(self, tokens: int) -> bool:
@@ -94,7 +97,7 @@ class BlockManager:
         """Count the sectors that live sequences must still get, or the largest waiting one, alone."""
         if self._promised is None:
             live = self.owed_sectors()
-            largest = self._sectors_for(max(self._waiting.values(), default=0))
+            largest = self._sectors_for(max(self.waiting.values(), default=0))
             self._promised = max(live, largest - self.memory.used_sectors)
         return self._promised
 
@@ -104,7 +107,7 @@ class BlockManager:
 
     def reusable_sectors(self) -> int:
         """Count the allocated sectors that hold only blocks kept for reuse."""
-        return sum(pool.reusable_sectors for pool in self.pools)
+        return sum(len(pool.reusable) for pool in self.pools)
 
     def free_blocks(self) -> int:
         """Count the blocks of the first group that could be given to new sequences, after what live ones may need."""
@@ -119,22 +122,12 @@ class BlockManager:
             free = [pool.free_blocks for pool in self.pools]
             return self._ledger.needed_sectors(free) <= self.memory.room(growing=True)
 
-    @property
-    def running(self) -> int:
-        """Count the sequences that have blocks."""
-        return len(self._live)
-
-    @property
-    def waiting(self) -> int:
-        """Count those that have none yet."""
-        return len(self._waiting)
-
     def give_up_reusable(self, sectors: int) -> None:
         """Give up about so many of these."""
         for pool in self.pools:
-            before = pool.reusable_sectors
+            before = len(pool.reusable)
             pool.give_up_reusable(sectors)
-            sectors -= before - pool.reusable_sectors
+            sectors -= before - len(pool.reusable)
         self._promised = None
 
     def forget_kept(self) -> None:
@@ -154,21 +147,17 @@ class BlockManager:
 
     # -- what the scheduler calls
 
-    def table(self, sequence: str) -> BlockTable:
-        """Return the blocks of a sequence that was announced."""
-        return self._tables[sequence]
-
     def detach(self, sequence: str) -> BlockTable | None:
         """Forget a sequence, but have its blocks be in use until `release`."""
         with self.memory.lock:
-            self._waiting.pop(sequence, None)
+            self.waiting.pop(sequence, None)
             self._promised = None
-            return self._tables.pop(sequence, None)
+            return self.tables.pop(sequence, None)
 
     def release(self, table: BlockTable) -> None:
         """Have the blocks of a sequence that was detached be free, or kept for reuse. Can be called twice."""
         with self.memory.lock:
-            if table in self._live:
+            if table in self.live:
                 self._release(table)
 
     def admit(
@@ -181,7 +170,7 @@ class BlockManager:
         Returns how many there are of the former; None if there is no room for it now.
         """
         with self.memory.lock:
-            table, room = self._tables[sequence], self.memory.room(growing=False)
+            table, room = self.tables[sequence], self.memory.room(growing=False)
             version, room_before, _ = table.refused
             if version == self._version and room <= room_before:
                 return None
@@ -191,7 +180,7 @@ class BlockManager:
             if form != table.form:
                 table.use_form(form, table.shared)
             if self._extend(table, min(len(tokens), cached + most), growing=False):
-                del self._waiting[sequence]
+                del self.waiting[sequence]
                 return cached
             refused = table.refused != NEVER
             self._release(table)
@@ -223,7 +212,7 @@ class BlockManager:
     def attach(self, sequence: str, table: BlockTable) -> None:
         """Have blocks that were reserved be those of a sequence."""
         with self.memory.lock:
-            self._tables[sequence] = table
+            self.tables[sequence] = table
 
     def grow(self, table: BlockTable, tokens: int) -> tuple[tuple[int, ...], ...] | None:
         """Give a live sequence the blocks for `tokens` tokens; return the new ones, None if it has to wait."""
@@ -242,7 +231,7 @@ class BlockManager:
                 name = table.name_of(i, tokens, self.block_tokens)
                 for pool, users, blocks in zip(self.pools, self._users, table.blocks, strict=True):
                     pool.prefixes.register(name, blocks[i])
-                    if blocks[i] in pool.prefixes:
+                    if blocks[i] in pool.prefixes.names:
                         users.setdefault(blocks[i], frozenset((table.demand,)))
             table.shared = computed // self.block_tokens
 
@@ -251,7 +240,7 @@ class BlockManager:
         with self.memory.lock:
             for group, pool in enumerate(self.pools):
                 pool.check()
-                check_users(group, ((t.demand, t.blocks[group]) for t in self._live), self._users[group], pool.in_use)
+                check_users(group, ((t.demand, t.blocks[group]) for t in self.live), self._users[group], pool.in_use)
 
     # -- inside, under the lock
 
@@ -262,7 +251,7 @@ class BlockManager:
 
     def _begin(self, table: BlockTable, tokens: Sequence[int], form: bytes = b"") -> int:
         """Have a table be of a live sequence; return how many of these tokens are in blocks that it shares now."""
-        self._live[table] = None
+        self.live[table] = None
         self._ledger.add(table.demand)
         return self._share_prefix(table, tokens, form) if self.shares else 0
 
@@ -286,7 +275,7 @@ class BlockManager:
 
     def _find(self, name: bytes) -> list[int]:
         """Return the block of this hash in each group; empty where there is none in some."""
-        blocks = [block for pool in self.pools if (block := pool.prefixes.find(name)) is not None]
+        blocks = [block for pool in self.pools if (block := pool.prefixes.blocks.get(name)) is not None]
         return blocks if len(blocks) == len(self.pools) else []
 
     def _share_prefix(self, table: BlockTable, tokens: Sequence[int], form: bytes) -> int:
@@ -364,7 +353,7 @@ class BlockManager:
         if pool.free_blocks:
             return pool.take()
         reusable = self.reusable_sectors()
-        if pool.reusable_sectors and reusable >= min(self.memory.reusable_limit, self.memory.room(growing=True)):
+        if pool.reusable and reusable >= min(self.memory.reusable_limit, self.memory.room(growing=True)):
             return pool.take_reusable()
         return pool.take_new()
 
@@ -391,7 +380,7 @@ class BlockManager:
             demand.needed[group] += len(blocks)
             blocks.clear()
         self._ledger.remove(demand)
-        del self._live[table]
+        del self.live[table]
         table.shared = table.capacity = 0
         self._promised = None
         self._version += 1

@@ -130,18 +130,14 @@ class BlockPool:
         self._open: list[int] = []  # heap of sectors in use with free blocks, low ones first; some may have none left
         self._listed: set[int] = set()  # what is in it: once each, though sectors are given back and come again
         self._kept: dict[int, None] = {}  # blocks kept in sectors in use, the longest unused first
-        self._reusable: dict[int, None] = {}  # sectors, the longest unused first
+        self.reusable: dict[int, None] = {}
+        """Sectors in which every block is free or kept for reuse, as a set in order: the longest unused first."""
         self.in_use = 0
-
-    @property
-    def reusable_sectors(self) -> int:
-        """Count the sectors in which every block is free or kept for reuse."""
-        return len(self._reusable)
 
     @property
     def free_blocks(self) -> int:
         """Count the blocks to be had, kept ones included, in sectors that live sequences need."""
-        return (len(self._sectors) - len(self._reusable)) * self.size - self.in_use
+        return (len(self._sectors) - len(self.reusable)) * self.size - self.in_use
 
     @property
     def held(self) -> int:
@@ -168,7 +164,7 @@ class BlockPool:
 
     def take_reusable(self) -> int:
         """Return a block of the reusable sector that has been one for longest."""
-        number = next(iter(self._reusable))
+        number = next(iter(self.reusable))
         sector = self._sectors[number]
         if not sector.free:
             block = next(iter(sector.kept))
@@ -196,7 +192,7 @@ class BlockPool:
         sector = self._sectors[number]
         self.in_use -= 1
         sector.in_use -= 1
-        if block in self.prefixes:
+        if block in self.prefixes.names:
             sector.kept[block] = self._kept[block] = None
         else:
             sector.free.append(block)
@@ -204,18 +200,18 @@ class BlockPool:
         if not sector.in_use:
             for kept in sector.kept:
                 del self._kept[kept]
-            self._reusable[number] = None
+            self.reusable[number] = None
             if not sector.kept:
                 self._give_back(number)
 
     def give_up_reusable(self, count: int) -> None:
         """Forget what so many reusable sectors hold, the longest unused first, and give them back."""
-        for number in list(self._reusable)[: max(0, count)]:
+        for number in list(self.reusable)[: max(0, count)]:
             self._give_back(number)
 
     def forget_kept(self) -> None:
         """Forget all that is kept for reuse; what comes free with it is given back."""
-        self.give_up_reusable(len(self._reusable))
+        self.give_up_reusable(len(self.reusable))
         for block in list(self._kept):
             self.prefixes.forget(block)
             sector = self._sectors[block // self.size]
@@ -229,7 +225,7 @@ class BlockPool:
             accounted = len(sector.free) + len(sector.kept) + sector.in_use
             if accounted != self.size:
                 raise IntegrityError(f"sector {number} has {self.size} blocks, {accounted} of them are accounted for")
-            if (number in self._reusable) is not (sector.in_use == 0):
+            if (number in self.reusable) is not (sector.in_use == 0):
                 raise IntegrityError(f"sector {number} has {sector.in_use} blocks in use; is it reusable?")
             if sector.free and sector.in_use and number not in self._listed:
                 raise IntegrityError(f"sector {number} has {len(sector.free)} free blocks that nobody would take")
@@ -245,7 +241,7 @@ class BlockPool:
         self.in_use += 1
         sector.in_use += 1
         if sector.in_use == 1:  # what is kept in it counts among the blocks to be had now
-            self._reusable.pop(number, None)
+            self.reusable.pop(number, None)
             self._kept.update(sector.kept)
             self._list(number, sector)
         return block
@@ -258,5 +254,5 @@ class BlockPool:
     def _give_back(self, number: int) -> None:
         for block in self._sectors.pop(number).kept:
             self.prefixes.forget(block)
-        del self._reusable[number]
+        del self.reusable[number]
         self._memory.free(self._group, number)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 
@@ -20,39 +21,28 @@ def other_weights(parent: bytes, form: bytes) -> bytes:
     return blake2b(form, digest_size=16, key=parent).digest()
 
 
+@dataclass
 class PrefixCache:
     """The full blocks of one group of layers that sequences may share. Not thread-safe."""
 
-    def __init__(self) -> None:
-        self._blocks: dict[bytes, int] = {}
-        self._hashes: dict[int, bytes] = {}
-
-    def __contains__(self, block: int) -> bool:
-        """Return whether what is in a block may be shared."""
-        return block in self._hashes
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """Those whose content may be shared."""
-        return tuple(self._hashes)
-
-    def find(self, name: bytes) -> int | None:
-        """Return the block of this hash, if there is one."""
-        return self._blocks.get(name)
+    blocks: dict[bytes, int] = field(default_factory=dict)
+    """By their names."""
+    names: dict[int, bytes] = field(default_factory=dict)
+    """Of these blocks: of those that are not in it nobody may share what is in them."""
 
     def register(self, name: bytes, block: int) -> None:
         """Let a block be found. Where there is one with the same tokens already, that one stays."""
-        if name not in self._blocks:
-            self._blocks[name] = block
-            self._hashes[block] = name
+        if name not in self.blocks:
+            self.blocks[name] = block
+            self.names[block] = name
 
     def forget(self, block: int) -> None:
         """Have a block be found no more."""
-        name = self._hashes.pop(block, None)
+        name = self.names.pop(block, None)
         if name is not None:
-            del self._blocks[name]
+            del self.blocks[name]
 
     def clear(self) -> None:
         """Have no block be found any more."""
-        self._blocks.clear()
-        self._hashes.clear()
+        self.blocks.clear()
+        self.names.clear()

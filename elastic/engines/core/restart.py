@@ -63,7 +63,7 @@ class RestartingScheduler(Scheduler):
             self._torn.discard(sequence)
             self.blocks.forget(sequence.id)
             self.blocks.announce([sequence.id], sequence.table.most_tokens)
-            sequence.restart(self.blocks.table(sequence.id))
+            sequence.restart(self.blocks.tables[sequence.id])
         self.blocks.forget_kept()
         self._waiting.extendleft(reversed(begun))
         return tokens

@@ -79,7 +79,7 @@ class Scheduler:
         """
         request = states[0].request
         self.blocks.expect([state.id for state in states], len(request.prompt) + request.max_tokens)
-        added = [Sequence(state, self.blocks.table(state.id), self.short_of_kv_s) for state in states]
+        added = [Sequence(state, self.blocks.tables[state.id], self.short_of_kv_s) for state in states]
         for sequence in added if computed else ():
             sequence.computed = sequence.cached_tokens = (computed or {}).get(sequence.id, 0)
             if sequence.computed:

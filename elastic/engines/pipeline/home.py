@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
@@ -76,7 +75,8 @@ class HomeExecutor:
         """How many steps may be in flight."""
         self.step_s = 0.0
         """Seconds of a step that this rank computed by itself, in the mean of the last; 0.0: there was none."""
-        self._threads = StepThreads()
+        self.threads = StepThreads()
+        """Which compute steps of it beside the loop's."""
         self._aborted = False
 
     @property
@@ -108,7 +108,7 @@ class HomeExecutor:
             return done
         work = partial(self._compute, plan, step.number, begun)
         if self.cohorts > 1:
-            return self._threads.submit(work)
+            return self.threads.submit(work)
         settle(done, work)
         return done
 
@@ -128,14 +128,10 @@ class HomeExecutor:
         with self._turn:
             return self._runner.prepare()
 
-    def is_own_thread(self, thread: threading.Thread) -> bool:
-        """Return whether a thread computes steps of it beside the loop's."""
-        return thread in self._threads.threads
-
     def set_cohorts(self, count: int) -> None:
         """Have as many steps be in flight. None is."""
         self.cohorts = count
-        self._threads.resize(count if count > 1 and self._ways else 0)
+        self.threads.resize(count if count > 1 and self._ways else 0)
 
     # -- other ranks
 
@@ -303,7 +299,7 @@ class HomeExecutor:
                 link.note_sectors(new, gone)
         if removed:
             for rank in self.path.helpers:
-                self.links[rank].note_removed(removed)
+                self.links[rank].removed.extend(removed)
 
     def _send(self, step: Step) -> None:
         """Tell all ranks of its copy of a step; if one is lost, those that were told do not wait for it."""

@@ -42,7 +42,8 @@ class StageLink:
         self._on_lost = on_lost
         self._mapped = dict.fromkeys(mapped)
         self._unmapped: dict[SectorRef, None] = {}
-        self._removed: list[str] = []
+        self.removed: list[str] = []
+        """Sequences that it is yet to be told that it can forget."""
         self._located: dict[int, dict[int, tuple[int, tuple[int, ...]]]] = {}  # layer -> sector -> position, pages
         self._told_at: dict[SectorRef, int] = {}  # the item that last had a sector mapped, counted from 1
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -59,10 +60,6 @@ class StageLink:
         for sector in mapped:
             self._mapped[sector] = None
 
-    def note_removed(self, sequences: Iterable[str]) -> None:
-        """Note sequences that it can forget."""
-        self._removed.extend(sequences)
-
     def take_sectors(self) -> tuple[tuple[SectorRef, ...], tuple[SectorRef, ...]]:
         """Return the sectors that are to be mapped, and those to be unmapped before, for an item that is sent now."""
         mapped, unmapped = tuple(self._mapped), tuple(self._unmapped)
@@ -72,7 +69,7 @@ class StageLink:
 
     def take_removed(self) -> tuple[str, ...]:
         """Return the sequences that it can forget, for an item that is sent now."""
-        removed, self._removed = tuple(self._removed), []
+        removed, self.removed = tuple(self.removed), []
         return removed
 
     def located(self, group: int, layers: Iterable[int], timeout_s: float) -> dict[int, dict[int, tuple[int, ...]]]:
@@ -99,7 +96,7 @@ class StageLink:
 
     def flush(self) -> None:
         """Tell what is to be told, if there is something. Raises `RankLost`."""
-        if self._removed or self._mapped or self._unmapped:
+        if self.removed or self._mapped or self._unmapped:
             self.send(ForgetItem(self.take_removed(), *self.take_sectors()))
 
     def send(self, item: LogItem) -> None:

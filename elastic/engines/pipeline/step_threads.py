@@ -17,18 +17,18 @@ class StepThreads:
 
     def __init__(self) -> None:
         self._work: Work = queue.SimpleQueue()
-        self.threads: set[threading.Thread] = set()
+        self.started: set[threading.Thread] = set()
 
     def resize(self, count: int) -> None:
         """Have so many threads, all of them new. Nothing is being computed."""
-        for _ in self.threads:
+        for _ in self.started:
             self._work.put(None)
         work: Work = queue.SimpleQueue()  # of their own, or a new thread might end in the place of an old one
         self._work = work
-        self.threads = {
+        self.started = {
             threading.Thread(target=self._run, args=(work,), name="elastic-cohort", daemon=True) for _ in range(count)
         }
-        for thread in self.threads:
+        for thread in self.started:
             thread.start()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:

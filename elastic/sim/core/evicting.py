@@ -42,8 +42,8 @@ class OptimisticBlocks(BlockManager):
     def free_blocks(self) -> int:
         """Count the blocks that new sequences may have: none before those that were evicted."""
         with self.memory.lock:
-            evicted_wait = not self.evicted.isdisjoint(self._waiting)
-            return 0 if evicted_wait else max(0, self._free(0) - self.spare * self.running)
+            evicted_wait = not self.evicted.isdisjoint(self.waiting)
+            return 0 if evicted_wait else max(0, self._free(0) - self.spare * len(self.live))
 
     def lack(self, wanted: Sequence[tuple[BlockTable, int]], spare: int = 0) -> bool:
         """Tell whether there are too few blocks for tables to hold so many tokens each, and to spare some."""
@@ -57,7 +57,7 @@ class OptimisticBlocks(BlockManager):
     def admit(self, sequence: str, tokens: Sequence[int], most: int, *, share: bool, **named: bytes) -> int | None:
         """Give a sequence blocks for its first tokens, none of them shared; None if there is no room for it now."""
         with self.memory.lock:
-            if self.lack([(self._tables[sequence], min(len(tokens), most))], spare=self.spare * self.running):
+            if self.lack([(self.tables[sequence], min(len(tokens), most))], spare=self.spare * len(self.live)):
                 return None
             return super().admit(sequence, tokens, most, share=False, **named)
 
@@ -118,7 +118,7 @@ class RecomputingScheduler(EvictingScheduler):
 
     def _evict(self, sequence: LiveSequence) -> None:
         super()._evict(sequence)
-        sequence.restart(self.blocks.table(sequence.id))
+        sequence.restart(self.blocks.tables[sequence.id])
         self._waiting.appendleft(sequence)
 
 
@@ -166,7 +166,7 @@ class SwappingScheduler(EvictingScheduler):
         kept = self.to_host(sequence)
         super()._evict(sequence)
         computed = sequence.computed
-        sequence.restart(self.blocks.table(sequence.id))
+        sequence.restart(self.blocks.tables[sequence.id])
         sequence.computed = computed
         self._swapped.append((sequence, kept))
 

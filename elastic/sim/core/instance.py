@@ -174,9 +174,8 @@ class SimulatedInstance:
         """Say what it has to do, and its room."""
         memory, blocks = self.memory, self.blocks
         total, uncapped = (sectors * memory.blocks_per_sector(0) for sectors in (memory.capacity, memory.sectors))
-        return EngineLoad(
-            blocks.running, blocks.waiting, blocks.free_blocks(), total, self.scheduler.steps, uncapped_blocks=uncapped
-        )
+        running, waiting, free = len(blocks.live), len(blocks.waiting), blocks.free_blocks()
+        return EngineLoad(running, waiting, free, total, self.scheduler.steps, uncapped_blocks=uncapped)
 
     def tell(self, outputs: list[Output], starts: list[int]) -> None:
         """Tell the fleet; then what ended is free."""

@@ -118,7 +118,8 @@ class LayerExchange:
         What is done between steps is done in three parts. `hurried`: steps wait a little after each for the next one,
         so that it takes one pause, and not a step for each.
         """
-        between_steps = partial(self._loop.between_steps, follow_s=HURRY * self._pace_s if hurried else 0.0)
+        follow_s = HURRY * self._kv.exchange.pace.between_s if hurried else 0.0
+        between_steps = partial(self._loop.between_steps, follow_s=follow_s)
         waited_s = self._loop.followed_s
         try:
             flip = between_steps(lambda: self._begin_flip(path, sources or {}, timeout_s))
@@ -211,11 +212,6 @@ class LayerExchange:
     def shorten_steps(self) -> None:
         """Have steps be short for a while, since what is exchanged waits for their ends."""
         self._loop.scheduler.short_until_s = time.perf_counter() + HURRIED_S
-
-    @property
-    def _pace_s(self) -> float:
-        """For how long steps may wait at a time."""
-        return self._kv.exchange.pace.between_s
 
     # -- inside the engine, on the loop's thread
 
@@ -341,7 +337,7 @@ class LayerExchange:
 
     def _drop_away(self, parts: Sequence[int]) -> Sequence[int]:
         """Give back the memory of parts of the KV cache, unless they are needed here again; return those left."""
-        until_s = time.perf_counter() + self._pace_s
+        until_s = time.perf_counter() + self._kv.exchange.pace.between_s
         for done, part in enumerate(parts, 1):
             if part in self._kv.memory.layers and part not in self._kv.own_places:
                 self._kv.drop((part,))
@@ -387,7 +383,7 @@ class LayerExchange:
             scheduler.retain()
         else:
             with self._kv.memory.lock:  # also those of sequences that have ended, which have yet to come free
-                written.add(tuple(pool.prefixes.blocks for pool in scheduler.blocks.pools))
+                written.add(tuple(tuple(pool.prefixes.names) for pool in scheduler.blocks.pools))
         for sequence in scheduler.begun:
             kv = sequence.kv()
             written.note(kv.blocks, 0, kv.computed, scheduler.copy_of(sequence))

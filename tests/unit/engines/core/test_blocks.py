@@ -35,7 +35,7 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     manager, _ = blocks_of(None)
     tokens = list(range(12))
     assert admit(manager, "a", tokens) == 0
-    manager.share_computed(manager.table("a"), tokens, 12)
+    manager.share_computed(manager.tables["a"], tokens, 12)
     assert admit(manager, "b", tokens) == 8
     assert admit(manager, "c", [*tokens, 99]) == 12
     assert admit(manager, "d", [*tokens[:6], 99, 99, 99]) == 4
@@ -46,9 +46,9 @@ def test_blocks_are_kept_for_reuse_when_no_sequence_has_them_and_until_they_are_
     tokens = list(range(20))
     admit(manager, "a", tokens)
     admit(manager, "b", [99] * 5)
-    manager.share_computed(manager.table("a"), tokens, 12)
+    manager.share_computed(manager.tables["a"], tokens, 12)
     assert [(pool.kept_blocks, pool.held) for pool in manager.pools] == [([], 7)] * 2
-    kept = [set(manager.table("a").blocks[group][:3]) for group in (0, 1)]
+    kept = [set(manager.tables["a"].blocks[group][:3]) for group in (0, 1)]
     manager.forget("a")
     assert [(set(pool.kept_blocks), pool.held) for pool in manager.pools] == [(blocks, 5) for blocks in kept]
     manager.forget_kept()
@@ -60,11 +60,11 @@ def test_shared_blocks_lie_there_once_and_until_the_last_user_ends() -> None:
     manager, memory = blocks_of(None, size=1)
     tokens = list(range(9))
     admit(manager, "a", tokens)
-    manager.share_computed(manager.table("a"), tokens, 9)
+    manager.share_computed(manager.tables["a"], tokens, 9)
     before = memory.used_sectors
     admit(manager, "b", tokens)
     assert memory.used_sectors == before + 1, "the two blocks of the beginning are the same"
-    assert manager.table("a").blocks[0][:2] == manager.table("b").blocks[0][:2]
+    assert manager.tables["a"].blocks[0][:2] == manager.tables["b"].blocks[0][:2]
     manager.forget("a")
     manager.check()
     assert memory.used_sectors == before
@@ -77,7 +77,7 @@ def test_a_sequence_that_was_refused_is_admitted_when_there_is_room_beside_what_
     manager, memory = blocks_of(None, sectors=8, size=1)
     tokens = list(range(13))
     admit(manager, "a", tokens)
-    manager.share_computed(manager.table("a"), tokens, 12)
+    manager.share_computed(manager.tables["a"], tokens, 12)
     manager.forget("a")
     manager.announce(["b"], 20)  # five blocks, of which three are there
     memory.limit = 4
@@ -91,7 +91,7 @@ def test_blocks_kept_for_reuse_are_given_up_the_end_of_a_beginning_first() -> No
     manager, memory = blocks_of(None, sectors=4, size=1)
     tokens = list(range(12))
     admit(manager, "a", tokens)
-    manager.share_computed(manager.table("a"), tokens, 12)
+    manager.share_computed(manager.tables["a"], tokens, 12)
     manager.forget("a")
     assert manager.reusable_sectors() == 3
     assert admit(manager, "other", [77] * 4) == 0
@@ -106,7 +106,7 @@ def test_what_sectors_in_use_have_is_taken_before_more_memory() -> None:
     tokens = list(range(8))
     admit(manager, "stays", [5])
     admit(manager, "goes", tokens)
-    manager.share_computed(manager.table("goes"), tokens, 8)
+    manager.share_computed(manager.tables["goes"], tokens, 8)
     manager.forget("goes")
     assert admit(manager, "next", [6] * 12) == 0
     assert memory.used_sectors == 1
@@ -130,7 +130,7 @@ def test_what_is_kept_for_reuse_grows_to_its_limit_and_no_further() -> None:
     for name in range(6):
         tokens = [name] * 5
         admit(manager, str(name), tokens)
-        manager.share_computed(manager.table(str(name)), tokens, 4)
+        manager.share_computed(manager.tables[str(name)], tokens, 4)
         manager.forget(str(name))
     assert manager.reusable_sectors() == memory.reusable_limit == 4
     assert sum(map(len, memory.allocated)) == 4
@@ -143,7 +143,7 @@ def test_memory_gets_back_so_many_reusable_sectors_as_it_asks_for_the_oldest_fir
     for name in ("old", "new"):
         tokens = [ord(letter) for letter in name * 3]
         admit(manager, name, tokens)
-        manager.share_computed(manager.table(name), tokens, 9)
+        manager.share_computed(manager.tables[name], tokens, 9)
         manager.forget(name)
     manager.give_up_reusable(2)
     manager.check()
@@ -156,10 +156,10 @@ def test_a_sliding_window_is_a_ring_of_blocks_and_shares_none() -> None:
     manager, _ = blocks_of(6, None)
     tokens = list(range(20))
     admit(manager, "a", tokens)
-    assert [len(blocks) for blocks in manager.table("a").blocks] == [2, 5]
-    manager.share_computed(manager.table("a"), tokens, 0)
+    assert [len(blocks) for blocks in manager.tables["a"].blocks] == [2, 5]
+    manager.share_computed(manager.tables["a"], tokens, 0)
     assert not manager.shares
-    assert manager.grow(manager.table("a"), 24) == ((), (manager.table("a").blocks[1][-1],))
+    assert manager.grow(manager.tables["a"], 24) == ((), (manager.tables["a"].blocks[1][-1],))
     assert admit(manager, "b", tokens) == 0
 
 
@@ -174,13 +174,13 @@ def test_who_would_keep_others_from_ending_waits_until_something_has_come_free()
     manager, _ = blocks_of(None, sectors=4, size=1)
     assert admit(manager, "a", [1] * 8) == 0
     assert admit(manager, "b", [2] * 8, most=4) == 0
-    assert manager.grow(manager.table("b"), 8) is None, "neither could end then: each lacks one more"
+    assert manager.grow(manager.tables["b"], 8) is None, "neither could end then: each lacks one more"
     assert manager.promised_sectors() == 1
     assert admit(manager, "c", [3]) is None
-    assert manager.grow(manager.table("a"), 12) is not None
-    assert manager.grow(manager.table("b"), 8) is None
+    assert manager.grow(manager.tables["a"], 12) is not None
+    assert manager.grow(manager.tables["b"], 8) is None
     manager.forget("a")
-    assert manager.grow(manager.table("b"), 8) is not None
+    assert manager.grow(manager.tables["b"], 8) is not None
     assert manager.admit("c", [3], 1, share=True) == 0
     manager.check()
 
@@ -232,9 +232,9 @@ def test_memory_that_is_gone_when_it_is_asked_for_leaves_the_tables_as_they_were
     monkeypatch.undo()
     assert manager.admit("b", [2] * 16, 16, share=True) == 0, "it is asked again although nothing has ended"
     monkeypatch.setattr(memory, "allocate", fail_after_two)
-    assert manager.grow(manager.table("b"), 20) is None
+    assert manager.grow(manager.tables["b"], 20) is None
     monkeypatch.undo()
-    assert manager.grow(manager.table("b"), 20) is not None
+    assert manager.grow(manager.tables["b"], 20) is not None
     manager.check()
 
 

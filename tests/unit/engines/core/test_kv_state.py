@@ -144,7 +144,7 @@ def test_blocks_of_what_ended_are_in_use_until_that_is_told(how: str) -> None:
     if how == "cancelled":
         told.step()
         told.scheduler.cancel("a")
-        assert told.blocks.running == 1
+        assert len(told.blocks.live) == 1
         journal.tell(always=False)
     else:
         told.begin()
@@ -153,7 +153,7 @@ def test_blocks_of_what_ended_are_in_use_until_that_is_told(how: str) -> None:
         told.end(fail=how == "failed")
     assert told.reports[-1].ended == ("a",)
     assert in_use[-1] == 2
-    assert told.blocks.running == 0
+    assert len(told.blocks.live) == 0
     told.blocks.check()
 
 
@@ -231,15 +231,15 @@ def test_sequences_that_may_come_share_blocks_among_them_and_nobody_else_does() 
 def test_blocks_that_are_reserved_are_promised_all_they_may_need() -> None:
     manager = BlockManager(functools.partial(SimulatedMemory, 8, (1,)), (None,), 4)
     table, _ = manager.reserve(24, (), 4)
-    assert (manager.running, manager.promised_sectors(), manager.free_blocks()) == (1, 5, 2)
+    assert (len(manager.live), manager.promised_sectors(), manager.free_blocks()) == (1, 5, 2)
     with pytest.raises(Overloaded, match="no blocks for 12 tokens of a request of 32 tokens now"):
         manager.reserve(32, (), 12)
     with pytest.raises(CapacityError, match="never fits"):
         manager.reserve(40, (), 4)
     manager.check()
-    assert (manager.running, manager.promised_sectors()) == (1, 5), "nothing has changed"
+    assert (len(manager.live), manager.promised_sectors()) == (1, 5), "nothing has changed"
     assert manager.grow(table, 24) is not None
     manager.release(table)
     manager.release(table)
-    assert (manager.running, manager.free_blocks()) == (0, 8)
+    assert (len(manager.live), manager.free_blocks()) == (0, 8)
     manager.check()

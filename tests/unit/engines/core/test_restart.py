@@ -68,7 +68,7 @@ def test_what_is_restarted_is_computed_anew_before_others_and_shares_nothing_of_
     before = serving.tokens()
     serving.scheduler.void(serving.schedule())
     assert serving.scheduler.restart() == 18
-    assert serving.blocks.running == 0
+    assert len(serving.blocks.live) == 0
     assert serving.blocks.reusable_sectors() == 0
     assert serving.tokens() == before
     step = serving.schedule()

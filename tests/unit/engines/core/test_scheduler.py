@@ -141,7 +141,7 @@ def test_answers_of_one_request_compute_its_prompt_once() -> None:
     assert list(chunks.items()) == [("a/0", 1), ("b/0", 1), ("a/1", 3), ("a/2", 3)]
     cached = {name: sequence.cached_tokens for name, sequence in serving.scheduler.sequences.items()}
     assert cached == {"a/0": 0, "a/1": 8, "a/2": 8, "b/0": 0}
-    tables = [serving.blocks.table(f"a/{i}").blocks[0] for i in range(3)]
+    tables = [serving.blocks.tables[f"a/{i}"].blocks[0] for i in range(3)]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
     assert len({table[2] for table in tables}) == 3
 
