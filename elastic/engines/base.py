@@ -64,6 +64,7 @@ class Sampling:
             require(-most <= value <= most, name, value, "finite, from -1e30 to 1e30")
         if self.logit_bias != ():
             _check_biases(self.logit_bias)
+            object.__setattr__(self, "logit_bias", tuple((token, bias) for token, bias in self.logit_bias))
         require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", self.seed, "from -2**63 to 2**64 - 1")
 
 
@@ -133,6 +134,9 @@ class Request:
             _check_tokens("stop_tokens", self.stop_tokens, isinstance(self.stop_tokens, Collection))
             least = min(self.stop_tokens, default=0)
             require(least >= 0, "stop_tokens", least, "of token ids, which are at least 0")
+        for name in ("prompt", "stop_tokens"):  # lists may be changed by whoever gave them, while it is computed
+            if not isinstance(given := getattr(self, name), tuple | frozenset):
+                object.__setattr__(self, name, tuple(given))
         for name in ("max_tokens", "min_tokens", "n"):
             require(is_integer(getattr(self, name)), name, getattr(self, name), "a whole number")
         for name in ("logprobs", "prompt_logprobs"):

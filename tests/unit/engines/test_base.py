@@ -68,7 +68,20 @@ def test_what_is_of_another_type_is_refused_in_words(make: Callable[[], Any], wo
 
 @pytest.mark.parametrize("prompt", [(1, 2), [1, 2], range(2), ()])
 def test_token_ids_come_in_any_sequence(prompt: Any) -> None:
-    assert Request(prompt, 5).prompt == prompt
+    assert Request(prompt, 5).prompt == tuple(prompt)
+
+
+def test_what_was_given_in_lists_can_be_changed_afterwards() -> None:
+    prompt, ends, biases, stops = [1, 2], [3], [[5, 1.0]], {7}
+    request = Request(prompt, 5, Sampling(logit_bias=biases), stop_tokens=ends)  # type: ignore[arg-type]
+    other = Request((1, 2), 5, stop_tokens=stops)  # type: ignore[arg-type]
+    prompt.append(9)
+    ends.append(9)
+    stops.add(9)
+    biases[0][1] = 2.0
+    biases.append([6, 1.0])
+    assert (request.prompt, request.stop_tokens, request.sampling.logit_bias) == ((1, 2), (3,), ((5, 1.0),))
+    assert other.stop_tokens == (7,)
 
 
 def test_token_ids_of_numpy_and_sets_of_them_are_taken() -> None:
