@@ -10,7 +10,7 @@ from elastic.engines.core.step_budget import CostBudget, PathBudget
 from elastic.engines.pipeline.batches import BatchCount
 from elastic.engines.pipeline.home import HomeExecutor
 from elastic.engines.pipeline.path import LayerPath
-from elastic.errors import ConfigError, StateError
+from elastic.errors import StateError, require_count, require_whole
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 
 LEAST_SHARE = 4
@@ -36,8 +36,7 @@ class Cohorts:
 
     def set_cohorts(self, cohorts: int | None) -> None:
         """Have as many batches in flight, None: as many as the stages need; requests that live are shared out anew."""
-        if cohorts is not None and cohorts < 1:
-            raise ConfigError(f"cohorts={cohorts} must be at least 1, or None")
+        require_count(cohorts, "cohorts")
 
         def share_out() -> None:
             self._loop.settle_intact()
@@ -55,8 +54,7 @@ class Cohorts:
         which the copy's requests have their keys and values. Raises `ConfigError` while copies are at different ranks,
         `RankLost`.
         """
-        if copies < 1:
-            raise ConfigError(f"copies={copies} must be at least 1")
+        require_whole(copies, "copies")
 
         def share_out() -> LayerPath:
             self._loop.settle_intact()

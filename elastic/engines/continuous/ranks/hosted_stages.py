@@ -66,11 +66,11 @@ class HostedStages:
                 raise ConfigError(
                     f"{home!r} has {path.layers} layers of {path.shards} shards, {rank!r} {own.layers} of {own.shards}"
                 )
-            forward = self._stage_forward()
             kv, kinds = self._memory.kv, [ranges.group for ranges in self._memory.groups]
             memory = GuestMemory(kv, kinds, addresses or self._memory.sectors)
             try:
                 memory.allot(sectors_cap)
+                forward = self._stage_forward()
             except BaseException:
                 memory.close()
                 raise

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from elastic import CapacityError, ConfigError, StateError
+from elastic.cluster.control.connection import queue_pair
 from elastic.engines.base import Output, Request, Sampling
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.pipeline.stage import GuestStage
@@ -277,6 +278,13 @@ def test_a_flip_ends_its_exchange_and_one_that_fails_does_not(group: Callable[..
     engine.exchange.begin((1,))
     engine.exchange.end()
     ranks.part("a")
+
+
+def test_a_stage_that_has_no_addresses_leaves_the_model_as_it_was(group: Callable[..., EngineGroup]) -> None:
+    ranks, (_, log) = group("ab"), queue_pair()
+    with pytest.raises(ConfigError, match="sectors=1000000000: there are addresses for"):
+        ranks["b"].stages.open("a", log, ranks.exchange.transport("b", "a"), ranks["a"].path, 1_000_000_000)
+    assert not any("forward" in vars(layer) for layer in decoder_layers(ranks["b"]._model))
 
 
 def test_layers_with_room_for_them_nowhere_are_refused_before_anything_changes(

@@ -125,7 +125,7 @@ def test_copies_share_no_prefix_with_each_other_and_one_does_with_itself(group: 
 def test_copies_at_different_ranks_stay_as_many(group: Callable[..., EngineGroup]) -> None:
     ranks = group("ab")
     ranks.join("a", "b")
-    with pytest.raises(ConfigError, match="copies=0 must be at least 1"):
+    with pytest.raises(ConfigError, match="copies=0 cannot be; it must be a whole number, at least 1"):
         ranks["a"].cohorts.set_copies(0)
     replicate(ranks, (2,), "b")
     with pytest.raises(ConfigError, match="at other ranks"):
