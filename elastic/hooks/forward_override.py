@@ -55,28 +55,11 @@ def root_forward(root: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(root).forward(root, *args, **kwargs) if graphs is None else graphs.call(root, args, kwargs)
 
 
-def install_override(layer: nn.Module) -> bool:
-    """Have a module dispatch, unless its instance has a forward method already; return whether it had none."""
-    return _install(layer, forward)
+def install_override(module: nn.Module, called: Callable[..., Any] = forward) -> bool:
+    """Have a module call `forward`, or of a whole model `root_forward`, in the place of its class's own.
 
-
-def install_root_override(root: nn.Module) -> bool:
-    """Have a model dispatch as `root_forward` says; see `install_override`."""
-    return _install(root, root_forward)
-
-
-def remove_override(layer: nn.Module) -> None:
-    """Undo what was installed. Can be called twice."""
-    if dispatches(layer):
-        del layer.__dict__["forward"]
-
-
-def dispatches(layer: nn.Module) -> bool:
-    """Return whether this module's own forward can be left out."""
-    return getattr(layer.__dict__.get("forward"), "__func__", None) in _dispatchers.values()
-
-
-def _install(module: nn.Module, called: Callable[..., Any]) -> bool:
+    Returns whether it does: not if its instance has a forward method already.
+    """
     if "forward" in module.__dict__:
         return False
     kind = type(module)
@@ -89,3 +72,14 @@ def _install(module: nn.Module, called: Callable[..., Any]) -> bool:
         _dispatchers[kind, called] = dispatch
     module.__dict__["forward"] = MethodType(_dispatchers[kind, called], module)
     return True
+
+
+def remove_override(layer: nn.Module) -> None:
+    """Undo what was installed. Can be called twice."""
+    if dispatches(layer):
+        del layer.__dict__["forward"]
+
+
+def dispatches(layer: nn.Module) -> bool:
+    """Return whether this module's own forward can be left out."""
+    return getattr(layer.__dict__.get("forward"), "__func__", None) in _dispatchers.values()

@@ -45,11 +45,7 @@ class ModelHooks:
                 hook: Any = AsInTheCheckpoint(index, self._context.weights)
                 self._handles.append(layer.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
             homes = (slot.homes for slot in reordered if has_kernel(unit.pool.backend.device, slot.parameter.dtype))
-            self._override(module for module, _ in chain.from_iterable(homes) if type(module) is nn.Linear)
-
-    def install_overrides(self, decoder: Decoder) -> None:
-        """Have replicas called in the places of layers, where that is the best place."""
-        self._override(decoder.layers)
+            self.override(module for module, _ in chain.from_iterable(homes) if type(module) is nn.Linear)
 
     def remove(self) -> None:
         """Remove the hooks, in reverse. Can be called twice."""
@@ -61,7 +57,8 @@ class ModelHooks:
         while self._handles:
             self._handles.pop().remove()
 
-    def _override(self, modules: Iterable[nn.Module]) -> None:
+    def override(self, modules: Iterable[nn.Module]) -> None:
+        """Have modules dispatch: layers, so that replicas are called in their places where these are the best ones."""
         for module in modules:
             if forward_override.install_override(module):
                 self._undo.append((forward_override.remove_override, weakref.ref(module)))

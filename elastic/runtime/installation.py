@@ -117,7 +117,7 @@ def _put_on(
     stack.callback(hooks.remove)
     hooks.install(options.decoder)
     if len(parts.pools) > 1:
-        hooks.install_overrides(options.decoder)
+        hooks.override(options.decoder.layers)
     attention.install()
     parts.kv.attention_follows = attention.follows_cache
     model.elastic = runtime  # type: ignore[assignment]

@@ -28,7 +28,7 @@ from elastic.engines.executor.graphs.graph_memory import GraphMemory
 from elastic.engines.executor.graphs.operator_graph import CaptureRefused
 from elastic.hooks.base import Hook
 from elastic.hooks.forward_gate import ForwardGate
-from elastic.hooks.forward_override import dispatches, install_root_override, remove_override
+from elastic.hooks.forward_override import dispatches, install_override, remove_override, root_forward
 from elastic.weights import batch_context
 from elastic.weights.decoder import PAGED_CACHE
 from elastic.weights.proxy.tensor import WeightProxy
@@ -101,7 +101,7 @@ class StepGraphs:
         self._hooks = [model._forward_hooks, *chain.from_iterable(hooks)]  # the model's: they may keep what it returns
         self._own_hooks = sum(isinstance(hook, Hook) for hooks in self._hooks for hook in hooks.values())
         if not self._for_good:
-            install_root_override(model)
+            install_override(model, root_forward)
             gate.before_commits.append(self._end)
 
     def close(self) -> None:
