@@ -19,7 +19,7 @@ import torch
 
 from elastic.engines.base import Grammar
 from elastic.engines.stopping import end_tokens
-from elastic.errors import BackendUnavailable, ConfigError, require
+from elastic.errors import BackendUnavailable, ConfigError, require, require_whole
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class LlguidanceCompiler:
 
         `tokenizer`: a fast one. `end_tokens`: those that may end an answer; none: the tokenizer's own.
         """
-        require(cached >= 1, "cached", cached, "at least 1")
+        require_whole(cached, "cached")
         own = tokenizer.eos_token_id
         self._tokenizer, self._cached = tokenizer, cached
         self._ends = list(end_tokens) or [token for token in (own,) if token is not None]

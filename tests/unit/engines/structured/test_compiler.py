@@ -261,6 +261,12 @@ def test_a_matcher_that_was_led_astray_says_so_and_harms_no_other() -> None:
     assert mask.any()
 
 
+@pytest.mark.parametrize("cached", [0, "2", True, 1.5])
+def test_a_compiler_keeps_a_number_of_grammars(cached: Any) -> None:
+    with pytest.raises(ConfigError, match=f"cached={cached!r} cannot be; it must be a whole number, at least 1"):
+        LlguidanceCompiler(TOKENIZER, cached=cached)
+
+
 @needs_llguidance
 def test_matchers_are_made_by_many_threads_of_few_kept_grammars() -> None:
     compiler, (a,) = LlguidanceCompiler(TOKENIZER, cached=2), TOKENIZER.encode("a", add_special_tokens=False)
