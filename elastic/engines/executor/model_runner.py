@@ -78,10 +78,6 @@ class ModelRunner(BatchRunner):
             done.set_exception(error)
         return done
 
-    def prepare(self) -> bool:
-        """Do some of what later steps gain by, since no step waits; return whether there was any of it."""
-        return self.graphs is not None and self._device.type == "cpu" and self.graphs.prepare()
-
     def close(self) -> None:
         """Let go of the memory, and of the model."""
         if self.graphs is not None:

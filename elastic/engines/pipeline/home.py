@@ -123,10 +123,11 @@ class HomeExecutor:
 
     def prepare(self) -> bool:
         """Do some of what later steps gain by, since no step waits; return whether there was any of it."""
-        if self.links:  # the turn may be another's any time
+        graphs = self._runner.graphs
+        if self.links or graphs is None:  # with links the turn may be another's any time
             return False
         with self._turn:
-            return self._runner.prepare()
+            return graphs.prepare()
 
     def set_cohorts(self, count: int) -> None:
         """Have as many steps be in flight. None is."""

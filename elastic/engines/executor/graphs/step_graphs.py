@@ -126,11 +126,11 @@ class StepGraphs:
     def prepare(self) -> bool:
         """Capture a size that has come before, or check its graph, with tokens of nobody; return whether there was one.
 
-        For when no step waits. So most sizes are captured beside what is served, and not in the middle of it.
+        For when no step waits; on a CPU alone. So most sizes are captured beside what is served, not in the middle.
         """
         room = len(self._captured()) < MOST_GRAPHS
         wanted = [size for size, entry in self._sizes.items() if entry.wanted and (room or entry.captured)]
-        if not wanted or self.refusal:
+        if not wanted or self.refusal or self._inputs["input_ids"].device.type != "cpu":
             return False
         self._gate.enter(id(self))
         try:
