@@ -56,7 +56,7 @@ class KVMemory:
         self._latest: dict[int, weakref.ref[object]] = {}  # thread -> the cache it used last
         self._caches: weakref.WeakSet[object] = weakref.WeakSet()  # those that a forward pass has used
         self._layers: weakref.WeakSet[ElasticLayer] = weakref.WeakSet()
-        self._adding = threading.Lock()  # to the last set
+        self._lock = threading.Lock()  # of these three: threads add to them while others go through them
         self.split: weakref.WeakSet[RowSplitLayer] = weakref.WeakSet()
         """Layers whose rows are at several places."""
 
@@ -82,7 +82,7 @@ class KVMemory:
 
         Raises `CapacityError`, or `StateError` where the model has left its places.
         """
-        with self._adding:  # before the pool is chosen: a migration sees the layer, or the layer the new home
+        with self._lock:  # before the pool is chosen: a migration sees the layer, or the layer the new home
             self._layers.add(user)
         pool = self._pool_of(user)
         layout, page_bytes, max_tokens = self._layouts[pool], pool.pool.page_bytes, self._max_tokens
@@ -107,7 +107,7 @@ class KVMemory:
 
     def layers_of(self, indices: Collection[int]) -> list[ElasticLayer]:
         """List all living cache layers of these decoder layers that follow them."""
-        with self._adding:
+        with self._lock:
             layers = list(self._layers)
         return [
             layer
@@ -150,8 +150,9 @@ class KVMemory:
         thread = threading.get_ident()
         latest = self._latest.get(thread)
         if latest is None or latest() is not cache:
-            self._latest[thread] = weakref.ref(cache)
-            self._caches.add(cache)
+            with self._lock:
+                self._latest[thread] = weakref.ref(cache)
+                self._caches.add(cache)
         return {id(layer): layer.get_seq_length() for layer in _whole_layers(cache)}
 
     def rewind(self, cache: Any, lengths: Mapping[int, int]) -> None:
@@ -168,9 +169,10 @@ class KVMemory:
         in host memory; not those that never saw a forward pass, whose owner drives them at any moment.
         """
         alive = {thread.ident for thread in threading.enumerate()}
-        self._latest = {ident: cache for ident, cache in self._latest.items() if ident in alive}
-        running = {id(cache()) for cache in self._latest.values()}
-        resting = [cache for cache in list(self._caches) if id(cache) not in running]
+        with self._lock:
+            self._latest = {ident: cache for ident, cache in self._latest.items() if ident in alive}
+            running, caches = {id(cache()) for cache in self._latest.values()}, list(self._caches)
+        resting = [cache for cache in caches if id(cache) not in running]
         layers = [layer for cache in resting for layer in elastic_layers(cache) if layer.is_on(pool)]
         return sorted(layers, key=lambda layer: layer.last_used)
 
@@ -189,7 +191,9 @@ class KVMemory:
     def let_go(self) -> None:
         """Turn every cache layer that lives into a stock one with a copy of its contents; make no more."""
         self.closed = True
-        for layer in [*self.split, *self._layers]:
+        with self._lock:
+            layers = [*self.split, *self._layers]
+        for layer in layers:
             if isinstance(layer, RowSplitLayer | ElasticLayer):  # parts become stock layers with the whole
                 layer.become_stock()
 

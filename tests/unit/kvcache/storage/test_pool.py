@@ -5,10 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import threading
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from elastic import CapacityError
 from elastic.actions.resize_kv import ResizeHandler
@@ -277,6 +281,27 @@ def test_a_cache_that_was_used_since_it_was_copied_stays() -> None:
     assert mechanism.finish(prepared).moved_bytes == 0
     assert layer.pages == 10
     assert memory.resting(kv) == caches[0].layers
+
+
+def test_a_cache_begins_in_another_thread_while_those_that_rest_are_looked_for() -> None:
+    memory, kv = new_memory()
+    caches = [DynamicCache() for _ in range(3)]
+    begins = threading.Thread(target=memory.begin_forward, args=(caches[-1],))
+
+    class Watched(weakref.WeakSet[object]):
+        def __iter__(self) -> Iterator[object]:
+            for cache in super().__iter__():
+                if begins.ident is None:
+                    begins.start()
+                    begins.join(0.2)  # it waits for its turn, or has begun
+                yield cache
+
+    memory._caches = Watched()
+    for cache in caches[:2]:
+        memory.begin_forward(cache)
+    assert memory.resting(kv) == []
+    begins.join()
+    assert set(memory._caches) == set(caches)
 
 
 def test_what_waits_on_the_host_can_be_cropped_copied_reset_and_dropped() -> None:
