@@ -166,18 +166,20 @@ class ReleaseHandler(ActionHandler):
     def _make_first_buffers(self, units: list[WeightUnit]) -> dict[str, int]:
         """Make a prefetch buffer at each place that has none, of pages of the KV cache; return these, by place."""
         taken: dict[str, int] = {}
-        for place in by_place(units):
-            streamer = self._weights.streamers[place]
-            if streamer.buffer_count:
-                continue
-            if not self._broker.take_from_cache(place, streamer.buffer_pages):
-                raise _no_prefetch_buffer(streamer)
-            try:
+        try:
+            for place in by_place(units):
+                streamer = self._weights.streamers[place]
+                if streamer.buffer_count:
+                    continue
+                if not self._broker.take_from_cache(place, streamer.buffer_pages):
+                    raise _no_prefetch_buffer(streamer)
+                taken[place] = streamer.buffer_pages
                 streamer.resize(1)
-            except BaseException:
-                self._broker.give_to_cache(place, streamer.buffer_pages)
-                raise
-            taken[place] = streamer.buffer_pages
+        except BaseException:
+            for place, pages in taken.items():
+                self._weights.streamers[place].resize(0)
+                self._broker.give_to_cache(place, pages)
+            raise
         return taken
 
     def _await(self, units: list[WeightUnit], more: int) -> None:

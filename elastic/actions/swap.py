@@ -253,9 +253,9 @@ class SwapHandler(ActionHandler):
         try:
             with self._broker.reserves[place].opened(reserved) if reserved else nullcontext():
                 unit.block_for(precision).allocate(unit.owner)
-        except CapacityError:
+        except BaseException as error:
             self._broker.give_to_cache(place, taken)
-            if unit.pool.free_pages >= pages:
+            if not isinstance(error, CapacityError) or unit.pool.free_pages >= pages:
                 raise
             return False  # another model has the pages
         switch.pages = pages

@@ -33,11 +33,11 @@ def claim_parts(unit: WeightUnit, shards: frozenset[int], broker: PageBroker) ->
         return None
     try:
         block.extend(unit.owner)
-    except CapacityError:
+    except BaseException as error:
         unmapped = block.unmapped_pages
         _give_back(unit, broker)
         broker.give_to_cache(unit.pool.name, unmapped)
-        if unit.pool.free_pages >= taken:
+        if not isinstance(error, CapacityError) or unit.pool.free_pages >= taken:
             raise
         return None  # another model has the pages
     return taken
