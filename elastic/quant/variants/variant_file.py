@@ -53,7 +53,9 @@ def save(path: Path, variant: Variant, layers: Sequence[LayerParameters], packed
         assert variant_of.block is not None
         blocks[layer.name] = variant_of.block.tensor
         entries = {name: asdict(_entry(packing)) for name, packing in variant_of.packings.items()}
-        description["layers"][layer.name] = {"digest": variant_of.block.digest, "parameters": entries}
+        target = asdict(KernelTarget.of(layer.device))
+        block = {"target": target, "digest": variant_of.block.digest, "parameters": entries}
+        description["layers"][layer.name] = block
     text = json.dumps(description)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,10 +87,10 @@ def _read_layers(
         raise _foreign(path, f"it has {description['variant']}, and asked for is {source}")
     if set(description["layers"]) != set(names):
         raise _foreign(path, "it has other layers than the model")
-    packed_for, device = KernelTarget(**description["target"]), layers[0].device
-    if packed_for == KernelTarget.of(device) and description["version"] == VERSION:
+    target, described = description["target"], description["layers"]
+    if KernelTarget(**target) == KernelTarget.of(layers[0].device) and description["version"] == VERSION:
         paths.merge(KernelTable.from_json(description["paths"]))
-    return [_load_layer(file, layer, description["layers"][layer.name], packed_for, device) for layer in layers]
+    return [_load_layer(file, layer, {"target": target, **described[layer.name]}) for layer in layers]
 
 
 def describe_source(variant: Variant) -> dict[str, Any]:
@@ -135,14 +137,9 @@ def _entry(packing: Packing) -> _Entry:
     return _Entry("read" if packing.from_checkpoint else "rounded", packing.source_digest, parts, described)
 
 
-def _load_layer(
-    file: CheckpointFile,
-    layer: LayerParameters,
-    description: Mapping[str, Any],
-    packed_for: KernelTarget,
-    device: torch.device,
-) -> PackedLayer:
+def _load_layer(file: CheckpointFile, layer: LayerParameters, description: Mapping[str, Any]) -> PackedLayer:
     """Read the block of a layer; one that was packed for another target is packed again."""
+    packed_for, device = KernelTarget(**description["target"]), layer.device
     entries = {name: _Entry(**entry) for name, entry in description["parameters"].items()}
     for name, entry in entries.items():
         if name not in layer.parameters or digest(layer.parameters[name][1]) != entry.origin:
@@ -154,7 +151,7 @@ def _load_layer(
     parts = parts_in(flat, layout)
     packings = {name: _packing(entry, parts[name], packed_for) for name, entry in entries.items()}
     if packed_for != KernelTarget.of(device):
-        return in_one_block({name: p.for_device(device) for name, p in packings.items()}, layer.device)
+        return in_one_block({name: p.for_device(device) for name, p in packings.items()}, device)
     on_cuda = device.type == "cuda"
     block = host.keep(flat, description["digest"], file=None if on_cuda else flat, lock=on_cuda)
     return over_block(packings, layout, block)
