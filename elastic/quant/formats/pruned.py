@@ -105,9 +105,9 @@ def pruned_by_name(name: str) -> Pruned | None:
     "2:4" and "4:8"; "sparse50": half of the weights are zero; "ffn75": three quarters of the FFN's columns stay;
     "heads75": three quarters of the query heads stay. Raises `ConfigError` for such a name with impossible numbers.
     """
-    if pattern := re.fullmatch(r"(\d+):(\d+)", name):
+    if pattern := re.fullmatch(r"(\d{1,3}):(\d{1,3})", name):
         return SemiStructured(int(pattern[1]), int(pattern[2]))
-    percentage = re.fullmatch(r"(sparse|ffn|heads)(\d+)", name)
+    percentage = re.fullmatch(r"(sparse|ffn|heads)(\d{1,3})", name)
     if percentage is None:
         return None
     share = int(percentage[2]) / 100

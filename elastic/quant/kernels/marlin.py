@@ -31,6 +31,7 @@ class Marlin(Integers):
     """Integers for Marlin: 4 bits, or 8 bits symmetric, in groups of 32, 64 or 128, or whole rows."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.bits not in (4, 8) or (self.bits == 8 and not self.symmetric):
             raise ConfigError(f"{self}: Marlin takes bits=4, or bits=8 with symmetric=True")
         if self.group_size not in (-1, 32, 64, 128):

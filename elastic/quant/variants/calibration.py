@@ -70,7 +70,8 @@ def inputs_of(
         x = args[0].detach()
         x = x.reshape(-1, x.shape[-1])
         chosen = torch.linspace(0, len(x) - 1, min(rows, len(x)), device=x.device).long()
-        samples[module].append(x[chosen])
+        if len(x):  # an expert's batch may be empty
+            samples[module].append(x[chosen])
 
     handles = [module.register_forward_pre_hook(keep) for module in samples]
     try:

@@ -57,6 +57,7 @@ class Variant:
     def parse(cls, variant: str | Variant) -> Variant:
         """Complete a variant, or make one from its name. Raises `ConfigError` for an unknown name or config."""
         chosen = variant if isinstance(variant, cls) else cls(str(variant))
+        require(isinstance(chosen.name, str), "name of a variant", chosen.name, "a text")
         if chosen.config is None and chosen.checkpoint is None:
             config = config_of(chosen.name)
             if config is None:
@@ -83,9 +84,8 @@ def config_of(name: str) -> Any | None:
 
 def _check_name(name: str) -> None:
     """Raise `ConfigError` for a name that no file can have, or that says of a layer that it is in no variant."""
-    good = isinstance(name, str) and _NAME.fullmatch(name) is not None
     allowed = "1 to 100 letters, digits, '_', ':', '.' and '-', and begin with one of the first three"
-    require(good, "name of a variant", name, allowed)
+    require(_NAME.fullmatch(name) is not None, "name of a variant", name, allowed)
     dtype = getattr(torch, name, None)
     floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point
     is_full = name == "full" or (floats and str(dtype) == f"torch.{name}")  # and no alias, such as `half`

@@ -101,6 +101,10 @@ def test_what_marlin_does_not_take_is_refused() -> None:
     for fields in ({"bits": 3}, {"bits": 8}, {"bits": 4, "group_size": 256}):
         with pytest.raises(ConfigError, match="Marlin"):
             Marlin(**fields)
+    others: list[dict[str, Any]] = [{"bits": 4.0}, {"bits": 4, "group_size": 64.0}, {"bits": 8, "symmetric": 1}]
+    for fields in others:
+        with pytest.raises(ConfigError, match=r"=4\.0 is|=64\.0 is|=1 cannot be"):
+            Marlin(**fields)
     config = Marlin(4, 128)
     assert format_of(config).supports(config, MatrixShape(96, 128)) is not None
     codes = round_to_nearest(torch.randn(64, 128), config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -57,6 +57,9 @@ def test_names_stand_for_configs() -> None:
     [
         ("3:5", "3:5 is no pattern that can be stored; use 2:4 or 4:8"),
         ("4:2", "4:2 is no pattern"),
+        ("sparse" + "9" * 5000, "is not known; use one of int8"),
+        ("1" * 5000 + ":4", "is not known; use one of int8"),
+        (Variant(cast(Any, ["2:4"])), "it must be a text"),
         ("sparse5", "sparsity=0.05 is not supported; use a share from 0.1 to 0.95"),
         ("sparse100", "sparsity=1.0"),
         ("ffn100", "removes nothing"),
