@@ -141,7 +141,8 @@ def check_loaded(
     if shards is None:
         return None
     require(checkpoint is not None, "checkpoint", None, "the files of the model, where load_shards says what is read")
-    wrong = [shard for shard in shards if not 0 <= shard < count]
+    require(isinstance(shards, Collection), "load_shards", shards, "a list of their numbers")
+    wrong = [shard for shard in shards if not (is_integer(shard) and 0 <= shard < count)]
     require(not wrong, "load_shards", wrong, f"of 0 to {count - 1}")
     require(not variants, "variants", [v.name for v in variants], "empty where load_shards leaves weights out")
     return frozenset(shards)

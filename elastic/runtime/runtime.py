@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
+from elastic.actions.arguments import listed, well_formed
 from elastic.actions.deferred import spare_prefetch_buffers
 from elastic.actions.transactions.event_log import ActionLog
 from elastic.actions.transactions.executor import ActionExecutor
@@ -22,7 +23,7 @@ from elastic.controller.loop import Controller, ControllerHealth
 from elastic.controller.sensors.monitor import Monitor
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.controller.snapshot import Snapshot
-from elastic.errors import ConfigError, StateError, is_number
+from elastic.errors import ConfigError, StateError, is_number, require
 from elastic.hooks.forward_state import ShardTiming
 from elastic.hooks.request_tracking import CacheRequestTracker
 from elastic.kvcache.api import KV
@@ -220,8 +221,8 @@ class Runtime(LayerVerbs):
         Committing it again returns the same. Raises `StateError` if it was rolled back, by hand or since its time was
         over, or cannot be committed; then nothing has changed. `ConfigError` for an id that is not known.
         """
-        self._require_running()
         self._require_outside()
+        require(isinstance(id, str), "id", id, "the text that prepare returned")
         return _awaited(self._executor.commit(id))
 
     def rollback(self, id: str) -> None:
@@ -229,8 +230,8 @@ class Runtime(LayerVerbs):
 
         Raises `StateError` if it was committed, `ConfigError` for an id that is not known.
         """
-        self._require_running()
         self._require_outside()
+        require(isinstance(id, str), "id", id, "the text that prepare returned")
         _awaited(self._executor.roll_back(id))
 
     @property
@@ -247,10 +248,9 @@ class Runtime(LayerVerbs):
         computed once, beside forward passes, unless the weights are written; before layers are dropped it has to be.
         Raises `ConfigError` for what is no layer, and no shard.
         """
-        self._require_running()
         self._require_outside()
-        if shards:
-            return _awaited(self._executor.call(partial(self._weights.shard_digests, tuple(shards))))
+        if shards := listed(shards, "shards"):
+            return _awaited(self._executor.call(partial(self._weights.shard_digests, shards)))
         return _awaited(self._measure(self._weights.layer_indices(layers)))
 
     def weights_source(self, layers: Layers = (), *, shards: Sequence[int] = ()) -> WeightsSource:
@@ -260,9 +260,9 @@ class Runtime(LayerVerbs):
         migrated; who reads later notices. Raises `ConfigError` for what is no layer, `StateError` for layers without
         full weights at one place, and for the memory of a GPU in a process that serves it to no others.
         """
-        self._require_running()
         self._require_outside()
-        parts = dict.fromkeys(self._weights.layer_indices(layers)) | self._weights.parts_by_layer(shards)
+        of_shards = self._weights.parts_by_layer(listed(shards, "shards"))
+        parts = dict.fromkeys(self._weights.layer_indices(layers)) | of_shards
         return _awaited(self._executor.call(partial(self._weights.source, parts)))
 
     def exchange_with(self, peers: Peers | None, pace: YieldingPace | None) -> None:
@@ -274,7 +274,6 @@ class Runtime(LayerVerbs):
 
     def keep_no_prefetch_buffers(self) -> None:
         """Keep no memory to stream released layers with: a release takes it from the KV cache, if it can."""
-        self._require_running()
         self._require_outside()
         _awaited(self._executor.call(partial(spare_prefetch_buffers, self._weights)))
 
@@ -352,6 +351,8 @@ class Runtime(LayerVerbs):
         return lifecycle.nothing, ()
 
     def _require_outside(self) -> None:
+        """Raise `StateError` where an action cannot be awaited."""
+        self._require_running()
         if self.gate.inside:
             raise StateError("an action cannot be awaited inside a forward pass; call it with wait=False")
 
@@ -366,7 +367,7 @@ class Runtime(LayerVerbs):
         self._require_running()
         if isinstance(actions, Action) or not isinstance(actions, Iterable):
             actions = (actions,)
-        actions = tuple(map(self._weights.normalized, actions))
+        actions = tuple(self._weights.normalized(well_formed(action)) for action in actions)
         for kind in (ON_LAYERS, MigrateKV):
             layers = [layer for action in actions if isinstance(action, kind) for layer in action.layers]
             if twice := sorted({layer for layer in layers if layers.count(layer) > 1}):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, overload
 
+from elastic.actions.arguments import listed
 from elastic.actions.results import merge_changes
 from elastic.planning.sharding.shard_pages import ShardPages
 from elastic.types import (
@@ -133,9 +134,9 @@ class LayerVerbs(ABC):
         that was written since the model was wrapped, has replicas or modules elsewhere, or is not at its place in full.
         With `wait=False`, a future. (KunServe, section 4.1)
         """
-        indices = self._weights.layer_indices(layers)
+        indices, shards = self._weights.layer_indices(layers), listed(shards, "shards")
         self._measure(indices or tuple(self._weights.parts_by_layer(shards)))
-        return self._change((Drop(indices, tuple(shards)),), wait)
+        return self._change((Drop(indices, shards),), wait)
 
     @overload
     def fetch(
@@ -157,8 +158,9 @@ class LayerVerbs(ABC):
         are not those that were dropped; `CapacityError` as `restore`. With `wait=False`, a future. (KunServe, section
         4.4)
         """
-        sources = (source,) if isinstance(source, WeightsSource) else tuple(source)
-        return self._change((Fetch(self._weights.layer_indices(layers), sources, shards=tuple(shards)),), wait)
+        sources = (source,) if isinstance(source, WeightsSource) else listed(source, "sources")
+        fetch = Fetch(self._weights.layer_indices(layers), sources, shards=listed(shards, "shards"))
+        return self._change((fetch,), wait)
 
     @overload
     def restore(
@@ -180,9 +182,9 @@ class LayerVerbs(ABC):
         `CapacityError` for more layers than the place has room for, and `StateError` for a dropped layer that neither
         has, or has otherwise.
         """
-        if shards:
+        if shards := listed(shards, "shards"):
             named = () if layers is None else self._weights.layer_indices(layers)
-            return self._change((Restore(named, shards=tuple(shards)),), wait)
+            return self._change((Restore(named, shards=shards),), wait)
         by_parts = self._weights.find_parts(self._weights.initially_resident if layers is None else layers)
         return self._change([Restore(indices, parts) for parts, indices in by_parts.items()], wait)
 

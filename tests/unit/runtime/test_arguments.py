@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from elastic import ConfigError, Migrate, Release, ResizeKV, Restore, Swap
+from elastic import ConfigError, Drop, Fetch, Migrate, Release, ResizeKV, Restore, Swap
 from support.architectures import build
 
 REFUSED = {
@@ -73,6 +73,25 @@ def test_what_names_no_layer_is_refused_in_words(verb: str, layers: Any, rt: Any
         lambda rt: rt.prepare(Release((1,)), timeout_s="5"),
         lambda rt: rt.prepare(Release((1,)), timeout_s=math.nan),
         lambda rt: rt.kv.resize("1MiB", revision="x"),
+        lambda rt: rt.digests(shards=5),
+        lambda rt: rt.weights_source(shards=5),
+        lambda rt: rt.drop(shards=5),
+        lambda rt: rt.restore(shards=5),
+        lambda rt: rt.fetch(0, None),
+        lambda rt: rt.fetch(0, ["x"]),
+        lambda rt: rt.fetch(0, "x"),
+        lambda rt: rt.migrate(0, ["cpu"]),
+        lambda rt: rt.migrate_kv(0, ["cpu"]),
+        lambda rt: rt.replicate(0, ["cpu"]),
+        lambda rt: rt.evict(0, ["cpu"]),
+        lambda rt: rt.apply(ResizeKV(cast(Any, ["cpu"]), 1 << 20)),
+        lambda rt: rt.apply(Swap((0,), "int4", cast(Any, 5))),
+        lambda rt: rt.apply(Swap((0,), "int4", cast(Any, "mlp"))),
+        lambda rt: rt.apply(Restore((0,), parts=cast(Any, (5,)))),
+        lambda rt: rt.apply(Drop((0,), shards=cast(Any, 5))),
+        lambda rt: rt.apply(Fetch((0,), cast(Any, None))),
+        lambda rt: rt.commit(["x"]),
+        lambda rt: rt.rollback({}),
     ],
 )
 def test_arguments_of_another_type_are_refused_in_words(call: Callable[[Any], Any], rt: Any) -> None:
@@ -80,3 +99,10 @@ def test_arguments_of_another_type_are_refused_in_words(call: Callable[[Any], An
     with pytest.raises(ConfigError):
         call(rt)
     assert rt.form() == ("float32", "int4", "float32")
+
+
+def test_lists_in_actions_are_tuples_from_then_on(rt: Any) -> None:
+    """What is deferred, or prepared again, is told from others by its fields."""
+    (step,) = rt.plan(Swap(cast(Any, [1]), "int4", cast(Any, ["mlp"])))
+    assert step.action == Swap((1,), "int4", ("mlp",))
+    assert hash(step.action)

@@ -104,6 +104,8 @@ def test_what_cannot_be_read_so_is_said(saved: Any, tmp_path: Path) -> None:
     for options, words in (
         ({}, "the files of the model, where load_shards says what is read"),
         ({"checkpoint": files, "variants": ["int8"]}, "empty where load_shards leaves weights out"),
+        ({"checkpoint": files, "load": 3}, "load_shards=3 cannot be; it must be a list of their numbers"),
+        ({"checkpoint": files, "load": ["0", True]}, r"load_shards=\['0', True\] cannot be; it must be of 0 to 2"),
         ({"checkpoint": files, "load": [3]}, r"load_shards=\[3\] cannot be; it must be of 0 to 2"),
     ):
         load = options.pop("load", [0])
