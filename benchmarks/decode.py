@@ -113,7 +113,7 @@ def memory(model: Any, cache: Any, dtype: torch.dtype) -> dict[str, float]:
     layers = cache.layers
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     ranges = sum(g.rows for layer in layers for g in layer._lease.store.geometries)
-    weights = sum(layer.pages for layer in model.elastic._weights.layers)
+    weights = sum(layer.pages for layer in model.elastic.weights.layers)
     created = (pool.pool.backend.created - weights) * page
     return {"held_bytes": held, "created_bytes": created, "bound_bytes": int(1.05 * held + ranges * page)}
 

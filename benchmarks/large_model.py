@@ -102,8 +102,8 @@ def actions(size: str, options: Any) -> dict[str, Any]:
     wrapping_s = time.perf_counter() - begin
     runtime, layers = model.elastic, model.config.num_hidden_layers
     half = range(layers // 2, layers)
-    full_bytes = runtime._weights.layers[0].nbytes * len(half)
-    packed_bytes = runtime._weights.layers[0].with_variant("int4").nbytes * len(half)
+    full_bytes = runtime.weights.layers[0].nbytes * len(half)
+    packed_bytes = runtime.weights.layers[0].with_variant("int4").nbytes * len(half)
     source = torch.empty(full_bytes // len(half), dtype=torch.uint8, pin_memory=device != "cpu")
     target = torch.empty_like(source, device=device)
     capacity = {"whole": runtime.kv.capacity_bytes}

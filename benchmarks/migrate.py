@@ -57,7 +57,7 @@ def moves(model: Any, device: str, numbers: list[int], rounds: int) -> list[dict
     target = f"{device}#b"
     for count in numbers:
         layers = range(count)
-        units = [runtime._weights.layers[i] for i in layers]
+        units = [runtime.weights.layers[i] for i in layers]
         sources = [
             tensor.clone() for unit in units for tensor in unit.blocks[unit.precision.key].show(unit.layout).values()
         ]

@@ -105,7 +105,7 @@ def copies(model: Any, device: str, counts: list[int], rounds: int) -> list[dict
     """Replicating so many layers at once."""
     runtime, target, measured = model.elastic, f"{device}#b", []
     for count in counts:
-        units = [runtime._weights.layers[i] for i in range(count)]
+        units = [runtime.weights.layers[i] for i in range(count)]
         sources = [
             tensor.clone() for unit in units for tensor in unit.blocks[unit.precision.key].show(unit.layout).values()
         ]

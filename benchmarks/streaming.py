@@ -51,7 +51,7 @@ def decode(model: Any, device: str) -> None:
 
 def plain_copy_s(runtime: Any, device: str, rounds: int) -> float:
     """Seconds of a plain copy of one layer from the host store into mapped memory."""
-    layer = next(w for w in runtime._weights.layers if w.absent)
+    layer = next(w for w in runtime.weights.layers if w.absent)
     sources = [layer.host_copies[name].tensor for name in layer.slots]
     targets = [torch.empty_like(source, device=device) for source in sources]
 
@@ -83,8 +83,8 @@ def main() -> None:
     page_bytes = 4096 if options.quick and device == "cpu" else None  # each head of KV takes pages of its own
     elastic.wrap(model, places=[elastic.Place(device, torch.device(device), nbytes // 2, page_bytes)])
     if options.quick and device != "cpu":  # what is left beside small layers is too little for large pages of KV
-        model.elastic.release(range(len(model.elastic._weights.layers)))
-    absent = sum(layer.absent is not None for layer in model.elastic._weights.layers)
+        model.elastic.release(range(len(model.elastic.weights.layers)))
+    absent = sum(layer.absent is not None for layer in model.elastic.weights.layers)
     times = paired(works, device, options.rounds)
     per_layer = plain_copy_s(model.elastic, device, options.rounds)
     limit = [t + TOKENS * absent * per_layer for t in times["resident"]]
@@ -92,9 +92,9 @@ def main() -> None:
     results: dict[str, Any] = {
         "model_bytes": nbytes,
         "budget_bytes": nbytes // 2,
-        "layers": len(model.elastic._weights.layers),
+        "layers": len(model.elastic.weights.layers),
         "absent": absent,
-        "copy_gb_s": model.elastic._weights.layers[0].nbytes / 1e9 / per_layer,
+        "copy_gb_s": model.elastic.weights.layers[0].nbytes / 1e9 / per_layer,
         "tokens_per_s": {key: TOKENS / statistics.median(value) for key, value in times.items()},
         "time_over_copy_then_compute": ratio(times["streamed"], limit),
         "time_over_overlapped_limit": ratio(times["streamed"], overlapped),

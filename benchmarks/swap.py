@@ -46,14 +46,14 @@ def moves(name: str, model: Any, device: str, rounds: int) -> dict[str, Any]:
     """Swap and restore of one layer, beside a plain copy of as many bytes."""
     elastic.wrap(model, places=[f"{device}=8GiB"], variants=("int4", "int8"))
     runtime = model.elastic
-    layer = runtime._weights.layers[0]
+    layer = runtime.weights.layers[0]
     form = layer.with_variant("int4")
     plain_source = torch.randint(0, 255, (form.nbytes,), dtype=torch.uint8)
     if device != "cpu":
         plain_source = plain_source.pin_memory()
     plain_target = torch.zeros(form.nbytes, dtype=torch.uint8, device=device)
     full_source, full_target = plain_source.repeat(8)[: layer.nbytes], plain_target.repeat(8)[: layer.nbytes]
-    copier = runtime._weights.streamer(layer).copier
+    copier = runtime.weights.streamer(layer).copier
     runtime.swap(0, "int4")
     packed = layer.sources(layer.blocks[layer.precision.key].show(form.layout), form)
     works = {

@@ -29,7 +29,7 @@ def moves(name: str, model: Any, place: str, device: str, rounds: int) -> dict[s
     elastic.wrap(model, places=[place])
     runtime = model.elastic
     runtime.release(0)
-    layer = runtime._weights.layers[0]
+    layer = runtime.weights.layers[0]
     runtime.restore(0)
     resident = [p.data for p in model.model.layers[0].parameters()]
     host = [layer.host_copies[key].tensor for key, _ in model.model.layers[0].named_parameters()]
@@ -89,7 +89,7 @@ def linears(dtype: torch.dtype, place: str, device: str, rounds: int) -> list[di
         linear, x = get(model.model), torch.randn(1, inputs, dtype=dtype, device=device)
         times = paired({"stock": partial(many, x, stock), "paged": partial(many, x, linear.weight)}, device, rounds)
         model.elastic.release(0)
-        weights, streamers = model.elastic._weights.layers[0], model.elastic._weights.streamers
+        weights, streamers = model.elastic.weights.layers[0], model.elastic.weights.streamers
         (streamer,) = streamers.values()
         streamer.enter(weights)
         staged = partial(many, x, linear.weight)

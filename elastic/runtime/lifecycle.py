@@ -23,7 +23,7 @@ def nothing() -> None:
 def _refuse_in_child() -> None:
     """Let no forward pass of a wrapped model run after a fork: the pages belong to the parent."""
     for runtime in list(running):
-        runtime.refuse(FORKED)
+        runtime.gate.refusal = FORKED
 
 
 def _close_all() -> None:

@@ -91,7 +91,7 @@ class Runtime(LayerVerbs):
         self.slo: SLO | None = None
         self.gate = parts.gate
         """What forward passes go through, and actions commit at."""
-        self._weights, self.pools = parts.weights, parts.pools
+        self.weights, self.pools = parts.weights, parts.pools
         self._log = ActionLog()
         self.event_listeners = self._log.listeners
         agreement = agreement or Agreement()
@@ -105,17 +105,17 @@ class Runtime(LayerVerbs):
     def status(self) -> Status:
         """Return places with their ledgers, the KV cache, and where the layers are, as they are now."""
         return Status(
-            layers=len(self._weights.layers),
+            layers=len(self.weights.layers),
             places=tuple(pool.status() for pool in self.pools),
             kv=self.kv.memory.status(),
-            residencies=self._weights.residencies(),
+            residencies=self.weights.residencies(),
             host=host.status(),
-            events=len(self._log),
+            events=len(self._log.events),
         )
 
     def events(self) -> tuple[Event, ...]:
         """Return the last actions, oldest first; a bounded ring."""
-        return self._log.last()
+        return tuple(self._log.events)
 
     def passes(self) -> tuple[tuple[ShardTiming, ...], ...]:
         """Return when the places computed their rows in the last passes through replicated layers, oldest first."""
@@ -133,7 +133,7 @@ class Runtime(LayerVerbs):
     @property
     def working(self) -> bool:
         """Whether actions that were asked for are under way."""
-        return self._executor.working
+        return self._executor.unfinished > 0
 
     @property
     def busy(self) -> bool:
@@ -167,7 +167,7 @@ class Runtime(LayerVerbs):
         Raises `ConfigError` or `CapacityError` if one cannot be done at all.
         """
         actions = self._normalized(actions)
-        steps = [self._executor.handler(action).dry_run(action) for action in actions]
+        steps = [self._executor.runner.handler(action).dry_run(action) for action in actions]
         steps = [replace(step, pause_ms=self._log.last_pause_ms(type(step.action))) for step in steps]
         if not dry_run:
             self.apply(actions)
@@ -237,7 +237,7 @@ class Runtime(LayerVerbs):
     @property
     def held(self) -> tuple[Prepared, ...]:
         """What is prepared and waits to be committed, oldest first."""
-        return self._executor.held
+        return self._executor.held.told()
 
     # -- for other processes
 
@@ -250,8 +250,8 @@ class Runtime(LayerVerbs):
         """
         self._require_outside()
         if shards := listed(shards, "shards"):
-            return _awaited(self._executor.call(partial(self._weights.shard_digests, shards)))
-        return _awaited(self._measure(self._weights.layer_indices(layers)))
+            return _awaited(self._executor.call(partial(self.weights.shard_digests, shards)))
+        return _awaited(self._executor.call(partial(self.weights.digests, self.weights.layer_indices(layers))))
 
     def weights_source(self, layers: Layers = (), *, shards: Sequence[int] = ()) -> WeightsSource:
         """Say where other processes can read the full weights of decoder layers: for their `rt.fetch`.
@@ -261,24 +261,21 @@ class Runtime(LayerVerbs):
         full weights at one place, and for the memory of a GPU in a process that serves it to no others.
         """
         self._require_outside()
-        of_shards = self._weights.parts_by_layer(listed(shards, "shards"))
-        parts = dict.fromkeys(self._weights.layer_indices(layers)) | of_shards
-        return _awaited(self._executor.call(partial(self._weights.source, parts)))
+        of_shards = self.weights.parts_by_layer(listed(shards, "shards"))
+        parts = dict.fromkeys(self.weights.layer_indices(layers)) | of_shards
+        return _awaited(self._executor.call(partial(self.weights.source, parts)))
 
     def exchange_with(self, peers: Peers | None, pace: YieldingPace | None) -> None:
         """Have weights be fetched from other ranks, and read by them; `pace` is that of fetches that let steps pass.
 
         None: from processes of this host alone, as at first.
         """
-        self._weights.peers, self._weights.pace = peers, pace
+        self.weights.peers, self.weights.pace = peers, pace
 
     def keep_no_prefetch_buffers(self) -> None:
         """Keep no memory to stream released layers with: a release takes it from the KV cache, if it can."""
         self._require_outside()
-        _awaited(self._executor.call(partial(spare_prefetch_buffers, self._weights)))
-
-    def _measure(self, layers: Sequence[int]) -> Future[dict[int, int]]:
-        return self._executor.call(partial(self._weights.digests, layers))
+        _awaited(self._executor.call(partial(spare_prefetch_buffers, self.weights)))
 
     # -- for engines, and for what the model is connected to
 
@@ -340,10 +337,6 @@ class Runtime(LayerVerbs):
             finally:
                 self.gate.closed = True
 
-    def refuse(self, reason: str) -> None:
-        """Let no forward pass begin any more."""
-        self.gate.refusal = reason
-
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Return nothing: a copy of a wrapped model is not wrapped."""
 
@@ -367,7 +360,7 @@ class Runtime(LayerVerbs):
         self._require_running()
         if isinstance(actions, Action) or not isinstance(actions, Iterable):
             actions = (actions,)
-        actions = tuple(self._weights.normalized(well_formed(action)) for action in actions)
+        actions = tuple(self.weights.normalized(well_formed(action)) for action in actions)
         for kind in (ON_LAYERS, MigrateKV):
             layers = [layer for action in actions if isinstance(action, kind) for layer in action.layers]
             if twice := sorted({layer for layer in layers if layers.count(layer) > 1}):

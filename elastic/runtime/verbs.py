@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Literal, overload
 
 from elastic.actions.arguments import listed
 from elastic.actions.results import merge_changes
+from elastic.actions.transactions.executor import ActionExecutor
 from elastic.planning.sharding.shard_pages import ShardPages
 from elastic.types import (
     Action,
@@ -35,15 +37,13 @@ Done = Change | Future[tuple[Change, ...]]
 class LayerVerbs(ABC):
     """What is known of the layers of a model, and can be done to them: verbs make actions, which `apply` has done."""
 
-    _weights: ModelWeights
+    weights: ModelWeights
+    """Of the decoder layers: what computes parts of these asks it, too."""
+    _executor: ActionExecutor
 
     @abstractmethod
     def apply(self, actions: Action | Sequence[Action], *, why: str = "by hand", wait: bool = True) -> Any:
         """Do actions, all or none."""
-
-    @abstractmethod
-    def _measure(self, layers: Sequence[int]) -> Future[dict[int, int]]:
-        """Have the digests of layers known before the next action."""
 
     def _change(self, actions: Sequence[Action], wait: bool) -> Done:
         results = self.apply(actions, wait=wait)
@@ -54,51 +54,46 @@ class LayerVerbs(ABC):
     @property
     def at_home(self) -> tuple[int, ...]:
         """The decoder layers that `wrap` left at their place: what `restore()` restores."""
-        return self._weights.initially_resident
+        return self.weights.initially_resident
 
     @property
     def replicated(self) -> tuple[int, ...]:
         """The decoder layers that have replicas now."""
-        return tuple(sorted(self._weights.replicas))
+        return tuple(sorted(self.weights.replicas))
 
     def form(self) -> tuple[str, ...]:
         """Return the variant that each decoder layer is in; `absent` for a released one, `dropped` for one of these."""
-        return self._weights.form()
+        return self.weights.form()
 
     @property
     def dropped(self) -> tuple[int, ...]:
         """The decoder layers whose weights, or some shards of them, are nowhere in this process."""
-        return self._weights.dropped
+        return self.weights.dropped
 
     @property
     def layer_pages(self) -> tuple[int, ...]:
         """Pages of its place that the full weights of each decoder layer have, or had."""
-        return tuple(layer.pages for layer in self._weights.layers)
-
-    @property
-    def weights(self) -> ModelWeights:
-        """The weights of the decoder layers: for what computes parts of these."""
-        return self._weights
+        return tuple(layer.pages for layer in self.weights.layers)
 
     @property
     def shards(self) -> int:
         """The number of shards of each decoder layer. Part p of layer l is shard `l * shards + p`."""
-        return self._weights.shards
+        return self.weights.shards
 
     @property
     def shards_here(self) -> tuple[frozenset[int], ...]:
         """The parts of each decoder layer, from 0, that are at its place."""
-        return tuple(layer.shards_here for layer in self._weights.layers)
+        return tuple(layer.shards_here for layer in self.weights.layers)
 
     @property
     def dropped_shards(self) -> tuple[int, ...]:
         """The shards whose weights are nowhere in this process."""
-        return self._weights.dropped_shards
+        return self.weights.dropped_shards
 
     @property
     def shard_pages(self) -> tuple[ShardPages, ...]:
         """Pages of its place that the full weights of each decoder layer need, by the parts that are here."""
-        return tuple(layer.shard_pages for layer in self._weights.layers)
+        return tuple(layer.shard_pages for layer in self.weights.layers)
 
     # -- what can be done
 
@@ -114,7 +109,7 @@ class LayerVerbs(ABC):
         time of the call, so the model goes on working, slower. Raises `ConfigError` for what is no layer, and
         `CapacityError` if host memory is short or there is no room for a prefetch buffer. With `wait=False`, a future.
         """
-        return self._change((Release(self._weights.layer_indices(layers)),), wait)
+        return self._change((Release(self.weights.layer_indices(layers)),), wait)
 
     @overload
     def drop(self, layers: Layers = (), *, shards: Sequence[int] = (), wait: Literal[True] = True) -> Change: ...
@@ -134,8 +129,9 @@ class LayerVerbs(ABC):
         that was written since the model was wrapped, has replicas or modules elsewhere, or is not at its place in full.
         With `wait=False`, a future. (KunServe, section 4.1)
         """
-        indices, shards = self._weights.layer_indices(layers), listed(shards, "shards")
-        self._measure(indices or tuple(self._weights.parts_by_layer(shards)))
+        indices, shards = self.weights.layer_indices(layers), listed(shards, "shards")
+        measured = indices or tuple(self.weights.parts_by_layer(shards))
+        self._executor.call(partial(self.weights.digests, measured))
         return self._change((Drop(indices, shards),), wait)
 
     @overload
@@ -159,7 +155,7 @@ class LayerVerbs(ABC):
         4.4)
         """
         sources = (source,) if isinstance(source, WeightsSource) else listed(source, "sources")
-        fetch = Fetch(self._weights.layer_indices(layers), sources, shards=listed(shards, "shards"))
+        fetch = Fetch(self.weights.layer_indices(layers), sources, shards=listed(shards, "shards"))
         return self._change((fetch,), wait)
 
     @overload
@@ -183,9 +179,9 @@ class LayerVerbs(ABC):
         has, or has otherwise.
         """
         if shards := listed(shards, "shards"):
-            named = () if layers is None else self._weights.layer_indices(layers)
+            named = () if layers is None else self.weights.layer_indices(layers)
             return self._change((Restore(named, shards=shards),), wait)
-        by_parts = self._weights.find_parts(self._weights.initially_resident if layers is None else layers)
+        by_parts = self.weights.find_parts(self.weights.initially_resident if layers is None else layers)
         return self._change([Restore(indices, parts) for parts, indices in by_parts.items()], wait)
 
     @overload
@@ -202,7 +198,7 @@ class LayerVerbs(ABC):
         find none are `deferred`, as by `restore`. The full weights stay in host memory. Raises `ConfigError` for what
         is no layer or no variant. With `wait=False`, a future. (MorphServe, section 3.3.)
         """
-        by_parts = self._weights.find_parts(layers)
+        by_parts = self.weights.find_parts(layers)
         return self._change([Swap(indices, variant, parts) for parts, indices in by_parts.items()], wait)
 
     @overload
@@ -224,7 +220,7 @@ class LayerVerbs(ABC):
         to another device; `CapacityError` where the place has no room; `StateError` for a layer whose swap is deferred,
         or whose cache a continuous batching engine uses. With `wait=False`, a future. (CoCoServe, section 3.3)
         """
-        by_parts = self._weights.find_parts(target)
+        by_parts = self.weights.find_parts(target)
         actions: list[Action] = [Migrate(indices, place, parts) for parts, indices in by_parts.items()]
         if kv and () in by_parts:
             actions.append(MigrateKV(by_parts[()], place))
@@ -241,7 +237,7 @@ class LayerVerbs(ABC):
         On another device, attention goes there or fetches what it needs, whichever moves fewer bytes. Errors are those
         of `migrate`. With `wait=False`, a future. (CoCoServe, section 3.3)
         """
-        return self._change((MigrateKV(self._weights.layer_indices(layers), place),), wait)
+        return self._change((MigrateKV(self.weights.layer_indices(layers), place),), wait)
 
     @overload
     def replicate(self, layers: Layers, place: str, *, wait: Literal[True] = True) -> Change: ...
@@ -258,7 +254,7 @@ class LayerVerbs(ABC):
         or no place, `CapacityError` where the place has no room, `StateError` for a layer that is there itself, or is
         released. With `wait=False`, a future. (CoCoServe, section 3.2)
         """
-        return self._change((Replicate(self._weights.layer_indices(layers), place),), wait)
+        return self._change((Replicate(self.weights.layer_indices(layers), place),), wait)
 
     @overload
     def evict(self, layers: Layers, place: str, *, wait: Literal[True] = True) -> Change: ...
@@ -272,4 +268,4 @@ class LayerVerbs(ABC):
         the generation goes on, slower. Raises `ConfigError` for what is no layer or no place, `StateError` for a layer
         without a replica there. With `wait=False`, a future.
         """
-        return self._change((Evict(self._weights.layer_indices(layers), place),), wait)
+        return self._change((Evict(self.weights.layer_indices(layers), place),), wait)

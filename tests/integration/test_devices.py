@@ -498,7 +498,7 @@ def test_any_actions_in_any_order_on_three_places_of_two_devices(
     rt.swap(0, "int8")
     for _ in range(16):
         act_at_random(rt, choose, modules)
-        units = [unit for layer in range(3) for unit in rt._weights.units(layer)]
+        units = [unit for layer in range(3) for unit in rt.weights.units(layer)]
         forms = tuple(sorted((unit.index, *unit.precision.key) for unit in units if unit.precision.variants))
         logits = model(**inputs).logits
         expected = found.setdefault(_merged(forms), logits)

@@ -251,10 +251,10 @@ def test_a_model_dispatched_by_accelerate_migrates(wrapped: Any) -> None:
     ]
     dispatch_model(model, dict.fromkeys(names, "cpu"), force_hooks=True)
     rt = wrapped(model, two_places()).elastic
-    assert len(rt._weights.layers[0].layer.unpaged.accelerate_hooks) > 0
+    assert len(rt.weights.layers[0].layer.unpaged.accelerate_hooks) > 0
     for target in (1, "model.layers.0.mlp", [0, 1, 2]):
         rt.migrate(target, "cpu#b")
-        assert {a.execution_device for unit in rt._weights.layers for a in unit.layer.unpaged.accelerate_hooks} == {
+        assert {a.execution_device for unit in rt.weights.layers for a in unit.layer.unpaged.accelerate_hooks} == {
             "cpu"
         }
         assert torch.equal(model(**prompt(2)).logits, expected)

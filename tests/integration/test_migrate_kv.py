@@ -321,7 +321,7 @@ def test_caches_that_change_between_a_failed_commit_and_its_rollback_go_back(
     rt = wrapped(model, two_places()).elastic
     cache = model(**prompt(2, 40)).past_key_values
     copy = copy_module.deepcopy(cache)
-    handler: Any = rt._executor.handler(elastic.MigrateKV((0,), "cpu#b"))
+    handler: Any = rt._executor.runner.handler(elastic.MigrateKV((0,), "cpu#b"))
     commit = handler.commit
 
     def commit_then_fail(prepared: Any) -> None:
@@ -380,7 +380,7 @@ def test_a_driver_that_fails_leaves_caches_where_they_were(
         for pool in rt.pools:
             pool.backend.fail(call, nth)
 
-    mechanism: Any = rt._executor.handler(elastic.MigrateKV((0,), "cpu#b"))
+    mechanism: Any = rt._executor.runner.handler(elastic.MigrateKV((0,), "cpu#b"))
     prepare = mechanism.prepare
 
     def prepare_then(action: Any) -> Any:
@@ -422,7 +422,7 @@ def test_weights_and_kv_move_together_or_not_at_all(monkeypatch: Any, wrapped: A
     cache = model(**prompt(2)).past_key_values
     before = digests(cache), used(rt), rt.status().residencies
     actions = [elastic.MigrateKV((0, 1, 2), "cpu#b"), elastic.Migrate((1,), "cpu#b")]
-    mechanism: Any = rt._executor.handler(actions[1])
+    mechanism: Any = rt._executor.runner.handler(actions[1])
     monkeypatch.setattr(mechanism, "commit", lambda prepared: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         rt.apply(actions)

@@ -220,7 +220,7 @@ def test_what_is_written_while_a_layer_returns_is_not_lost(wrapped: Any, monkeyp
     model, other = build("llama-gqa"), build("llama-gqa", seed=7)
     rt = wrapped(model).elastic
     rt.release([0, 1, 2])
-    mechanism = rt._executor._runner.handlers[elastic.Restore]
+    mechanism = rt._executor.runner.handlers[elastic.Restore]
     prepare = mechanism.prepare
 
     def write_after(action: elastic.Restore) -> Any:

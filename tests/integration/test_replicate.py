@@ -579,7 +579,7 @@ def test_an_action_that_fails_beside_an_eviction_undoes_it(monkeypatch: Any, wra
     rt.replicate([0, 1], "cpu#b")
     held = owners(rt, 1)
     release = elastic.Release((2,))
-    monkeypatch.setattr(rt._executor.handler(release), "commit", lambda prepared: 1 / 0)
+    monkeypatch.setattr(rt._executor.runner.handler(release), "commit", lambda prepared: 1 / 0)
     for action in (elastic.types.Evict((0, 1), "cpu#b"), elastic.types.Replicate((0, 1), "cpu#c")):
         with pytest.raises(ZeroDivisionError):
             rt.apply([action, release])

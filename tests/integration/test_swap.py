@@ -539,7 +539,7 @@ def test_what_was_flipped_is_flipped_back_when_a_later_action_of_the_call_fails(
     rt.swap(2, "int8")
     rt.kv.trim()
     owners, expected = rt.status().places[0].owners, model(**prompt()).logits
-    mechanism = rt._executor._runner.handlers[elastic.Swap]
+    mechanism = rt._executor.runner.handlers[elastic.Swap]
     commit, calls = mechanism.commit, []
 
     def fail_at_last(prepared: Any) -> None:

@@ -238,7 +238,7 @@ def hooks_of(model: Any) -> int:
 def settle(rt: Any) -> None:
     """Until what was asked for is done, or deferred."""
     deadline = time.monotonic() + 60
-    while rt._executor._unfinished:
+    while rt._executor.unfinished:
         assert time.monotonic() < deadline
         time.sleep(0.0005)
 

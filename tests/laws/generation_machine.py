@@ -226,10 +226,10 @@ class Machine(RuleBasedStateMachine):
         elastic.wrap(self.model, places=[first, *others], **wanted)
         done["prepacked examples"] += self.prepacked
         self.rt = self.model.elastic
-        self.parts = [name for name in self.rt._weights.layers[0].slots if "norm" not in name and "ln" not in name]
+        self.parts = [name for name in self.rt.weights.layers[0].slots if "norm" not in name and "ln" not in name]
         self.pools = self.rt.kv.memory.pools
         self.backends: list[Any] = [pool.pool.backend for pool in self.pools]
-        self.rt._executor._runner.handlers[Look] = LookHandler(self)  # type: ignore[index]
+        self.rt._executor.runner.handlers[Look] = LookHandler(self)  # type: ignore[index]
         self.shared = {pool: pool.limits.maximum + self.pages_of_weights(pool) for pool in self.pools}
         for pool in self.pools:
             pool.host_offload = offload
@@ -264,7 +264,7 @@ class Machine(RuleBasedStateMachine):
         """At the place where they are not."""
         for layer in layers:
             _, *others = self.residencies(layer)
-            own = self.rt._weights.layers[layer].pool  # also of one in host memory
+            own = self.rt.weights.layers[layer].pool  # also of one in host memory
             there = next((pool.pool.name for pool in self.pools if pool.pool is not own), None)
             if others or there is None:  # a replica, or modules elsewhere; or there is but one place
                 continue
@@ -350,7 +350,7 @@ class Machine(RuleBasedStateMachine):
         """Whole layers, with their KV cache or without, or one parameter of each."""
         self.evict(layers)
         inside = "" if part is None else "." + self.parts[part % len(self.parts)].rsplit(".", 1)[0]
-        names = [self.rt._weights.layers[layer].name + inside for layer in sorted(layers)]
+        names = [self.rt.weights.layers[layer].name + inside for layer in sorted(layers)]
         before = self.rt.status().residencies, list(self.rt.kv.memory.homes)
         try:
             change = self.rt.migrate(names, self.pool(to).pool.name, kv=kv)
@@ -432,7 +432,7 @@ class Machine(RuleBasedStateMachine):
         return {pool: pool.limits.shrinks for pool in self.rt.kv.memory.shares()}
 
     def where(self, layer: int) -> str:
-        return self.rt.status().residencies[self.rt._weights.layers[layer].name][0].place
+        return self.rt.status().residencies[self.rt.weights.layers[layer].name][0].place
 
     def pool(self, to: int) -> Any:
         """That of a place, of one or two."""
@@ -443,7 +443,7 @@ class Machine(RuleBasedStateMachine):
         return (1 + self.pools.index(self.rt.kv.memory.homes[layer])) % len(self.pools)
 
     def is_split(self, layer: int) -> bool:
-        return len(self.rt._weights.units(layer)) > 1
+        return len(self.rt.weights.units(layer)) > 1
 
     @rule(call=st.sampled_from(["copy", "allocate"]), nth=st.integers(1, 12))
     def fault_in_a_copy(self, call: str, nth: int) -> None:
@@ -476,7 +476,7 @@ class Machine(RuleBasedStateMachine):
     @told
     def train_a_weight(self, index: int) -> None:
         """What lies in another order is written by nobody who takes it for plain, wherever its layer is."""
-        slots = [slot for layer in self.rt._weights.layers for slot in layer.slots.values() if slot.prepacked]
+        slots = [slot for layer in self.rt.weights.layers for slot in layer.slots.values() if slot.prepacked]
         if not slots:
             return
         with pytest.raises(elastic.StateError, match="would write into a weight"):
@@ -604,7 +604,7 @@ class Machine(RuleBasedStateMachine):
 
     def pages_of_weights(self, pool: Any) -> int:
         """At the place of a KV pool, prefetch buffers included."""
-        weights = self.rt._weights
+        weights = self.rt.weights
         units = [u for layer in range(3) for u in (*weights.units(layer), *weights.replicas.get(layer, ()))]
         streamer = weights.streamers[pool.pool.name]
         return sum(u.held_pages for u in units if u.pool is pool.pool) + streamer.buffer_count * streamer.buffer_pages
@@ -635,8 +635,8 @@ class Machine(RuleBasedStateMachine):
             writer.join()
             assert not writer.wrong, writer.wrong
         self.views.clear()
-        for layer in self.rt._weights.layers:  # a copy ahead of its layer may have met the last fault
-            self.rt._weights.streamer(layer).forget(layer)
+        for layer in self.rt.weights.layers:  # a copy ahead of its layer may have met the last fault
+            self.rt.weights.streamer(layer).forget(layer)
         self.evict({0, 1, 2})  # a limit that was set stays with its place, whose rows it then bounds
         self.rt.kv.resize(self.rt.kv.maximum_bytes)
         if self.tight:

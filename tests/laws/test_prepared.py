@@ -66,7 +66,7 @@ class Transactions(RuleBasedStateMachine):
         self.tight, self.fault = tight, False
         self.backends: list[Any] = [pool.pool.backend for pool in self.rt.kv.memory.pools]
         if lean:  # as under a policy: a buffer for absent layers only while there are any
-            for streamer in self.rt._weights.streamers.values():
+            for streamer in self.rt.weights.streamers.values():
                 streamer.least = 0
         self.clock = SimpleNamespace(now=0.0)
         held.time = SimpleNamespace(monotonic=lambda: self.clock.now, time=lambda: 1e9 + self.clock.now)  # type: ignore

@@ -69,6 +69,6 @@ def layers(model: Any) -> list[torch.nn.Module]:
 def modules_of(model: Any, layer: int) -> list[str]:
     """The names of a layer, and of everything in it that has weights of its own in pages."""
     prefix = list(model.elastic.status().residencies)[layer]
-    unit = model.elastic._weights.layers[layer]
+    unit = model.elastic.weights.layers[layer]
     inside = {name.rsplit(".", i)[0] for name in unit.slots for i in range(name.count(".") + 1)}
     return [prefix, *(f"{prefix}.{name}" for name in sorted(inside))]

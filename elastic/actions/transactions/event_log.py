@@ -17,13 +17,10 @@ class ActionLog:
     """The last actions of a model, oldest first. Thread-safe; takes no lock."""
 
     def __init__(self) -> None:
-        self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
+        self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._ids = itertools.count()
         self.listeners: list[Callable[[], object]] = []
         """Called after each event, on the thread that recorded it. They may only leave a note."""
-
-    def __len__(self) -> int:
-        return len(self._events)
 
     def record(self, outcome: ActionOutcome, description: str = "") -> None:
         """Append what became of an action; without a `description`, its status or its error is the outcome."""
@@ -41,15 +38,11 @@ class ActionLog:
             ok=result is not None,
             outcome=description or (result.status if result else outcome.error),
         )
-        self._events.append(event)
+        self.events.append(event)
         for listener in self.listeners:
             listener()
 
-    def last(self) -> tuple[Event, ...]:
-        """Return the last events, oldest first."""
-        return tuple(self._events)
-
     def last_pause_ms(self, kind: type) -> float:
         """Return the pause of the last action of a kind that had one; 0 if there was none."""
-        pauses = (event.pause_ms for event in reversed(self.last()) if isinstance(event.action, kind))
+        pauses = (event.pause_ms for event in reversed(tuple(self.events)) if isinstance(event.action, kind))
         return next(filter(None, pauses), 0.0)

@@ -42,12 +42,13 @@ class ActionExecutor:
         agreement: Agreement,
     ) -> None:
         self._agreement = agreement
-        self._runner = TransactionRunner(gate, handlers, record, agreement)
-        self._held = HeldTransactions(self._runner)
+        self.runner = TransactionRunner(gate, handlers, record, agreement)
+        self.held = HeldTransactions(self.runner)
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._retrying = False
         self._came_free = False  # pages, since the present job began
-        self._unfinished = 0
+        self.unfinished = 0
+        """Jobs that are not done yet."""
         self._closed = False
         self._counting = threading.Lock()
         self._thread = threading.Thread(target=self._run_jobs, name="elastic-runtime", daemon=True)
@@ -69,15 +70,15 @@ class ActionExecutor:
 
     def prepare(self, id: str, actions: Sequence[Action], timeout_s: float) -> Future[Prepared]:
         """Have actions prepared and held; the future has what is held for them."""
-        return self.call(partial(self._held.prepare, id, tuple(actions), timeout_s))
+        return self.call(partial(self.held.prepare, id, tuple(actions), timeout_s))
 
     def commit(self, id: str) -> Future[tuple[Result, ...]]:
         """Have what is held committed; the future has the results in order."""
-        return self.call(partial(self._end, partial(self._held.commit, id)))
+        return self.call(partial(self._end, partial(self.held.commit, id)))
 
     def roll_back(self, id: str) -> Future[None]:
         """Have what is held undone."""
-        return self.call(partial(self._end, partial(self._held.roll_back, id)))
+        return self.call(partial(self._end, partial(self.held.roll_back, id)))
 
     def call(self, work: Callable[[], T]) -> Future[T]:
         """Have something done while no action is under way; the future has its result."""
@@ -85,29 +86,19 @@ class ActionExecutor:
         with self._counting:  # and so before the end of jobs, or not at all
             if self._closed:
                 raise StateError("the model was unwrapped; wrap it again")
-            self._unfinished += 1
+            self.unfinished += 1
             self._jobs.put(job)
         return job.done
 
     @property
-    def held(self) -> tuple[Prepared, ...]:
-        """What is held now, oldest first."""
-        return self._held.told()
-
-    @property
-    def working(self) -> bool:
-        """Whether any job is not done yet."""
-        return self._unfinished > 0
-
-    @property
     def busy(self) -> bool:
         """Whether any job is not done yet, or any action deferred."""
-        return self.working or bool(self._runner.deferred())
+        return self.unfinished > 0 or bool(self.runner.deferred())
 
     def retry(self) -> None:
         """Have deferred actions tried again. May be called under any lock: it only queues a job."""
         self._came_free = True
-        if not self._retrying and self._runner.deferred():
+        if not self._retrying and self.runner.deferred():
             self._retrying = True
             with suppress(StateError):  # unwrapped meanwhile
                 self.request((), RETRY)
@@ -116,53 +107,44 @@ class ActionExecutor:
         """Have actions done that nobody waits for; None where all ranks are asked to begin them."""
         return None if self._agreement.propose(actions, why) else self.submit(actions, why)
 
-    def handler(self, action: Action) -> ActionHandler:
-        """Return the handler of an action. Raises `ConfigError` for what is no action of this model."""
-        return self._runner.handler(action)
-
     def _run_jobs(self) -> None:
         while (job := self._next()) is not None:
             self._do(job)
             del job
-        self._held.close()
+        self.held.close()
 
     def _next(self) -> _Job | None:
         """Wait for a job, and roll back what has passed its deadline; None: there are no more."""
         while True:
             try:
-                job = self._jobs.get(timeout=self._held.seconds_left())
+                job = self._jobs.get(timeout=self.held.seconds_left())
             except Empty:
                 job = None
             else:
                 if job is None:
                     return None
-            if self._held.expire():
+            if self.held.expire():
                 self.retry()
             if job is not None:
                 return job
 
     def _do(self, job: _Job) -> None:
         """Do a job, unless it was cancelled; whoever waits for it gets its result, or its error."""
-        if not job.done.set_running_or_notify_cancel():
-            self._count(-1)
-            return
         result: Any = None
         fault: BaseException | None = None
+        wanted = job.done.set_running_or_notify_cancel()
         try:
-            result = job.work()
+            result = job.work() if wanted else None
         except BaseException as error:  # handed to whoever waits for the result
             fault = error
         release_threads()
-        self._count(-1)
-        if fault is None:
-            job.done.set_result(result)
-        else:
-            job.done.set_exception(fault)
-        del job, result, fault
-
-    def _count(self, jobs: int) -> None:
         with self._counting:
-            self._unfinished += jobs
+            self.unfinished -= 1
+        if fault is not None:
+            job.done.set_exception(fault)
+        elif wanted:
+            job.done.set_result(result)
+        del job, result, fault
 
     def _run(self, actions: tuple[Action, ...], why: str) -> tuple[Result, ...]:
         """Do actions, then deferred ones for as long as pages that came free let one of them be done."""
@@ -184,9 +166,9 @@ class ActionExecutor:
 
     def _transact(self, actions: tuple[Action, ...], why: str) -> tuple[Result, ...]:
         """Prepare, commit and finish actions, and record them; if one fails, none is done."""
-        with self._runner.recorded(Transaction(actions, why)):
-            self._held.require_free(actions)
-        return self._runner.commit(self._runner.prepare(actions, why))
+        with self.runner.recorded(Transaction(actions, why)):
+            self.held.require_free(actions)
+        return self.runner.commit(self.runner.prepare(actions, why))
 
     def _end(self, end: Callable[[], Any]) -> Any:
         """End a held transaction; then others may have its layers, which may have waited for that."""
@@ -197,4 +179,4 @@ class ActionExecutor:
 
     def _deferred(self) -> tuple[Action, ...]:
         """Return the actions that wait for pages, but for layers that a held transaction has."""
-        return self._held.free_parts(self._runner.deferred())
+        return self.held.free_parts(self.runner.deferred())

@@ -248,7 +248,7 @@ def test_one_layer_computes_while_the_next_is_read(streamed: Any, monkeypatch: p
         real(target, source)
 
     first, second = (
-        {kept.tensor.data_ptr() for kept in model.elastic._weights.layers[i].host_copies.values()} for i in (0, 1)
+        {kept.tensor.data_ptr() for kept in model.elastic.weights.layers[i].host_copies.values()} for i in (0, 1)
     )
     second -= first  # norms that are equal are held once
     monkeypatch.setattr(copy_engine, "copy", read)
@@ -312,7 +312,7 @@ def test_what_was_written_on_another_stream_is_kept(simulator: ModuleType, wrapp
     with torch.cuda.stream(torch.cuda.Stream(GPU)):
         weight.data.fill_(3.0)
     model.elastic.release(0)
-    assert set(model.elastic._weights.layers[0].host_copies["mlp.up_proj.weight"].tensor.flatten().tolist()) == {3.0}
+    assert set(model.elastic.weights.layers[0].host_copies["mlp.up_proj.weight"].tensor.flatten().tolist()) == {3.0}
 
 
 def test_what_was_written_on_another_stream_is_digested(simulator: ModuleType, wrapped: Any) -> None:
@@ -322,7 +322,7 @@ def test_what_was_written_on_another_stream_is_digested(simulator: ModuleType, w
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream(GPU)):
         weight.data.fill_(3.0)
-    assert model.elastic._weights.layers[0].measure()["mlp.up_proj.weight"] == expected
+    assert model.elastic.weights.layers[0].measure()["mlp.up_proj.weight"] == expected
 
 
 def test_what_is_kept_is_there_on_return(simulator: ModuleType) -> None:

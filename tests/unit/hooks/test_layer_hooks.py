@@ -48,7 +48,7 @@ def test_a_layer_released_while_its_pass_is_suspended_is_streamed(wrapped: Any) 
             thread.join()
 
     first, second = model.model.layers[:2]
-    unit, streamed = rt._weights.layers[1], []
+    unit, streamed = rt.weights.layers[1], []
     hooks = [
         first.register_forward_hook(wait_for_others),
         second.mlp.register_forward_hook(lambda *_: streamed.append(unit.prefetched.tensors is not None)),
@@ -76,7 +76,7 @@ def test_a_plain_layer_called_by_itself_keeps_commits_out(wrapped: Any) -> None:
 def test_a_buffer_that_a_pass_was_interrupted_in_is_left_also_when_all_layers_are_back(wrapped: Any) -> None:
     model = wrapped(build("llama-gqa"))
     expected, rt = logits(model), model.elastic
-    (streamer,) = rt._weights.streamers.values()
+    (streamer,) = rt.weights.streamers.values()
     rt.release([1])
 
     def interrupt(*_: Any) -> None:  # Ctrl-C: torch calls no hook behind it
@@ -86,7 +86,7 @@ def test_a_buffer_that_a_pass_was_interrupted_in_is_left_also_when_all_layers_ar
     with pytest.raises(KeyboardInterrupt):
         logits(model)
     hook.remove()
-    assert [buffer.users for buffer in streamer._buffers if buffer.layer is rt._weights.layers[1]] == [1]
+    assert [buffer.users for buffer in streamer._buffers if buffer.layer is rt.weights.layers[1]] == [1]
     restored = rt.restore([1], wait=False)  # it waits for that pass, which the next one ends
     torch.testing.assert_close(logits(model), expected)
     assert [change.status for change in restored.result()] == ["applied"]

@@ -107,7 +107,7 @@ def test_actions_of_one_call_happen_all_or_none(wrapped: Any) -> None:
 
 def test_a_commit_is_done_once(wrapped: Any) -> None:
     rt = wrapped(build("llama-gqa")).elastic
-    mechanism = rt._executor._runner.handlers[ResizeKV]
+    mechanism = rt._executor.runner.handlers[ResizeKV]
     prepared = mechanism.prepare(ResizeKV("cpu", MIB))
     mechanism.commit(prepared)
     mechanism.commit(prepared)

@@ -117,7 +117,7 @@ def test_memory_to_stream_with_is_cache_until_a_layer_is_released(wrapped: Any, 
     model = build("llama-gqa")
     expected = model.generate(**prompt(), **OPTIONS)
     rt = wrapped(model, checkpoint=saved(model, tmp_path)).elastic
-    streamer = rt._weights.streamers["cpu"]
+    streamer = rt.weights.streamers["cpu"]
     capacity = rt.kv.capacity_bytes + streamer.buffer_pages * PAGE
     rt.keep_no_prefetch_buffers()
     for _ in range(2):
@@ -139,14 +139,14 @@ def test_a_drop_reads_nothing_and_copies_nothing(wrapped: Any, tmp_path: Path, m
     model = build("llama-gqa")
     rt = wrapped(model, checkpoint=saved(model, tmp_path)).elastic
     rt.digests(range(3))
-    buffers, host = rt._weights.streamers["cpu"].buffer_count, rt.status().host
+    buffers, host = rt.weights.streamers["cpu"].buffer_count, rt.status().host
     with monkeypatch.context() as patched:
         for module in (layer, fetch, host_store):
             patched.setattr(module, "digest", refuse)
         patched.setattr(copy_engine, "copy", refuse)
         assert rt.drop(range(3)).layers == (0, 1, 2)
     assert rt.status().host == host
-    assert rt._weights.streamers["cpu"].buffer_count == buffers, "what cannot be called needs no buffer"
+    assert rt.weights.streamers["cpu"].buffer_count == buffers, "what cannot be called needs no buffer"
     assert rt.events()[-1].moved_bytes == 0
     rt.restore()
 
@@ -170,7 +170,7 @@ def set_gradient(model: Any) -> None:
         (lambda model: model.elastic.replicate(1, "cpu#b"), "has a replica at cpu#b; evict it first"),
         (lambda model: model.elastic.migrate(f"{layer_name(model)}.mlp", "cpu#b"), "apart from its layer"),
         (set_gradient, "has gradients"),
-        (lambda model: model.elastic._weights.layers[1].digests.clear(), r"call rt\.digests\(1\) ahead"),
+        (lambda model: model.elastic.weights.layers[1].digests.clear(), r"call rt\.digests\(1\) ahead"),
     ],
 )
 def test_what_could_not_come_back_or_is_not_alone_is_not_dropped(
@@ -305,7 +305,7 @@ def test_layers_that_a_thread_passes_over_are_neither_refused_nor_streamed(
     rt.release(2)
     monkeypatch.setattr(batch_context.thread, "plan", SimpleNamespace(layers={1}))
     assert torch.equal(model(**prompt()).logits, expected)
-    assert all(buffer.layer is None for buffer in rt._weights.streamers["cpu"]._buffers)
+    assert all(buffer.layer is None for buffer in rt.weights.streamers["cpu"]._buffers)
     monkeypatch.setattr(batch_context.thread, "plan", SimpleNamespace(layers={0, 1}))
     with pytest.raises(StateError, match="is dropped"):
         model(**prompt())

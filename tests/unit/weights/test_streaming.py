@@ -21,7 +21,7 @@ def released(wrapped: Any) -> tuple[Any, Any]:
     """A model without one layer at its place, and the prefetch buffers of the place."""
     model = wrapped(build("llama-gqa"))
     model.elastic.release([0, 1, 2])
-    (streamer,) = model.elastic._weights.streamers.values()
+    (streamer,) = model.elastic.weights.streamers.values()
     return model, streamer
 
 
@@ -72,7 +72,7 @@ def test_with_one_buffer_a_layer_gives_way_to_the_next(released: tuple[Any, Any]
 
 def test_a_thread_waits_for_a_buffer_until_one_is_left(released: tuple[Any, Any]) -> None:
     model, streamer = released
-    first, second, third = model.elastic._weights.layers
+    first, second, third = model.elastic.weights.layers
     arrived = threading.Event()
 
     def enter() -> None:
@@ -93,11 +93,11 @@ def test_a_thread_waits_for_a_buffer_until_one_is_left(released: tuple[Any, Any]
 def test_what_a_forward_left_without_its_hooks_is_forgotten_by_the_next(released: tuple[Any, Any]) -> None:
     model, streamer = released
     expected = build("llama-gqa")(**prompt()).logits
-    streamer.enter(model.elastic._weights.layers[0])
-    streamer.enter(model.elastic._weights.layers[1])
+    streamer.enter(model.elastic.weights.layers[0])
+    streamer.enter(model.elastic.weights.layers[1])
     assert torch.equal(model(**prompt()).logits, expected)
     assert not any(buffer.users for buffer in streamer._buffers)
-    streamer.leave(model.elastic._weights.layers[0])
+    streamer.leave(model.elastic.weights.layers[0])
 
 
 def call_until_it_fails(model: Any) -> None:
@@ -210,7 +210,7 @@ def test_buffers_have_their_pages_before_a_forward_pass_needs_them(released: tup
 
 def test_pages_that_cannot_be_made_ahead_fail_no_release(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = wrapped(build("llama-gqa"))
-    (streamer,) = model.elastic._weights.streamers.values()
+    (streamer,) = model.elastic.weights.streamers.values()
 
     def full(*_: Any, **__: Any) -> int:
         raise CapacityError("the device is full", requested_bytes=1, free_bytes=0, total_bytes=1)

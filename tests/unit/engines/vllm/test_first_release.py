@@ -33,7 +33,7 @@ def waiting(wrapped: Any) -> Any:
     """A model whose releases wait, and its handler."""
     model = build("llama-gqa")
     rt = wrapped(model, tight(model, 40, **OPTIONS), **OPTIONS).elastic
-    handler = rt._executor._runner.handlers[Release]
+    handler = rt._executor.runner.handlers[Release]
     handler._waits = True
     return model, rt, handler
 

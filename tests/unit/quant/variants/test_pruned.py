@@ -101,7 +101,7 @@ def test_a_matrix_of_which_no_weight_would_stay_is_left_full(wrapped: Any) -> No
     model = build("deepseek-v3")
     before = model(**prompt(2)).logits
     rt = wrapped(model, variants=["sparse95"]).elastic
-    packings = model.elastic._weights.layers[0].variants["sparse95"].packings
+    packings = model.elastic.weights.layers[0].variants["sparse95"].packings
     assert "self_attn.q_b_proj.weight" in packings
     assert "self_attn.kv_b_proj.weight" not in packings
     rt.swap([0, 1, 2], "sparse95")
@@ -116,7 +116,7 @@ def test_the_ledger_shows_what_is_stored_and_no_less(name: str, wrapped: Any) ->
     model = build("llama-gqa")
     rt = wrapped(model, variants=[name]).elastic
     full = rt.status().places[0].owners["layer:1"]
-    unit = model.elastic._weights.layers[1]
+    unit = model.elastic.weights.layers[1]
     packings = unit.variants[name].packings
     like = {key: slot.parameter for key, slot in unit.slots.items()}
     stored = {f"{key}/{part}": t for key, packing in packings.items() for part, t in packing.parts.items()}
@@ -147,7 +147,7 @@ def test_logits_are_those_of_the_model_pruned_for_good(architecture: str, varian
     assert not torch.equal(logits, expected)
     assert_same_bits(model, before)
     for index, mine in enumerate(m for m in plain.modules() if type(m).__name__ in ("LlamaDecoderLayer", "GPT2Block")):
-        unit = model.elastic._weights.layers[index]
+        unit = model.elastic.weights.layers[index]
         name = "int4" if index == 1 else variant.name
         for key, packing in unit.variants[name].packings.items():
             mine.get_parameter(key).copy_(packing.packed.value())
@@ -255,7 +255,7 @@ def test_what_calibration_does_not_reach_is_pruned_by_magnitude_and_said(
 def test_loaded_weights_are_pruned_anew_and_channels_stay_out(wrapped: Any) -> None:
     model, other = build("llama-gqa"), build("llama-gqa", seed=7)
     rt = wrapped(model, variants=["2:4", "ffn75"]).elastic
-    kept = model.elastic._weights.layers[1].variants["ffn75"].packings["mlp.up_proj.weight"].parts["outputs"].clone()
+    kept = model.elastic.weights.layers[1].variants["ffn75"].packings["mlp.up_proj.weight"].parts["outputs"].clone()
     model.load_state_dict(other.state_dict())
     rt.swap([0, 1, 2], "2:4")
     expected = copy.deepcopy(other)
@@ -320,7 +320,7 @@ def test_layers_have_sensitivities(variant: Any, tmp_path: Path) -> None:
 def test_a_layer_is_profiled_as_it_is_packed(wrapped: Any) -> None:
     model = build("llama-gqa")
     expected = {n: dequantized_layer(model.model.layers[1], Variant.parse(n).config) for n in NAMES}
-    unit = wrapped(model, variants=NAMES).elastic._weights.layers[1]
+    unit = wrapped(model, variants=NAMES).elastic.weights.layers[1]
     for name, layer in expected.items():
         values = {key: packing.packed.value() for key, packing in unit.variants[name].packings.items()}
         for key, parameter in layer.named_parameters():

@@ -323,7 +323,7 @@ import torch, elastic
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained({model!r})
 elastic.wrap(model, places="cpu=64MiB", variants=("int8", "int4", "int3"), variant_cache={cache!r})
-values = [w.packed.value() for v in ("int4", "int3") for l in model.elastic._weights.layers
+values = [w.packed.value() for v in ("int4", "int3") for l in model.elastic.weights.layers
           for w in l.variants[v].packings.values()]
 torch.save([values, torch.backends.cpu.get_cpu_capability()], {out!r})
 """
