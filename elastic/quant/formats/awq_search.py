@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from elastic.errors import ConfigError
+from elastic.quant.formats.base import require_samples
 from elastic.quant.formats.integer import Integers, QuantizedMatrix, round_to_nearest
 
 _STEPS = 20
@@ -33,14 +33,9 @@ def search_scales(weight: torch.Tensor, inputs: torch.Tensor, config: Integers) 
     where nothing is better or all inputs are zero. Deterministic.
     Raises `ConfigError` for inputs that do not fit the matrix or are not finite.
     """
-    if inputs.dim() != 2 or inputs.shape[1] != weight.shape[1]:
-        raise ConfigError(
-            f"inputs are {list(inputs.shape)}; the matrix, {list(weight.shape)}, needs [tokens, {weight.shape[1]}]"
-        )
+    require_samples(inputs, weight)
     weight = weight.detach().float()
     sample = _evenly(inputs.detach(), _MOST_TOKENS).float()
-    if not bool(sample.isfinite().all()):
-        raise ConfigError("inputs hold values that are not finite; collect them from a forward pass without")
     plain = round_to_nearest(weight, config)
     if not bool(sample.any()):
         return plain

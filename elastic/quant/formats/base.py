@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -111,6 +111,27 @@ def format_of(config: Any) -> Format:
         names = ", ".join(sorted(kind.__name__ for kind in _formats))
         raise ConfigError(f"{config!r} is the config of no format; use one of: {names}")
     return _formats[type(config)]
+
+
+def require_packable(config: Any, shape: Sequence[int]) -> MatrixShape:
+    """Return the shape of a matrix. Raises `ConfigError` for one that a config's format cannot pack."""
+    if len(shape) != 2:
+        raise ConfigError(f"a matrix has two dimensions, not the shape {tuple(shape)}")
+    matrix = MatrixShape(*shape)
+    problem = format_of(config).supports(config, matrix)
+    if problem is not None:
+        raise ConfigError(f"{config} cannot pack a matrix of shape {list(shape)}: {problem}")
+    return matrix
+
+
+def require_samples(inputs: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raise `ConfigError` for samples, [tokens, inputs], not of a matrix, [outputs, inputs], or not finite."""
+    if inputs.dim() != 2 or inputs.shape[1] != weight.shape[1]:
+        raise ConfigError(
+            f"inputs are {list(inputs.shape)}; the matrix, {list(weight.shape)}, needs [tokens, {weight.shape[1]}]"
+        )
+    if not bool(inputs.isfinite().all()):
+        raise ConfigError("inputs hold values that are not finite; collect them from a forward pass without")
 
 
 def config_from(name: str, values: Mapping[str, Any]) -> Any:

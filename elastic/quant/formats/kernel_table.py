@@ -90,23 +90,19 @@ class KernelTable:
         """Return the paths of a product by bucket, as far as they are decided."""
         return dict(self._entries.get(product, {}))
 
-    def add(self, product: MatmulSpec, chosen: Mapping[int, str]) -> dict[int, str]:
-        """Add what is not decided yet. Returns the entries that were decided otherwise, and still are.
-
-        Raises `ConfigError` for an unknown bucket or path.
-        """
+    def add(self, product: MatmulSpec, chosen: Mapping[int, str]) -> None:
+        """Add what is not decided yet. Raises `ConfigError` for an unknown bucket or path."""
         for bucket, name in chosen.items():
             if bucket not in BUCKETS or name not in PATHS:
                 raise ConfigError(f"{name!r} for {bucket!r} tokens is no entry; tokens: {BUCKETS}, paths: {PATHS}")
         with self._lock:
-            old = self._entries.get(product, {})
-            self._entries[product] = {**chosen, **old}
+            self._entries[product] = {**chosen, **self._entries.get(product, {})}
             self.version += 1
-        return {bucket: name for bucket, name in old.items() if chosen.get(bucket, name) != name}
 
-    def merge(self, other: KernelTable) -> list[MatmulSpec]:
-        """Add the entries of another table. Returns the products that were decided otherwise, and still are."""
-        return [product for product, chosen in list(other._entries.items()) if self.add(product, chosen)]
+    def merge(self, other: KernelTable) -> None:
+        """Add the entries of another table, as far as they are not decided yet."""
+        for product, chosen in list(other._entries.items()):
+            self.add(product, chosen)
 
     def only(self, products: Iterable[MatmulSpec]) -> KernelTable:
         """Return a table of these products, as far as they are in this one."""

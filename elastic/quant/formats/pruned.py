@@ -93,7 +93,8 @@ class Structured(_ByCriterion):
         _check_criterion(self.by, ("magnitude", "wanda"))
 
 
-Pruned = SemiStructured | Unstructured | Structured
+Sparse = SemiStructured | Unstructured
+Pruned = Sparse | Structured
 
 NAMES = "2:4, 4:8, sparse50, ffn75, heads75"
 """Names that are known, for messages; the last three with any other percentage too."""

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import ModuleType
 
 import torch
 
 from elastic.errors import ConfigError
 from elastic.quant.formats.awq_search import search_scales
-from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, PartShapes, register
+from elastic.quant.formats.base import (
+    Kernel,
+    KernelTarget,
+    MatrixShape,
+    PackedTensors,
+    PartShapes,
+    register,
+    require_packable,
+)
 from elastic.quant.formats.integer import Integers, QuantizedMatrix, round_to_nearest
 from elastic.quant.kernels.checks import reference_kernel
 
@@ -30,7 +38,7 @@ class IntegerFormat:
         self, config: Integers, matrix: MatrixShape, dtype: torch.dtype, target: KernelTarget
     ) -> PartShapes:
         """Return the parts that a matrix of this shape is packed into, in their order."""
-        _check_shape(self, config, (matrix.outputs, matrix.inputs))
+        require_packable(config, (matrix.outputs, matrix.inputs))
         shapes: PartShapes = _kernels_for(target).part_shapes(config, matrix, target)
         return shapes
 
@@ -42,7 +50,7 @@ class IntegerFormat:
         weight: [outputs, inputs]. inputs: [tokens, inputs], samples; both of any float dtype. Raises `ConfigError` for
         a shape that is not supported.
         """
-        _check_shape(self, config, weight.shape)
+        require_packable(config, weight.shape)
         codes = round_to_nearest(weight, config) if inputs is None else search_scales(weight, inputs, config)
         return pack(config, codes, target)
 
@@ -54,7 +62,7 @@ class IntegerFormat:
         self, config: Integers, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget
     ) -> Mapping[str, Kernel]:
         """Return the kernels that multiply x: [tokens, inputs] with such parts, by name."""
-        _check_shape(self, config, (matrix.outputs, matrix.inputs))
+        require_packable(config, (matrix.outputs, matrix.inputs))
         reference = reference_kernel(lambda parts: self.value(config, parts, matrix, target))
         return {**_kernels_for(target).paths(config, parts, matrix, target), "reference": reference}
 
@@ -75,8 +83,7 @@ def pack(config: Integers, codes: QuantizedMatrix, target: KernelTarget) -> Pack
 
     Raises `ConfigError` where the codes are not of this config, or their shape cannot be packed.
     """
-    _check_shape(INTEGERS, config, codes.codes.shape)
-    inputs = codes.codes.shape[1]
+    inputs = require_packable(config, codes.codes.shape).inputs
     groups = inputs // config.inputs_per_group(inputs)
     if codes.groups != groups:
         raise ConfigError(f"the codes have {codes.groups} groups of inputs, {config} has {groups}")
@@ -102,15 +109,6 @@ def _kernels_for(target: KernelTarget) -> ModuleType:
 
         return cuda
     raise ConfigError(f"no integer kernels for device {target.device!r}; use cpu or cuda")
-
-
-def _check_shape(format: IntegerFormat, config: Integers, shape: Sequence[int]) -> None:
-    """Raise `ConfigError` for a shape that is not of a matrix, or cannot be packed."""
-    if len(shape) != 2:
-        raise ConfigError(f"a matrix has two dimensions, not the shape {tuple(shape)}")
-    problem = format.supports(config, MatrixShape(*shape))
-    if problem:
-        raise ConfigError(f"{config} cannot pack this matrix: {problem}")
 
 
 INTEGERS = IntegerFormat()

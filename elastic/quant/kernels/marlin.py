@@ -21,7 +21,15 @@ import torch
 
 from elastic.errors import BackendUnavailable, ConfigError
 from elastic.quant.formats.awq_search import search_scales
-from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, PartShapes, register
+from elastic.quant.formats.base import (
+    Kernel,
+    KernelTarget,
+    MatrixShape,
+    PackedTensors,
+    PartShapes,
+    register,
+    require_packable,
+)
 from elastic.quant.formats.integer import Integers, QuantizedMatrix, round_to_nearest
 from elastic.quant.kernels.checks import CheckedKernel, Required, bindable, extras, read_extras, reference_kernel
 
@@ -136,10 +144,8 @@ def pack(config: Marlin, codes: QuantizedMatrix) -> PackedTensors:
 
     Raises `ConfigError` for shapes or zero points that Marlin does not take.
     """
-    outputs, inputs = codes.codes.shape
-    problem = MARLIN.supports(config, MatrixShape(outputs, inputs))
-    if problem:
-        raise ConfigError(f"{config} cannot pack this matrix: {problem}")
+    matrix = require_packable(config, codes.codes.shape)
+    outputs, inputs = matrix.outputs, matrix.inputs
     low, high = (2 ** (config.bits - 1),) * 2 if config.symmetric else (0, 15)
     if ((codes.zeros < low) | (codes.zeros > high)).any():
         raise ConfigError(f"{config}: Marlin takes zero points from {low} to {high}; use Integers")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from elastic.errors import ConfigError
-from elastic.quant.formats.pruned import SemiStructured, Unstructured
+from elastic.quant.formats.base import require_samples
+from elastic.quant.formats.pruned import SemiStructured, Sparse
 from elastic.quant.pruning.sparsegpt import sparsegpt
-
-Sparse = SemiStructured | Unstructured
 
 
 def prune(
@@ -25,7 +23,8 @@ def prune(
     if inputs is None or not config.calibrated:
         mask = keep_largest(weight.float().abs(), config, per_output=False)
         return torch.where(mask, weight, 0), mask
-    sample = _checked(inputs.detach(), weight)
+    sample = inputs.detach()
+    require_samples(sample, weight)
     if config.by == "sparsegpt":
         return sparsegpt(weight, sample, config)
     mask = keep_largest(wanda_score(weight, sample), config, per_output=True)
@@ -62,13 +61,3 @@ def keep_largest(scores: torch.Tensor, config: Sparse, *, per_output: bool) -> t
     above, equal = groups > least, groups == least
     left = kept - above.sum(1, keepdim=True)
     return (above | (equal & (equal.cumsum(1, dtype=torch.int32) <= left))).view(outputs, inputs)
-
-
-def _checked(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if inputs.dim() != 2 or inputs.shape[1] != weight.shape[1]:
-        raise ConfigError(
-            f"inputs are {list(inputs.shape)}; the matrix, {list(weight.shape)}, needs [tokens, {weight.shape[1]}]"
-        )
-    if not bool(inputs.isfinite().all()):
-        raise ConfigError("inputs hold values that are not finite; collect them from a forward pass without")
-    return inputs

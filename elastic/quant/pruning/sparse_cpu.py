@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 
 from elastic.quant.formats.base import BoundKernel, Kernel, MatrixShape, PackedTensors
-from elastic.quant.formats.pruned import SemiStructured, Unstructured
+from elastic.quant.formats.pruned import Sparse
 from elastic.quant.kernels.checks import CheckedKernel
 from elastic.quant.kernels.workspace import pad_rows, scratch
 from elastic.quant.pruning.sparse_layout import expand, required, tiles
@@ -24,7 +24,7 @@ PIECE = 2**18
 """Weights expanded at a time: as float32 they fit a core's cache."""
 
 
-def paths(config: SemiStructured | Unstructured, parts: PackedTensors, matrix: MatrixShape) -> Mapping[str, Kernel]:
+def paths(config: Sparse, parts: PackedTensors, matrix: MatrixShape) -> Mapping[str, Kernel]:
     """Return the kernels for x: [tokens, inputs]."""
     shapes = required(config, matrix, parts["packed"].dtype)
     dtypes = {"expanded": torch.bfloat16, "expanded_float32": torch.float32}

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from elastic.quant.formats.base import BoundKernel, Kernel, KernelTarget, MatrixShape, PackedTensors
-from elastic.quant.formats.pruned import SemiStructured, Unstructured
+from elastic.quant.formats.pruned import SemiStructured, Sparse
 from elastic.quant.kernels.checks import CheckedKernel, Required
 from elastic.quant.kernels.cuda import runs_triton
 from elastic.quant.pruning.sparse_layout import Rows, expand, nibbles, required, tiles
@@ -41,9 +41,7 @@ def takes(config: SemiStructured, matrix: MatrixShape, target: KernelTarget, dty
     return dtype in (torch.float16, torch.bfloat16) and matrix.outputs % 32 == 0 and matrix.inputs % 64 == 0
 
 
-def paths(
-    config: SemiStructured | Unstructured, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget
-) -> Mapping[str, Kernel]:
+def paths(config: Sparse, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget) -> Mapping[str, Kernel]:
     """Return the kernels of CUDA for x: [tokens, inputs]."""
     dtype = parts["packed"].dtype
     shapes: Required = required(config, matrix, dtype)

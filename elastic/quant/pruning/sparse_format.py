@@ -7,14 +7,20 @@ from collections.abc import Mapping
 import torch
 
 from elastic.errors import ConfigError
-from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, PartShapes, register
-from elastic.quant.formats.pruned import SemiStructured, Unstructured
+from elastic.quant.formats.base import (
+    Kernel,
+    KernelTarget,
+    MatrixShape,
+    PackedTensors,
+    PartShapes,
+    register,
+    require_packable,
+)
+from elastic.quant.formats.pruned import SemiStructured, Sparse, Unstructured
 from elastic.quant.kernels.checks import reference_kernel
 from elastic.quant.pruning import sparse_cpu, sparse_cuda
 from elastic.quant.pruning.criteria import prune
 from elastic.quant.pruning.sparse_layout import pack, required, value
-
-Sparse = SemiStructured | Unstructured
 
 
 class SparseFormat:
@@ -43,10 +49,8 @@ class SparseFormat:
         weight: [outputs, inputs]. inputs: [tokens, inputs], samples; both of any float dtype. Raises `ConfigError` for
         a shape that is not supported.
         """
-        problem = self.supports(config, MatrixShape(*weight.shape)) if weight.dim() == 2 else "it has no two dimensions"
-        if problem is not None:
-            raise ConfigError(f"{config} cannot pack a matrix of shape {list(weight.shape)}: {problem}")
-        return _for_target(config, pack(config, *prune(weight, config, inputs)), MatrixShape(*weight.shape), target)
+        matrix = require_packable(config, weight.shape)
+        return _for_target(config, pack(config, *prune(weight, config, inputs)), matrix, target)
 
     def value(self, config: Sparse, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget) -> torch.Tensor:
         """Expand parts to the matrix that they stand for, float32 [outputs, inputs]."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from elastic.quant.formats.base import MatrixShape, PackedTensors
-from elastic.quant.formats.pruned import SemiStructured, Unstructured
+from elastic.quant.formats.pruned import SemiStructured, Sparse
 from elastic.quant.kernels.checks import Required
 from elastic.quant.kernels.workspace import scratch
 
@@ -24,7 +24,7 @@ Rows = tuple[int, int, int]
 """Some outputs: the first, the one after the last, and where their weights begin among those that stay."""
 
 
-def pack(config: SemiStructured | Unstructured, pruned: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+def pack(config: Sparse, pruned: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
     """Store the weights of a matrix where the mask, bool, says that they stay; both [outputs, inputs]."""
     outputs, inputs = pruned.shape
     powers = 2 ** torch.arange(8, dtype=torch.uint8, device=mask.device)
@@ -36,7 +36,7 @@ def pack(config: SemiStructured | Unstructured, pruned: torch.Tensor, mask: torc
     return {"packed": values, "mask": bits, "starts": counts.cumsum(0) - counts}
 
 
-def required(config: SemiStructured | Unstructured, matrix: MatrixShape, dtype: torch.dtype) -> Required:
+def required(config: Sparse, matrix: MatrixShape, dtype: torch.dtype) -> Required:
     """Return the shapes and dtypes of the parts that every matrix of this shape, with weights of a dtype, has."""
     outputs, inputs = matrix.outputs, matrix.inputs
     mask: Required = {"mask": ((outputs, inputs // 8), torch.uint8)}

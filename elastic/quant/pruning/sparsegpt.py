@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from elastic.errors import ConfigError
-from elastic.quant.formats.pruned import SemiStructured, Unstructured
+from elastic.quant.formats.pruned import SemiStructured, Sparse, Unstructured
 
 BLOCK = 128
 """Inputs among which unstructured weights are chosen at once, and whose updates are gathered (the paper's B and Bs)."""
@@ -16,9 +16,7 @@ DAMPING = 0.01
 """Added to the diagonal of the Hessian, as a share of its mean (section 4)."""
 
 
-def sparsegpt(
-    weight: torch.Tensor, inputs: torch.Tensor, config: SemiStructured | Unstructured
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sparsegpt(weight: torch.Tensor, inputs: torch.Tensor, config: Sparse) -> tuple[torch.Tensor, torch.Tensor]:
     """Prune a matrix, [outputs, inputs], any float dtype, so that its products with samples change little.
 
     inputs: [tokens, inputs], any float dtype, finite. Returns the pruned matrix in its dtype, and where weights stay,
@@ -68,9 +66,7 @@ def _keep_all_but(block: torch.Tensor, factor: torch.Tensor, kept: torch.Tensor,
     kept.copy_(chosen.view(block.shape))
 
 
-def _remove_in_turn(
-    block: torch.Tensor, factor: torch.Tensor, kept: torch.Tensor, config: SemiStructured | Unstructured
-) -> torch.Tensor:
+def _remove_in_turn(block: torch.Tensor, factor: torch.Tensor, kept: torch.Tensor, config: Sparse) -> torch.Tensor:
     """Remove the weights of a block, [outputs, block], an input at a time; those after it in the block make up for it.
 
     Returns the errors that later blocks are to make up for, [outputs, block]. N:M patterns are chosen, into `kept`, as

@@ -54,14 +54,7 @@ def pack_channels(
     `inputs` has samples of the matrices' inputs, [rows, inputs], by their full names, as far as they are known.
     """
     parameters = {name: (parameter, transposed) for name, parameter, transposed in matrices(layer)}
-    if config.ffn < 1 and any(parameter.ndim == 3 for parameter, _ in parameters.values()):
-        raise ConfigError(
-            f"variants: ffn={config.ffn}: {layer.name} has experts, whose columns cannot be left out; use another "
-            "variant, such as '2:4'"
-        )
-    parameters = {name: pair for name, pair in parameters.items() if pair[0].ndim == 2}
-    flat = {name: (p.detach().T if transposed else p.detach()) for name, (p, transposed) in parameters.items()}
-    packings = {}
+    flat, packings = flat_matrices(layer, config), {}
     for group in channel_groups(layer, config, flat):
         kept = _kept(group, flat, inputs.get(f"{layer.name}.{group.sink}"), config)
         for name in (*group.sources, group.sink):
@@ -78,8 +71,19 @@ def pack_channels(
     return packings
 
 
+def flat_matrices(layer: LayerParameters, config: Structured) -> dict[str, torch.Tensor]:
+    """Return a layer's matrices, [outputs, inputs] each, by name. Raises `ConfigError` for an FFN of experts."""
+    parameters = list(matrices(layer))
+    if config.ffn < 1 and any(parameter.ndim == 3 for _, parameter, _ in parameters):
+        raise ConfigError(
+            f"variants: ffn={config.ffn}: {layer.name or 'the layer'} has experts, whose columns cannot be left out; "
+            "use another variant, such as '2:4'"
+        )
+    return {name: p.detach().T if transposed else p.detach() for name, p, transposed in parameters if p.ndim == 2}
+
+
 def channel_groups(layer: LayerParameters, config: Structured, flat: Mapping[str, torch.Tensor]) -> list[ChannelGroup]:
-    """Return the groups that get smaller. found: the layer's matrices, [outputs, inputs] each, by name.
+    """Return the groups that get smaller; `flat` are the layer's matrices, [outputs, inputs] each, by name.
 
     Raises `ConfigError` for a layer without what is to be removed.
     """

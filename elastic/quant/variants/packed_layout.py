@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from elastic.errors import ConfigError
 from elastic.memory.weight_layout import LayerLayout, ParameterLayout
 from elastic.quant.formats.base import KernelTarget, PartShapes, format_of
 from elastic.quant.formats.pruned import Structured
-from elastic.quant.variants.channels import channel_groups
+from elastic.quant.variants.channels import channel_groups, flat_matrices
 from elastic.quant.variants.eligible import LayerParameters, fitting, matrices, matrix_of
 
 
@@ -53,14 +52,7 @@ def layer_part_shapes(layer: LayerParameters, config: Any, target: KernelTarget)
 
 def _channel_shapes(layer: LayerParameters, config: Structured) -> dict[str, PartShapes]:
     """Return the parts of the matrices that get smaller by structured pruning."""
-    parameters = {name: (p, transposed) for name, p, transposed in matrices(layer)}
-    if config.ffn < 1 and any(parameter.ndim == 3 for parameter, _ in parameters.values()):
-        raise ConfigError(f"{config}: {layer.name or 'the layer'} has experts, whose columns cannot be left out")
-    flat: Mapping[str, torch.Tensor] = {
-        name: (p.detach().T if transposed else p.detach())
-        for name, (p, transposed) in parameters.items()
-        if p.ndim == 2
-    }
+    flat = flat_matrices(layer, config)
     shapes: dict[str, PartShapes] = {}
     for group in channel_groups(layer, config, flat):
         for name in group.sources:

@@ -50,12 +50,12 @@ def test_a_path_that_another_machine_had_goes_by_the_default(lacking: str) -> No
 
 def test_entries_are_added_and_never_changed() -> None:
     table, other = KernelTable(), KernelTable()
-    assert table.add(product(), {1: "reference"}) == {}
-    assert table.add(product(), {1: "packed", 2: "expanded"}) == {1: "reference"}
+    table.add(product(), {1: "reference"})
+    table.add(product(), {1: "packed", 2: "expanded"})
     assert table.chosen(product()) == {1: "reference", 2: "expanded"}
     other.add(product(), {1: "packed", 4: "packed"})
     other.add(product(torch.bfloat16), {1: "packed"})
-    assert table.merge(other) == [product()]
+    table.merge(other)
     assert table.chosen(product()) == {1: "reference", 2: "expanded", 4: "packed"}
     assert table.chosen(product(torch.bfloat16)) == {1: "packed"}
     assert table.path(product(), 1, PATHS) is PATHS["reference"]
