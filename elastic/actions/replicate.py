@@ -210,9 +210,9 @@ class ReplicateHandler(ActionHandler):
             raise StateError("the model is gone")
         copied = LayerCopy(module)
         self._on_copied(module, copied.module)
-        self._allocator.take(unit, self._copy_rate)
         place, device = unit.pool.name, unit.pool.backend.device
         worker = self._workers.get(place) or self._workers.setdefault(place, ReplicaWorker(place, device))
+        self._allocator.take(unit, self._copy_rate)
         prepared.replicas[layer] = Replica(unit, copied, worker, dispatches(module), version_of(units))
         copy = self._weights.streamer(unit).copier.copy_async(copy_plan(unit, units), self._copy_rate)
         copied.put(unit.slots, resident_contents(unit, unit.precision), device)

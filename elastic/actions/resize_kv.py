@@ -17,6 +17,7 @@ class PreparedResize:
     """A resize that was checked, and host copies of what it will move there; `result` is set by its commit."""
 
     action: ResizeKV
+    pool: KVPool
     previous_bytes: int | None
     """None: the maximum."""
     copies: list[OffloadedTokens] = field(default_factory=list)
@@ -49,20 +50,19 @@ class ResizeHandler(ActionHandler):
         at_maximum = before.limit == before.maximum
         previous_bytes = None if at_maximum else before.limit * pool.pool.page_bytes
         copies = self._memory.copy_resting(pool, over) if over and pool.host_offload else []
-        return PreparedResize(action, previous_bytes, copies)
+        return PreparedResize(action, pool, previous_bytes, copies)
 
     def commit(self, prepared: PreparedResize) -> None:
         """Move the limit, once. A cache that was used since it was copied stays where it is."""
         if prepared.result is None:
-            action = prepared.action
             moved = [copy.nbytes for copy in prepared.copies if copy.layer.move_to_host(copy)]
-            result = self._pool(action).resize(action.limit_bytes, action.revision)
+            result = prepared.pool.resize(prepared.action.limit_bytes, prepared.action.revision)
             prepared.result = replace(result, moved_bytes=sum(moved))
 
     def rollback(self, prepared: PreparedResize) -> None:
         """Undo a commit. Pages that were given back, and caches on the host, return when they are next used."""
         if prepared.result is not None and prepared.result.status != "stale":
-            self._pool(prepared.action).resize(prepared.previous_bytes)
+            prepared.pool.resize(prepared.previous_bytes)
         prepared.result = None
 
     def finish(self, prepared: PreparedResize) -> Resize:
@@ -76,9 +76,6 @@ class ResizeHandler(ActionHandler):
         good = limit is None or (is_integer(limit) and limit >= 0)
         require(good, "limit_bytes", limit, "whole bytes, at least 0, or None for the maximum")
         require(revision is None or is_integer(revision), "revision", revision, "a whole number, or None")
-        return self._pool(action)
-
-    def _pool(self, action: ResizeKV) -> KVPool:
         if action.place not in self._pools:
             raise ConfigError(f"place={action.place!r} has no KV cache of this model; it lies on {list(self._pools)}")
         return self._pools[action.place]

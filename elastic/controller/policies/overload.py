@@ -177,20 +177,23 @@ class OverloadPolicy:
         for number in sorted(pressed, key=lambda number: (-groups[number].lacking_bytes, number)):
             if number not in free:
                 continue
-            plan, words = self._relieve(snapshot, number, free, pressed)
+            plan, words, lacking = self._relieve(snapshot, number, free, pressed)
             reasons.append(words)
+            short += lacking
             if plan is not None:
                 drops.extend(plan.groups)
                 free -= {other for group in plan.groups for other in group.groups}
-            if "no drop" in words:
-                short += max(1, groups[number].lacking_bytes - (plan.freed_bytes if plan is not None else 0))
         return tuple(drops), "; ".join(dict.fromkeys(reasons)), short
 
     def _relieve(
         self, snapshot: FleetSnapshot, number: int, free: set[int], pressed: Sequence[int]
-    ) -> tuple[DropPlan | None, str]:
-        """Plan a drop for one group, with as few partners as suffice: calm ones first, the smallest and emptiest."""
-        groups, need = snapshot.groups, snapshot.groups[number].lacking_bytes
+    ) -> tuple[DropPlan | None, str, int]:
+        """Plan a drop for one group, with as few partners as suffice: calm ones first, the smallest and emptiest.
+
+        Returns it with the reason, and the bytes that the group lacks then.
+        """
+        groups, own = snapshot.groups, snapshot.groups[number].lacking_bytes
+        need = own
         others = [other for other in free if other != number]
         partners = sorted(others, key=lambda i: (i in pressed, len(groups[i].members), -groups[i].free_bytes, i))
         most: list[int] = []
@@ -201,12 +204,13 @@ class OverloadPolicy:
                 break
             plan = self._plan(snapshot, chosen, need)
             if plan is not None and any(number in group.groups for group in plan.groups):
-                return plan, "an instance is overloaded"
+                return plan, "an instance is overloaded", 0
             most = chosen
         plan = self._most(snapshot, most)
         if plan is not None and any(number in group.groups for group in plan.groups):
-            return plan, "an instance is overloaded, and no drop frees enough: as much is dropped as can be"
-        return None, "an instance is overloaded, and no drop frees enough: requests wait for KV"
+            words = "an instance is overloaded, and no drop frees enough: as much is dropped as can be"
+            return plan, words, max(1, own - plan.freed_bytes)
+        return None, "an instance is overloaded, and no drop frees enough: requests wait for KV", own
 
     def _plan(
         self, snapshot: FleetSnapshot, numbers: Sequence[int], need: int, margin: float | None = None
