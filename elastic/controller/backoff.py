@@ -9,11 +9,6 @@ MOST_REGRETS = 3
 """So many doublings at the most."""
 
 
-def doubled(seconds: float, times: int) -> float:
-    """Return seconds doubled so many times."""
-    return seconds * (1 << times)
-
-
 def regretted(regrets: int, done_s: float, now_s: float, dwell_s: float, most: int = MOST_REGRETS) -> int:
     """Return the times in a row that what a policy did was undone too early, as it is undone now.
 
@@ -22,4 +17,4 @@ def regretted(regrets: int, done_s: float, now_s: float, dwell_s: float, most: i
     """
     if done_s == -math.inf:
         return regrets
-    return min(regrets + 1, most) if now_s - done_s < 4 * doubled(dwell_s, regrets) else 0
+    return min(regrets + 1, most) if now_s - done_s < 4 * dwell_s * 2**regrets else 0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from elastic.config import Overload
-from elastic.controller.backoff import MOST_FAILURES, doubled, regretted
+from elastic.controller.backoff import MOST_FAILURES, regretted
 from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading
 from elastic.planning.arrangement.drop import DropPlan, GroupPlan, drop_plan
 
@@ -148,7 +148,7 @@ class OverloadPolicy:
         return replace(state, pressed=pressed, pressed_s=pressed_s, eased=eased, idle_since_s=idle_since_s)
 
     def _may_act(self, group: GroupReading, state: GroupState, now: float) -> bool:
-        return not group.busy and now - state.acted_s >= doubled(self.settings.cooldown_s, state.failures)
+        return not group.busy and now - state.acted_s >= self.settings.cooldown_s * 2**state.failures
 
     # -- what is done
 
@@ -270,7 +270,7 @@ class OverloadPolicy:
                 reasons.append("an action is under way, or was just now")
             elif state.eased < (1 if idle else settings.recovery_ticks):
                 reasons.append("the load still needs the dropped layers' memory")
-            elif not idle and now - max(state.pressed_s, state.acted_s) < doubled(settings.dwell_s, state.regrets):
+            elif not idle and now - max(state.pressed_s, state.acted_s) < settings.dwell_s * 2**state.regrets:
                 reasons.append("the overload has gone, but not for long yet")
             else:
                 restores.append(number)

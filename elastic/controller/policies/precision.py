@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from elastic.config import SLO, Policy
-from elastic.controller.backoff import MOST_FAILURES, doubled, regretted
+from elastic.controller.backoff import MOST_FAILURES, regretted
 from elastic.controller.decision import Plan
 from elastic.controller.policies.precision_steps import LayerSize, PrecisionStep, path, restores, still_there, swaps
 from elastic.controller.policies.pressure import PressureReading, alone, entry, exit_wish, missed, share
@@ -134,12 +134,12 @@ class PrecisionPolicy:
         now, settings = snapshot.at_s, self.settings
         conditions = {
             PrecisionPhase.BUSY: snapshot.busy,
-            PrecisionPhase.COOLING: now - state.acted_s < doubled(settings.cooldown_s, state.failures),
+            PrecisionPhase.COOLING: now - state.acted_s < settings.cooldown_s * 2**state.failures,
             PrecisionPhase.PRESSED: 0 < state.pressed < settings.pressure_ticks,
             PrecisionPhase.RELIEVING: state.pressed > 0,
             PrecisionPhase.WELL: not state.done,
             PrecisionPhase.NEEDED: state.eased < (1 if idle else settings.recovery_ticks),
-            PrecisionPhase.DWELLING: not idle and now - state.pressed_s < doubled(settings.dwell_s, state.regrets),
+            PrecisionPhase.DWELLING: not idle and now - state.pressed_s < settings.dwell_s * 2**state.regrets,
             PrecisionPhase.RESTORING: True,
         }
         return next(phase for phase, holds in conditions.items() if holds)

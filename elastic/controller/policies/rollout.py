@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from elastic.controller.backoff import doubled
 from elastic.controller.snapshot import Snapshot
 from elastic.planning.placement import ResourceDemand
 from elastic.types import Action, Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV
@@ -46,7 +45,7 @@ class Rollout:
         refused = tuple(refusal for refusal in self.refused if refusal[2] > snapshot.at_s)
         if len(self.issued) == 1:
             (action,) = self.issued
-            refused += ((type(action), getattr(action, "place", ""), snapshot.at_s + doubled(wait_s, failures)),)
+            refused += ((type(action), getattr(action, "place", ""), snapshot.at_s + wait_s * 2**failures),)
         return replace(self, issued=(), failures=failures, refused=refused, remaining=())
 
     def refuses(self, action: Action, now: float) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from elastic.config import SLO, Scale
-from elastic.controller.backoff import doubled, regretted
+from elastic.controller.backoff import regretted
 from elastic.controller.decision import Plan
 from elastic.controller.policies.rollout import MOST_DOUBLINGS, Rollout
 from elastic.controller.policies.sharing import SharedCapacity
@@ -171,13 +171,13 @@ class ScalingPolicy:
     def _phase(self, situation: Situation, state: ScalingState) -> ScalingPhase:
         settings, now, last = self.settings, situation.snapshot.at_s, state.last
         short, remaining = situation.shortage is not None, state.rollout.remaining
-        dwell_s = doubled(settings.dwell_s, state.regrets)
+        dwell_s = settings.dwell_s * 2**state.regrets
         wanted = bool(remaining) and not (short and isinstance(remaining[0], Replicate))
         conditions = {
             ScalingPhase.BUSY: situation.snapshot.busy,
             ScalingPhase.EVICTING: bool(situation.evictions),
             ScalingPhase.CONTINUING: wanted and situation.shared.load.has_room(remaining),
-            ScalingPhase.COOLING: now - last.action_s < doubled(settings.cooldown_s, state.rollout.failures),
+            ScalingPhase.COOLING: now - last.action_s < settings.cooldown_s * 2**state.rollout.failures,
             ScalingPhase.PRESSED: short and state.pressed < settings.pressure_ticks,
             ScalingPhase.RELIEVING: short,
             ScalingPhase.EASED: state.eased < settings.vacancy_ticks or now - last.shortage_s < dwell_s,

@@ -1,9 +1,5 @@
 """Packed matrices apart from their kernels: formats, integer codes, the frozen table of kernels.
 
-Way in: `Format` and `register`, `base.format_of`, `integer.Integers`, `kernel_table.paths`.
+Way in: `base.Format`, `base.register`, `base.format_of`, `integer.Integers`, `kernel_table.paths`.
 All of `elastic.quant` imports it; it imports only the leaves.
 """
-
-from elastic.quant.formats.base import Format, register
-
-__all__ = ["Format", "register"]

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic.config import Lengths
-from elastic.controller.backoff import doubled, regretted
+from elastic.controller.backoff import regretted
 from elastic.controller.policies.lengths.candidates import (
     InstanceDraft,
     best_merger,
@@ -302,7 +302,7 @@ class _Decision:
 
     def _downs(self) -> tuple[ScaleDown, ...]:
         """Close, open and part large instances that no request needs."""
-        downs, dwell_s = [], doubled(self.settings.dwell_s, self.state.regrets)
+        downs, dwell_s = [], self.settings.dwell_s * 2**self.state.regrets
         for candidate in self.candidates:
             ranks = frozenset(candidate.reading.ranks)
             state = self.large.get(ranks)
