@@ -119,12 +119,12 @@ class TransactionRunner:
         return transaction
 
     def commit(self, transaction: Transaction) -> tuple[Result, ...]:
-        """Commit and finish; return the results in order. If one fails, none is done, and all is rolled back."""
+        """Commit and finish; return the results in order. If one cannot commit, none is done: all is rolled back."""
         with self.recorded(transaction):
             self._agree(transaction)
             self._switch(transaction)
             self.agreement.committed()
-        results = tuple(_each(transaction.prepared, lambda handler, state: handler.finish(state)))
+            results = tuple(_each(transaction.prepared, lambda handler, state: handler.finish(state)))
         for action, result in zip(transaction.actions, results, strict=True):
             if transaction.why != RETRY or result.layers:
                 self._record(ActionOutcome(action, transaction.why, transaction.timing, result))

@@ -105,6 +105,19 @@ def test_actions_of_one_call_happen_all_or_none(wrapped: Any) -> None:
     assert [e.ok for e in rt.events()] == [False, False]
 
 
+def test_an_action_that_fails_behind_its_commit_is_recorded(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rt = wrapped(build("llama-gqa")).elastic
+
+    def fail(prepared: Any) -> None:
+        raise StateError("the driver refuses")
+
+    monkeypatch.setattr(rt._executor.runner.handlers[ResizeKV], "finish", fail)
+    with pytest.raises(StateError, match="the driver refuses"):
+        rt.kv.resize("1MiB")
+    (event,) = rt.events()
+    assert (event.ok, event.outcome, rt.kv.limit_bytes) == (False, "the driver refuses", 1 << 20)
+
+
 def test_a_commit_is_done_once(wrapped: Any) -> None:
     rt = wrapped(build("llama-gqa")).elastic
     mechanism = rt._executor.runner.handlers[ResizeKV]
