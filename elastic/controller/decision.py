@@ -39,7 +39,10 @@ class ControllerPolicy(Protocol):
 
 def checked(plan: object) -> Plan:
     """Return a plan as it is; raise `ConfigError` for anything else."""
-    if not isinstance(plan, Plan) or not isinstance(plan.reason, str) or not isinstance(plan.actions, tuple):
+    if not isinstance(plan, Plan) or not (
+        all(isinstance(several, tuple) for several in (plan.actions, plan.asks))
+        and all(isinstance(text, str) for text in (plan.reason, plan.figures, plan.fault))
+    ):
         raise ConfigError(f"the policy returned {str(plan)[:200]!r}; it must be a Plan, with a tuple and a text")
     for action in plan.actions:
         if not isinstance(action, Action):

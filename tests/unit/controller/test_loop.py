@@ -75,7 +75,15 @@ def test_a_decision_is_logged_when_its_reason_changes(caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize(
     "nonsense",
-    [None, "swap", Plan([], "list"), Plan(("swap",), "text"), Plan((), None), (SWAP, "a tuple")],  # type: ignore[arg-type]
+    [
+        None,
+        "swap",
+        (SWAP, "a tuple"),
+        Plan([], "list"),  # type: ignore[arg-type]
+        Plan(("swap",), "text"),  # type: ignore[arg-type]
+        Plan((), None),  # type: ignore[arg-type]
+        Plan((), "a fault", fault=ValueError("no text")),  # type: ignore[arg-type]
+    ],
 )
 def test_nonsense_from_a_policy_is_a_fault(nonsense: Any) -> None:
     asked: list[Any] = []

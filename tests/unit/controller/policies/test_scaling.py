@@ -271,6 +271,8 @@ class FaultyWhenBusy(Says):
         (SystemExit(1), "Faulty: SystemExit: 1"),
         (None, "Faulty: ConfigError: the policy returned 'None'"),
         (Plan([Swap((0,), "int4")], "a list"), "Faulty: ConfigError: the policy returned"),  # type: ignore[arg-type]
+        (Plan((), "x", figures=5), "Faulty: ConfigError: the policy returned"),  # type: ignore[arg-type]
+        (Plan((), "x", asks=5), "Faulty: ConfigError: the policy returned"),  # type: ignore[arg-type]
         (Plan((Swap((99,), "int4"),), "x"), "Faulty: ConfigError: layers=99 cannot be; .* from 0 to 3"),
         (Plan((Swap((-1,), "int4"),), "x"), "Faulty: ConfigError: layers=-1 cannot be"),
         (Plan((Swap(("a",), "int4"),), "x"), "Faulty: ConfigError: layers='a'"),  # type: ignore[arg-type]
