@@ -249,9 +249,11 @@ class Runtime(LayerVerbs):
         Raises `ConfigError` for what is no layer, and no shard.
         """
         self._require_outside()
+        indices = self.weights.layer_indices(layers)
         if shards := listed(shards, "shards"):
+            require(not indices, "layers", indices, "left out where shards are named")
             return _awaited(self._executor.call(partial(self.weights.shard_digests, shards)))
-        return _awaited(self._executor.call(partial(self.weights.digests, self.weights.layer_indices(layers))))
+        return _awaited(self._executor.call(partial(self.weights.digests, indices)))
 
     def weights_source(self, layers: Layers = (), *, shards: Sequence[int] = ()) -> WeightsSource:
         """Say where other processes can read the full weights of decoder layers: for their `rt.fetch`.

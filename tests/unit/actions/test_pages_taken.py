@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from elastic import CapacityError, StateError
+from elastic.actions import replicate
 from support.architectures import build
 from support.weights.sharded import place, wide
 from support.wrapped_model import small
@@ -80,3 +81,18 @@ def test_prefetch_buffers_of_several_places_are_made_all_or_none(wrapped: Any, m
             rt.release([0, 2])
     assert pages_of(rt) == had
     assert rt.release([0, 2]).layers == (0, 2)
+
+
+def test_a_replica_whose_thread_cannot_start_takes_no_pages(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rt = wrapped(build("llama-gqa"), [small(1 << 20), small(1 << 20, "cpu#b")]).elastic
+    had = pages_of(rt)
+
+    def no_thread(*args: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replicate, "ReplicaWorker", no_thread)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            rt.replicate(1, "cpu#b")
+    assert pages_of(rt) == had
+    assert rt.replicate(1, "cpu#b").layers == (1,)

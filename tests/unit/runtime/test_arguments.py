@@ -74,6 +74,7 @@ def test_what_names_no_layer_is_refused_in_words(verb: str, layers: Any, rt: Any
         lambda rt: rt.prepare(Release((1,)), timeout_s=math.nan),
         lambda rt: rt.kv.resize("1MiB", revision="x"),
         lambda rt: rt.digests(shards=5),
+        lambda rt: rt.digests(0, shards=[1]),
         lambda rt: rt.weights_source(shards=5),
         lambda rt: rt.drop(shards=5),
         lambda rt: rt.restore(shards=5),
