@@ -119,8 +119,9 @@ class ReleaseHandler(ActionHandler):
             held = sum(switch.unit.pages_in(switch.precision_before) for switch in switches)
             retained += (held - sum(freed)) * pool.page_bytes
             pool.notify()
-            self._weights.streamers[place].fill()
         self._deferred.replace(self._weights.units_of(prepared.action.layers), prepared.deferred, prepared.action)
+        for place in by_place(prepared.units):  # last: all is given up by then, whatever a driver says
+            self._weights.streamers[place].fill()
         waiting = tuple(unit.index for unit in prepared.deferred)
         return Change(
             "deferred" if waiting else "applied",

@@ -96,3 +96,22 @@ def test_a_replica_whose_thread_cannot_start_takes_no_pages(wrapped: Any, monkey
             rt.replicate(1, "cpu#b")
     assert pages_of(rt) == had
     assert rt.replicate(1, "cpu#b").layers == (1,)
+
+
+def test_layers_that_were_released_give_their_pages_up_also_where_no_prefetch_buffer_can_be_filled(
+    wrapped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rt = wrapped(build("llama-gqa"), [small(1 << 20), small(1 << 20, "cpu#b")]).elastic
+    rt.migrate(2, "cpu#b")
+    rt.kv.trim()
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise StateError("the driver refuses to map")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rt.pools[0].backend, "map", refuse)
+        with pytest.raises(StateError, match="the driver refuses"):
+            rt.release([0, 2])
+    assert rt.form() == ("absent", "float32", "absent")
+    assert [owner for place in pages_of(rt) for owner in place if owner.startswith("layer")] == ["layer:1"]
+    assert not rt.events()[-1].ok
