@@ -19,6 +19,7 @@ from elastic.planning.sharding.cut_plan import CutPlan, cut_layer
 from elastic.planning.sharding.ffn import tp_styles
 from elastic.weights.decoder import Decoder
 from elastic.weights.parameter_slot import ParameterSlot
+from elastic.weights.shards.elementwise import require_elementwise
 from elastic.weights.shards.layer_cut import LayerCut
 
 MOST_UNEVEN = 0.05
@@ -53,6 +54,7 @@ def cut_decoder_layer(
         plan = cut_layer(shapes, hidden, shards, styles=styles, transposed=transposed)
         if unit := _unit(plan, sizes, page_bytes):
             plan = cut_layer(shapes, hidden, shards, styles=styles, transposed=transposed, unit=unit)
+        require_elementwise(layer, plan)
     except ConfigError as error:
         raise ConfigError(f"shards={shards}: {name}: {error}") from error
     missing = sorted(plan.cuts.keys() - slots.keys())
