@@ -41,9 +41,15 @@ class StageForward:
 
     def __init__(self, model: Any, turn: Turn) -> None:
         self._model, self._turn, self._runtime = model, turn, runtime(model)
-        layers = find_decoder(model).layers
+        decoder = find_decoder(model)
+        layers, sharing = decoder.layers, getattr(decoder.config, "num_kv_shared_layers", 0)
         if len(layers) < 2:
             raise ConfigError("a model of one layer cannot be computed by several ranks")
+        if sharing:
+            raise ConfigError(
+                f"num_kv_shared_layers={sharing}: these layers attend to keys and values that others hand them inside "
+                "a forward pass; no layer of this model can be computed at another rank, whole or in part"
+            )
         self._indices = {layer: index for index, layer in enumerate(layers)}
         weights = self._runtime.weights
         self._cuts = CutModules(layers, weights) if weights.shards > 1 else None

@@ -166,3 +166,11 @@ def test_another_librarys_forward_method_is_refused_and_kept(wrapped: Any) -> No
         StageForward(model, Turn())
     assert [layer.__dict__.get("forward") for layer in layers(model)] == [None, theirs, None]
     del layer.__dict__["forward"]
+
+
+def test_a_model_whose_layers_hand_each_other_keys_and_values_is_refused(wrapped: Any) -> None:
+    model = wrapped(architectures.build("gemma4"))
+    model.config.num_kv_shared_layers = 1
+    with pytest.raises(ConfigError, match="num_kv_shared_layers=1"):
+        StageForward(model, Turn())
+    assert not any("forward" in layer.__dict__ for layer in layers(model))
