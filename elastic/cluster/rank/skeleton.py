@@ -36,6 +36,7 @@ def load_skeleton(path: str, device: torch.device, dtype: str = "auto") -> tuple
     files = Checkpoint(path)
     with quiet(), reading(f"model {path}", "see that its config.json is whole"), _without_data():
         model = AutoModelForCausalLM.from_config(config, dtype=chosen_dtype(dtype, device) or own)
+    _compute_buffers(model)
     model.tie_weights()
     files.blocks.update(blocks_of(model, files))
     _read_fixed(model, find_decoder(model), files, device, f"model {path}")
@@ -58,6 +59,18 @@ def _without_data() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def _compute_buffers(model: Any) -> None:
+    """Compute buffers that no file has as `from_pretrained` does: in float32, and not in the dtype of the weights."""
+    from transformers import PreTrainedModel
+
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    makers = {module: inside for inside in models for module in inside.modules()}  # the innermost comes last
+    for module, maker in makers.items():
+        if module._non_persistent_buffers_set:
+            maker._init_weights(module)
 
 
 def _read_fixed(model: Any, decoder: Decoder, files: Checkpoint, device: torch.device, what: str) -> None:
