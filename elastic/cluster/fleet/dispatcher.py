@@ -83,8 +83,9 @@ class Dispatcher:
         record = new_record(request, listener, self.clock())
         if self._routing == "prefix" and block_tokens:
             record.prompt_blocks = len(request.prompt) // block_tokens
-            if any(instance.hello.shares_prefixes for instance in [*self.instances.values()]):
-                record.hashes = block_hashes(request.prompt, block_tokens)
+            sharing = [instance for instance in [*self.instances.values()] if instance.hello.shares_prefixes]
+            sizes = {instance.kv_format.block_tokens for instance in sharing}
+            record.hashes = {size: block_hashes(request.prompt, size) for size in sizes}
         with self.lock:
             names = {answer.state.id for answer in record.answers}
             if request.id in self.records or not self._names.isdisjoint(names):
@@ -354,8 +355,9 @@ class Dispatcher:
         if not record.routed:
             self.log.count(routed=1, prefix_hits=int(cached > 0))
         instance.give(record, cached, now)
-        if record.hashes and instance.hello.shares_prefixes:
-            self._prefixes.note(instance.name, record.hashes, instance.most_blocks)
+        hashes = record.hashes.get(instance.kv_format.block_tokens)
+        if hashes and instance.hello.shares_prefixes:
+            self._prefixes.note(instance.name, hashes, instance.most_blocks)
 
     def _end(self, record: RequestRecord, outcome: Outcome) -> None:
         """Forget a request that has ended."""
@@ -385,10 +387,11 @@ class Dispatcher:
     def _remember(self, instance: Instance, ended: list[RequestRecord]) -> None:
         """Note the blocks of answers that have ended: the next turn of a conversation begins with them."""
         for record in ended:
-            if not record.hashes:
-                continue
             size, prompt = instance.kv_format.block_tokens, record.request.prompt
-            by_answer = [block_hashes([*prompt, *answer.tokens[:-1]], size, record.hashes) for answer in record.answers]
+            first = record.hashes.get(size)
+            if not first:
+                continue
+            by_answer = [block_hashes([*prompt, *answer.tokens[:-1]], size, first) for answer in record.answers]
             with self.lock:
                 if instance.name in self.instances:
                     for hashes in by_answer:

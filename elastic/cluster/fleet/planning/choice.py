@@ -30,7 +30,7 @@ def choose(
             continue
         if instance.state != "serving" or instance.limit_changes or record.refused.get(name, 0.0) > now:
             continue
-        cached = prefixes.cached(name, record.hashes) if record.hashes else 0
+        cached = prefixes.cached(name, record.hashes.get(instance.kv_format.block_tokens, ())) if record.hashes else 0
         if instance.holds(record, cached, reserved.get(name, 0) if reserved else 0):
             ahead = sum(unheard.prompt_blocks for unheard in instance.unheard.values()) if instance.unheard else 0
             room = instance.sequences, instance.free_blocks

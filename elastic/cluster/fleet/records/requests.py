@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from elastic.engines.base import FinishReason, Listener, Output, Request
@@ -58,8 +58,9 @@ class RequestRecord:
     arrived_s: float
     left: int
     """Answers that have not ended."""
-    hashes: list[bytes] = field(default_factory=list)
-    """Of the prompt's full blocks; none where no rank shares them."""
+    hashes: Mapping[int, list[bytes]] = field(default_factory=dict)
+    """Of the prompt's full blocks, by the tokens of a block, which ranks may have of their own; none where no rank
+    shares them."""
     prompt_blocks: int = 0
     """Full blocks of the prompt, where it is routed by what is to be computed of it."""
     instance: str | None = None

@@ -120,8 +120,12 @@ def test_a_rank_that_shares_no_blocks_is_not_thought_to_have_any(fleets: Any) ->
         drive(ranks, 10)
 
 
-def test_the_next_turn_of_a_conversation_goes_where_the_first_was_answered(fleets: Any) -> None:
+@pytest.mark.parametrize("size", [BLOCK, 6, 2 * BLOCK])
+def test_the_next_turn_of_a_conversation_goes_where_the_first_was_answered(fleets: Any, size: int) -> None:
+    """Also where ranks have blocks of other sizes than the first one: each is known by its own."""
     fleet, ranks = fleets(3)
+    for rank in ranks[1:]:
+        rank.hello = replace(rank.hello, kv=replace(rank.hello.kv, block_tokens=size))
     heard, first = Collector(), request(20, 20)
     fleet.submit(request(5, 1), Collector())  # so that the first instance is not the freest
     fleet.submit(first, heard)
@@ -130,6 +134,8 @@ def test_the_next_turn_of_a_conversation_goes_where_the_first_was_answered(fleet
     turn = replace(first, prompt=(*first.prompt, *heard.tokens[first.id], 7, 7, 7), id="turn")
     fleet.submit(turn, heard)
     assert [message.states[0].request.id for message in sent(there)] == ["turn"]
+    lacking = fleet._dispatcher.instances[there.hello.name].unheard["turn"].blocks
+    assert lacking == -(-(len(turn.prompt) + turn.max_tokens) // size) - (len(turn.prompt) - 4) // size
 
 
 def test_what_fits_in_no_instance_now_waits_here_in_order(fleets: Any) -> None:
