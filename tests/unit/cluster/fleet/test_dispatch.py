@@ -124,8 +124,9 @@ def test_a_rank_that_shares_no_blocks_is_not_thought_to_have_any(fleets: Any) ->
 def test_the_next_turn_of_a_conversation_goes_where_the_first_was_answered(fleets: Any, size: int) -> None:
     """Also where ranks have blocks of other sizes than the first one: each is known by its own."""
     fleet, ranks = fleets(3)
-    for rank in ranks[1:]:
-        rank.hello = replace(rank.hello, kv=replace(rank.hello.kv, block_tokens=size))
+    for instance in list(fleet._dispatcher.instances.values())[1:]:
+        kv = replace(instance.kv_format, block_tokens=size)
+        instance.hello, instance.kv_format = replace(instance.hello, kv=kv), kv
     heard, first = Collector(), request(20, 20)
     fleet.submit(request(5, 1), Collector())  # so that the first instance is not the freest
     fleet.submit(first, heard)
