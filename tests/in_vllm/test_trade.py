@@ -86,6 +86,7 @@ def test_what_waits_for_requests_ends_when_they_are_aborted(tight: Any) -> None:
 
     rt, engine = elastic.vllm.runtime(tight), tight.llm_engine
     rt.release(range(6))
+    wait_for(lambda: coordinator(tight).mapped == 10)  # what requests are promised, layers must wait for
     sampling = SamplingParams(max_tokens=200, ignore_eos=True)
     for number in range(6):
         engine.add_request(f"a{number}", {"prompt": "import os"}, sampling)
