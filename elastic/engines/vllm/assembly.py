@@ -91,7 +91,7 @@ class ElasticModel:
             place = Place(label, numbered, settings.budget_bytes, settings.page_bytes)
             self.place = place.name
             """The name of this rank's."""
-            options = _wrap_options(model, settings, place, is_packable, controlled=rank == 0)
+            options = _wrap_options(model, settings, place, is_packable)
 
             def make_handlers(parts: ModelParts, stack: ExitStack) -> Mapping[type, ActionHandler]:
                 deferred = DeferredActions(parts.weights, parts.broker)
@@ -118,7 +118,7 @@ class ElasticModel:
                 leave = model.register_forward_hook(lambda module, args, output: self.end_forward(), always_call=True)
                 on_model.callback(leave.remove)
             memory.callback(self.runtime.close)
-            self.runtime.start()
+            self.runtime.start(controlled=rank == 0)  # the others do as its controller says
             self._on_model, self._memory = on_model.pop_all(), memory.pop_all()
         if own_worker is not None:
             self._worker = weakref.ref(own_worker)
@@ -243,12 +243,9 @@ def model_of(vllm_config: Any) -> ElasticModel:
     return _models[name]
 
 
-def _wrap_options(
-    model: nn.Module, settings: EngineSettings, place: Place, is_packable: IsPackable, *, controlled: bool
-) -> WrapOptions:
-    """Return the options of `assemble`; only one rank has a controller, and the others do as it says."""
+def _wrap_options(model: nn.Module, settings: EngineSettings, place: Place, is_packable: IsPackable) -> WrapOptions:
+    """Return the options of `assemble`: the same on all ranks, so that each has room for as much."""
     decoder, variants, slo = find_decoder(model), parse_variants(settings.variants), settings.to_slo()
-    policy = settings.to_policy() if controlled else "manual"
     cache = Path(settings.variant_cache) / place.name.rpartition("-")[2] if settings.variant_cache else None
     if cache is not None:
         _make_directory(cache)
@@ -263,7 +260,9 @@ def _wrap_options(
         copy_rate=parse_rate(settings.copy_rate),
         slo=slo,
         start_controller=True,
-        make_policy=choose_policy(policy, slo, settings.order, variants, decoder.layers, lambda: Calibration({})),
+        make_policy=choose_policy(
+            settings.to_policy(), slo, settings.order, variants, decoder.layers, lambda: Calibration({})
+        ),
         is_packable=is_packable,
         lives_in_pages=lambda parameter: parameter.ndim > 1,  # norms are read by address, and are .05 % of a layer
         choose_prepacked=lambda module, weight, _: prepacked_layout(weight) if is_packable(module, weight) else None,

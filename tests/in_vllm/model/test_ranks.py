@@ -67,13 +67,16 @@ def test_layers_leave_and_return_on_both_ranks(llm: Any, reference: list[list[in
     assert [residency.shard for residency in status.residencies["model.layers.3"]] == ["0/2", "1/2"]
 
 
-def test_a_first_release_under_a_policy_waits_for_the_rank_without_a_buffer(
+def test_no_rank_keeps_a_prefetch_buffer_under_a_policy(
     reference: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one with the controller has none. What came free before the release was known to wait counts, too."""
+    """So a first release waits for blocks. What came free before it was known to wait counts, too."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with elastic_engine("16MiB", policy=Policy(tick_s=3600.0), tensor_parallel_size=2) as llm:
         runtime = elastic.vllm.runtime(llm)
+        first, second = owners(runtime)
+        assert first == second
+        assert llm.collective_rpc("elastic_look", args=("health",))[1].count('"running": false') == 1
         assert runtime.release([1, 2]).status == "deferred"
         wait_for(runtime, ("float32", "absent", "absent", *FULL[3:]))
         assert run(llm, LENGTHS) == expected(reference, LENGTHS)
