@@ -49,6 +49,9 @@ class Channel(Protocol):
     def changed(self) -> None:
         """Note that the KV limit may have moved, or the model come to rest. Safe from any thread."""
 
+    def wake(self) -> None:
+        """Have the scheduler's side ask how this rank is, though no step is under way. Safe from any thread."""
+
     def close(self) -> None:
         """Give the KV cache's pages back."""
 
@@ -57,7 +60,7 @@ class ElasticModel:
     """The model of one rank: its weights in pages, the KV pool beside them, and the runtime that moves both.
 
     `own_worker`: calls `begin_forward` and `end_forward` around its steps; None: hooks on the model do.
-    `eager`: hooks fetch released layers. `is_packable`: see `WrapOptions`. `wake_file`: see `wake`.
+    `eager`: hooks fetch released layers. `is_packable`: see `WrapOptions`.
 
     Raises `ConfigError` or `CapacityError` for a budget that the model does not fit in, `StateError` for a second
     engine in one process; the model is as it was then.
@@ -73,7 +76,6 @@ class ElasticModel:
         rank: int = 0,
         ranks: int = 1,
         is_packable: IsPackable,
-        wake_file: str | None = None,
         eager: bool = True,
         own_worker: object | None = None,
     ) -> None:
@@ -81,7 +83,6 @@ class ElasticModel:
         self.channel: Channel | None = None
         """Set by the KV connector when it is made."""
         self.actions = RankAgreement()
-        self._wake_file = wake_file
         self._name = f"{instance}:{rank}"
         if _models and own_worker is not None:
             raise StateError("vLLM has one KV connector in a process; stop the elastic engine in this one first")
@@ -150,9 +151,8 @@ class ElasticModel:
 
     def wake(self) -> None:
         """Have the scheduler's side ask this rank again how it is: before an engine waits, or a request enters."""
-        if self._wake_file is not None:
-            with open(self._wake_file, "ab", buffering=0) as file:  # its length counts: its times are too coarse
-                file.write(b"!")
+        if self.channel is not None:
+            self.channel.wake()
 
     def begin_forward(self) -> None:
         """Enter a step: no action commits until `end_forward`."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -23,8 +22,10 @@ from elastic.engines.vllm.kv.orders import Handshake, Occurrence, RequestEvent, 
 from elastic.engines.vllm.kv.prefixes import PrefixSharing
 from elastic.engines.vllm.kv.worker_channel import WorkerChannel
 from elastic.engines.vllm.metrics import CapacityStats
-from elastic.errors import ElasticError
+from elastic.errors import ElasticError, StateError
+from elastic.memory.backends.shared_file import OpenFile, open_shared
 
+logger = logging.getLogger(__name__)
 IDLE_S = 0.005
 """Between the steps of an engine without requests that waits for a rank."""
 
@@ -49,7 +50,7 @@ class SchedulerSide:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._counts = bool(extra.get("count_requests", True))
-        self._wake_file: str | None = extra.get("wake_file")
+        self._wake_files: list[OpenFile] = []  # of ranks; their lengths count: times would be too coarse
         self._ledger = promise_ledger(vllm_config, kv_cache_config, binding=bool(extra.get("promise", True)))
         self._requests: dict[str, _Told] = {}  # those that live
         self._prefixes = PrefixSharing()
@@ -67,14 +68,15 @@ class SchedulerSide:
 
     def connect(self, handshakes: Sequence[Handshake]) -> None:
         """Begin with the blocks that the ranks have mapped. Raises `ConfigError` where they cannot serve."""
-        channel = WorkerChannel.local.get(handshakes[0].process) if len(handshakes) == 1 else None
+        channel = WorkerChannel.local.get(handshakes[0].wakes) if len(handshakes) == 1 else None
         try:
             self.coordinator.connect(handshakes)
         except ElasticError:
             if channel is not None:  # vLLM stops no worker then, and this process may start another engine
                 ensure_kv_transfer_shutdown()
-                channel.abandon()
+                channel.model.close()
             raise
+        self._wake_files = _open_wake_files(handshakes)
         if channel is not None:
             self._local = channel
             channel.on_change = self.settle
@@ -204,9 +206,7 @@ class SchedulerSide:
         return CapacityStats({**gauges, **{name: count - before.get(name, 0) for name, count in counts.items()}})
 
     def close(self) -> None:
-        """Be settled no more, and remove the wake file. Can be called twice."""
-        if self._wake_file:
-            Path(self._wake_file).unlink(missing_ok=True)
+        """Be settled no more. Can be called twice."""
         if self._local is not None:
             self._local.on_change = lambda: None
             self._local = None
@@ -229,10 +229,7 @@ class SchedulerSide:
 
     def _wakes(self) -> int:
         """Count how often ranks have asked to be looked at."""
-        try:
-            return os.stat(self._wake_file).st_size if self._wake_file else 0
-        except FileNotFoundError:
-            return 0
+        return sum(file.nbytes for file in self._wake_files)
 
     def _tell_progress(self, requests: Iterable[_Told]) -> None:
         """Tell of the tokens and preemptions of requests that were not told of yet."""
@@ -251,6 +248,18 @@ class SchedulerSide:
         if self._counts:
             at_s = time.perf_counter() if at_s is None else at_s
             self._events.append(RequestEvent(what, request.request_id, tokens, at_s))
+
+
+def _open_wake_files(handshakes: Iterable[Handshake]) -> list[OpenFile]:
+    """Open those of the ranks of this host; others are only heard with steps."""
+    files = []
+    for handshake in handshakes:
+        try:
+            if handshake.wakes is not None:
+                files.append(open_shared(handshake.wakes))
+        except StateError as error:
+            logger.warning("actions of rank %d wait while there are no requests: %s", handshake.rank, str(error))
+    return files
 
 
 def promise_ledger(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, binding: bool) -> PromiseLedger:

@@ -109,7 +109,6 @@ class ElasticWorker(RankCalls):
             rank=self.rank,
             ranks=config.parallel_config.world_size,
             is_packable=is_packable,
-            wake_file=config.kv_transfer_config.kv_connector_extra_config.get("wake_file"),
             eager=config.compilation_config.mode == CompilationMode.NONE,
             own_worker=self,
         )

@@ -149,7 +149,7 @@ class CapacityMachine(RuleBasedStateMachine):
         ledger = PromiseLedger([GroupDemand(1)], longest=2 * PER_SECTOR, lookahead=0)
         self.coordinator = CapacityCoordinator(BlockCapacity(self.pool), ledger)
         self.coordinator.connect(
-            Handshake(number, rank.state(), PER_SECTOR, 3, "") for number, rank in enumerate(self.ranks)
+            Handshake(number, rank.state(), PER_SECTOR, 3) for number, rank in enumerate(self.ranks)
         )
 
     @initialize(moving=st.booleans())

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import tempfile
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,8 +129,7 @@ def _transfer(promise: bool, connector: Mapping[str, Any] | None) -> dict[str, A
     """Return the config of our connector, or of vLLM's `MultiConnector` over ours and the user's."""
     from elastic.engines.vllm.kv.orders import refuse_connector
 
-    wake_file = os.path.join(tempfile.gettempdir(), f"elastic-wake-{uuid.uuid4().hex}")
-    extra = {"promise": promise, "wake_file": wake_file}
+    extra = {"promise": promise}
     ours = {**CONNECTOR, "kv_connector_extra_config": extra}
     if connector is None:
         return ours

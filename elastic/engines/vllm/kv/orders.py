@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from elastic.engines.vllm.agreement import ActionOrders, RankReport
 from elastic.engines.vllm.kv.prefixes import Weights
 from elastic.errors import ConfigError
+from elastic.types import SharedFile
 
 REGISTERING = ("nixl", "mooncake", "moriio", "p2pnccl")
 """Parts of the names of connectors that register all KV memory with a network card, or send it by device address."""
@@ -102,10 +103,10 @@ class Handshake:
     blocks_per_sector: int
     guaranteed_sectors: int
     """That weights leave to the KV cache when all of them are there."""
-    process: str
-    """Names the worker's side where it lives: `WorkerChannel.local` finds it in the same process only."""
     error: str = ""
     """Why pages could not be had for all sectors; empty: they could."""
+    wakes: SharedFile | None = None
+    """Grows by a byte each time that the rank asks to be looked at; `WorkerChannel.local` has that side by it."""
 
 
 def find_orders(metadata: object) -> StepOrders | None:

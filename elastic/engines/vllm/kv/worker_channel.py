@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
@@ -22,7 +23,9 @@ from elastic.engines.vllm.kv.orders import (
 )
 from elastic.engines.vllm.kv.sectors import KVSectors
 from elastic.errors import ElasticError
+from elastic.memory.backends.shared_file import share
 from elastic.memory.pages.background import janitor
+from elastic.types import SharedFile
 
 if TYPE_CHECKING:
     from elastic.engines.vllm.assembly import ElasticModel
@@ -35,13 +38,15 @@ RETRY_S = 1.0
 class WorkerChannel:
     """One rank's end. `before_step` and `report` are called by the thread that steps, sectors are mapped beside it."""
 
-    local: ClassVar[dict[str, WorkerChannel]] = {}
-    """Those of this process, by the name in their handshake."""
+    local: ClassVar[dict[SharedFile | None, WorkerChannel]] = {}
+    """Those of this process, by the file in their handshake."""
 
     def __init__(self, model: ElasticModel, sectors: KVSectors) -> None:
-        self._model = model
+        self.model = model
         self.sectors = sectors
-        self.process = f"{os.getpid()}:{id(self)}"
+        self._wake_file = os.memfd_create("elastic-wakes", os.MFD_CLOEXEC)  # without a name: it goes with its users
+        weakref.finalize(self, os.close, self._wake_file)
+        self._shared_file = share(self._wake_file)
         self.on_change: Callable[[], object] = lambda: None
         """Called from any thread when there may be something to tell, though no step is under way."""
         self.used_bytes = self.capacity_bytes = 0
@@ -55,13 +60,13 @@ class WorkerChannel:
         self._reports = 0
         model.kv.engine_usage = lambda: (self.used_bytes, self.capacity_bytes)
         self._map_to(self._state().target)
-        self.local[self.process] = self
+        self.local[self._shared_file] = self
 
     def handshake(self) -> Handshake:
         """Tell the scheduler's side what there is before the first step."""
-        guaranteed = self._model.kv.limits.floor // self.sectors.sector_pages
+        guaranteed = self.model.kv.limits.floor // self.sectors.sector_pages
         per_sector = self.sectors.blocks_per_sector
-        return Handshake(self._model.rank, self._state(), per_sector, guaranteed, self.process, self._error)
+        return Handshake(self.model.rank, self._state(), per_sector, guaranteed, self._error, self._shared_file)
 
     def before_step(self, metadata: object) -> None:
         """Carry out the orders in a step's metadata, if there are any. No forward pass of this rank is under way."""
@@ -71,35 +76,35 @@ class WorkerChannel:
         self._wakes = orders.wakes
         self.used_bytes = orders.used_blocks * self.sectors.block_bytes
         self.capacity_bytes = orders.capacity_blocks * self.sectors.block_bytes
-        self._model.actions.execute(orders.actions)
-        _count(self._model.counters, orders.requests)
+        self.model.actions.execute(orders.actions)
+        _count(self.model.counters, orders.requests)
         with self._following:
             if orders.sequence > self._sequence and not self._mapping:
                 self._follow(orders)
 
     def report(self) -> StepReport | None:
         """Tell how this rank is; None if that was told already, or it is closed."""
-        state = self._state(self._model.actions.report())
+        state = self._state(self.model.actions.report())
         if state == self._told or self._closed:
             return None
         self._told = state
         self._reports += 1
-        return StepReport({self._model.rank: replace(state, number=self._reports)})
+        return StepReport({self.model.rank: replace(state, number=self._reports)})
 
     def changed(self) -> None:
         """Note that the KV limit may have moved, or the model come to rest. Safe from any thread, under any lock."""
         janitor.submit(self.on_change)
 
+    def wake(self) -> None:
+        """Have the scheduler's side ask this rank again how it is: before an engine waits, or a request enters."""
+        os.write(self._wake_file, b"!")
+
     def close(self) -> None:
         """Give the KV cache's pages back, and be forgotten. Can be called twice."""
         self._closed = True
         self.on_change = lambda: None
-        self.local.pop(self.process, None)
+        self.local.pop(self._shared_file, None)
         self.sectors.close()
-
-    def abandon(self) -> None:
-        """Give the rank's pages back: its engine does not start."""
-        self._model.close()
 
     def _follow(self, orders: StepOrders) -> None:
         if orders.sectors < self.sectors.mapped:
@@ -140,7 +145,7 @@ class WorkerChannel:
         self.changed()
 
     def _state(self, actions: RankReport | None = None) -> RankState:
-        kv, sectors = self._model.kv, self.sectors
+        kv, sectors = self.model.kv, self.sectors
         with kv.lock:
             reachable = sectors.mapped
             if not self._failed:
@@ -148,8 +153,8 @@ class WorkerChannel:
             target = min(reachable, kv.limits.open // sectors.sector_pages)
             most = min(reachable, kv.limits.maximum // sectors.sector_pages)
             mapped = sectors.mapped
-        working = self._model.working or self._mapping
-        unsettled = working or self._model.unsettled or self._failed
+        working = self.model.working or self._mapping
+        unsettled = working or self.model.unsettled or self._failed
         return RankState(self._sequence, mapped, target, most, unsettled, working, actions, self.weights(), self._wakes)
 
 

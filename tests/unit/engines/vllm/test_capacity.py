@@ -19,7 +19,7 @@ TestCapacity.settings = settings(max_examples=50, stateful_step_count=40, deadli
 
 def one_rank(mapped: int, *, promises: PromiseLedger | None = None, blocks: int = 32) -> CapacityCoordinator:
     coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(blocks)), promises)
-    coordinator.connect([Handshake(0, RankState(0, mapped, mapped, 8), PER_SECTOR, mapped, "")])
+    coordinator.connect([Handshake(0, RankState(0, mapped, mapped, 8), PER_SECTOR, mapped)])
     return coordinator
 
 
@@ -68,7 +68,7 @@ def test_what_waits_for_blocks_that_requests_have_needs_no_steps_until_these_run
 def test_what_one_rank_cannot_map_no_rank_keeps() -> None:
     coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(32)), None)
     state = RankState(0, 1, 4, 8)
-    coordinator.connect([Handshake(rank, state, PER_SECTOR, 1, "") for rank in range(2)])
+    coordinator.connect([Handshake(rank, state, PER_SECTOR, 1) for rank in range(2)])
     assert coordinator.next_orders().sectors == 4
     coordinator.receive(StepReport({0: RankState(1, 4, 4, 8), 1: RankState(1, 2, 2, 2)}))
     assert coordinator.capacity.usable == 2 * PER_SECTOR - 1
@@ -127,15 +127,15 @@ def test_without_promises_a_limit_leaves_one_request_what_it_needs() -> None:
 def test_a_rank_whose_pages_cannot_be_had_is_refused_with_the_reason() -> None:
     coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(32)), PromiseLedger([GroupDemand(1)], longest=5))
     with pytest.raises(ConfigError, match=r"memory for 3 blocks .* no mappings are left"):
-        coordinator.connect([Handshake(0, RankState(0, 1, 8, 8), PER_SECTOR, 8, "", "no mappings are left")])
-    coordinator.connect([Handshake(0, RankState(0, 2, 8, 8), PER_SECTOR, 8, "", "no mappings are left")])
+        coordinator.connect([Handshake(0, RankState(0, 1, 8, 8), PER_SECTOR, 8, "no mappings are left")])
+    coordinator.connect([Handshake(0, RankState(0, 2, 8, 8), PER_SECTOR, 8, "no mappings are left")])
 
 
 def test_ranks_with_other_sectors_are_refused() -> None:
     coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(32)), None)
     state = RankState(0, 1, 1, 1)
     with pytest.raises(ConfigError, match="same page size"):
-        coordinator.connect([Handshake(0, state, 4, 1, ""), Handshake(1, state, 8, 1, "")])
+        coordinator.connect([Handshake(0, state, 4, 1), Handshake(1, state, 8, 1)])
 
 
 def test_a_lost_block_is_noticed() -> None:
