@@ -88,6 +88,25 @@ class DeferredActions:
         self._weights = weights
         self._broker = broker
         self._waiting: dict[WeightUnit, Deferrable] = {}
+        self._supplied: set[WeightUnit] = set()
+        """Those for which pages were taken: nothing is held back for them."""
+
+    def take(self, units: Sequence[WeightUnit], pages: int) -> bool:
+        """Take pages of caches for units of one place, for which nothing is held back then; return whether it can be.
+
+        At once: between the two, caches would have either more than they may, or less.
+        """
+        place, before = units[0].pool.name, self._supplied
+        self._supplied = before | {*units}
+        if self._broker.take_from_cache(place, pages, self._pages(place)):
+            return True
+        self._supplied = before
+        return False
+
+    def give_back(self, units: Iterable[WeightUnit]) -> None:
+        """Hold back again what units wait for, since what was taken for them is about to be given back."""
+        self._supplied = self._supplied - {*units}
+        self._set(self._waiting)
 
     def forget(self, units: Iterable[WeightUnit]) -> None:
         """Have these units wait no more."""
@@ -100,6 +119,7 @@ class DeferredActions:
         At once: who sees what is held back in between would take it for theirs, and not be told afterwards.
         """
         gone = set(units)
+        self._supplied = self._supplied - gone
         others = {unit: action for unit, action in self._waiting.items() if unit not in gone}
         self._set({**others, **dict.fromkeys(waiting, action)})
 
@@ -111,7 +131,8 @@ class DeferredActions:
 
     def _pages(self, place: str) -> int:
         """Count the pages that units of a place wait for; releases wait for one prefetch buffer together."""
-        actions = [(unit, action) for unit, action in self._waiting.items() if unit.pool.name == place]
+        waiting = [item for item in self._waiting.items() if item[0] not in self._supplied]
+        actions = [(unit, action) for unit, action in waiting if unit.pool.name == place]
         leaving = any(isinstance(action, Release) for _, action in actions)
         buffer = self._weights.streamers[place].buffer_pages if leaving else 0
         return buffer + sum(pages_needed(unit, action) for unit, action in actions if not isinstance(action, Release))

@@ -77,6 +77,7 @@ class ReleaseHandler(ActionHandler):
                 self._weights.streamers[place].make_ready(self._weights.streamed(place) + len(leaving))
         except BaseException:
             self._await(units, -1)
+            self._deferred.give_back(units)
             refit_prefetch_buffers(self._weights, units, self._broker)
             raise
         return prepared
@@ -102,6 +103,7 @@ class ReleaseHandler(ActionHandler):
         """Switch the slots back: the buffers still have everything."""
         prepared.undo()
         self._await(prepared.units, -1)
+        self._deferred.give_back(prepared.units)
         refit_prefetch_buffers(self._weights, prepared.units, self._broker)
 
     def finish(self, prepared: PreparedRelease) -> Change:
@@ -168,15 +170,16 @@ class ReleaseHandler(ActionHandler):
         """Make a prefetch buffer at each place that has none, of pages of the KV cache; return these, by place."""
         taken: dict[str, int] = {}
         try:
-            for place in by_place(units):
+            for place, leaving in by_place(units).items():
                 streamer = self._weights.streamers[place]
                 if streamer.buffer_count:
                     continue
-                if not self._broker.take_from_cache(place, streamer.buffer_pages):
+                if not self._deferred.take(leaving, streamer.buffer_pages):
                     raise _no_prefetch_buffer(streamer)
                 taken[place] = streamer.buffer_pages
                 streamer.resize(1)
         except BaseException:
+            self._deferred.give_back(units)
             for place, pages in taken.items():
                 self._weights.streamers[place].resize(0)
                 self._broker.give_to_cache(place, pages)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 
 from elastic.actions.base import ActionHandler, Layers
@@ -230,6 +231,7 @@ class SwapHandler(ActionHandler):
 
     def _drop(self, switches: list[SlotSwitch]) -> None:
         """Give the pages of new buffers back."""
+        self._deferred.give_back(switch.unit for switch in switches)
         for switch in reversed(switches):
             if switch.shards is not None:
                 give_back_parts(switch.unit, switch.shards, self._broker)
@@ -239,14 +241,19 @@ class SwapHandler(ActionHandler):
 
     def _take_pages(self, switch: SlotSwitch) -> bool:
         """Fill the precision's buffer with pages: of the KV cache, or as many as it gives up of the reserve."""
-        unit, precision = switch.unit, switch.precision
+        unit, precision, take = switch.unit, switch.precision, partial(self._deferred.take, [switch.unit])
         if switch.shards is not None:
-            taken = claim_parts(unit, switch.shards, self._broker)
+            taken = None
+            try:
+                taken = claim_parts(unit, switch.shards, self._broker, take)
+            finally:
+                if taken is None:
+                    self._deferred.give_back([unit])
             switch.pages = taken or 0
             return taken is not None
         pages, place = unit.pages_in(precision), unit.pool.name
         from_reserve = self._from_reserve(unit, precision)
-        taken = next((n for n in (pages, pages - from_reserve) if self._broker.take_from_cache(place, n)), None)
+        taken = next((n for n in (pages, pages - from_reserve) if take(n)), None)
         if taken is None:
             return False
         reserved = pages - taken
@@ -254,6 +261,7 @@ class SwapHandler(ActionHandler):
             with self._broker.reserves[place].opened(reserved) if reserved else nullcontext():
                 unit.block_for(precision).allocate(unit.owner)
         except BaseException as error:
+            self._deferred.give_back([unit])
             self._broker.give_to_cache(place, taken)
             if not isinstance(error, CapacityError) or unit.pool.free_pages >= pages:
                 raise

@@ -98,14 +98,14 @@ class PageBroker:
         reserve = self.reserves.get(place)
         self.shares[place].give_to_cache(reserve.refill(pages) if reserve else pages)
 
-    def take_from_cache(self, place: str, pages: int) -> bool:
-        """Have caches do without these pages from now on; return whether they can."""
+    def take_from_cache(self, place: str, pages: int, held_back: int | None = None) -> bool:
+        """Have caches do without these pages from now on; return whether they can. `held_back`: see `WeightsShare`."""
         pool, share = self._pools[place], self.shares[place]
-        if share.take_from_cache(pages):
+        if share.take_from_cache(pages, held_back):
             return True
         copies = self._memory.copy_resting(pool, share.shortfall(pages)) if pool.host_offload else []
         if not copies:
             return False
         with self._exclusive():
             moved = [copy.layer.move_to_host(copy) for copy in copies]
-        return any(moved) and share.take_from_cache(pages)
+        return any(moved) and share.take_from_cache(pages, held_back)

@@ -19,16 +19,19 @@ def release_parts(unit: WeightUnit, broker: PageBroker) -> int:
     return block.shrink(left, _to_cache(unit, broker), keep=unit.shard_pages.numbers(unit.shards_here))
 
 
-def claim_parts(unit: WeightUnit, shards: frozenset[int], broker: PageBroker) -> int | None:
+def claim_parts(
+    unit: WeightUnit, shards: frozenset[int], broker: PageBroker, take: Callable[[int], bool]
+) -> int | None:
     """Have pages in a unit's block for the parts that it will have; return how many were taken; None: too few are free.
 
-    What they share with parts that are here has pages already, and so has what tensors outside still show.
+    What they share with parts that are here has pages already, and so has what tensors outside still show. `take` takes
+    pages of the KV cache, and returns whether it can do without.
     """
     pages = unit.shard_pages
     new = pages.numbers(shards) - pages.numbers(unit.shards_here)
     block = _block_of_parts(unit)
     taken = len(new) - block.adopt(new, unit.owner)
-    if not broker.take_from_cache(unit.pool.name, taken):
+    if not take(taken):
         _give_back(unit, broker)
         return None
     try:

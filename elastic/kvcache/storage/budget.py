@@ -20,10 +20,11 @@ class WeightsShare:
             if not kv.closed:
                 kv.limits = kv.limits.with_maximum(kv.limits.maximum + pages)
 
-    def take_from_cache(self, pages: int) -> bool:
+    def take_from_cache(self, pages: int, held_back: int | None = None) -> bool:
         """Take pages back for weights if caches can do without; return whether they do. If not, nothing has changed.
 
-        Caches of other models on the place keep what their live requests need to end.
+        Caches of other models on the place keep what their live requests need to end. `held_back`: what weights still
+        wait for then; None: as much as before.
         """
         kv = self.kv
         with kv.lock:
@@ -32,7 +33,8 @@ class WeightsShare:
                 return False
             if kv.pool.claimed(but=kv) > 0 and pages > kv.usage.beside_others(kv.pool, kv, growing=False):
                 return False
-            kv.limits = kv.limits.with_maximum(kv.limits.maximum - pages)
+            held_back = kv.limits.held_back if held_back is None else held_back
+            kv.limits = replace(kv.limits.with_maximum(kv.limits.maximum - pages), held_back=held_back)
             kv.reclaimer.tidy(lambda: kv.reclaimer.fit_mapped(kv.unreserved))  # what it frees is for the weights
             return True
 

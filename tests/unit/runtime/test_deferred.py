@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from elastic.actions.deferred import DeferredActions
 from elastic.types import Restore
+from support.architectures import build
+from support.child_process import wait_for_the_janitor
+from support.wrapped_model import tight
 
 
 class Unit:
@@ -39,3 +45,35 @@ def test_a_retry_that_changes_nothing_holds_back_as_much_all_the_time() -> None:
     assert left.layers == (1, 2)
     deferred.forget(waiting)
     assert (held[-1], deferred.actions()) == (0, ())
+
+
+def test_nothing_is_held_back_for_layers_that_have_their_pages(wrapped: Any) -> None:
+    """New caches would get less than is left for them when all have returned."""
+    model = build("llama-gqa")
+    rt = wrapped(model, tight(model, 40)).elastic
+    handler, least = rt._executor._runner.handlers[Restore], list[int]()
+    (kv,) = handler._broker._pools.values()
+    layers, full = (0, 1, 2), kv.limits.open
+    rt.release(layers)
+    cache = model(torch.ones(1, 440, dtype=torch.long)).past_key_values
+    fill, commit = handler._fill, handler.commit
+
+    def filled(switch: Any, prepared: Any) -> None:
+        fill(switch, prepared)
+        least.append(kv.limits.open)
+
+    def committed(prepared: Any) -> None:
+        least.append(kv.limits.open)
+        commit(prepared)
+
+    handler._fill, handler.commit = filled, committed
+    assert rt.restore().status == "deferred"
+    del cache
+    wait_for_the_janitor()
+    deadline = time.monotonic() + 30
+    while rt.busy:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert len(least) > len(layers)
+    assert min(least) >= kv.limits.open == full
+    rt.check()
