@@ -111,6 +111,7 @@ class DeferredActions:
     def forget(self, units: Iterable[WeightUnit]) -> None:
         """Have these units wait no more."""
         gone = set(units)
+        self._supplied = self._supplied - gone
         self._set({unit: action for unit, action in self._waiting.items() if unit not in gone})
 
     def replace(self, units: Iterable[WeightUnit], waiting: Iterable[WeightUnit], action: Deferrable) -> None:

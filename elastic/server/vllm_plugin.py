@@ -6,16 +6,18 @@ off unless the environment has `ELASTIC_ACTIONS_TOKEN`, which clients then send 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, HTTPException
 
 from elastic.config import parse_limit
 from elastic.controller.snapshot import RequestStats
-from elastic.engines.vllm.client.proxy import AsyncRemoteRuntime
+from elastic.engines.vllm.client.proxy import AsyncRemoteRuntime, runtimes
 from elastic.errors import BackendUnavailable, CapacityError, ConfigError, ElasticError, NotFound
 from elastic.server.middleware import ASKS, has_key
 from elastic.server.protocol.actions import (
@@ -40,7 +42,7 @@ class ElasticEndpoints:
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        self._runtime: AsyncRemoteRuntime | None = None
+        self._client: Any = None  # an `AsyncLLM`, once there is one
         self._model, self._since_s = "", time.time()
 
     def attach_router(self, app: FastAPI) -> None:
@@ -48,7 +50,7 @@ class ElasticEndpoints:
 
         @app.get("/elastic/status")
         async def status() -> dict[str, Any]:
-            return await answered(self._document())
+            return await answered(self._of_all(self._document))
 
         @app.get("/elastic/actions")
         async def kinds() -> dict[str, Any]:
@@ -56,22 +58,30 @@ class ElasticEndpoints:
 
         @app.post("/elastic/actions", dependencies=[Depends(require_token)])
         async def act(body: ActionsBody) -> dict[str, Any]:
-            return await answered(do(self._connected(), body))
+            return await answered(self._of_all(partial(do, body)))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Reach the engine by its `collective_rpc`."""
         if engine_client is not None:
             self._model = (getattr(args, "served_model_name", None) or [args.model])[0]
-            self._runtime, self._since_s = AsyncRemoteRuntime(engine_client.collective_rpc), time.time()
+            self._client, self._since_s = engine_client, time.time()
 
-    def _connected(self) -> AsyncRemoteRuntime:
-        if self._runtime is None:
+    async def _of_all(self, ask: Callable[[AsyncRemoteRuntime], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+        """Ask all engines; return the first one's answer, and those of all under `engines` if there are several.
+
+        Raises what one of them raised, when all have answered.
+        """
+        if self._client is None:
             raise HTTPException(503, "the engine is not there yet")
-        return self._runtime
+        answers = await asyncio.gather(*map(ask, runtimes(self._client)), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        first: Any = answers[0]
+        return {**first, "engines": answers} if len(answers) > 1 else first
 
-    async def _document(self) -> dict[str, Any]:
+    async def _document(self, runtime: AsyncRemoteRuntime) -> dict[str, Any]:
         """Return the status document, as `elastic.server.routes.status` describes it."""
-        runtime = self._connected()
         snapshot = await runtime.snapshot()
         traffic = snapshot.traffic if snapshot is not None else RequestStats()
         return {
@@ -99,8 +109,8 @@ def require_token(authorization: Annotated[str, Header()] = "") -> None:
         raise HTTPException(401, f"send the token of {TOKEN} as Authorization: Bearer", ASKS)
 
 
-async def do(runtime: AsyncRemoteRuntime, body: ActionsBody) -> dict[str, Any]:
-    """Plan actions, or do them on all ranks."""
+async def do(body: ActionsBody, runtime: AsyncRemoteRuntime) -> dict[str, Any]:
+    """Plan actions, or do them on all ranks of one engine."""
     place, form = (await runtime.status()).kv[0].place, await runtime.form()
     actions = [action(asked, place, form) for asked in body.actions]
     if body.dry_run:

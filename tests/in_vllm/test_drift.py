@@ -25,6 +25,9 @@ USED: dict[str, dict[str, list[str]]] = {
         "KVConnectorBase_V1.update_state_after_alloc": ["request", "blocks", "num_external_tokens"],
         "SupportsHMA.request_finished_all_groups": ["request", "block_ids"],
     },
+    "vllm.v1.engine.core_client": {
+        "AsyncMPClient._call_utility_async": ["method", "args", "engine"],
+    },
     "vllm.v1.core.block_pool": {
         "BlockPool.get_new_blocks": ["num_blocks"],
         "BlockPool.get_num_free_blocks": [],

@@ -7,7 +7,7 @@ this nor `support`, `assembly`, `agreement`, `model`, `client` and `kv` import v
 below.
 """
 
-from elastic.engines.vllm.client.proxy import AsyncRemoteRuntime, RemoteRuntime, runtime
+from elastic.engines.vllm.client.proxy import AsyncRemoteRuntime, RemoteRuntime, runtime, runtimes
 from elastic.engines.vllm.client.settings import EngineSettings, options
 
-__all__ = ["AsyncRemoteRuntime", "EngineSettings", "RemoteRuntime", "options", "runtime"]
+__all__ = ["AsyncRemoteRuntime", "EngineSettings", "RemoteRuntime", "options", "runtime", "runtimes"]

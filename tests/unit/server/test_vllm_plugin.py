@@ -52,6 +52,36 @@ class StubEngine:
         return [encode({"value": None if args[0] == "snapshot" else answers[args[0]]})]
 
 
+class StubEngines:
+    """Two of data parallelism: what is called on both is answered by the first."""
+
+    def __init__(self) -> None:
+        self.engine_core, self.core_engines = self, (b"0", b"1")
+        self.engines = {name: StubEngine() for name in self.core_engines}
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        answers = [await engine.collective_rpc(method, args) for engine in self.engines.values()]
+        return answers[0]
+
+    async def _call_utility_async(self, name: str, *args: Any, engine: bytes) -> Any:
+        method, _, arguments, _ = args
+        return await self.engines[engine].collective_rpc(method, arguments)
+
+
+def test_all_engines_do_what_is_asked_and_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN, "secret")
+    engines, plugin, app = StubEngines(), ElasticEndpoints(), FastAPI()
+    plugin.attach_router(app)
+    asyncio.run(plugin.init_state(engines, app.state, Namespace(model="m", served_model_name=None)))
+    with TestClient(app) as client:
+        shown = client.get("/elastic/status").json()
+        headers = {"Authorization": "Bearer secret"}
+        done = client.post("/elastic/actions", json={"actions": [SWAP]}, headers=headers).json()
+    assert (len(shown["engines"]), len(done["engines"])) == (2, 2)
+    assert read_status(shown).status == read_status(shown["engines"][1]).status == status()
+    assert [engine.done for engine in engines.engines.values()] == [[(Swap((1,), "int4"),)]] * 2
+
+
 @pytest.fixture
 def client() -> Any:
     engine, plugin, app = StubEngine(), ElasticEndpoints(), FastAPI()

@@ -212,6 +212,23 @@ def runtime(llm: Any) -> Any:
     return RemoteRuntime(call, partial(_settle_idle, getattr(llm, "llm_engine", llm)))
 
 
+def runtimes(llm: Any) -> tuple[Any, ...]:
+    """Return a runtime for each engine of an `AsyncLLM` with data parallelism; of all others, that of `runtime`.
+
+    vLLM gives what `runtime` asks to all engines, and answers with what the first one says.
+    """
+    client: Any = getattr(llm, "engine_core", None)
+    engines = getattr(client, "core_engines", ())
+    if len(engines) < 2 or not asyncio.iscoroutinefunction(getattr(llm, "collective_rpc", None)):
+        return (runtime(llm),)
+
+    async def call(engine: Any, method: str, args: tuple[Any, ...]) -> list[Any]:
+        answers = await client._call_utility_async("collective_rpc", method, None, args, None, engine=engine)
+        return list(answers)
+
+    return tuple(AsyncRemoteRuntime(partial(call, engine)) for engine in engines)
+
+
 def _settle_idle(engine: Any) -> None:
     """Do what steps would in an engine of this process, unless it has requests: another thread may be about to step."""
     core = getattr(getattr(engine, "engine_core", None), "engine_core", None)  # None: in a process of its own
