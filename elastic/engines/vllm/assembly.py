@@ -15,7 +15,6 @@ from torch import nn
 from elastic.actions.base import ActionHandler
 from elastic.actions.deferred import DeferredActions
 from elastic.config import Place
-from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.vllm.agreement import RankAgreement, at_place
 from elastic.engines.vllm.client.settings import EngineSettings
 from elastic.engines.vllm.model.decoder import find_decoder
@@ -102,6 +101,8 @@ class ElasticModel:
             self.kv: KVPool = parts.kv.pools[0]
             self.gate = parts.gate
             self.runtime = Runtime(parts, self.actions if ranks > 1 else None)
+            self.counters = self.runtime.counters
+            """What requests experience, as the scheduler's side tells it."""
             self.actions.begin = self._begin
             self.weights = WeightsRecorder(parts.weights, parts.gate).weights
             """Returns how often layers got other variants, and a name for those that they have."""
@@ -124,11 +125,6 @@ class ElasticModel:
         if own_worker is not None:
             self._worker = weakref.ref(own_worker)
             _models[self._name] = self
-
-    @property
-    def counters(self) -> RequestMetrics:
-        """What requests experience, as the scheduler's side tells it."""
-        return self.runtime.counters
 
     @property
     def working(self) -> bool:

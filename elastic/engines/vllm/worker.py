@@ -153,24 +153,13 @@ class ElasticWorker(RankCalls):
         model = self._model()
         if model.channel is not None:
             model.channel.before_step(scheduler_output.kv_connector_metadata)
-        model.begin_forward()
-        try:
-            if self._graphs is not None:
-                self._graphs.begin_step()
+        with self._step():
             return super().execute_model(scheduler_output)  # type: ignore[misc]
-        finally:
-            model.end_forward()
 
     def execute_dummy_batch(self) -> None:
         """Run the step of a rank without requests."""
-        model = self._model()
-        model.begin_forward()
-        try:
-            if self._graphs is not None:
-                self._graphs.begin_step()
+        with self._step():
             super().execute_dummy_batch()  # type: ignore[misc]
-        finally:
-            model.end_forward()
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Load other weights into the place of these. Raises `StateError` while any layer is not there in full."""
@@ -186,6 +175,18 @@ class ElasticWorker(RankCalls):
         """Stop, and give all pages back."""
         super().shutdown()  # type: ignore[misc]
         self._close()
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """Have no action commit; replay graphs if weights lie where they did."""
+        model = self._model()
+        model.begin_forward()
+        try:
+            if self._graphs is not None:
+                self._graphs.begin_step()
+            yield
+        finally:
+            model.end_forward()
 
     @contextmanager
     def _starting(self) -> Iterator[None]:

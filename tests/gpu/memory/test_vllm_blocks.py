@@ -12,7 +12,6 @@ import torch
 
 from elastic.engines.vllm.assembly import ElasticModel
 from elastic.engines.vllm.client.settings import EngineSettings
-from elastic.engines.vllm.kv.capacity import BlockCapacity
 from elastic.engines.vllm.kv.coordinator import CapacityCoordinator
 from elastic.engines.vllm.kv.orders import StepOrders
 from elastic.engines.vllm.kv.worker_channel import WorkerChannel
@@ -22,7 +21,7 @@ from elastic.memory.backends.cuda import CudaBackend
 from elastic.memory.pages.background import janitor
 from elastic.memory.pages.page_pool import PagePool
 from support.architectures import build, prompt
-from support.vllm_engine.blocks import StubBlockPool
+from support.vllm_engine.blocks import make_coordinator
 from support.vllm_engine.rank import finish_background, layer_outermost, make_channel, settle
 
 pytestmark = pytest.mark.cuda
@@ -58,7 +57,7 @@ def rank(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran
     channel, _ = make_channel(kv, layer_outermost("ab", BLOCKS, pool.page_bytes // PER_SECTOR), BLOCKS)
     with channel.sectors.allocation():
         memory = torch.zeros(channel.sectors.nbytes, dtype=torch.int8, device=DEVICE)
-    coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(BLOCKS)), None)
+    coordinator = make_coordinator(BLOCKS)
     coordinator.connect([channel.handshake()])
     assert channel.sectors.mapped == 2
     yield Rank(kv, channel, coordinator, memory.view(2, BLOCKS, -1))

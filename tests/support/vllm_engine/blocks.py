@@ -91,6 +91,12 @@ class StubBlockPool:
         block.block_hash = key
 
 
+def make_coordinator(blocks: int, ledger: PromiseLedger | None = None) -> CapacityCoordinator:
+    """Make one over a stub pool; without a ledger, admission is left to vLLM, and no request is known."""
+    ledger = ledger or PromiseLedger([], longest=0, binding=False)
+    return CapacityCoordinator(BlockCapacity(StubBlockPool(blocks)), ledger)
+
+
 @dataclass
 class SimulatedRank:
     """A worker that maps what it is told, now or one step later, unless pages fail."""

@@ -17,12 +17,12 @@ from elastic.errors import ConfigError
 
 
 class CapacityCoordinator:
-    """Decides before each step. A `ledger` that does not bind, or None: vLLM admits requests as it does alone."""
+    """Decides before each step. A `ledger` that does not bind: vLLM admits requests as it does alone."""
 
-    def __init__(self, capacity: BlockCapacity, ledger: PromiseLedger | None) -> None:
+    def __init__(self, capacity: BlockCapacity, ledger: PromiseLedger) -> None:
         self.capacity = capacity
         self.ledger = ledger
-        self.promises = ledger if ledger is not None and ledger.binding else None
+        self.promises = ledger if ledger.binding else None
         self.ranks: dict[int, RankState] = {}
         self.sequence = 0
         self.ordered = 0
@@ -42,14 +42,14 @@ class CapacityCoordinator:
             raise ConfigError(f"ranks have sectors of {sorted(sizes)} blocks; give all the same page size")
         self.blocks_per_sector = sizes.pop()
         guaranteed = min(handshake.guaranteed_sectors for handshake in ranks) * self.blocks_per_sector - 1
-        if self.ledger is not None and self.ledger.largest > guaranteed:
+        if self.ledger.largest > guaranteed:
             raise ConfigError(
                 f"a request as long as max_model_len needs {self.ledger.largest} blocks, and beside all weights the "
                 f"budget has {max(0, guaranteed)}; lower max_model_len or raise the budget"
             )
         for rank in ranks:
             blocks = rank.state.mapped * self.blocks_per_sector - 1
-            if rank.error and blocks < (1 if self.ledger is None else self.ledger.largest):
+            if rank.error and blocks < max(1, self.ledger.largest):
                 raise ConfigError(
                     f"rank {rank.rank} has memory for {max(0, blocks)} blocks of KV cache, fewer than a request as "
                     f"long as max_model_len needs, though its budget allows more: {rank.error}"
@@ -97,10 +97,9 @@ class CapacityCoordinator:
     @property
     def wanted(self) -> int:
         """Sectors for new requests: what every rank's limit allows, or what one alone needs."""
-        alone = 0 if self.ledger is None else self.ledger.alone
         target = min(state.target for state in self.ranks.values())
         most = min(state.most for state in self.ranks.values())
-        return max(1, target, min(self._sectors(alone), most))
+        return max(1, target, min(self._sectors(self.ledger.alone), most))
 
     @property
     def needed(self) -> int:

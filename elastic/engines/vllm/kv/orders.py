@@ -6,7 +6,7 @@ be mapped, not how many more: one that is carried out twice does no harm.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -111,14 +111,10 @@ class Handshake:
 
 def find_orders(metadata: object) -> StepOrders | None:
     """Find our orders in the metadata of a step, also among those of several connectors; None if there are none."""
-    return next(iter(_orders(metadata)), None)
-
-
-def _orders(metadata: object) -> Iterator[StepOrders]:
     if isinstance(metadata, StepOrders):
-        yield metadata
-    for part in getattr(metadata, "metadata", ()):
-        yield from _orders(part)
+        return metadata
+    inner = map(find_orders, getattr(metadata, "metadata", ()))
+    return next((orders for orders in inner if orders is not None), None)
 
 
 def refuse_connector(config: Mapping[str, object]) -> None:

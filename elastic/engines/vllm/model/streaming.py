@@ -6,11 +6,13 @@ A compiled model has none, for it would not see them change: there each absent m
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from elastic.weights.layer import WeightUnit
 from elastic.weights.model import ModelWeights
 
 
@@ -25,14 +27,13 @@ class StreamingHooks:
 
     def update(self) -> None:
         """Have hooks on the layers that are absent now, and on no others. While no action can commit."""
-        absent = {unit.index for unit in self._weights.layers if unit.absent}
-        if absent != self._handles.keys():
-            for index in absent - self._handles.keys():
-                enter, leave = _Enter(self._weights, index), _Leave(self._weights, index)
-                layer = self._layers[index]
-                before = layer.register_forward_pre_hook(enter)
-                self._handles[index] = before, layer.register_forward_hook(leave, always_call=True)
-            self._remove(self._handles.keys() - absent)
+        absent = {unit.index: unit for unit in self._weights.layers if unit.absent}
+        if absent.keys() != self._handles.keys():
+            for index in absent.keys() - self._handles.keys():
+                layer, unit = self._layers[index], absent[index]
+                before = layer.register_forward_pre_hook(partial(self._enter, unit))
+                self._handles[index] = before, layer.register_forward_hook(partial(self._leave, unit), always_call=True)
+            self._remove(self._handles.keys() - absent.keys())
 
     def remove(self) -> None:
         """Take them off. Can be called twice."""
@@ -43,22 +44,10 @@ class StreamingHooks:
             for handle in self._handles.pop(index):
                 handle.remove()
 
-
-class _Enter:
-    def __init__(self, weights: ModelWeights, index: int) -> None:
-        self._weights, self._layers, self._index = weights, weights.layers, index
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        unit = self._layers[self._index]
+    def _enter(self, unit: WeightUnit, module: nn.Module, args: Any) -> None:
         if unit.absent:
             self._weights.streamer(unit).enter(unit)
 
-
-class _Leave:
-    def __init__(self, weights: ModelWeights, index: int) -> None:
-        self._weights, self._layers, self._index = weights, weights.layers, index
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        unit = self._layers[self._index]
+    def _leave(self, unit: WeightUnit, module: nn.Module, args: Any, output: Any) -> None:
         if unit.absent:
             self._weights.streamer(unit).leave(unit)

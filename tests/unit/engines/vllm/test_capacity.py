@@ -11,14 +11,14 @@ from elastic.engines.vllm.kv.capacity import BlockCapacity
 from elastic.engines.vllm.kv.coordinator import CapacityCoordinator
 from elastic.engines.vllm.kv.moves import move_blocks
 from elastic.engines.vllm.kv.orders import Handshake, RankState, StepReport
-from support.vllm_engine.blocks import PER_SECTOR, CapacityMachine, StubBlockPool
+from support.vllm_engine.blocks import PER_SECTOR, CapacityMachine, StubBlockPool, make_coordinator
 
 TestCapacity = CapacityMachine.TestCase
 TestCapacity.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
 def one_rank(mapped: int, *, promises: PromiseLedger | None = None, blocks: int = 32) -> CapacityCoordinator:
-    coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(blocks)), promises)
+    coordinator = make_coordinator(blocks, promises)
     coordinator.connect([Handshake(0, RankState(0, mapped, mapped, 8), PER_SECTOR, mapped)])
     return coordinator
 
@@ -66,7 +66,7 @@ def test_what_waits_for_blocks_that_requests_have_needs_no_steps_until_these_run
 
 
 def test_what_one_rank_cannot_map_no_rank_keeps() -> None:
-    coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(32)), None)
+    coordinator = make_coordinator(32)
     state = RankState(0, 1, 4, 8)
     coordinator.connect([Handshake(rank, state, PER_SECTOR, 1) for rank in range(2)])
     assert coordinator.next_orders().sectors == 4
@@ -125,14 +125,14 @@ def test_without_promises_a_limit_leaves_one_request_what_it_needs() -> None:
 
 
 def test_a_rank_whose_pages_cannot_be_had_is_refused_with_the_reason() -> None:
-    coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(32)), PromiseLedger([GroupDemand(1)], longest=5))
+    coordinator = make_coordinator(32, PromiseLedger([GroupDemand(1)], longest=5))
     with pytest.raises(ConfigError, match=r"memory for 3 blocks .* no mappings are left"):
         coordinator.connect([Handshake(0, RankState(0, 1, 8, 8), PER_SECTOR, 8, "no mappings are left")])
     coordinator.connect([Handshake(0, RankState(0, 2, 8, 8), PER_SECTOR, 8, "no mappings are left")])
 
 
 def test_ranks_with_other_sectors_are_refused() -> None:
-    coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(32)), None)
+    coordinator = make_coordinator(32)
     state = RankState(0, 1, 1, 1)
     with pytest.raises(ConfigError, match="same page size"):
         coordinator.connect([Handshake(0, state, 4, 1), Handshake(1, state, 8, 1)])

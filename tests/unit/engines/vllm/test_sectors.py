@@ -12,8 +12,6 @@ import torch
 
 from elastic import BackendUnavailable, CapacityError, ConfigError
 from elastic.engines.vllm.kv.admission import GroupDemand, PromiseLedger
-from elastic.engines.vllm.kv.capacity import BlockCapacity
-from elastic.engines.vllm.kv.coordinator import CapacityCoordinator
 from elastic.engines.vllm.kv.orders import (
     RankState,
     RequestEvent,
@@ -31,7 +29,7 @@ from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.pages.background import janitor
 from elastic.memory.pages.page_pool import PagePool
 from support.vllm_engine import rank
-from support.vllm_engine.blocks import StubBlockPool
+from support.vllm_engine.blocks import make_coordinator
 from support.vllm_engine.rank import Placement, StubModel, finish_background, layer_outermost, settle
 
 PAGE = 4096
@@ -123,7 +121,7 @@ def test_a_model_without_a_kv_cache_is_refused(pool: PagePool) -> None:
 
 def test_a_rank_follows_its_limit_by_orders_alone(pool: PagePool) -> None:
     channel, model = make_channel(pool, 12)
-    coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(BLOCKS)), None)
+    coordinator = make_coordinator(BLOCKS)
     coordinator.connect([channel.handshake()])
     for limit, sectors in ((30, 5), (7, 1), (60, 10), (13, 2)):
         model.kv.resize(limit * PAGE)
@@ -142,7 +140,7 @@ def test_weights_get_pages_back_when_sectors_are_unmapped(pool: PagePool) -> Non
     pool.listeners.append(lambda: came_free.append(pool.free_pages))
     assert not share.take_from_cache(30)
     share.hold_back(30)
-    coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(BLOCKS)), None)
+    coordinator = make_coordinator(BLOCKS)
     coordinator.connect([channel.handshake()])
     channel.before_step(coordinator.next_orders())
     assert came_free[-1] >= 30
@@ -234,7 +232,7 @@ def test_pages_that_cannot_be_had_are_asked_for_once_in_a_while_and_told_of_once
 def test_a_request_alone_gets_what_it_needs_beyond_the_limit(pool: PagePool) -> None:
     channel, model = make_channel(pool, SECTOR_PAGES)
     promises = PromiseLedger([GroupDemand(1)], longest=20)
-    coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(BLOCKS)), promises)
+    coordinator = make_coordinator(BLOCKS, promises)
     coordinator.connect([channel.handshake()])
     assert not promises.may_enter("long", 20, coordinator.room)
     for _ in range(3):
