@@ -49,7 +49,6 @@ class SchedulerSide:
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._counts = bool(extra.get("count_requests", True))
         self._wake_files: list[OpenFile] = []  # of ranks; their lengths count: times would be too coarse
         self._ledger = promise_ledger(vllm_config, kv_cache_config, binding=bool(extra.get("promise", True)))
         self._requests: dict[str, _Told] = {}  # those that live
@@ -241,13 +240,12 @@ class SchedulerSide:
                 produced[request.request_id] = told.tokens - tokens
             if told.preemptions > preemptions:
                 self._tell("preempted", request)
-        if produced and self._counts:
+        if produced:
             self._events.append(StepTokens(produced, time.perf_counter()))
 
     def _tell(self, what: Occurrence, request: Request, tokens: int = 0, at_s: float | None = None) -> None:
-        if self._counts:
-            at_s = time.perf_counter() if at_s is None else at_s
-            self._events.append(RequestEvent(what, request.request_id, tokens, at_s))
+        at_s = time.perf_counter() if at_s is None else at_s
+        self._events.append(RequestEvent(what, request.request_id, tokens, at_s))
 
 
 def _open_wake_files(handshakes: Iterable[Handshake]) -> list[OpenFile]:

@@ -52,8 +52,9 @@ def test_a_connector_of_the_user_is_one_of_two(capsys: pytest.CaptureFixture[str
     theirs = '{"kv_connector":"OffloadingConnector","kv_role":"kv_both"}'
     words = printed(capsys, "--budget", "1GiB", "--connector", theirs, "--no-promise", "--no-moves")
     config: dict[str, Any] = json.loads(words["--kv-transfer-config"])
-    assert config["kv_connector_extra_config"]["promise"] is False
-    assert config["kv_connector_extra_config"]["connectors"][1] == json.loads(theirs)
+    first, second = config["kv_connector_extra_config"]["connectors"]
+    assert first["kv_connector_extra_config"]["promise"] is False
+    assert second == json.loads(theirs)
     assert "--scheduler-cls" not in words
 
 

@@ -129,17 +129,14 @@ def _transfer(promise: bool, connector: Mapping[str, Any] | None) -> dict[str, A
     """Return the config of our connector, or of vLLM's `MultiConnector` over ours and the user's."""
     from elastic.engines.vllm.kv.orders import refuse_connector
 
-    extra = {"promise": promise}
-    ours = {**CONNECTOR, "kv_connector_extra_config": extra}
+    ours = {**CONNECTOR, "kv_connector_extra_config": {"promise": promise}}
     if connector is None:
         return ours
-    named = isinstance(connector, Mapping) and isinstance(connector.get("kv_connector"), str)
-    require(named, "connector", connector, "a mapping with a kv_connector, as vLLM's kv_transfer_config has")
     refuse_connector(connector)
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [ours, dict(connector)], **extra},
+        "kv_connector_extra_config": {"connectors": [ours, dict(connector)]},
     }
 
 

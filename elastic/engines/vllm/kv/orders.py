@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from elastic.engines.vllm.agreement import ActionOrders, RankReport
 from elastic.engines.vllm.kv.prefixes import Weights
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, require
 from elastic.types import SharedFile
 
 REGISTERING = ("nixl", "mooncake", "moriio", "p2pnccl")
@@ -117,18 +117,21 @@ def find_orders(metadata: object) -> StepOrders | None:
     return next((orders for orders in inner if orders is not None), None)
 
 
-def refuse_connector(config: Mapping[str, object]) -> None:
-    """Raise `ConfigError` for a user's KV connector that cannot work where KV pages come and go.
+def refuse_connector(config: object) -> None:
+    """Raise `ConfigError` for a user's KV connector that cannot work where KV pages come and go, or beside ours.
 
     `config` has the fields of vLLM's `KVTransferConfig`. NIXL, Mooncake and their like register all KV memory once.
     """
-    name = str(config.get("kv_connector"))
-    if any(part in name.lower() for part in REGISTERING):
+    fields = config if isinstance(config, Mapping) else {}
+    name, extra = fields.get("kv_connector"), fields.get("kv_connector_extra_config")
+    theirs = isinstance(name, str) and name != "ElasticConnector"
+    require(theirs, "connector", config, "a mapping with a kv_connector of yours, as vLLM's kv_transfer_config has")
+    if any(part in str(name).lower() for part in REGISTERING):
         raise ConfigError(
             f"the KV connector {name} registers all KV memory when the engine starts, and elastic maps and unmaps it "
             "while it runs; leave one of the two out (connectors that copy blocks, such as OffloadingConnector, work)"
         )
-    extra = config.get("kv_connector_extra_config")
     inner = extra.get("connectors", ()) if isinstance(extra, Mapping) else ()
+    require(isinstance(inner, list | tuple), "connectors", inner, "a list of KV connectors")
     for connector in inner:
         refuse_connector(connector)

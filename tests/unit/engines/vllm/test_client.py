@@ -190,6 +190,11 @@ def test_a_connector_of_the_user_comes_after_ours() -> None:
     assert names == [settings.CONNECTOR["kv_connector"], "OffloadingConnector"]
 
 
+def several(connectors: Any) -> dict[str, Any]:
+    """vLLM's connector over others."""
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": connectors}}
+
+
 @pytest.mark.usefixtures("known_vllm")
 @pytest.mark.parametrize(
     ("wrong", "words"),
@@ -203,6 +208,9 @@ def test_a_connector_of_the_user_comes_after_ours() -> None:
         ({"connector": {"kv_connector": "NixlConnector"}}, "NixlConnector"),
         ({"connector": "OffloadingConnector"}, "connector='OffloadingConnector' cannot be"),
         ({"connector": {}}, "connector={} cannot be"),
+        ({"connector": {"kv_connector": "ElasticConnector"}}, "a kv_connector of yours"),
+        ({"connector": several([5])}, "connector=5 cannot be"),
+        ({"connector": several(5)}, "connectors=5 cannot be"),
         ({"budget": 0}, "budget=0 cannot be"),
         ({"page_bytes": 0}, "page_bytes=0 cannot be"),
         ({"variants": None}, "variants=None cannot be"),
