@@ -49,11 +49,8 @@ class PromiseLedger:
         self._overtaken = 0  # how often the first of them was
         self.binding = binding
         self.total = 0
-
-    @property
-    def admitted(self) -> int:
-        """Requests that live."""
-        return len(self._promised)
+        self.largest = self.demand(longest)
+        """Blocks of one request that is as long as any may be."""
 
     @property
     def alone(self) -> int:
@@ -64,11 +61,6 @@ class PromiseLedger:
         if self._promised:
             return 0 if self.binding else max(self._promised.values())
         return next(iter(self._waiting.values()), 0)
-
-    @property
-    def largest(self) -> int:
-        """Blocks of one request that is as long as any may be."""
-        return self.demand(self._longest)
 
     def demand(self, tokens: int) -> int:
         """Count the blocks that a request of so many tokens, prompt and output, may come to hold."""

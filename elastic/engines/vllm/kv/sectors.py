@@ -74,6 +74,8 @@ class KVSectors:
         page = kv.pool.page_bytes
         self.kv = kv
         self.regions = regions_of(tensors)
+        self.block_bytes = sum(region.block_bytes for region in self.regions)
+        """Of one block in all layers."""
         self.blocks_per_sector = blocks_per_sector([r.block_bytes for r in self.regions], page)
         self.count = blocks // self.blocks_per_sector
         self.nbytes = tensors[0].size
@@ -88,11 +90,6 @@ class KVSectors:
         self._closed = False
         self._stream = new_stream(kv.device) if kv.device.type == "cuda" else None  # not behind steps under way
         kv.join(self)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block in all layers."""
-        return sum(region.block_bytes for region in self.regions)
 
     def map(self) -> bool:
         """Map one sector more, with zeros in it; return whether caches may have as much.
