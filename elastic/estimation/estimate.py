@@ -142,6 +142,7 @@ class Estimator:
         kind = self.devices[0].kind
         self.pages = WeightPages(self.layout, kind.page_bytes, kernel_target(kind.type, kind.instructions))
         self.room = cache(self._room)
+        self._activations = cache(partial(activation_bytes, self.layout, self.step_tokens, context=self.load.tokens))
         self.costs: Costs = _costs(self.pages, kind, self.profile)
 
     def space(self, weights: Sequence[str], kv: Sequence[str]) -> Iterator[Configuration]:
@@ -221,7 +222,7 @@ class Estimator:
         """Return what is known of a configuration in such stages on devices, the ranks that share one side by side."""
         tp, kv = configuration.tp, self.layout.kv_shape(configuration.kv)
         rooms = [self.room(kv, tp, layers) for layers in stages]
-        held = partial(self.ranks, configuration, stages, rooms, devices)
+        held = cache(partial(self.ranks, configuration, stages, rooms, devices))
         more = range(2, min(held(1)[1], most_requests) + 1)
         # a batch of more requests has more logits, which leave room for fewer
         running = 1 + bisect_left(more, True, key=lambda running: held(running)[1] < running)
@@ -267,14 +268,21 @@ class Estimator:
         devices: Sequence[Device],
         running: int,
     ) -> tuple[tuple[RankBytes, ...], int]:
-        """Return what each rank holds with so many requests in a batch, and the requests that all have room for."""
-        ranks, requests, tp = [], [], configuration.tp
-        for number, layers in enumerate(stages):
+        """Return what each rank holds with so many requests in a batch, and the requests that all have room for.
+
+        Ranks that are alike are counted once.
+        """
+        tp, keys = configuration.tp, list[tuple[object, ...]]()
+        counted: dict[tuple[object, ...], tuple[RankBytes, int]] = {}
+        for number, (layers, room) in enumerate(zip(stages, rooms, strict=True)):
             for device in devices[number * tp : (number + 1) * tp]:
-                held = self.rank(device, layers, configuration, running)
-                ranks.append(held)
-                requests.append(rooms[number].requests(held.kv // self.pages.page_bytes, self.load.tokens))
-        return tuple(ranks), min(requests)
+                key = device.memory_bytes, self.layout.kind_of[layers.start : layers.stop], room.groups
+                keys.append(key)
+                if key not in counted:
+                    held = self.rank(device, layers, configuration, running)
+                    counted[key] = held, room.requests(held.kv // self.pages.page_bytes, self.load.tokens)
+        ranks = (replace(counted[key][0], device=device.name) for key, device in zip(keys, devices, strict=False))
+        return tuple(ranks), min(requests for _, requests in counted.values())
 
     def rank(self, device: Device, layers: range, configuration: Configuration, running: int) -> RankBytes:
         """Return what a rank holds of some layers. Raises `ConfigError` where these cannot be cut or packed so."""
@@ -294,7 +302,7 @@ class Estimator:
 
     def batch_bytes(self, form: str, running: int) -> int:
         """Return what a batch takes with so many requests, but for what decode steps copy: a bound, or as measured."""
-        bound = activation_bytes(self.layout, self.step_tokens, running, self.load.tokens)
+        bound = self._activations(running)
         if self.profile is None or form not in self.profile.activations:
             return bound
         return int(self.profile.activations[form] * bound) + self.profile.scratch_bytes.get(form, 0)

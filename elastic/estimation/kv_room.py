@@ -89,11 +89,11 @@ class KVBlockCapacity:
         groups = layer_groups(config)
         block_bytes = shape.block_bytes(self._block_tokens)
         sizes = sector_layer_pages([BlockGroup(group.layers, block_bytes) for group in groups], page_bytes)
-        self.groups = [
+        self.groups = tuple(
             (group.window, size * len(own_layers), size * page_bytes // block_bytes)
             for group, size in zip(groups, sizes, strict=True)
             if (own_layers := [layer for layer in group.layers if layer in layers])
-        ]
+        )
         """Of each group with a layer here: its window, pages of a sector here, blocks of a sector."""
 
     def pages(self, requests: int, tokens: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from elastic.errors import ConfigError, is_integer, is_number
 from elastic.planning.estimate.roofline import BatchCost
@@ -99,12 +100,24 @@ class InstanceCost:
         parts = self.together[stage] if together and self.together else self.stages[stage]
         return math.fsum(count * cost.batch(chunks) for cost, count in parts) + around
 
+    def stages_s(self, chunks: Sequence[Chunk], *, together: bool = False) -> tuple[float, ...]:
+        """Return what `stage_s` does for each stage; those that are alike are costed once."""
+        seconds = {stage: self.stage_s(stage, chunks, together=together) for stage in set(self._alike)}
+        return tuple(seconds[stage] for stage in self._alike)
+
+    @cached_property
+    def _alike(self) -> tuple[int, ...]:
+        """For each stage, the first one that takes as long as it with any batch."""
+        last = len(self.stages) - 1
+        keys = [(self.stages[s], self.together[s : s + 1], self.sums[s : s + 1], s == last) for s in range(last + 1)]
+        firsts = {key: stage for stage, key in reversed(list(enumerate(keys)))}
+        return tuple(firsts[key] for key in keys)
+
     def pass_s(self, chunks: Sequence[Chunk], *, together: bool = False) -> float:
         """Return the seconds of a batch through all stages, its tokens back at the first one."""
         nbytes = self.token_bytes * sum(chunk.tokens for chunk in chunks)
         hops = len(self.stages) * self.hop(nbytes) if len(self.stages) > 1 else 0.0
-        stages = range(len(self.stages))
-        return math.fsum(self.stage_s(stage, chunks, together=together) for stage in stages) + hops
+        return math.fsum(self.stages_s(chunks, together=together)) + hops
 
     def prompt(self, load: Load) -> list[Chunk]:
         """Return the chunks of a prompt, as many tokens each as a batch may have."""
@@ -134,10 +147,9 @@ class InstanceCost:
     def round_busy_s(self, load: Load, cohorts: Mapping[int, int]) -> tuple[float, ...]:
         """Return for how long each stage computes in a round: each of its steps reads the weights again."""
         several = sum(cohorts.values()) > 1
-        steps = [(load.decoding(requests), count) for requests, count in cohorts.items()]
+        steps = [self.stages_s(load.decoding(requests), together=several) for requests in cohorts]
         return tuple(
-            math.fsum(count * self.stage_s(s, step, together=several) for step, count in steps)
-            for s in range(len(self.stages))
+            math.fsum(map(math.prod, zip(cohorts.values(), each, strict=True))) for each in zip(*steps, strict=True)
         )
 
     def prompt_busy_s(self, load: Load) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,9 +15,10 @@ from elastic.estimation.options import options
 from elastic.estimation.placement import ModelSpace, place_models
 from elastic.planning.deployment.devices import DeviceState
 from elastic.planning.deployment.placing import Deployment, place
-from elastic.planning.estimate.devices import SHEETS, several
+from elastic.planning.estimate.configuration import Configuration
+from elastic.planning.estimate.devices import SHEETS, Device, several
 from elastic.planning.estimate.performance import Load
-from elastic.planning.estimate.ranking import judge
+from elastic.planning.estimate.ranking import RankBytes, judge
 from support import architectures
 
 LOAD = Load(prompt=100, new=28, rate=50.0)
@@ -53,6 +56,24 @@ def test_a_budget_of_what_is_needed_has_room_for_the_requests_and_hardly_more(es
                 requests,
             )
             assert less.requests < requests
+
+
+def test_ranks_that_are_alike_are_counted_once_and_have_the_bytes_of_each(
+    estimator: Estimator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configuration, layers = Configuration(2, 2), range(len(estimator.layout.decoder.layers))
+    stages, asked = [layers[:-1], layers[-1:]], list[str]()
+    devices = [replace(each, memory_bytes=each.memory_bytes + n // 3) for n, each in enumerate(estimator.devices)]
+    each = [estimator.rank(device, stages[n // 2], configuration, 1) for n, device in enumerate(devices)]
+    count = Estimator.rank
+
+    def noting(self: Estimator, device: Device, *arguments: Any) -> RankBytes:
+        asked.append(device.name)
+        return count(self, device, *arguments)
+
+    monkeypatch.setattr(Estimator, "rank", noting)
+    assert list(estimator.candidate_on(configuration, stages, devices, 1).ranks) == each
+    assert asked == [devices[n].name for n in (0, 2, 3)]
 
 
 def test_what_is_placed_serves_the_rate_that_it_was_placed_for(estimator: Estimator) -> None:

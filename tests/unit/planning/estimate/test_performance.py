@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -117,6 +118,29 @@ def test_stages_add_hops_to_a_token_and_halve_the_busiest() -> None:
     assert piped.prompt_busy_s(load) == pytest.approx(plain.prompt_busy_s(load) / 2)
     assert piped.most_rate(load, 32) > 1.5 * plain.most_rate(load, 32)
     assert piped.round_s(load, 1) > plain.round_s(load, 1)
+
+
+class CountedCost:
+    """A cost that counts how often it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def batch(self, chunks: Sequence[Chunk]) -> float:
+        self.asked += 1
+        return FULL.batch(chunks)
+
+
+def test_stages_that_are_alike_are_costed_once_and_take_what_each_takes() -> None:
+    counted, hop = CountedCost(), LinearLatency(1e-4, 1e-9)
+    stages = (*(((counted, 2),),) * 16, *(((counted, 1),),) * 47, ((counted, 1), (HEAD, 1)))
+    cost = InstanceCost(stages, (4,) * 16 + (2,) * 48, LinearLatency(1e-5, 1e-9), hop, 1024)
+    chunks = [Chunk("", 5, 7)]
+    whole_s = cost.pass_s(chunks)
+    assert counted.asked == 3
+    each_s = [cost.stage_s(stage, chunks) for stage in range(64)]
+    assert cost.stages_s(chunks) == tuple(each_s)
+    assert whole_s == math.fsum(each_s) + 64 * hop(7 * 1024)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
