@@ -119,15 +119,25 @@ class InstanceCost:
         hops = len(self.stages) * self.hop(nbytes) if len(self.stages) > 1 else 0.0
         return math.fsum(self.stages_s(chunks, together=together)) + hops
 
-    def prompt(self, load: Load) -> list[Chunk]:
-        """Return the chunks of a prompt, as many tokens each as a batch may have."""
+    def prompts(self, load: Load, running: int = 0) -> list[list[Chunk]]:
+        """Return the batches of a prompt while so many requests run: of a long one each has a chunk.
+
+        Short ones are computed together: as many as come from token to token, by Little's law, and a batch may have.
+        """
+        together = max(1, min(running // load.new, self.step_tokens // load.prompt))
         starts = range(0, load.prompt, self.step_tokens)
-        return [Chunk("prompt", start, min(self.step_tokens, load.prompt - start)) for start in starts]
+        sizes = [(start, min(self.step_tokens, load.prompt - start)) for start in starts]
+        return [[Chunk(f"prompt {number}", *size) for number in range(together)] for size in sizes]
+
+    def prompt_s(self, load: Load, running: int = 0) -> tuple[float, ...]:
+        """Return for how long a prompt keeps each stage from other work, while so many requests run."""
+        batches = self.prompts(load, running)
+        return tuple(math.fsum(each) / len(batches[0]) for each in zip(*map(self.stages_s, batches), strict=True))
 
     def ttft_s(self, load: Load, running: int = 0) -> float:
         """Return the seconds to the first token of a request that waits for none, beside so many that are decoding."""
         beside = load.decoding(running)
-        return math.fsum(self.pass_s([chunk, *beside]) for chunk in self.prompt(load))
+        return math.fsum(self.pass_s([*chunks, *beside]) for chunks in self.prompts(load, running))
 
     def round_s(self, load: Load, running: int) -> float:
         """Return the seconds in which every one of so many requests gets a token; each stage has a batch of its own."""
@@ -152,14 +162,13 @@ class InstanceCost:
             math.fsum(map(math.prod, zip(cohorts.values(), each, strict=True))) for each in zip(*steps, strict=True)
         )
 
-    def prompt_busy_s(self, load: Load) -> float:
-        """Return for how long a prompt keeps the busiest stage from other work."""
-        chunks = self.prompt(load)
-        return max(math.fsum(self.stage_s(s, [chunk]) for chunk in chunks) for s in range(len(self.stages)))
+    def prompt_busy_s(self, load: Load, running: int = 0) -> float:
+        """Return for how long a prompt keeps the busiest stage from other work, while so many requests run."""
+        return max(self.prompt_s(load, running))
 
     def tpot_s(self, load: Load, running: int) -> float:
         """Return the seconds from token to token, with prompts at the load's rate in between; inf: they take it all."""
-        left = 1 - load.rate * self.prompt_busy_s(load)
+        left = 1 - load.rate * self.prompt_busy_s(load, running)
         return self.round_s(load, running) / left if left > 0 else math.inf
 
     def most_rate(self, load: Load, running: int) -> float:
@@ -169,34 +178,34 @@ class InstanceCost:
         """
         even = running - running % len(self.stages)
         seconds = min(self.round_s(load, count) / count for count in range(max(1, even), running + 1))
-        return 1 / (load.new * seconds + self.prompt_busy_s(load))
+        return 1 / (load.new * seconds + self.prompt_busy_s(load, running))
 
     def busy(self, load: Load, running: int) -> tuple[float, ...]:
         """Return for each stage the share of time that it computes at the load's rate, so many running at a time."""
         rounds_s, rounds = self.round_busy_s(load, self.cohorts(running)), (load.new - 1) / running
-        return tuple(
-            load.rate * (math.fsum(self.stage_s(s, [chunk]) for chunk in self.prompt(load)) + rounds * round_s)
-            for s, round_s in enumerate(rounds_s)
-        )
+        prompt_s = self.prompt_s(load, running)
+        return tuple(load.rate * (own_s + rounds * each_s) for own_s, each_s in zip(prompt_s, rounds_s, strict=True))
 
     def alone_s(self, load: Load) -> tuple[float, ...]:
         """Return for how long each stage computes one request that is alone, with the hops that follow it."""
-        decode, steps = load.decoding(1), load.new - 1
-        sent = [(self.token_bytes * chunk.tokens, 1) for chunk in self.prompt(load)] + [(self.token_bytes, steps)]
+        steps = load.new - 1
+        sent = [(self.token_bytes * chunk.tokens, 1) for [chunk] in self.prompts(load)] + [(self.token_bytes, steps)]
         hops = math.fsum(count * self.hop(nbytes) for nbytes, count in sent) if len(self.stages) > 1 else 0.0
-        return tuple(
-            math.fsum(self.stage_s(s, [chunk]) for chunk in self.prompt(load)) + steps * self.stage_s(s, decode) + hops
-            for s in range(len(self.stages))
-        )
+        each = zip(self.prompt_s(load), self.stages_s(load.decoding(1)), strict=True)
+        return tuple(prompt_s + steps * step_s + hops for prompt_s, step_s in each)
 
     def running(self, load: Load, most: int) -> int | None:
         """Return how many requests run at a time at the load's rate, of `most`; None: more would have to.
 
-        By Little's law: as many as arrive while one generates, which takes no less time with more beside it. So the
-        fewest that suffice are found from below.
+        By Little's law: as many as arrive while one generates, which takes no less time with more beside it, unless
+        more prompts are computed together then. So the fewest that suffice are found from below.
         """
         running, wanted = 0, 1.0
-        while running < wanted <= most:
-            running = math.ceil(wanted)
+        while wanted > running:
+            short = running < self.step_tokens // load.prompt * load.new  # of as many, more prompts may be together
+            following = running - running % load.new + load.new if short else math.inf
+            if min(wanted, following) > most:
+                return None
+            running = math.ceil(min(wanted, following))
             wanted = load.rate * load.new * self.tpot_s(load, running) if load.rate else 1.0
-        return running if wanted <= running else None
+        return running

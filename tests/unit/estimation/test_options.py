@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from elastic.errors import ConfigError
 from elastic.estimation.estimate import Estimator
@@ -88,6 +89,15 @@ def test_what_is_placed_serves_the_rate_that_it_was_placed_for(estimator: Estima
         best.configuration, [s.layers for s in placed.stages], estimator.devices, placed.requests
     )
     assert judge(starved, LOAD).requests == placed.requests
+
+
+def test_short_requests_that_come_faster_than_prompts_could_be_computed_one_by_one_are_placed() -> None:
+    model = LlamaConfig(max_position_embeddings=512)
+    load = Load(prompt=4, new=8, rate=80.0)
+    ((_, outcome),) = place_models({"a": model}, "1*a6000", ModelSpace(load, weights=("full",))).models
+    assert isinstance(outcome, Deployment)
+    assert outcome.estimate.rate > load.rate
+    assert outcome.busy[0] < 1
 
 
 def test_models_share_what_is_worked_out_of_the_same_directory_and_fill_devices() -> None:

@@ -87,6 +87,34 @@ def test_the_fewest_requests_that_suffice_are_found_where_the_first_ones_cost_mo
         assert cost.running(load, 64) == (enough[0] if enough else None)
 
 
+@pytest.mark.parametrize("load", [Load(4, 8), Load(100, 2), Load(3, 1), Load(200, 3)])
+def test_short_prompts_are_computed_together_so_that_more_are_served_than_one_by_one(load: Load) -> None:
+    """More requests at a time may be faster each: the fewest that suffice are found, as by trying them all."""
+    for stages in (1, 3):
+        cost = InstanceCost((((Roofline((Work(1e9, 2e9),), 1e15, 1e11), 4),),) * stages)
+        rates = [cost.most_rate(load, running) for running in range(1, 129)]
+        assert rates == sorted(rates)
+        assert rates[-1] > 1 / cost.prompt_busy_s(load)
+        for share in (0.1, 0.5, 0.9, 0.99):
+            asked = replace(load, rate=share * rates[-1])
+            enough = [n for n in range(1, 129) if asked.rate * asked.new * cost.tpot_s(asked, n) <= n]
+            assert cost.running(asked, 128) == enough[0]
+            assert max(cost.busy(asked, enough[0])) <= 1
+        assert cost.running(replace(load, rate=1.01 * rates[-1]), 128) is None
+
+
+def test_short_prompts_that_come_between_two_rounds_are_served_as_a_simulated_clock_does() -> None:
+    cost, load, batch = whole(), Load(40, 4), 16
+    clock, done, progress = 0.0, 0, [number % 4 for number in range(batch)]
+    while done < 2000:
+        clock += cost.round_s(load, batch)
+        ended = progress.count(load.new - 1)
+        progress = [(tokens + 1) % load.new for tokens in progress]
+        clock += cost.pass_s([Chunk(str(number), 0, load.prompt) for number in range(ended)])
+        done += ended
+    assert done / clock == pytest.approx(cost.most_rate(load, batch))
+
+
 def test_the_most_served_is_what_a_simulated_clock_serves() -> None:
     """Prompts one after another between rounds of a full batch: count what is done in a long time."""
     cost, load, batch = whole(), Load(600, 50), 16
