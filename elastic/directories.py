@@ -13,7 +13,7 @@ CACHE = "ELASTIC_CACHE"
 
 def cache_directory() -> Path:
     """Return the directory that `ELASTIC_CACHE` names, else the user's. It need not exist."""
-    return Path(os.environ.get(CACHE) or Path.home() / ".cache" / "elastic")
+    return Path(os.path.expanduser(os.environ.get(CACHE) or "~/.cache/elastic"))
 
 
 @contextmanager

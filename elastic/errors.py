@@ -14,6 +14,7 @@ ElasticError
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -138,10 +139,18 @@ def require_flag(value: object, name: str) -> None:
     require(isinstance(value, bool), name, value, "True or False")
 
 
-def require_path(value: object, name: str) -> None:
-    """Raises `ConfigError` naming an option, unless its value is a path, or None."""
+def require_path(value: object, name: str, allowed: str = "a path") -> Path:
+    """Return the path of an option, `~` as the user's home. Raises `ConfigError` naming it, unless it is one."""
     is_path = isinstance(value, str | Path) and value != "" and "\0" not in str(value)
-    require(value is None or is_path, name, value, "a path, or None")
+    require(is_path, name, value, allowed)
+    expanded = os.path.expanduser(str(value))
+    require(not expanded.startswith("~"), name, value, "a path; there is no such user")
+    return Path(expanded)
+
+
+def require_path_or_none(value: object, name: str) -> Path | None:
+    """Return what `require_path` does, or None."""
+    return None if value is None else require_path(value, name, "a path, or None")
 
 
 def nearest(name: object, names: Collection[str]) -> str:

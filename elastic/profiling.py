@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.errors import ConfigError, StateError, is_number, require, require_flag, require_path, require_whole
+from elastic.errors import (
+    ConfigError,
+    StateError,
+    is_number,
+    require,
+    require_flag,
+    require_path_or_none,
+    require_whole,
+)
 from elastic.quant.formats.integer import Integers
 from elastic.quant.formats.pruned import Pruned, name_of
 from elastic.quant.sensitivity.fake_quant import dequantized_layer
@@ -62,7 +70,7 @@ def profile(
     The model is as it was afterwards, also after an error. Raises `ConfigError` for a model or option that cannot work
     and for a path that holds another profile, `StateError` for a wrapped model.
     """
-    decoder = _check_model(model)
+    decoder, path = _check_model(model), require_path_or_none(path, "path")
     _check_options(batch, lazy, path, progress, alpha1=alpha1, alpha2=alpha2, beta=beta)
     name, config = _variant(variant)
     ids = token_ids(calibration, tokenizer, tokens, sequence_tokens(model))
@@ -159,16 +167,15 @@ def _samples(model: nn.Module, decoder: Decoder, config: Integers | Pruned, ids:
     return inputs_of(model, modules, ids, rows_for(config))
 
 
-def _check_options(batch: int, lazy: bool, path: str | Path | None, progress: Any, **weights: float) -> None:
+def _check_options(batch: int, lazy: bool, path: Path | None, progress: Any, **weights: float) -> None:
     """Raise `ConfigError` for options that cannot be, before a long search begins."""
     for name, value in weights.items():
         require(is_number(value) and value >= 0, name, value, "a number, at least 0")
     require(sum(weights.values()) < math.inf, " + ".join(weights), math.inf, "finite")
     require_whole(batch, "batch")
     require_flag(lazy, "lazy")
-    require_path(path, "path")
     require(progress is None or callable(progress), "progress", progress, "a function of two counts, or None")
-    if path is not None and not os.path.isdir(Path(path).parent):
+    if path is not None and not os.path.isdir(path.parent):
         raise ConfigError(f"the profile cannot be written to {path}: there is no such directory")
 
 

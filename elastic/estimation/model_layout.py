@@ -98,10 +98,16 @@ class ModelLayout:
 def layout_of(source: Any, dtype: torch.dtype | None = None) -> ModelLayout:
     """Return the layout of a model directory, a config, or a model, in a dtype; None: its own.
 
-    Of a directory, `config.json` is enough. Raises `ConfigError` for what is no decoder.
+    Of a directory, `config.json` is enough. Raises `ConfigError` for what is no decoder, and for heads that cannot be.
     """
     model = source if isinstance(source, nn.Module) else meta_model(source, dtype)
     decoder = find_decoder(model)
+    for heads in attention_heads(decoder.config):
+        if heads.queries % heads.keys:
+            raise ConfigError(
+                f"{type(decoder.config).__name__}: {heads.queries} heads of queries cannot share {heads.keys} heads of "
+                "keys and values evenly; correct num_attention_heads or num_key_value_heads"
+            )
     slots = layer_slots(model, decoder)
     fixed: dict[str, int] = {}
     for held in held_outside(model, decoder, slots).values():

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, require_path
 
 _DTYPES = {
     "F64": torch.float64,
@@ -72,7 +72,7 @@ class Checkpoint:
     """The tensors of one safetensors file, or of all those in a directory."""
 
     def __init__(self, path: str | Path) -> None:
-        path = Path(path)
+        path = require_path(path, "checkpoint")
         files = sorted(path.glob("*.safetensors")) if os.path.isdir(path) else [path]
         if not files or not all(map(os.path.isfile, files)):
             raise ConfigError(f"checkpoint={str(path)!r} is no safetensors file and no directory with such files")

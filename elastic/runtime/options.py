@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elastic.config import SLO, Place, parse_bytes, require
-from elastic.errors import ConfigError, is_integer, require_flag, require_path
+from elastic.errors import ConfigError, is_integer, require_flag, require_path_or_none
 from elastic.hooks.forward_gate import traffic
 from elastic.kvcache.storage.layout import KVLayout
 from elastic.memory.checkpoint_file import Checkpoint
@@ -65,7 +65,7 @@ class WrapOptions:
             ("checkpoint", self.files, Checkpoint, "a path"),
         ):
             require(value is None or isinstance(value, kinds), name, value, f"{allowed}, or None")
-        require_path(self.variant_cache, "variant_cache")
+        object.__setattr__(self, "variant_cache", require_path_or_none(self.variant_cache, "variant_cache"))
         require_flag(self.start_controller, "controller")
 
 

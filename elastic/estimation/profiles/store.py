@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from elastic.directories import CACHE, cache_directory, replacing
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, require_path
 from elastic.estimation.profile import CostProfile
 from elastic.memory.backends.cuda import require_cuda
 from elastic.planning.estimate.layer_cost import LayerCost
@@ -62,7 +62,8 @@ class ProfileStore:
 
     def __init__(self, directory: str | Path | None = None, *, beside: bool = True) -> None:
         """Without a directory it is that of `ELASTIC_CACHE`, else the user's."""
-        self._directory, self._beside = Path(directory or cache_directory()), beside
+        chosen = cache_directory() if directory is None else require_path(directory, "directory")
+        self._directory, self._beside = chosen, beside
 
     def load(self, model: str | Path, device: str, forms: Sequence[str] = ()) -> CostProfile | None:
         """Return what was measured of a model; None: not all of `forms` were, or with another device or version.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from elastic.directories import replacing
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, require_path
 from elastic.memory.checksum import digest
 
 FILE_FORMAT = 1
@@ -94,7 +94,7 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file; one that was there is replaced in one step, or stays whole."""
-        path = Path(path)
+        path = require_path(path, "path")
         scores = {"lts": self.lts, "lrs": self.lrs, "rounds": [dataclasses.asdict(r) for r in self.rounds]}
         setting = dataclasses.asdict(self.setting)
         content = {"format": FILE_FORMAT, "complete": self.complete, "order": self.order, "setting": setting, **scores}
@@ -107,7 +107,7 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a complete profile. Raises `ConfigError` for one that is absent, damaged or unfinished."""
-        profile = read(Path(path))
+        profile = read(require_path(path, "path"))
         if not profile.complete:
             done, layers = len(profile.rounds), len(profile.lts)
             raise ConfigError(

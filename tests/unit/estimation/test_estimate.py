@@ -302,6 +302,13 @@ def test_more_memory_has_room_for_more_requests_also_where_their_logits_are_larg
     assert requests == sorted(requests)
 
 
+@pytest.mark.parametrize("keys", [5, 64])
+def test_heads_that_no_model_can_have_are_refused(keys: int) -> None:
+    config = transformers.LlamaConfig(num_attention_heads=32, num_key_value_heads=keys)
+    with pytest.raises(ConfigError, match=f"32 heads of queries cannot share {keys} heads of keys and values evenly"):
+        estimate(config, "1*h100")
+
+
 def test_a_checkpoint_of_quantized_weights_is_refused_for_they_would_be_taken_for_full_ones(tmp_path: Path) -> None:
     config = json.loads((Path(MODEL_DIR) / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}

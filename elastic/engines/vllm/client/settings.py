@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.config import MODES, SLO, Policy, parse_bytes
-from elastic.errors import ConfigError, require, require_path, require_whole
+from elastic.errors import ConfigError, require, require_path_or_none, require_whole
 
 KEY = "elastic"
 """Of ours in vLLM's `additional_config`."""
@@ -101,7 +101,7 @@ def options(
 
     require_vllm()
     require(slo is None or isinstance(slo, SLO), "slo", slo, "an elastic.SLO, or None")
-    require_path(variant_cache, "variant_cache")
+    cache = require_path_or_none(variant_cache, "variant_cache")
     for option, value in (("promise", promise), ("move_blocks", move_blocks)):
         require(isinstance(value, bool), option, value, "True or False")
     settings = EngineSettings(
@@ -110,7 +110,7 @@ def options(
         variants=tuple(_names(variants)),
         order=str(order),
         slo=None if slo is None else dataclasses.asdict(slo),
-        variant_cache=None if variant_cache is None else str(Path(variant_cache).resolve()),
+        variant_cache=None if cache is None else str(cache.resolve()),
         copy_rate=copy_rate,
         page_bytes=None if page_bytes is None else parse_bytes(page_bytes, option="page_bytes"),
     )
