@@ -4,7 +4,9 @@ do. (iServe, 4.2 and 8.6)"""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
@@ -20,7 +22,7 @@ logger = logging.getLogger(__name__)
 SPARE_LOAD = 0.3
 """A device that is busier has no guest."""
 REST_S = 10.0
-"""Behind one that was cancelled none begins so soon."""
+"""Behind one that was cancelled none begins so soon; where one was killed from outside, each time twice as late."""
 CONTEXT = 512
 LINKS = "links"
 """Instead of a form: what two ranks do to each other."""
@@ -36,6 +38,19 @@ def _start(model: str, forms: Sequence[str], device: str) -> GuestProcess:
 
 def _needed_bytes(model: str | Path, forms: Sequence[str], context: int) -> int:
     return link_guest_bytes() if LINKS in forms else guest_bytes(model, forms, context)
+
+
+@dataclass
+class MeasuredModel:
+    """What is known of a model."""
+
+    profile: CostProfile | None
+    needed: dict[str, int] = field(default_factory=dict)
+    """Form -> the memory that it takes to measure it."""
+    rests: dict[str, float] = field(default_factory=dict)
+    """Form -> for how long it is let be behind a guest that measured nothing; inf: it cannot be measured."""
+    not_before_s: dict[str, float] = field(default_factory=dict)
+    """Form -> when that ends."""
 
 
 class Harvester:
@@ -62,7 +77,7 @@ class Harvester:
         self._devices: tuple[str, ...] = ()
         self._links: CostProfile | None = None  # of whichever model they were measured for
         self._now_s = self._not_before_s = 0.0
-        self._failed: set[tuple[str, str]] = set()  # (path, form) that cannot be measured
+        self._known: dict[str, MeasuredModel] = {}  # by path, of what is deployed
         self.cancelled = 0
         """How many guests were."""
 
@@ -74,6 +89,7 @@ class Harvester:
     def tick(self, now_s: float, models: Sequence[Deployed]) -> None:
         """Look at the guest, or begin with one."""
         self._now_s = now_s
+        self._known = {path: each for path, each in self._known.items() if any(path == m.path for m in models)}
         if self._guest is not None and self._model is not None:
             self._watch(self._guest, self._model, models)
         elif now_s >= self._not_before_s:
@@ -111,34 +127,45 @@ class Harvester:
 
     def known(self, model: Deployed) -> CostProfile | None:
         """Return the profile of a model, if all its forms are in it."""
-        return self._store.load(model.path, self._kind, model.forms)
+        profile = self._of(model.path).profile
+        return profile if profile is not None and profile.around.keys() >= set(model.forms) else None
+
+    def _of(self, path: str) -> MeasuredModel:
+        """Return what is known of a model: its files are read once. Raises `ConfigError` where there is no model."""
+        if path not in self._known:
+            self._known[path] = MeasuredModel(self._store.load(path, self._kind))
+        return self._known[path]
 
     @property
     def _kind(self) -> str:
         return next(iter(self._book.devices.values())).kind.type
 
     def _missing(self, model: Deployed) -> list[str]:
-        wanted = [form for form in (*model.forms, LINKS) if (model.path, form) not in self._failed]
+        """Return the forms that could be measured now."""
         try:
-            profile = self._store.load(model.path, self._kind) if wanted else None
+            of_model = self._of(model.path)
         except ElasticError as error:  # its directory has gone: it serves on
-            for form in wanted:
-                self._give_up(model, form, error)
+            self._known[model.path] = MeasuredModel(None)
+            for form in (*model.forms, LINKS):
+                self._put_off(model, form, error)
             return []
+        profile = of_model.profile
         measured = set(profile.around) if profile is not None else set()
         linked = self._kind == "cpu" and len(self._book.devices) > 1 and measured.issuperset(model.forms)
         if not linked or (profile is not None and profile.link is not None):
             measured.add(LINKS)
-        return [form for form in wanted if form not in measured]
+        missing = [form for form in (*model.forms, LINKS) if form not in measured]
+        return [form for form in missing if of_model.not_before_s.get(form, 0.0) <= self._now_s]
 
     def _begin(self, model: Deployed, form: str) -> None:
         if form == LINKS and (links := self._links) is not None:
             self._keep(model, form, lambda: links)
             return
+        needed = self._of(model.path).needed
         try:
-            nbytes = self._needs(model.path, (form,), CONTEXT)
+            nbytes = needed[form] = needed.get(form) or self._needs(model.path, (form,), CONTEXT)
         except ElasticError as error:
-            self._give_up(model, form, error)
+            self._put_off(model, form, error)
             return
         for devices in self._choices(model, form):
             try:
@@ -181,11 +208,16 @@ class Harvester:
 
     def _keep(self, model: Deployed, form: str, result: Callable[[], CostProfile]) -> None:
         """Keep what was measured, and tell of it where all forms of the model are known."""
+        of_model = self._of(model.path)
         try:
             profile = result()
             self._store.save(model.path, profile)
+            of_model.profile = self._store.load(model.path, self._kind)
+        except StateError as error:  # it was killed: by hand, or where memory was short
+            self._put_off(model, form, error, 2 * of_model.rests.get(form, REST_S / 2))
+            return
         except ElasticError as error:
-            self._give_up(model, form, error)
+            self._put_off(model, form, error)
             return
         if form == LINKS:
             self._links = profile
@@ -197,6 +229,9 @@ class Harvester:
         self._form, self._devices = "", ()
         self._book.release(_WHO)
 
-    def _give_up(self, model: Deployed, form: str, error: ElasticError) -> None:
-        self._failed.add((model.path, form))
-        logger.warning("%s in %s is not measured: %s", model.path, form, error)
+    def _put_off(self, model: Deployed, form: str, error: ElasticError, rest_s: float = math.inf) -> None:
+        """Measure something later; without a time, not as long as the model is deployed."""
+        of_model = self._of(model.path)
+        of_model.rests[form], of_model.not_before_s[form] = rest_s, self._now_s + rest_s
+        until = "" if rest_s == math.inf else f" for {rest_s:.0f} s"
+        logger.warning("%s in %s is not measured%s: %s", model.path, form, until, error)

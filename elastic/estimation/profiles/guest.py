@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from elastic.errors import ConfigError, ElasticError
+from elastic.errors import ConfigError, ElasticError, StateError
 from elastic.estimation.model_layout import layout_of
 from elastic.estimation.profile import CostProfile, fingerprint_bytes, measure_fingerprints
 from elastic.estimation.profiles.spare_time import end_with_parent, rest_behind
@@ -50,11 +50,16 @@ class GuestProcess:
         return self._process.poll() is not None
 
     def result(self) -> CostProfile:
-        """Return what it measured, when it has ended. Raises `ConfigError` with its reason, if it measured nothing."""
+        """Return what it measured, when it has ended.
+
+        Raises `ConfigError` with its reason, if it measured nothing, and `StateError` where others killed it.
+        """
         text = "" if self._cancelled else self._process.communicate()[0]
         try:
             content = json.loads(text.splitlines()[-1])
         except (ValueError, IndexError):
+            if self._process.returncode < 0 and not self._cancelled:
+                raise StateError(f"the guest that measures was killed by signal {-self._process.returncode}") from None
             raise ConfigError(f"the guest that measures ended with code {self._process.returncode}") from None
         if "error" in content:
             raise ConfigError(str(content["error"]))

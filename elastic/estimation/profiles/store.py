@@ -15,6 +15,7 @@ import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,11 @@ class ProfileStore:
         A damaged file is as none. Raises `ConfigError` where there is no model.
         """
         key = ProfileKey.here(model, device)
-        for path in self._paths(model, key):
-            profile = _read(path, key, device)
-            if profile is not None and profile.around.keys() >= set(forms):
-                return profile
-        return None
+        # what could not be written beside the checkpoint adds to what is there
+        maps = [_read(path, key, device) for path in reversed(self._paths(model, key))]
+        there = [profile for profile in maps if profile is not None]
+        profile = reduce(merged, there) if there else None
+        return profile if profile is not None and profile.around.keys() >= set(forms) else None
 
     def save(self, model: str | Path, profile: CostProfile) -> Path:
         """Add what was measured to what is known of a model; return the file. Raises `ConfigError` if none can be

@@ -53,8 +53,11 @@ class FakeGuest:
     ended: bool = False
     cancelled: bool = False
     fails: bool = False
+    killed: bool = False
 
     def result(self) -> CostProfile:
+        if self.killed:
+            raise StateError("the guest that measures was killed by signal 9")
         if self.fails:
             raise ConfigError("the engine cannot serve it")
         return profile(self.form)
@@ -324,6 +327,52 @@ def test_what_cannot_be_measured_is_not_tried_again(world: World) -> None:
     world.run(30)
     assert len(world.guests) == 2
     assert world.known == []
+
+
+def test_what_a_guest_was_killed_over_is_measured_again_each_time_later(world: World) -> None:
+    """A guest that is killed from outside says nothing of its form; others are measured meanwhile."""
+    world.model.forms = ("full",)
+    for rest in (REST_S, 2 * REST_S, 4 * REST_S):
+        world.run(5)
+        guest = world.guests[-1]
+        guest.killed = guest.ended = True
+        seen = len(world.guests)
+        world.run(int(rest))
+        assert (len(world.guests), world.harvester.at) == (seen, {})
+        assert world.book.free()["cpu#a"] == 100
+        world.run(1)
+        assert len(world.guests) == seen + 1
+    world.guests[-1].ended = True
+    world.run(1)
+    ((_, told),) = world.known
+    assert told.around.keys() == {"full"}
+
+
+def test_what_could_not_be_measured_is_tried_again_when_it_is_deployed_anew(world: World) -> None:
+    world.model.forms = ("full",)
+    world.run(5)
+    world.guests[0].fails = world.guests[0].ended = True
+    world.run(60)
+    assert len(world.guests) == 1
+    world.run(1, models=[])
+    world.run(1)
+    assert len(world.guests) == 2
+
+
+def test_looks_read_no_files_and_count_no_bytes_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, counts = list[str](), list[str]()
+    load, needs = world.store.load, world.harvester._needs
+    monkeypatch.setattr(world.store, "load", lambda path, *rest: [reads.append(path), load(path, *rest)][1])
+    monkeypatch.setattr(world.harvester, "_needs", lambda path, *rest: [counts.append(path), needs(path, *rest)][1])
+    world.run(30, a=0.9, b=0.9)
+    assert (len(reads), len(counts), world.guests) == (1, 1, [])
+    for _ in world.model.forms:
+        world.run(160)
+        world.guests[-1].ended = True
+    world.run(30)
+    assert world.known[0][1].around.keys() == {"full", "int8"}
+    assert len(counts) == 3  # and once for links
+    assert len(reads) <= 1 + 2 * len(world.model.forms)  # `save` adds to what is there
 
 
 def test_what_a_guest_has_measured_is_kept_though_the_load_rises_as_it_ends(world: World) -> None:

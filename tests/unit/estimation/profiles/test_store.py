@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, StateError
 from elastic.estimation.profile import CostProfile, measure_fingerprints
 from elastic.estimation.profiles import store as profile_store
 from elastic.estimation.profiles.guest import ProfilingProcess, guest_bytes
@@ -98,6 +99,29 @@ def test_a_damaged_map_is_as_none(model: Path, store: ProfileStore, text: str) -
     assert store.load(model, "cpu") is None
 
 
+def test_what_cannot_be_written_beside_a_checkpoint_adds_to_what_is_there(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that is only read, with a map of one form: the other form is not measured for ever."""
+    store, write = ProfileStore(tmp_path / "cache"), profile_store._write
+    at = store.save(model, profile("full"))
+
+    def read_only(path: Path, *rest: Any) -> None:
+        if path.parent == model:
+            raise PermissionError("read-only")
+        write(path, *rest)
+
+    monkeypatch.setattr(profile_store, "_write", read_only)
+    store.save(model, profile("int8"))
+    try:
+        whole = store.load(model, "cpu")
+        assert whole is not None
+        assert whole.around.keys() == {"full", "int8"}
+        assert store.load(model, "cpu", ("full", "int8")) == whole
+    finally:
+        at.unlink()
+
+
 def test_seconds_below_zero_are_none(model: Path, store: ProfileStore) -> None:
     wrong = replace(next(iter(profile().layers.values())), chunk=-1.0), ChunkCost(0, 0, -1.0, 0, 0)
     for cost in wrong:
@@ -131,6 +155,16 @@ def test_a_paced_measurement_waits_behind_each_batch_and_can_be_ended(model: Pat
 def test_a_guest_says_in_words_what_it_cannot_measure(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no model there"):
         guest_bytes(tmp_path, ("full",), 32)
+
+
+@pytest.mark.slow
+def test_a_guest_that_others_kill_says_so_and_not_that_its_model_cannot_be_measured(model: Path) -> None:
+    guest = ProfilingProcess(model, ("full",), "cpu", context=32, share=0.5)
+    os.kill(guest._process.pid, signal.SIGKILL)
+    guest._process.wait()
+    assert guest.ended
+    with pytest.raises(StateError, match="was killed by signal 9"):
+        guest.result()
 
 
 @pytest.mark.slow
