@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from elastic.cluster.deployment.status import DeploymentStatus, Replanned, Trans
 from elastic.cluster.deployment.steps import apart, same, steps_between, whole
 from elastic.cluster.deployment.transition import DeploymentTransition, observed
 from elastic.cluster.fleet.fleet import Fleet
-from elastic.errors import ConfigError, ElasticError
+from elastic.errors import ConfigError, ElasticError, StateError
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.profiles.store import ProfileStore
 from elastic.planning.deployment.devices import Stage
@@ -82,7 +83,7 @@ class Deployed:
             raise no_place(name, Refusal(((chosen.configuration, why),)))
         self._check_follows(replicas)
         self.fleet = self._make_fleet(dict(fleet_options))
-        self._transition = DeploymentTransition(self.fleet, self._ranks, self._place)
+        self._transition = DeploymentTransition(self.fleet, self._ranks, self._places, self._place)
         self.hysteresis = Hysteresis(settings, time.monotonic())
 
     @property
@@ -107,8 +108,7 @@ class Deployed:
             self.fleet.start()
             self._begin_s = time.monotonic() - began_s
             try:
-                names = sorted((rank.name for rank in self.fleet.status().ranks), key=lambda name: int(name[1:]))
-                self._ranks.update(zip(self.plan.devices, names, strict=True))
+                self._transition.follow()
                 begun = whole(self.plan)
                 if self._by_shares:  # these begin without limits
                     begun = replace(self.plan, stages=tuple(replace(stage, nbytes=0) for stage in self.plan.stages))
@@ -175,8 +175,7 @@ class Deployed:
         """
         with self._lock:
             self._check_follows(replicas or self.replicas)
-            if self._replaced():
-                self.plan = self._as_begun()
+            self._catch_up()
             best = self.best(load, intent, replicas)
             if isinstance(best, Refusal):
                 raise no_place(self.name, best)
@@ -184,22 +183,24 @@ class Deployed:
                 self.intent, self.replicas = intent, replicas or self.replicas
                 return self._become(best, why)
             told, moved = self._priced(best), not same(self.plan, best)
-            before, after, seconds = self.plan.configuration, best.configuration, sum(step.seconds for step in told)
             status: Literal["planned", "unchanged"] = "planned" if moved else "unchanged"
-            return Replanned(status, str(before), str(after), told, why, seconds, _moved(told))
+            seconds = sum(step.seconds for step in told)
+            return Replanned(status, *_names(self.plan, best), told, why, seconds, _moved(told))
 
     def give_back(self) -> None:
         """Give back what live requests had above the limits of ranks, where they have ended since."""
         with self._lock:
-            if self._above_limits:
+            if self._above_limits and not self._transition.awaited:
                 self._do(TransitionStep("limit", self.plan.devices), self.plan)
 
     def look(self, now_s: float) -> Replanned | None:
         """Look whether it should change by itself, and do that; None: it stays as it is."""
         with self._lock:
             self.meter.tell(now_s, self.fleet.counters.read())
-            if self._replaced():
-                wanted, self.plan = self.plan, self._as_begun()
+            if self._transition.awaited:
+                return None
+            wanted = self.plan
+            if self._catch_up():
                 steps = steps_between(self.plan, wanted) or (TransitionStep("limit", wanted.devices),)
                 return self._carry_out(wanted, steps, "a rank was lost, and replaced")
             present, best = self.estimate(), self._best_now()
@@ -245,11 +246,10 @@ class Deployed:
 
     def _become(self, best: Deployment, why: str) -> Replanned:
         """Become what is best, by actions; where nothing is to be done for that, say so."""
-        told, before = self._priced(best), str(self.plan.configuration)
-        if told:
+        if told := self._priced(best):
             return self._carry_out(best, told, why)
         self.hysteresis.changed(time.monotonic(), why)
-        return Replanned("unchanged", before, str(best.configuration), (), why)
+        return Replanned("unchanged", *_names(self.plan, best), (), why)
 
     def _priced(self, best: Deployment) -> tuple[TransitionStep, ...]:
         steps = steps_between(self.plan, best)
@@ -279,31 +279,44 @@ class Deployed:
             **options,
         )
 
-    def _replaced(self) -> bool:
-        """See which ranks have taken the place of lost ones, and return whether any has: it begins with all layers."""
-        there = {rank.name: rank.places for rank in self.fleet.status().ranks if rank.serves}
+    def _catch_up(self) -> bool:
+        """See what became of lost ranks, have the plan say what there is, and return whether it did not.
+
+        Raises `StateError` where that is not known yet, and where no rank is left.
+        """
+        if rank := self._transition.awaited:
+            raise StateError(f"rank {rank} of {self.name!r} was lost, and another one begins in its place; try again")
         before = dict(self._ranks)
-        for device, rank in before.items():
-            if rank not in there:
-                new = (name for name, places in there.items() if places == (self._places[device],))
-                self._ranks[device] = next(new, rank)
-        return self._ranks != before
+        self._transition.follow()
+        if not self._ranks:
+            raise StateError(f"no rank of {self.name!r} is left, and none comes; remove it, and deploy it anew")
+        if before == self._ranks and set(before) == set(self.plan.devices):
+            return False
+        self.plan = self._as_begun()
+        return True
 
     def _as_begun(self) -> Deployment:
         """Return the plan with ranks that took the place of lost ones, and those that these left, as they begin.
 
-        Instances whose ranks began with their shares are what they were, and so are those that lost none.
+        Instances whose ranks began with their shares are what they were, and so are those that lost none. Ranks of no
+        instance are there where a change was stopped.
         """
-        if self.plan.configuration.ranks == 1:
-            return whole(self.plan)
-        stages: list[Stage] = []
+        wanted, stages = self.plan.configuration, list[Stage]()
         for instance in self.plan.instances:
-            seen, wanted = self._seen(name for stage in instance for name in stage.devices), self.plan.configuration
-            stages += instance if (seen.tp, seen.pp) == (wanted.tp, wanted.pp) else apart(instance)
-        return replace(self.plan, stages=tuple(stages))
+            names = {name for stage in instance for name in stage.devices}
+            seen, whole_yet = self._seen(names), self._ranks.keys() >= names
+            stays = wanted.ranks > 1 and whole_yet and (seen.tp, seen.pp) == (wanted.tp, wanted.pp)
+            stages += instance if stays else apart(instance)
+        every = range(self.plan.stages[-1].layers.stop)
+        stages = [stage for stage in stages if self._ranks.keys() >= set(stage.devices)]
+        stages += [Stage(every, (name,), 0) for name in self._ranks if all(name not in each.devices for each in stages)]
+        begun = whole(self.plan) if wanted.ranks == 1 else self.plan
+        return replace(begun, stages=tuple(stages))
 
     def _seen(self, devices: Iterable[str]) -> Configuration:
-        return observed(self.fleet, [self._ranks[device] for device in devices])
+        """Return the configuration that the ranks of some devices are in; without any, that of one that begins."""
+        ranks = [self._ranks[device] for device in devices if device in self._ranks]
+        return observed(self.fleet, ranks) if ranks else Configuration()
 
     def _place(self, device: str) -> str:
         """Return a place on a device of its own, with all that is free there."""
@@ -320,25 +333,16 @@ class Deployed:
             for step in steps:
                 self._do(step, best)
         except ElasticError as error:
-            self._stay(before, best)
+            with suppress(ElasticError):  # a rank is lost meanwhile: the next look sees what there is
+                self._stay(before, best)
             self.hysteresis.changed(time.monotonic(), f"stopped on the way to {best.configuration}: {error}")
             seconds = time.monotonic() - began_s
-            return Replanned(
-                "partial", str(before.configuration), str(self.plan.configuration), tuple(steps), str(error), seconds
-            )
-        moved = not same(before, best)
+            return Replanned("partial", *_names(before, self.plan), tuple(steps), str(error), seconds)
+        moved, names, seconds = not same(before, best), _names(before, best), time.monotonic() - began_s
         self.plan = best
         self.changes += moved
         self.hysteresis.changed(time.monotonic(), why)
-        return Replanned(
-            "applied" if moved else "unchanged",
-            str(before.configuration),
-            str(best.configuration),
-            tuple(steps),
-            why,
-            time.monotonic() - began_s,
-            _moved(steps),
-        )
+        return Replanned("applied" if moved else "unchanged", *names, tuple(steps), why, seconds, _moved(steps))
 
     def _do(self, step: TransitionStep, wanted: Deployment) -> None:
         transition = self._transition
@@ -374,12 +378,12 @@ class Deployed:
 
     def _stay(self, before: Deployment, best: Deployment) -> None:
         """Have the plan say what there is, where a change was stopped on the way to the best."""
+        self._transition.follow()
         seen = self.observed()
-        if seen == before.configuration and set(self._ranks) == set(before.devices):
+        if not self._ranks or (seen == before.configuration and set(self._ranks) == set(before.devices)):
             return
         if seen.ranks == 1:
-            every = range(before.stages[-1].layers.stop)
-            stages = tuple(Stage(every, (device,), 0) for device in self._ranks)
+            stages = tuple(Stage(range(before.stages[-1].layers.stop), (device,), 0) for device in self._ranks)
             self.plan = replace(before, configuration=seen, stages=stages)
             return
         for plan in (before, best):
@@ -390,3 +394,7 @@ class Deployed:
 
 def _moved(steps: Sequence[TransitionStep]) -> int:
     return sum(step.moved_bytes for step in steps)
+
+
+def _names(before: Deployment, after: Deployment) -> tuple[str, str]:
+    return str(before.configuration), str(after.configuration)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 from elastic.cluster.deployment.status import TransitionStep
 from elastic.cluster.fleet.fleet import Fleet
@@ -20,11 +20,37 @@ WHY = "the deployment changes its configuration"
 class DeploymentTransition:
     """Does steps with a fleet. `ranks` says which rank is on which device, and is kept up to date.
 
-    `place` gives the place of a new rank on a device, as text.
+    `places` says which place, as text, was last given to a rank of each device; `place` gives one to a new rank.
     """
 
-    def __init__(self, fleet: Fleet, ranks: MutableMapping[str, str], place: Callable[[str], str]) -> None:
-        self._fleet, self._ranks, self._place = fleet, ranks, place
+    def __init__(
+        self,
+        fleet: Fleet,
+        ranks: MutableMapping[str, str],
+        places: Mapping[str, str],
+        place: Callable[[str], str],
+    ) -> None:
+        self._fleet, self._ranks, self._places, self._place = fleet, ranks, places, place
+
+    @property
+    def awaited(self) -> str:
+        """A lost rank in whose place another one begins; "": there is none."""
+        return min(self._replaced_now(), default="")
+
+    def follow(self) -> None:
+        """See which ranks are in the places of lost ones, and forget those that are gone for good."""
+        kept = self._replaced_now()
+        ranks = self._fleet.status().ranks
+        kept |= self._replaced_now() | {rank.name for rank in ranks if rank.up}  # one may be lost, or come, meanwhile
+        serving = {rank.places: rank.name for rank in ranks if rank.serves}
+        for device, place in self._places.items():
+            if (place,) in serving:
+                self._ranks[device] = serving[place,]
+            elif self._ranks.get(device) not in kept:
+                self._ranks.pop(device, None)
+
+    def _replaced_now(self) -> set[str]:
+        return {rank for rank in self._ranks.values() if self._fleet.replaces(rank)}
 
     def do(self, step: TransitionStep) -> None:
         """Do one step; requests are served meanwhile. Raises what the verbs do, and `StateError` for one that cannot

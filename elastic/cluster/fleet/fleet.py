@@ -116,7 +116,7 @@ class Fleet(PricedVerbs):
             beat_timeout_s=beat_timeout_s,
             hang_timeout_s=hang_timeout_s,
         )
-        self._members.on_lost = self._supervisor.lost
+        self._members.on_losing, self._members.on_lost = self._supervisor.expect, self._supervisor.lost
         self._groups = Groups(self._dispatcher, self._log, bulk)
         self._members.on_gone = self._groups.registry.lost
         self._starter.on_joined = Units(self._dispatcher, self._groups.form).joined
@@ -334,6 +334,10 @@ class Fleet(PricedVerbs):
         with self._dispatcher.lock:
             self._dispatcher.changed.wait_for(lambda: name not in self._dispatcher.instances, END_S)
 
+    def replaces(self, name: str) -> bool:
+        """Return whether another rank begins in the place of one that was lost."""
+        return self._supervisor.replaces(name)
+
     def move(self, request: str, instance: str) -> Moved:
         """Have a request go on at another instance; see `Mover.move`. Not for listeners."""
         if Delivery.on_this_thread():
@@ -344,8 +348,7 @@ class Fleet(PricedVerbs):
     def instance_of(self, request: str) -> str | None:
         """Return the instance that computes a request; None: it waits, or has ended."""
         with self._dispatcher.lock:
-            record = self._dispatcher.records.get(request)
-            return record.instance if record is not None else None
+            return None if (record := self._dispatcher.records.get(request)) is None else record.instance
 
     # -- how it is
 

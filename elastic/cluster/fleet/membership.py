@@ -35,6 +35,8 @@ class Membership:
     """Thread-safe: its state is under the lock of the dispatcher."""
 
     def __init__(self, dispatcher: Dispatcher, log: EventLog) -> None:
+        self.on_losing: Callable[[Instance], None] = lambda _: None
+        """Called for each rank that is lost before it is forgotten, under the lock."""
         self.on_lost: Callable[[Instance], None] = lambda _: None
         """Called for each rank that was lost, on its client's thread."""
         self.on_gone: Callable[[Instance], None] = lambda _: None
@@ -141,6 +143,8 @@ class Membership:
             asked = instance.leaving
             instance.state, instance.why = ("ended", "") if asked else ("lost", why)
             resumption = self._resume(instance)
+            if not asked:
+                self.on_losing(instance)
             self._dispatcher.forget(instance)
             back = [record for record in instance.records.values() if not record.moving]
             for record in list(instance.records.values()):

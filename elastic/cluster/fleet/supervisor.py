@@ -58,7 +58,7 @@ class Supervisor:
         self._stopping = clock.make_event()
         self._lock = clock.make_lock()  # of the two below
         self._seats: dict[str, _Seat] = {}
-        self._coming = 0
+        self._coming = set[str]()  # lost ranks in whose place others begin
         self._threads: list[clock.Thread] = []
         self._looked_s = 0.0
         tick_s = min(TICK_S, beat_timeout_s / 4)
@@ -81,20 +81,32 @@ class Supervisor:
     def hopeless(self) -> bool:
         """Whether no rank serves and none can come."""
         with self._lock:
-            coming = self._coming
+            coming = bool(self._coming)
         return not coming and not self._starter.waits and not self._dispatcher.instances
+
+    def replaces(self, name: str) -> bool:
+        """Return whether another rank begins in the place of a lost one."""
+        with self._lock:
+            return name in self._coming
+
+    def expect(self, instance: Instance) -> None:
+        """Note that another rank will begin in the place of one that is lost, before it is forgotten."""
+        if self._replaces and not self._starter.waits:
+            with self._lock:
+                self._coming.add(instance.name)
 
     def lost(self, instance: Instance) -> None:
         """Have a rank that was lost replaced."""
         with self._lock:
             if self._stopping.is_set():
+                self._coming.discard(instance.name)
                 return
             seat = self._seats.pop(instance.name, None) or _Seat(instance.spec)
             if instance.served:
                 seat.tries = 0
             seat.spec = replace(seat.spec, share=instance.spec.share)
             if self._replaces and not self._starter.waits:
-                self._coming += 1
+                self._coming.add(instance.name)
                 thread = clock.make_thread(
                     partial(self._replace, instance.name, seat), f"elastic-replace-{instance.name}"
                 )
@@ -123,7 +135,7 @@ class Supervisor:
             logger.error("rank %s is given up after %d tries: %s", name, seat.tries, why)
         finally:
             with self._lock:
-                self._coming -= 1
+                self._coming.discard(name)
             self.fail_if_hopeless(why)
 
     def fail_if_hopeless(self, why: str) -> None:
