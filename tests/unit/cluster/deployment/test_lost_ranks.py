@@ -16,7 +16,7 @@ from elastic.errors import StateError
 from elastic.planning.estimate.performance import Load
 from support import architectures
 from support.processes import wait_until
-from support.serving.generations import continuation, prompts, serve
+from support.serving.generations import Collector, continuation, prompts, serve
 
 LOAD = Load(64, 32, 1.0)
 PROMPT = prompts([40], architectures.VOCAB)[0]
@@ -112,3 +112,16 @@ def test_ranks_that_none_replaces_are_forgotten_and_others_come(fleet: Deploymen
     assert fleet.status()[0].replicas == 2
     fleet.remove("model")
     assert all(device.free_bytes == device.memory_bytes for device in fleet.devices())
+
+
+def test_requests_of_a_lost_rank_are_finished_by_the_next_one_where_their_deployment_ends(
+    fleet: Deployments, path: str
+) -> None:
+    fleet.deploy(path, load=LOAD, name="model")
+    engine, heard = fleet["model"], Collector()
+    engine.submit(Request(PROMPT, 60, id="last", ignore_eos=True), heard)
+    heard.wait_for_tokens("last", 3)
+    engine.kill("r0")
+    fleet.remove("model")
+    assert heard.ends["last"].finish == "length"
+    assert heard.tokens["last"] == continuation(architectures.build("llama-gqa"), PROMPT, 60)
