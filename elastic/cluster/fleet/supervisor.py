@@ -80,6 +80,8 @@ class Supervisor:
     @property
     def hopeless(self) -> bool:
         """Whether no rank serves and none can come."""
+        if self._dispatcher.instances:  # one that is lost behind this look is among those that come
+            return False
         with self._lock:
             coming = bool(self._coming)
         return not coming and not self._starter.waits and not self._dispatcher.instances
