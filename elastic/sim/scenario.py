@@ -256,6 +256,7 @@ def _models(table: Table, folder: Path) -> tuple[SimulatedModel, ...]:
     """Return the models of `[[models]]`, or the one that the scenario's own tables are about."""
     tables = table.tables("models")
     if not tables:
+        table.expect("model")
         return (_model(table, folder, ""),)
     models = []
     for each in tables:

@@ -113,6 +113,10 @@ class Table:
         left, self._values = self._values, {}
         return left
 
+    def expect(self, key: str) -> None:
+        """Take note of a key that is read later: it stands for no other one."""
+        self._known.append(key)
+
     def done(self) -> None:
         """Raise `ConfigError` for a key that was not taken."""
         for key in self._values:
@@ -121,7 +125,7 @@ class Table:
     def misspelt(self) -> str:
         """Return words on a key, here or within, that nobody has read and that is like one that is not there; or ""."""
         for key in self._values:
-            if near := difflib.get_close_matches(key, self._absent, 1, LIKE):
+            if key not in self._known and (near := difflib.get_close_matches(key, self._absent, 1, LIKE)):
                 return f"; {self._path(key)} is there: did you mean {near[0]!r}?"
         return next(filter(None, (table.misspelt() for table in self._inner)), "")
 

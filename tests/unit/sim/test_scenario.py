@@ -83,6 +83,12 @@ def test_more_work_takes_longer() -> None:
     assert busy["tpot_s"]["mean"] > calm["tpot_s"]["mean"]
 
 
+def test_a_table_that_is_read_later_is_not_taken_for_a_misspelt_one() -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_scenario({"duration_s": 10, "model": sheet()})
+    assert str(refused.value) == "fleet.instances is missing: give a whole number, at least 1"
+
+
 def test_requests_that_never_fit_and_more_than_may_wait_are_refused() -> None:
     small = document(memory={"kv_tokens": 160}, fleet={"instances": 1, "max_queue": 1})
     assert small["requests"]["rejected"] > 10
