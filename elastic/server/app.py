@@ -62,8 +62,7 @@ def create_app(
     stops it. The engine may be a fleet. `tokenizer` is the model's, from transformers. `max_model_len` is the most
     tokens of prompt and answer together; None: not bounded here. With `api_key`, the paths of `KEYED` want it as a
     bearer token. `actions=True` opens `/elastic/actions`, and of a fleet `/elastic/fleet`, to those who have `token`.
-    `max_body` bounds the bodies of requests, in bytes or as text, and `body_timeout_s` the seconds that one may take to
-    arrive.
+    `max_body` bounds the bodies of requests, in bytes or as text, and `body_timeout_s` the seconds of one on its way.
 
     `sampling_defaults` are the model's own, for what a request leaves open (`generation/sampling_defaults.py`).
     `grammars` compiles the rules of structured output: the engine's compiler; None: structured output is refused.

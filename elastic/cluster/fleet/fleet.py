@@ -108,14 +108,8 @@ class Fleet(PricedVerbs):
         self._members = Membership(self._dispatcher, self._log)
         self._starter = RankStarter(self._launcher, self._members, model, options)
         self._specs = self._starter.specs(ranks, places, cores, self._shares)
-        self._supervisor = Supervisor(
-            self._dispatcher,
-            self._log,
-            self._starter,
-            replaces=replace,
-            beat_timeout_s=beat_timeout_s,
-            hang_timeout_s=hang_timeout_s,
-        )
+        timeouts = {"beat_timeout_s": beat_timeout_s, "hang_timeout_s": hang_timeout_s}
+        self._supervisor = Supervisor(self._dispatcher, self._log, self._starter, replaces=replace, **timeouts)
         self._members.on_losing, self._members.on_lost = self._supervisor.expect, self._supervisor.lost
         self._groups = Groups(self._dispatcher, self._log, bulk)
         self._members.on_gone = self._groups.registry.lost
