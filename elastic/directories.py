@@ -13,7 +13,8 @@ CACHE = "ELASTIC_CACHE"
 
 def cache_directory() -> Path:
     """Return the directory that `ELASTIC_CACHE` names, else the user's. It need not exist."""
-    return Path(os.path.expanduser(os.environ.get(CACHE) or "~/.cache/elastic"))
+    named = os.environ.get(CACHE)
+    return Path(os.path.expanduser(named)) if named else Path.home() / ".cache" / "elastic"
 
 
 @contextmanager

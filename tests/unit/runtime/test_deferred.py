@@ -51,7 +51,7 @@ def test_nothing_is_held_back_for_layers_that_have_their_pages(wrapped: Any) -> 
     """New caches would get less than is left for them when all have returned."""
     model = build("llama-gqa")
     rt = wrapped(model, tight(model, 40)).elastic
-    handler, least = rt._executor._runner.handlers[Restore], list[int]()
+    handler, least = rt._executor.runner.handlers[Restore], list[int]()
     (kv,) = handler._broker._pools.values()
     layers, full = (0, 1, 2), kv.limits.open
     rt.release(layers)

@@ -124,7 +124,7 @@ def test_serve_makes_deployments_of_its_options() -> None:
     arguments = ["serve", "MODEL", "--devices", "cpu#a=1GiB,cpu#b=2GiB", "--weights", "full, 2:4", "--harvest"]
     made = make_deployments(parser().parse_args(arguments))
     assert [device.memory_bytes >> 30 for device in made.devices()] == [1, 2]
-    assert made.weights == ("full", "2:4")
+    assert made._weights == ("full", "2:4")
     assert made._order == ("hybrid", THETA)
     made = make_deployments(parser().parse_args([*arguments, "--place-by", "packing", "--theta", "0.4"]))
     assert made._order == ("packing", 0.4)
@@ -155,4 +155,4 @@ def test_serve_is_ready_for_the_load_that_was_said(
 @pytest.mark.parametrize(("losses", "forms"), [((), ("full",)), (("--losses", "int8=0.001"), ("full", "int8"))])
 def test_no_form_is_chosen_whose_loss_nobody_has_told(losses: tuple[str, ...], forms: tuple[str, ...]) -> None:
     made = make_deployments(parser().parse_args(["serve", "MODEL", "--devices", "cpu=1GiB", *losses]))
-    assert made.weights == forms
+    assert made._weights == forms

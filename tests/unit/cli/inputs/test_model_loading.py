@@ -222,9 +222,9 @@ def test_a_name_that_no_file_can_have_is_no_model(capsys: pytest.CaptureFixture[
     for command in (["profile", "x" * 300, "--calibration", __file__], ["plan", "x" * 300, "--places", "cpu=1GiB"]):
         assert main(command) == 2
         assert "no model there" in capsys.readouterr().err
-    for options in ({"checkpoint": "x" * 300}, {"checkpoint": "x\0"}):
-        with pytest.raises(ConfigError, match="no safetensors file"):
-            elastic.wrap(build("llama-gqa"), **options)
+    for checkpoint, what in (("x" * 300, "no safetensors file"), ("x\0", "it must be a path")):
+        with pytest.raises(ConfigError, match=what):
+            elastic.wrap(build("llama-gqa"), checkpoint=checkpoint)
 
 
 def test_a_prompt_and_a_seed_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
