@@ -57,10 +57,15 @@ class OneDNNLayout:
 def multiply(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Multiply x, [..., inputs], with a matrix from `view`; x, the bias and the result, [..., outputs], have its dtype.
 
-    No gradient flows through it.
+    A plain matrix, [outputs, inputs], is put in oneDNN's order each time. No gradient flows through it.
     """
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, matrix, bias, "none", [], "")
     return product
+
+
+def has_product() -> bool:
+    """Return whether this build of torch has `multiply`."""
+    return torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def find_layout(shape: tuple[int, int], dtype: torch.dtype) -> OneDNNLayout | None:

@@ -31,6 +31,8 @@ int lanes() {
 namespace {
 
 constexpr int OUTPUTS = 4;             // whose sums for some tokens stay in registers
+constexpr int64_t AHEAD = 16;          // rows by which the matrix is fetched ahead of the first tokens
+constexpr int64_t TILE = 48;           // tokens that stay in the first cache
 constexpr int64_t LITTLE = 1 << 20;    // products of two numbers that are not worth a second thread
 
 #ifdef __AVX512F__
@@ -72,13 +74,16 @@ struct Product {
 
   // The sums over inputs of so many tokens, by OUTPUTS rows.
   template <int tokens>
-  void compute(const float* x, float* out) const {
+  void compute(const float* x, float* out, bool fetches) const {
     Floats sums[tokens][OUTPUTS];
     for (auto& of_token : sums)
       for (Floats& sum : of_token) sum = zeros();
     for (int64_t i = 0; i < inputs; i += LANES) {
       Floats rows[OUTPUTS];
-      for (int o = 0; o < OUTPUTS; o++) rows[o] = load(weight + o * inputs + i);
+      for (int o = 0; o < OUTPUTS; o++) {
+        rows[o] = load(weight + o * inputs + i);
+        if (fetches) _mm_prefetch(reinterpret_cast<const char*>(weight + (AHEAD + o) * inputs + i), _MM_HINT_T0);
+      }
       for (int t = 0; t < tokens; t++) {
         const Floats values = load(x + t * inputs + i);
         for (int o = 0; o < OUTPUTS; o++) sums[t][o] = fused(values, rows[o], sums[t][o]);
@@ -91,10 +96,11 @@ struct Product {
   }
 
   template <int tokens>
-  void compute_all(const float* x, int64_t count, float* out) const {
-    for (; count >= tokens; x += tokens * inputs, out += tokens * outputs, count -= tokens) compute<tokens>(x, out);
+  void compute_all(const float* x, int64_t count, float* out, bool fetches = true) const {
+    for (; count >= tokens; x += tokens * inputs, out += tokens * outputs, count -= tokens, fetches = false)
+      compute<tokens>(x, out, fetches);
     if constexpr (tokens > 1)
-      if (count) compute_all<tokens / 2>(x, count, out);
+      if (count) compute_all<tokens / 2>(x, count, out, fetches);
   }
 };
 
@@ -107,9 +113,14 @@ extern "C" {
 void multiply(const float* weight, int64_t inputs, int64_t outputs, const float* x, int64_t tokens, const float* bias,
               float* out, int threads) {
   const int used = tokens * inputs * outputs < LITTLE ? 1 : threads;
-#pragma omp parallel for num_threads(used) schedule(static) if (used > 1)
-  for (int64_t o = 0; o < outputs; o += OUTPUTS)
-    Product{weight + o * inputs, inputs, outputs, bias ? bias + o : nullptr}.compute_all<TOKENS>(x, tokens, out + o);
+#pragma omp parallel num_threads(used) if (used > 1)
+  for (int64_t t = 0; t < tokens; t += TILE) {
+#pragma omp for schedule(static) nowait
+    for (int64_t o = 0; o < outputs; o += OUTPUTS) {
+      const Product product{weight + o * inputs, inputs, outputs, bias ? bias + o : nullptr};
+      product.compute_all<TOKENS>(x + t * inputs, std::min(TILE, tokens - t), out + t * outputs + o);
+    }
+  }
 }
 }
 #else

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic.weights.prepacked import onednn
 from elastic.weights.prepacked import small_linear as module
 from elastic.weights.prepacked.small_linear import MOST_TOKENS, is_small, small_linear
 
@@ -87,16 +88,33 @@ def test_what_lies_around_is_neither_read_nor_written(calls: list[int]) -> None:
 
 
 @needs_kernel
+@pytest.mark.skipif(not onednn.has_product(), reason="this build of torch has no product by oneDNN")
+def test_many_tokens_are_computed_by_the_faster_library(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, bias, x = drawn(64, 128), drawn(64, seed=2), drawn(MOST_TOKENS + 1, 128, seed=1)
+    for by_onednn, product in ((False, F.linear), (True, onednn.multiply)):
+        monkeypatch.setattr(module, "_is_faster_by_onednn", lambda *_, by_onednn=by_onednn: by_onednn)
+        with torch.no_grad():
+            y = small_linear(x, weight, bias)
+            assert torch.equal(y, product(x, weight, bias))
+        torch.testing.assert_close(y, F.linear(x, weight, bias))
+    assert not calls
+
+
+@needs_kernel
+def test_which_library_is_faster_is_timed_once_for_a_shape() -> None:
+    module._is_faster_by_onednn.cache_clear()
+    with torch.no_grad():
+        for _ in range(2):
+            small_linear(drawn(MOST_TOKENS + 1, 128), drawn(64, 128))
+    assert module._is_faster_by_onednn.cache_info().misses == 1
+
+
+@needs_kernel
 def test_other_products_are_those_of_torch(calls: list[int]) -> None:
     weight = drawn(64, 128)
-    for x in (
-        drawn(MOST_TOKENS + 1, 128),
-        drawn(128, 4).T,
-        drawn(2, MOST_TOKENS, 128),
-    ):
-        with torch.no_grad():
-            assert torch.equal(small_linear(x, weight), F.linear(x, weight))
     with torch.no_grad():
+        x = drawn(128, 4).T
+        assert torch.equal(small_linear(x, weight), F.linear(x, weight))
         halves = drawn(4, 128).bfloat16()
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(small_linear(halves, weight), F.linear(halves, weight))
