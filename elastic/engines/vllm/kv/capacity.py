@@ -61,6 +61,8 @@ class BlockCapacity:
         New ones have no contents worth keeping, so they are the first to be taken, low ids before high ones.
         """
         before, self.limit = self.limit, max(1, blocks)
+        if self.limit == before and not self.leaving:  # in nearly every step
+            return
         self.leaving = {b for b in (*self.leaving, *range(self.limit, before)) if b >= self.limit} - self.withheld
         published = [b for b in range(before, self.limit) if b in self.withheld]
         self.withheld.difference_update(published)

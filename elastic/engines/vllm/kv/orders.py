@@ -60,8 +60,7 @@ class StepOrders:
     """How often ranks had asked to be looked at."""
 
 
-@dataclass(frozen=True)
-class RankState:
+class RankState(NamedTuple):
     """What one rank has and wants. Sectors."""
 
     sequence: int

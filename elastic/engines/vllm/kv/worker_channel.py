@@ -7,7 +7,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from elastic.controller.sensors.request_metrics import RequestMetrics
@@ -89,7 +88,7 @@ class WorkerChannel:
             return None
         self._told = state
         self._reports += 1
-        return StepReport({self.model.rank: replace(state, number=self._reports)})
+        return StepReport({self.model.rank: state._replace(number=self._reports)})
 
     def changed(self) -> None:
         """Note that the KV limit may have moved, or the model come to rest. Safe from any thread, under any lock."""
