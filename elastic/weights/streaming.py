@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from elastic.errors import CapacityError
+from elastic.errors import ElasticError
 from elastic.memory.copy_engine import CopyEngine, CopyHandle
 from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.weight_buffer import WeightBuffer
@@ -157,7 +157,7 @@ class WeightStreamer:
             lacking = min(MOST_BUFFERS, layers) - sum(buffer.block is not None for buffer in self._buffers)
         try:
             self.pool.make_ready(max(0, lacking) * self.buffer_pages, huge_pages=True)
-        except CapacityError as error:
+        except ElasticError as error:
             logger.info(NOT_AHEAD, self.pool.name, str(error))
 
     def fill(self) -> None:
@@ -168,7 +168,7 @@ class WeightStreamer:
                 for buffer in self._buffers:
                     if buffer.block is None:
                         buffer.block = self._new_block(buffer)
-            except CapacityError as error:
+            except ElasticError as error:
                 logger.info(NOT_AHEAD, self.pool.name, str(error))
 
     def forget(self, layer: WeightUnit) -> None:
@@ -228,7 +228,7 @@ class WeightStreamer:
         if buffer is not None:
             try:
                 self._load(buffer, following)
-            except CapacityError as error:  # raised again for whoever calls that layer, if it lasts
+            except ElasticError as error:  # raised again for whoever calls that layer, if it lasts
                 logger.info("%s was not fetched ahead: %s", following.name, str(error))
 
     def _load(self, buffer: PrefetchBuffer, layer: WeightUnit) -> None:

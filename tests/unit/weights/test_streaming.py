@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import elastic
-from elastic import CapacityError
+from elastic import CapacityError, StateError
 from elastic.memory import copy_engine
 from support.architectures import build, prompt
 from support.child_process import wait_for_the_janitor
@@ -208,14 +208,25 @@ def test_buffers_have_their_pages_before_a_forward_pass_needs_them(released: tup
     assert streamer.pool.backend.created == created
 
 
-def test_pages_that_cannot_be_made_ahead_fail_no_release(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("full", [True, False])
+def test_pages_that_cannot_be_made_ahead_fail_no_release(
+    wrapped: Any, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """Whether the device has no room, or its driver refuses for another reason."""
     model = wrapped(build("llama-gqa"))
-    (streamer,) = model.elastic.weights.streamers.values()
+    rt = model.elastic
+    (streamer,) = rt.weights.streamers.values()
+    rt.kv.trim()
 
-    def full(*_: Any, **__: Any) -> int:
-        raise CapacityError("the device is full", requested_bytes=1, free_bytes=0, total_bytes=1)
+    def fail(*_: Any, **__: Any) -> int:
+        if full:
+            raise CapacityError("the device is full", requested_bytes=1, free_bytes=0, total_bytes=1)
+        raise StateError("the driver refuses")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(streamer.pool, "make_ready", full)
-        model.elastic.release([0, 1])
-    assert torch.equal(model(**prompt()).logits, build("llama-gqa")(**prompt()).logits)
+    for owner, name in ((streamer.pool, "make_ready"), (streamer.pool.backend, "map")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fail)
+            assert rt.release([0, 1]).status == "applied"
+        rt.check()
+        assert torch.equal(model(**prompt()).logits, build("llama-gqa")(**prompt()).logits)
+        rt.restore()
