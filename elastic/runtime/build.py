@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from elastic.quant.variants.variant import Variant
 
 logger = logging.getLogger(__name__)
+WORTH_A_WARNING = 64 << 20
+"""Bytes of weights that are copied to host memory where a checkpoint could hold them."""
 
 
 def open_places(
@@ -84,17 +86,22 @@ def layer_pools(
 
 
 def warn_of_other_files(layers: Sequence[WeightUnit], files: Checkpoint | None) -> None:
-    """Log a warning where files have none of the layers' parameters as they are: nothing is mapped from them then."""
+    """Log where files have none of the layers' parameters as they are: nothing is mapped from them then.
+
+    A warning, unless they are the model's in another dtype and what is copied is little.
+    """
     if files is None:
         return
     pairs = [(slot.parameter, files.find(f"{u.name}.{name}")) for u in layers for name, slot in u.slots.items()]
     if not any(stored is not None and stored.shape == p.shape and stored.dtype == p.dtype for p, stored in pairs):
-        logger.warning(
+        named, nbytes = sum(stored is not None for _, stored in pairs), sum(p.nbytes for p, _ in pairs)
+        logger.log(
+            logging.INFO if named and nbytes < WORTH_A_WARNING else logging.WARNING,
             "checkpoint: of %d parameters of decoder layers %d are in it by name, and none in its shape and dtype: "
             "weights are copied to host memory instead; load the model from these files, in their dtype (dtype= "
             "of a fleet, --dtype of commands)",
             len(pairs),
-            sum(stored is not None for _, stored in pairs),
+            named,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import re
 import threading
 from pathlib import Path
@@ -15,6 +16,7 @@ import transformers as t
 
 import elastic
 from elastic import CapacityError, ConfigError, StateError
+from elastic.runtime import build as runtime_build
 from elastic.types import HOST
 from elastic.weights.proxy.tensor import WeightProxy
 from support.architectures import CONFIGS, build, prompt
@@ -552,9 +554,12 @@ def test_threads_stream_one_model(wrapped: Any) -> None:
         assert torch.equal(tokens, right)
 
 
+@pytest.mark.parametrize("worth", [0, 64 << 20])
 def test_files_that_are_not_the_models_are_not_passed_over_in_silence(
-    wrapped: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    wrapped: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, worth: int
 ) -> None:
+    monkeypatch.setattr(runtime_build, "WORTH_A_WARNING", worth)
+    caplog.set_level(logging.INFO, "elastic.runtime.build")
     model = build("llama-gqa")
     model.save_pretrained(tmp_path)
     wrapped(t.AutoModelForCausalLM.from_pretrained(tmp_path).eval(), checkpoint=tmp_path)
@@ -565,6 +570,8 @@ def test_files_that_are_not_the_models_are_not_passed_over_in_silence(
     assert [re.sub(r"\d+", "N", text).startswith("checkpoint: of N parameters") for text in words] == [True, True]
     assert "27 are in it by name" in words[0]
     assert " 0 are in it by name" in words[1]
+    levels = [record.levelname for record in caplog.records]
+    assert levels == ["INFO" if worth else "WARNING", "WARNING"]  # a small model in another dtype; another model
 
 
 def test_a_checkpoint_serves_as_the_host_copy(wrapped: Any, tmp_path: Path) -> None:

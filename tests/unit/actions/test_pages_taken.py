@@ -110,7 +110,9 @@ def test_layers_that_were_released_give_their_pages_up_also_where_no_prefetch_bu
 
     with monkeypatch.context() as patch:
         patch.setattr(rt.pools[0].backend, "map", refuse)
-        assert rt.release([0, 2]).status == "applied"  # a buffer finds its pages at its first use, or says that it cannot
+        assert (
+            rt.release([0, 2]).status == "applied"
+        )  # a buffer finds its pages at its first use, or says that it cannot
     assert rt.form() == ("absent", "float32", "absent")
     assert [owner for place in pages_of(rt) for owner in place if owner.startswith("layer")] == ["layer:1"]
     assert rt.events()[-1].ok
