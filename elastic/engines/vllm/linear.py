@@ -19,6 +19,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from elastic.quant.variants.packed_weight import PackedSource
 from elastic.weights.prepacked.small_linear import is_small, small_linear
 from elastic.weights.prepacked.source import Source
+from elastic.weights.proxy.host_source import HostSource
 from elastic.weights.proxy.tensor import WeightProxy
 
 _layers: WeakValueDictionary[str, Any] = WeakValueDictionary()
@@ -38,6 +39,8 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *
     if isinstance(source, PackedSource):
         product = source.packed.product(x)
         return product if bias is None else product + bias
+    if small and isinstance(source, HostSource):  # to the bit as where it is resident
+        return small_linear(x, source.value(), bias)
     return F.linear(x, weight, bias)
 
 

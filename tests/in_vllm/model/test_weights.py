@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import elastic.vllm
 from elastic.errors import ConfigError, StateError
@@ -40,6 +41,24 @@ def test_released_layers_are_streamed(llm: Any, rt: Any, reference: list[list[in
     assert change.layers == (3, 7)
     assert rt.form()[3] == rt.form()[7] == "absent"
     assert run(llm, LENGTHS) == expected(reference, LENGTHS)
+
+
+@pytest.mark.usefixtures("llm")
+def test_products_of_a_released_layer_are_to_the_bit_those_of_a_resident_one(rt: Any) -> None:
+    from elastic.engines.vllm.linear import _layers
+
+    modules = [module for name, module in _layers.items() if ".layers.1." in name]
+    inputs = [torch.randn(5, module.weight.shape[1], generator=torch.Generator().manual_seed(0)) for module in modules]
+
+    def products() -> list[torch.Tensor]:
+        with torch.inference_mode():
+            return [m.quant_method.apply(m, x, m.bias) for m, x in zip(modules, inputs, strict=True)]
+
+    resident = products()
+    rt.release([1])
+    assert rt.form()[1] == "absent"
+    assert modules
+    assert all(map(torch.equal, products(), resident))
 
 
 def test_layers_leave_and_return_between_steps(llm: Any, rt: Any, reference: list[list[int]]) -> None:
