@@ -69,6 +69,16 @@ def median_differences(real: Behaviour, told: Sequence[Behaviour]) -> dict[str, 
     return {name: statistics.median(each[name] for each in every if name in each) for name in set().union(*every)}
 
 
+def off(real: Sequence[Behaviour], told: Sequence[Sequence[Behaviour]]) -> dict[str, float]:
+    """Return by how much simulations are off what was served, by the run that is worst; steps by their medians."""
+    found = most_off([median_differences(*each) for each in zip(real, told, strict=True)])
+    steps_s = [run.shared_step_s for run in real if run.shared_step_s]
+    if steps_s:
+        told_s = [run.shared_step_s or 0.0 for each in told for run in each]
+        found["shared_step"] = abs(statistics.median(told_s) / statistics.median(steps_s) - 1)
+    return found
+
+
 def most_off(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return by how much the worst run is off; what no run has is missing."""
     return {name: max(run[name] for run in runs if name in run) for name in LIMITS if any(name in run for run in runs)}

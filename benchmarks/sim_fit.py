@@ -22,7 +22,7 @@ from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.least_squares import not_negative
 from elastic.planning.pipeline.chunk_cost import BatchTiming
 from elastic.sim.core.host import HostSharing
-from elastic.sim.core.step_seconds import MeasuredPace, MeasuredStep
+from elastic.sim.core.step_seconds import WARM, BehindPrompt, MeasuredPace, MeasuredStep
 from elastic.sim.mechanisms.model import LayeredModel, Links
 
 CONTENTIONS = tuple(0.05 * number for number in range(13))
@@ -40,6 +40,9 @@ REST = LayeredModel.rest
 STAGE_LINKS = Links(bytes_s=1e9, hop_s=3e-4)
 """Of ranks of which nobody measured what is between them."""
 MOST_BYTES_S = 1e12
+WARM_BEHIND = 16
+"""Steps of single tokens behind a prompt, after which caches have the weights again."""
+MOST_KEPT = 0.9
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Fitted:
     """Seconds of steps by the cost, and how many times these they took by themselves."""
     paces: Mapping[str, float]
     """Calibration -> how many times as long steps took there."""
+    behind_prompt: BehindPrompt = WARM
+    """What steps of single tokens take longer behind a prompt, at the pace of the first calibration."""
     cut: LayerCost | None = None
     """What ranks that share layers divide among them."""
     hop_s: float = 3e-4
@@ -75,8 +80,13 @@ class Fitted:
         """Return what is so at the mean pace of some."""
         pace = statistics.mean(self.paces[name] for name in calibrations)
         cut = None if self.cut is None else self.cut.times(pace)
-        beside_s, beside_chunk_s = pace * self.beside_s, pace * self.beside_chunk_s
-        return replace(self, cost=self.cost.times(pace), cut=cut, beside_s=beside_s, beside_chunk_s=beside_chunk_s)
+        behind_prompt = replace(self.behind_prompt, first_s=pace * self.behind_prompt.first_s)
+        beside = {"beside_s": pace * self.beside_s, "beside_chunk_s": pace * self.beside_chunk_s}
+        return replace(self, cost=self.cost.times(pace), behind_prompt=behind_prompt, cut=cut, **beside)
+
+    def costs_s(self, steps: Sequence[TimedStep]) -> list[float]:
+        """Return what each of these steps costs, which are all of their ranks'."""
+        return _costs_s(self.cost, self.behind_prompt, steps, since_prompts(steps))
 
     def alone_s(self, steps: Sequence[TimedStep]) -> list[float]:
         """Return what each of these steps would have taken if nothing else had been computed meanwhile."""
@@ -84,15 +94,13 @@ class Fitted:
 
     def pace_over(self, calibrations: Sequence[str], steps: Sequence[TimedStep]) -> float:
         """Return how many times as long steps took as at the pace of calibrations, in all."""
-        cost = self.at_pace_of(calibrations).cost
-        return math.fsum(self.alone_s(steps)) / math.fsum(cost.batch(step.as_chunks) for step in steps)
+        return math.fsum(self.alone_s(steps)) / math.fsum(self.at_pace_of(calibrations).costs_s(steps))
 
     def paces_of(self, steps: Sequence[TimedStep], begin_s: float, within_s: float) -> dict[int, MeasuredPace]:
         """Return the pace of each rank in a run that began then, by its process id: a mean over so many seconds of
         steps without a gap; 0: each step has its own."""
         found: dict[int, list[tuple[float, float, float]]] = {}
-        for step in steps:
-            cost_s = self.cost.batch(step.as_chunks)
+        for step, cost_s in zip(steps, self.costs_s(steps), strict=True):
             paces = found.setdefault(step.rank, [])
             since_s, until_s = step.begin_s - begin_s, step.end_s - begin_s
             if paces and paces[-1][1] == since_s and since_s - paces[-1][0] < within_s:
@@ -111,41 +119,87 @@ def fit(calibrations: Mapping[str, Sequence[TimedStep]], frontend_s: float = 0.0
     every = {name: 1 + len(steps) // MOST_STEPS for name, steps in calibrations.items()}
     thinned = {name: steps[:: every[name]] for name, steps in calibrations.items()}
     others = {name: beside(steps)[:: every[name]] for name, steps in calibrations.items()}
+    since = {name: since_prompts(steps)[:: every[name]] for name, steps in calibrations.items()}
     sharings = (HostSharing(contention, frontend_s=frontend_s, cores=CORES) for contention in CONTENTIONS)
-    best = min((_fit(thinned, others, sharing, attention, rounds=1) for sharing in sharings), key=_off)
-    return _fit(thinned, others, best.sharing, attention)
+    best = min((_fit(thinned, others, since, sharing, attention, rounds=1) for sharing in sharings), key=_off)
+    return _fit(thinned, others, since, best.sharing, attention)
 
 
 def _fit(
     calibrations: Mapping[str, Sequence[TimedStep]],
     others: Mapping[str, Sequence[Beside]],
+    since: Mapping[str, Sequence[int | None]],
     sharing: HostSharing,
     attention: bool,
     rounds: int = ROUNDS,
 ) -> Fitted:
-    """Fit the cost and the paces in turn; in one round the cost at one pace for all."""
+    """Fit the cost, what steps take longer behind prompts, and the paces in turn; in one round at one pace for all."""
     alone = {
         name: [_alone_s(step, beside, sharing) for step, beside in zip(steps, others[name], strict=True)]
         for name, steps in calibrations.items()
     }
     first, paces = next(iter(calibrations)), dict.fromkeys(calibrations, 1.0)
+    behind_prompt = WARM
     for _ in range(rounds):
         samples = [
             BatchTiming(step.chunks, seconds / paces[name])
             for name, steps in calibrations.items()
-            for step, seconds in zip(steps, alone[name], strict=True)
+            for step, seconds, behind in zip(steps, alone[name], since[name], strict=True)
+            if behind is None or behind >= WARM_BEHIND
         ]
         cost = LayerCost.fit(samples, block=ENGINE["block_tokens"], attention=attention)
-        costs = {name: [cost.batch(step.as_chunks) for step in steps] for name, steps in calibrations.items()}
+        more_s = [
+            (behind, seconds / paces[name] - cost.batch(step.as_chunks))
+            for name, steps in calibrations.items()
+            for step, seconds, behind in zip(steps, alone[name], since[name], strict=True)
+            if behind is not None
+        ]
+        behind_prompt = _behind_prompt(more_s)
+        costs = {name: _costs_s(cost, behind_prompt, steps, since[name]) for name, steps in calibrations.items()}
         paces = {name: math.fsum(alone[name]) / math.fsum(costs[name]) for name in calibrations}
     measured = tuple(
         MeasuredStep(each * paces[first], seconds / (each * (paces[name] if rounds > 1 else 1.0)))
         for name in calibrations
         for each, seconds in zip(costs[name], alone[name], strict=True)
     )
-    return Fitted(
-        cost.times(paces[first]), sharing, measured, {name: pace / paces[first] for name, pace in paces.items()}
-    )
+    told = {name: pace / paces[first] for name, pace in paces.items()}
+    behind_prompt = replace(behind_prompt, first_s=behind_prompt.first_s * paces[first])
+    return Fitted(cost.times(paces[first]), sharing, measured, told, behind_prompt)
+
+
+def _behind_prompt(more_s: Sequence[tuple[int, float]]) -> BehindPrompt:
+    """Fit what steps of single tokens take longer, so many steps behind a prompt, than those long after one."""
+    warm = [seconds for behind, seconds in more_s if behind >= WARM_BEHIND]
+    each = [[seconds for behind, seconds in more_s if behind == number] for number in range(4)]
+    if not warm or not all(each):
+        return WARM
+    usual_s = statistics.median(warm)
+    first_s, *next_s = (max(0.0, statistics.median(seconds) - usual_s) for seconds in each)
+    before_s = first_s + math.fsum(next_s[:-1])
+    return BehindPrompt(first_s, min(MOST_KEPT, math.fsum(next_s) / before_s) if before_s else 0.0)
+
+
+def _costs_s(
+    cost: LayerCost, behind_prompt: BehindPrompt, steps: Sequence[TimedStep], since: Sequence[int | None]
+) -> list[float]:
+    return [
+        cost.batch(step.as_chunks) + (0.0 if behind is None else behind_prompt.more_s(behind))
+        for step, behind in zip(steps, since, strict=True)
+    ]
+
+
+def since_prompts(steps: Sequence[TimedStep]) -> list[int | None]:
+    """Return for each step how many steps of single tokens its rank has computed since a prompt; None: it has one."""
+    last: dict[int, int] = {}
+    found: list[int | None] = []
+    for step in steps:
+        if any(count > 1 for _, count in step.chunks):
+            last[step.rank] = -1
+            found.append(None)
+        else:
+            last[step.rank] = last.get(step.rank, WARM_BEHIND) + 1
+            found.append(last[step.rank])
+    return found
 
 
 def _off(fitted: Fitted) -> float:
@@ -222,10 +276,12 @@ def with_shared_layers(fitted: Fitted, calibrations: Mapping[str, Sequence[Timed
     """
     rows, paired = [], []
     for name, steps in calibrations.items():
-        here = fitted.at_pace_of([name]).cost.times(1 + fitted.sharing.contention)
-        for shared, others in zip(steps, beside(steps), strict=True):
+        at_pace = fitted.at_pace_of([name])
+        here = at_pace.cost.times(1 + fitted.sharing.contention)
+        for shared, others, behind in zip(steps, beside(steps), since_prompts(steps), strict=True):
             taken_s = _taken_s(shared, 1 + others.ended, fitted.sharing)  # both ranks compute, whosoever step it is
-            step = replace(shared, end_s=shared.end_s - taken_s)
+            taken_s += 0.0 if behind is None else at_pace.behind_prompt.more_s(behind)
+            step = replace(shared, end_s=max(shared.begin_s + 1e-6, shared.end_s - taken_s))
             row = _shared_row(here, step) if others.share < FEW else []
             rows += [row] if row else []
             paired += [(here, step)] if others.share > 1 - FEW else []
@@ -251,8 +307,11 @@ def with_stages(fitted: Fitted, calibrations: Mapping[str, StagedSteps]) -> Fitt
     fitted = _with_home(fitted, calibrations)
     fixed_s, token_s, busy_s = [], [], []
     for name, (steps, bubbles, *_) in calibrations.items():
-        cost = fitted.at_pace_of([name]).cost
-        more_s = [(sum(count for _, count in step.chunks), step.seconds - cost.batch(step.as_chunks)) for step in steps]
+        costs_s = fitted.at_pace_of([name]).costs_s(steps)
+        more_s = [
+            (sum(count for _, count in step.chunks), step.seconds - cost_s)
+            for step, cost_s in zip(steps, costs_s, strict=True)
+        ]
         decoded_s = statistics.median(seconds for tokens, seconds in more_s if tokens == 1)
         fixed_s.append(decoded_s)
         token_s += [(seconds - decoded_s) / tokens for tokens, seconds in more_s if tokens > 1]
@@ -282,11 +341,11 @@ def _with_home(fitted: Fitted, calibrations: Mapping[str, StagedSteps]) -> Fitte
 
 def _slower(fitted: Fitted, name: str, pairs: Sequence[TimedStep], links: Links) -> list[float]:
     """Return by how much steps of one token take longer in stages while those of another instance go the same way."""
-    cost, slower = fitted.at_pace_of([name]).cost, []
-    for step, others in zip(pairs, beside(pairs), strict=True):
+    costs_s, slower = fitted.at_pace_of([name]).costs_s(pairs), []
+    for step, others, cost_s in zip(pairs, beside(pairs), costs_s, strict=True):
         if others.share > 1 - FEW and [count for _, count in step.chunks] == [1]:
             waited_s = 2 * links.hop_s + _taken_s(step, 1 + others.ended, fitted.sharing)
-            slower.append((step.seconds - waited_s) / (cost.batch(step.as_chunks) + 2 * links.stage_s) - 1)
+            slower.append((step.seconds - waited_s) / (cost_s + 2 * links.stage_s) - 1)
     return slower
 
 

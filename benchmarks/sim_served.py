@@ -61,8 +61,8 @@ CALIBRATED = (400.0, 0.8), (60.0, 0.6)
 BUSY = (0.2, 1.2, 0.4, 0.7)
 """Of the time of ranks, what is asked of them while they calibrate, for a fourth of the time each."""
 FIGURES = ("tokens_per_s", "p50_ttft_s", "p50_tpot_s", "kv_use", "p95_ttft_s", "p95_tpot_s", "p99_ttft_s", "p99_tpot_s")
-ALONE = tuple(0.9 * number for number in range(8))
-"""Seconds at which requests come that calibrate shared layers: each has ended before the next comes."""
+ALONE = tuple(0.9 * number for number in range(4))
+"""Seconds at which requests come that calibrate shared layers, and stages: each has ended before the next comes."""
 SEVERAL = 12
 """Requests that come at once to stages, for what there is to do for each."""
 MOST_OTHERS = 0.05
@@ -131,9 +131,9 @@ def calibration(seconds: float, ranks: int, seed: int, cost: LayerCost | None) -
     return Load("calibration", [(seconds / 4, ranks * share / each_s) for share in BUSY], prompt, answer).trace(seed)
 
 
-def few_at_once(count: int) -> Trace:
+def few_at_once(count: int, seed: str) -> Trace:
     """Return requests of which so many come at once, for as many instances; they end before others come."""
-    choose = random.Random(SEED)
+    choose = random.Random(f"{SEED} {seed}")
     found = []
     for at_s in ALONE:
         prompt, answer = choose.randrange(40, 1500), choose.randrange(8, 24)
@@ -151,12 +151,12 @@ class Served:
         self._path, self._folder, self._seconds, self._tries = path, folder, seconds, tries
         self._cost: LayerCost | None = None
 
-    def serve(self, memory: str, system: str, loads: Sequence[str]) -> None:
-        """Have a fleet serve requests of each kind, and before and after each such as calibrate.
+    def serve(self, memory: str, system: str, loads: Sequence[str], repeats: int = 1) -> None:
+        """Have a fleet serve requests of each kind so many times, and before and after each such as calibrate.
 
         Ranks calibrate by themselves: those that share layers part for it, those that may drop layers have them all
-        then, and no policy. Where they share, they calibrate when they do, too: by one request at a time, and by two;
-        so do stages.
+        then, and no policy. Where they share, or are stages, they calibrate when they do, too. A fleet
+        whose rank is killed serves once.
         """
         name, chosen_one, measured = f"{system}, {memory}", SYSTEMS[system], self.measured
         folder = self._folder / name
@@ -179,20 +179,17 @@ class Served:
 
         with serving(self._path, PLACES[memory], chosen_one, begun, step_budget=Recorded(folder)) as (engine, pages):
             before = f"{name} 0"
-            if chosen_one.tp > 1:
-                measured.shared[before] = [
-                    step for count in (1, 2) for step in self._played(engine, few_at_once(count), folder)[1]
-                ]
-            if chosen_one.stages > 1:
-                run, steps = self._played(engine, few_at_once(1), folder)
-                others = [self._played(engine, few_at_once(count), folder)[1] for count in (2, SEVERAL)]
-                measured.staged[before] = StagedSteps(steps, run.behaviour.bubbles or 0.0, *others)
-            for number, load in enumerate(loads if chosen_one.kill is None else loads[:1], 1):
-                trace = self._trace(load, memory, chosen_one, pages)
+            self._calibrate_together(engine, chosen_one, before, folder)
+            traces = {load: self._trace(load, memory, chosen_one, pages) for load in loads}
+            served = loads[:1] if chosen_one.kill is not None else list(loads) * repeats
+            for number, load in enumerate(served, 1):
+                trace = traces[load]
                 pids = tuple(rank.pid for rank in engine.status().ranks)
                 run, steps = self._played(engine, trace, folder, chosen_one.kill)
                 with no_policy(), by_themselves(engine, chosen_one):
                     after = calibrate(engine, number)
+                if chosen_one.kill is None:
+                    self._calibrate_together(engine, chosen_one, after, folder)
                 real = RealRun(
                     name,
                     load,
@@ -211,6 +208,16 @@ class Served:
                 measured.runs.append(real)
                 before = after
                 print(f"{load}, {name}: {len(trace.requests)} requests; others {run.others:.2f} cores", flush=True)
+
+    def _calibrate_together(self, engine: elastic.Fleet, system: System, name: str, folder: Path) -> None:
+        """Have ranks calibrate that share layers, or are stages: by one request at a time, by two, and by several."""
+        if system.tp > 1:
+            every = [self._played(engine, few_at_once(count, name), folder)[1] for count in (1, 2)]
+            self.measured.shared[name] = [step for steps in every for step in steps]
+        if system.stages > 1:
+            run, steps = self._played(engine, few_at_once(1, name), folder)
+            others = [self._played(engine, few_at_once(count, name), folder)[1] for count in (2, SEVERAL)]
+            self.measured.staged[name] = StagedSteps(steps, run.behaviour.bubbles or 0.0, *others)
 
     def _played(
         self, engine: elastic.Fleet, trace: Trace, folder: Path, kill: float | None = None

@@ -4,12 +4,12 @@
 
 Ranks are pinned to a core each and serve a Llama in which attention takes as long as all else at 1,000 tokens. Each
 fleet serves requests of no run first, of which the seconds of every step that the ranks computed are written down;
-these calibrate (`sim_fit.py`). Then every kind of
-requests comes to every system, with memory for about as many tokens as live on average and with plenty of it
-(`sim_served.py`), and the same requests, at the same times, to the simulator, five times with other noise, of which the
-median counts. Rates are set by a first cost so that prompts and answers keep ranks busy for a share of the time: they
-hold on any machine. `--record FILE` only serves, and writes down what was measured; `--replay FILE ...` only simulates
-what was written down.
+these calibrate (`sim_fit.py`). Then every kind of requests comes to every system, three times, with memory for about as
+many tokens as live on average and with plenty of it (`sim_served.py`), and each time the same requests, at the same
+times, to the simulator, five times with other noise. Of each figure the medians count, of what was served and of what
+was simulated; `again` is how far what was served is off its own median, in the mean. Rates are set by a first cost so
+that prompts and answers keep ranks busy for a share of the time: they hold on any machine. `--record FILE` only serves,
+and writes down what was measured; `--replay FILE ...` only simulates what was written down.
 
 What is off may be the schedule, or the seconds. So ranks are simulated, too, that are as fast at each moment as the
 real ones were: by each of their steps, which leaves the schedule, and in the mean of each second, which leaves the
@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from common import arguments, finish, table
-from sim_behaviour import LIMITS, Behaviour, above_limits, actions, bubble_share, median_differences, most_off
+from sim_behaviour import LIMITS, Behaviour, above_limits, actions, bubble_share, most_off, off
 from sim_fit import Fitted, fit, messages_s, with_shared_layers, with_stages
 from sim_runs import (
     ENGINE,
@@ -138,6 +138,7 @@ def rank_model(real: RealRun, fitted: Fitted, message_s: float) -> RankModel:
         message_s,
         sharing=replace(fitted.sharing, stages=0.0) if shares else fitted.sharing,
         cut=fitted.cut,
+        behind_prompt=fitted.behind_prompt,
     )
 
 
@@ -184,14 +185,14 @@ def seconds_of_steps(run: Run) -> list[float]:
     return found
 
 
-def median(runs: Sequence[Simulated]) -> dict[str, float]:
-    return {name: statistics.median(run.figures[name] for run in runs) for name in FIGURES}
+def median(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(run[name] for run in runs) for name in FIGURES}
 
 
-def spread(runs: Sequence[Simulated]) -> dict[str, float]:
-    """Return by how much one run is off their median, in the mean: a real run is no surer than that."""
+def spread(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return by how much one run is off their median, in the mean: nobody can predict it better."""
     middle = median(runs)
-    return {name: statistics.mean(abs(run.figures[name] / middle[name] - 1) for run in runs) for name in FIGURES}
+    return {name: statistics.mean(abs(run[name] / middle[name] - 1) for run in runs) for name in FIGURES}
 
 
 def later(trace: Trace) -> Trace:
@@ -248,25 +249,41 @@ def verdicts(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, bo
 
 
 def compared(measured: Measured, fitted: Mapping[str, Fitted]) -> list[dict[str, Any]]:
-    """Simulate all runs that were served."""
-    runs, message_s = [], statistics.median(measured.messages_s)
+    """Simulate all that was served; what was served several times counts by its medians, as simulations of it do."""
+    served: dict[tuple[str, str, str], list[RealRun]] = {}
     for real in measured.runs:
-        run: dict[str, Any] = {"load": real.load, "memory": real.memory, "system": real.system, "real": real.figures}
-        found = {name: simulated(real, each, message_s) for name, each in fitted.items()}
-        told = ["simulated"]
-        if SYSTEMS[real.system].alone:
-            run["pace"] = fitted["simulated"].pace_over(real.calibrations, real.steps)
-            for name, (costs, within_s, smaller) in PACED.items():
-                found[name] = [simulated_paced(real, fitted[costs], message_s, within_s, smaller)]
-            told += [name for name in PACED if name in NULLS]
-        run |= {name: median(each) for name, each in found.items()} | {"spread": spread(found["simulated"])}
-        behaved = {name: [each.behaviour for each in every] for name, every in found.items()}
-        run["off"] = {name: median_differences(real.behaviour, every) for name, every in behaved.items()}
-        run["behaved"] = {"real": vars(real.behaviour), **{name: vars(every[0]) for name, every in behaved.items()}}
-        runs.append({**run, "requests": len(real.trace.requests), "others": real.others})
-        each = [f"{f} {run['real'][f]:.3g}/" + "/".join(f"{run[name][f]:.3g}" for name in told) for f in FIGURES]
-        print(f"{real.load}, {real.fleet}, real/{'/'.join(told)}: {', '.join(each)}", flush=True)
+        served.setdefault((real.load, real.memory, real.system), []).append(real)
+    message_s = statistics.median(measured.messages_s)
+    runs = []
+    for (load, memory, system), reals in served.items():
+        found = [all_simulated(real, fitted, message_s) for real in reals]
+        names = list(found[0])
+        run: dict[str, Any] = {"load": load, "memory": memory, "system": system}
+        run |= {"real": median([real.figures for real in reals]), "again": spread([real.figures for real in reals])}
+        run |= {name: median([told.figures for each in found for told in each[name]]) for name in names}
+        run["spread"] = spread([told.figures for told in found[0]["simulated"]])
+        behaved = [real.behaviour for real in reals]
+        run["off"] = {name: off(behaved, [[t.behaviour for t in each[name]] for each in found]) for name in names}
+        run["behaved"] = [
+            {"real": vars(real.behaviour), **{name: vars(told[0].behaviour) for name, told in each.items()}}
+            for real, each in zip(reals, found, strict=True)
+        ]
+        if names[-1] in PACED:
+            run["paces"] = [fitted["simulated"].pace_over(real.calibrations, real.steps) for real in reals]
+        runs.append({**run, "requests": len(reals[0].trace.requests), "others": [real.others for real in reals]})
+        told = ["real", "simulated", *(name for name in PACED if name in NULLS and name in names)]
+        each = [f"{f} " + "/".join(f"{run[name][f]:.3g}" for name in told) for f in FIGURES]
+        print(f"{load}, {reals[0].fleet}, {'/'.join(told)}: {', '.join(each)}", flush=True)
     return runs
+
+
+def all_simulated(real: RealRun, fitted: Mapping[str, Fitted], message_s: float) -> dict[str, list[Simulated]]:
+    """Return the runs of each simulator."""
+    found = {name: simulated(real, each, message_s) for name, each in fitted.items()}
+    if SYSTEMS[real.system].policy is None and SYSTEMS[real.system].alone:  # no step waits for other ranks
+        for name, (costs, within_s, smaller) in PACED.items():
+            found[name] = [simulated_paced(real, fitted[costs], message_s, within_s, smaller)]
+    return found
 
 
 def served(options: argparse.Namespace) -> Measured:
@@ -277,7 +294,7 @@ def served(options: argparse.Namespace) -> Measured:
         found = Served(path, Path(folder), QUICK_S if options.quick else SECONDS, options.tries)
         for memory in options.memory:
             for system in options.systems:
-                found.serve(memory, system, loads)
+                found.serve(memory, system, loads, options.repeats)
                 if options.record:
                     options.record.write_bytes(pickle.dumps(found.measured))
     return found.measured
@@ -288,6 +305,7 @@ def main() -> None:
         "loads": {"nargs": "*", "choices": list(LENGTHS), "default": list(LENGTHS), "help": "kinds of requests"},
         "systems": {"nargs": "*", "choices": list(SYSTEMS), "default": list(SYSTEMS), "help": "systems to try"},
         "memory": {"nargs": "*", "choices": list(PLACES), "default": list(PLACES), "help": "room of ranks"},
+        "repeats": {"type": int, "default": 3, "help": "how often each kind is served"},
         "tries": {"type": int, "default": 1, "help": "how often to serve what other processes disturb"},
         "record": {"type": Path, "help": "serve, write down what was measured, and end"},
         "replay": {"type": Path, "nargs": "*", "default": [], "help": "simulate what was written down"},
@@ -303,9 +321,10 @@ def main() -> None:
     fitted = fitted_to(measured)
     runs = compared(measured, fitted)
     results = {name: judged(runs, name) for name in fitted}
-    paced = [run for run in runs if SYSTEMS[run["system"]].alone]
+    paced = [run for run in runs if "paces" in run]
     results |= {name: judged(paced, name) for name in PACED if paced}
-    results["simulated"]["spread"] = {f: statistics.mean(run["spread"][f] for run in runs) for f in FIGURES}
+    for what in ("spread", "again"):
+        results["simulated"][what] = {f: statistics.mean(run[what][f] for run in runs) for f in FIGURES}
     for name, each in fitted.items():
         results[name] |= {"step_error": each.error, "sharing": vars(each.sharing), "paces": each.paces}
     rows = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 from elastic.controller.sensors.sliding_window import moving_average
@@ -13,11 +13,13 @@ from elastic.planning.estimate.roofline import BatchCost
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.clock import VirtualClock
 from elastic.sim.core.host import Computer, SharedHost
-from elastic.sim.core.step_seconds import StepNoise
+from elastic.sim.core.step_seconds import WARM, BehindPrompt, StepNoise
 from elastic.sim.core.stretch import Stretch
 
 TOKEN, STOP = 1, 2
 """Tokens of answers mean nothing, but for the one that ends an answer before its `max_tokens`."""
+NEVER = 32
+"""Steps behind a prompt, after which nothing is left of it."""
 _TOKEN, _STOP = SampledToken(TOKEN), SampledToken(STOP)
 
 
@@ -58,6 +60,27 @@ class AnswerEnds:
         )
 
 
+class ColdCaches:
+    """What steps of a rank take longer since it computed a prompt."""
+
+    def __init__(self, behind_prompt: BehindPrompt) -> None:
+        self._behind_prompt = behind_prompt
+        self._steps = NEVER  # of single tokens, since then
+
+    def more_s(self, chunks: Sequence[Chunk]) -> float:
+        """Take the next step; return what it takes longer."""
+        if any(chunk.tokens > 1 for chunk in chunks):
+            self._steps = 0
+            return 0.0
+        self._steps += 1
+        return self._behind_prompt.more_s(self._steps - 1) if self._steps <= NEVER else 0.0
+
+    @property
+    def are_over(self) -> bool:
+        """Whether the next steps of single tokens take no longer, or too little to count."""
+        return self._steps >= NEVER or not self._behind_prompt.first_s
+
+
 class LocalExecutor:
     """Steps of one rank that computes all of its layers itself, one step at a time."""
 
@@ -68,9 +91,11 @@ class LocalExecutor:
         noise: StepNoise,
         answers: Mapping[str, int],
         host: Computer | None = None,
+        behind_prompt: BehindPrompt = WARM,
     ) -> None:
         """`host`: where others compute beside it, in which it may be slower; None: it has one for itself."""
         self.cost, self.noise, self.host = cost, noise, host or SharedHost(clock)
+        self.cold = ColdCaches(behind_prompt)
         self.answers = AnswerEnds(answers)
         self.busy_s = 0.0
         """Seconds of all steps so far, by itself."""
@@ -91,13 +116,14 @@ class LocalExecutor:
 
     def seconds(self, step: Step) -> float:
         """Draw the seconds of a step, while others are idle."""
-        seconds = self.cost.batch(chunks_of(step))
+        chunks = chunks_of(step)
+        seconds = self.cost.batch(chunks) + self.cold.more_s(chunks)
         return seconds * self.noise(seconds)
 
     @property
     def undisturbed(self) -> bool:
         """Whether decode steps take as long as they say, so that several can be taken together."""
-        return not self.host.shared
+        return not self.host.shared and self.cold.are_over
 
     def stretch(self, decoding: list[Chunk], steps: int) -> Stretch:
         """Begin so many decode steps; their seconds are a straight line between the first and the last."""

@@ -19,7 +19,7 @@ from elastic.sim.core.clock import VirtualClock, random_stream
 from elastic.sim.core.executor import LocalExecutor
 from elastic.sim.core.host import ALONE, Computer, HostSharing, SharedHost
 from elastic.sim.core.instance import EngineOptions, PlacePages, SimulatedInstance
-from elastic.sim.core.step_seconds import MeasuredPace, MeasuredStep, Noise, PacedSeconds, StepNoise
+from elastic.sim.core.step_seconds import WARM, BehindPrompt, MeasuredPace, MeasuredStep, Noise, PacedSeconds, StepNoise
 
 BEAT_S = 0.25
 """As ranks do."""
@@ -43,6 +43,8 @@ class RankModel:
     """
     cut: BatchCost | None = None
     """Of a step's seconds, those that ranks which share layers divide among them; None: all that are in layers."""
+    behind_prompt: BehindPrompt = WARM
+    """What steps of single tokens take longer behind a prompt."""
     paces: Mapping[str, MeasuredPace] = field(default_factory=dict)
     """By their names, ranks whose pace is that of real ones; the others have noise."""
 
@@ -117,7 +119,7 @@ class SimulatedFleet:
 
     def _executor(self, number: int, noise: StepNoise) -> LocalExecutor:
         host = self._devices[number] if number < len(self._devices) else self.host
-        return LocalExecutor(self.clock, self.model.cost, noise, self.answers, host)
+        return LocalExecutor(self.clock, self.model.cost, noise, self.answers, host, self.model.behind_prompt)
 
     def _make(self, name: str, executor: LocalExecutor) -> SimulatedInstance:
         model = self.model

@@ -6,6 +6,7 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 ALIKE = 100
@@ -21,6 +22,24 @@ class MeasuredStep(NamedTuple):
     """What the cost says."""
     factor: float
     """The seconds that it took, over these."""
+
+
+@dataclass(frozen=True)
+class BehindPrompt:
+    """What steps of single tokens take longer behind a prompt, which has put the weights out of a core's caches."""
+
+    first_s: float = 0.0
+    """The first of them,"""
+    kept: float = 0.0
+    """and of that the share that each further one still takes."""
+
+    def more_s(self, steps: int) -> float:
+        """Return what a step takes longer that is so many steps behind a prompt; the next one is none."""
+        return self.first_s * self.kept**steps
+
+
+WARM = BehindPrompt()
+"""They take no longer."""
 
 
 class StepNoise(Protocol):

@@ -13,7 +13,7 @@ from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import RankLost
 from elastic.planning.estimate.performance import Handovers
 from elastic.sim.core.clock import VirtualClock
-from elastic.sim.core.executor import AnswerEnds, chunks_of
+from elastic.sim.core.executor import AnswerEnds, ColdCaches, chunks_of
 from elastic.sim.core.host import Countdown
 from elastic.sim.core.step_seconds import StepNoise
 from elastic.sim.mechanisms.model import LayeredModel, StepParts
@@ -88,6 +88,7 @@ class PathExecutor:
         self.path = path
         self._clock, self._model, self._wires, self._turns = clock, model, wires, turns
         self._answers, self._noise, self._factor = answers, noise, factor
+        self._cold = ColdCaches(model.rank.behind_prompt)
         self._in_flight: dict[Future[StepResult], tuple[str, ...]] = {}  # and the ranks that have a part in it
         self._arrived_s: dict[tuple[str, ...], float] = {}
 
@@ -99,7 +100,9 @@ class PathExecutor:
         self._expect(future, 1)
         chunks = chunks_of(step)
         parts = self._model.parts(chunks)
-        parts = parts.times(self._noise(parts.alone_s(self._model.layers)))
+        whole_s = parts.alone_s(self._model.layers)
+        slower = 1 + self._cold.more_s(chunks) / whole_s if whole_s else 1.0
+        parts = parts.times(slower * self._noise(slower * whole_s))
         nbytes = self._model.token_bytes * sum(chunk.tokens for chunk in chunks)
         legs = legs_of(self.path, parts, self._factor, self._model.links.handovers)
         self._go(step, future, legs, (self.path.home,), nbytes)

@@ -17,7 +17,7 @@ from elastic.sim.core.executor import STOP
 from elastic.sim.core.fleet import RankModel, SimulatedFleet
 from elastic.sim.core.host import HostSharing
 from elastic.sim.core.instance import EngineOptions, PlacePages
-from elastic.sim.core.step_seconds import MeasuredPace
+from elastic.sim.core.step_seconds import BehindPrompt, MeasuredPace
 from support.sim.fixed_seconds import FixedSeconds
 
 COST = ChunkCost(prefix=2e-7, own=1e-7, token=1e-4, chunk=5.5e-3, shared=5e-3)
@@ -59,6 +59,17 @@ def test_seconds_of_a_request_are_those_of_its_steps() -> None:
     assert [output.at_s for output in told.outputs] == [2.0, 2.5, 3.0, 3.5, 4.0]
     assert told.outputs[-1].finish == "length"
     assert told.outputs[0].scheduled_s == 1.0
+
+
+@pytest.mark.parametrize("stretch_s", [0.0, 100.0])
+def test_steps_of_single_tokens_take_longer_behind_a_prompt(stretch_s: float) -> None:
+    made = fleet(FixedSeconds(0.5), behind_prompt=BehindPrompt(0.4, 0.5), stretch_s=stretch_s)
+    first, second = play(made, [(0.0, 9, 60), (20.1, 9, 1)])
+    single = [output.at_s for output in first.outputs[:5]]
+    assert single == pytest.approx([0.5, 1.4, 2.1, 2.7, 3.25])  # by 0.4, 0.2, 0.1, 0.05
+    assert 20.1 < second.outputs[0].at_s < first.outputs[-1].at_s
+    whole_s = 0.5 * 60 + 2 * 0.8  # and so again behind the second prompt, whose step has a token of the first, too
+    assert first.outputs[-1].at_s == pytest.approx(whole_s)
 
 
 def test_requests_wait_until_blocks_come_free() -> None:

@@ -12,6 +12,7 @@ from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.clock import VirtualClock
 from elastic.sim.core.host import HostSharing, SharedHost
+from elastic.sim.core.step_seconds import BehindPrompt
 
 COST = LayerCost(((1, 0.004), (256, 0.024)), chunk=0.0, pair=0.0, prefix=0.0, seen=1e-6, block=1)
 FITTED = Fitted(COST, HostSharing(), (), {"run": 1.0})
@@ -95,6 +96,22 @@ def test_what_the_fleets_process_takes_is_not_taken_for_what_ranks_take_from_eac
     found = fit({"run": steps_beside(HostSharing(0.2, frontend_s=1e-3, cores=2))}, 1e-3)
     assert found.sharing.contention == pytest.approx(0.2)
     assert found.error < 0.01
+
+
+def test_what_single_tokens_take_longer_behind_a_prompt_is_no_part_of_what_they_cost() -> None:
+    steps, now, behind_prompt = [], 0.0, BehindPrompt(2e-3, 0.5)
+    for number in range(1200):
+        behind = number % 40 - 1  # a prompt, and 39 steps of single tokens
+        shape = ((64 * (number % 7), 64 + number % 192),) if behind < 0 else ((number % 900, 1),)
+        cost_s = COST.batch([Chunk("", *chunk) for chunk in shape]) + (
+            0 if behind < 0 else behind_prompt.more_s(behind)
+        )
+        steps.append(TimedStep(1, now, now + cost_s, shape))
+        now += cost_s
+    found = fit({"run": steps})
+    assert (found.behind_prompt.first_s, found.behind_prompt.kept) == pytest.approx((2e-3, 0.5), rel=0.02)
+    assert found.cost.batch([Chunk("", 500, 1)]) == pytest.approx(COST.batch([Chunk("", 500, 1)]), rel=0.02)
+    assert found.pace_over(["run"], steps) == pytest.approx(1.0, abs=2e-3)
 
 
 def steps_beside(sharing: HostSharing) -> list[TimedStep]:

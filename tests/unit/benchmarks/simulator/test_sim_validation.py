@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import sim_validation
 from sim_behaviour import Behaviour
 from sim_fit import STAGE_LINKS, Fitted
 from sim_runs import TimedStep
@@ -16,6 +17,7 @@ from sim_validation import (
     NULLS,
     PACED,
     TARGETS,
+    Simulated,
     compared,
     errors,
     fitted_to,
@@ -169,6 +171,27 @@ def measured(cost: LayerCost) -> Measured:
             trace = trace.with_tokens(1.0, most=PLACES["tight"].budget // 4 * 32 // 2)
             found.runs.append(served(cost, trace, system, load, memory, seed))
     return found
+
+
+def test_what_was_served_several_times_counts_by_its_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = Trace((), "conv", window=(0.0, SECONDS))
+
+    asked = RealRun("", "conv", "roomy", "tp", trace, PLACES["roomy"], {}, [], (), 0.0, (), 0.0, Behaviour())
+
+    def real(value: float, steps_s: float) -> RealRun:
+        behaviour = Behaviour(bubbles=value / 10, shared_step_s=steps_s)
+        return replace(asked, figures=dict.fromkeys(FIGURES, value), behaviour=behaviour)
+
+    def told(real: RealRun, *_: Any) -> dict[str, list[Simulated]]:
+        behaviour = Behaviour(bubbles=0.2, shared_step_s=2 * (real.behaviour.shared_step_s or 0.0))
+        value = real.figures["kv_use"]
+        return {"simulated": [Simulated(dict.fromkeys(FIGURES, value + more), behaviour) for more in (0, 1, 5)]}
+
+    monkeypatch.setattr(sim_validation, "all_simulated", told)
+    (run,) = compared(Measured(messages_s=[0.0], runs=[real(1.0, 1.0), real(2.0, 1.0), real(4.0, 3.0)]), {})
+    assert {run["real"]["kv_use"], run["simulated"]["kv_use"]} == {2.0, 4.0}  # of 1, 2, 6; 2, 3, 7; 4, 5, 9
+    assert run["again"]["kv_use"] == pytest.approx((0.5 + 0 + 1) / 3)
+    assert run["off"]["simulated"] == {"actions": 0.0, "bubbles": pytest.approx(0.2), "shared_step": pytest.approx(1.0)}
 
 
 @pytest.mark.slow
