@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from common import finish, table
@@ -92,11 +93,19 @@ def document(
     lines = [
         "# Evaluation",
         "",
-        "What a model under a controller does when requests come in bursts: full precision, static INT4, and Elastic "
-        "in three modes, on the same budget and the same requests of Azure's traces. "
-        f"Written by `{command} TRACES=...` on {machine}, from `benchmarks/evaluation.toml`, whose conditions were "
-        "fixed before any result; every run in a fresh process, systems interleaved, medians of the repeats. All "
-        f"figures: `benchmarks/results/evaluation-{machine}.json`; what they mean: [benchmarking.md](benchmarking.md).",
+        fill(
+            "What a model under a controller does when requests come in bursts: full precision, static INT4, and "
+            "Elastic in three modes, on the same budget and the same requests of Azure's traces. Each run is a fresh "
+            "process, systems take turns, and figures are medians of the repeats. The conditions "
+            "(`benchmarks/evaluation.toml`) were fixed before any result. The figures are in "
+            f"`benchmarks/results/evaluation-{machine}.json`; [benchmarking.md](benchmarking.md) says what they mean.",
+            120,
+            break_on_hyphens=False,
+        ),
+        "",
+        "```",
+        f"{command} TRACES=folder     # writes this page",
+        "```",
         "",
         *([reading.read_text().rstrip(), ""] if reading.is_file() else []),
         "## Beside full precision",
@@ -136,7 +145,10 @@ def _rows(summaries: Summaries, quality: dict[str, Any], condition: Any) -> tupl
 
 def _median(values: Sequence[float | None]) -> str:
     numbers = [v for v in values if v is not None]
-    return f"{statistics.median(numbers):.4g}" if numbers else "-"
+    if not numbers:
+        return "-"
+    median = statistics.median(numbers)
+    return f"{median:,.0f}" if median >= 1000 else f"{median:.4g}"
 
 
 def _paired(
