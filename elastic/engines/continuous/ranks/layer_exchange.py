@@ -25,7 +25,7 @@ from elastic.errors import ConfigError, RankLost, StateError
 
 ANSWER_S = 30.0
 """For how long a rank is waited for that copies or is asked something."""
-HURRIED_S = 1.0
+HURRIED_S = 0.25
 """For how long steps are short behind each part of an exchange that is hurried."""
 HURRY = 2.0
 """For how long steps wait after a part of a hurried flip for the next one, in units of what they may wait for at a time
