@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 Kind = Literal["move", "drop", "reshard", "swap", "add", "restore"]
 """Requests move, layers are dropped, shared by several ranks, become smaller, an instance is added; layers return."""
 EQUAL = 0.05
 """Prices that differ by no more than this share are equal: they are predictions."""
+
+
+class PricedRemedy(Protocol):
+    """What a remedy costs, and what it gives."""
+
+    @property
+    def seconds(self) -> float:
+        """Of serving that it costs; below zero: it is faster afterwards."""
+
+    @property
+    def relieved_bytes(self) -> int:
+        """KV that is to be had then; below zero: that is given up."""
+
+
+R = TypeVar("R", bound=PricedRemedy)
 
 
 @dataclass(frozen=True)
@@ -50,13 +66,21 @@ def cheapest(offers: Sequence[Offer], needed_bytes: int, largest_bytes: int = 0)
     given = [o for o in offers if o.relieved_bytes > 0 and (o.largest_bytes or 0) >= largest_bytes]
     if not given:
         return None
-    enough = [offer for offer in given if offer.relieved_bytes >= needed_bytes]
-    prices = [offer.seconds if enough else offer.seconds / offer.relieved_bytes for offer in enough or given]
-    lowest = min(prices)
-    near = [o for o, price in zip(enough or given, prices, strict=True) if price - lowest <= EQUAL * abs(lowest)]
-    best = next((offer for offer in near if offer.lossless), None)
-    if best is None:
-        best = (enough or given)[prices.index(lowest)]
-    why = "the cheapest that suffices" if enough else "the cheapest for its bytes; none suffices"
+    priced, why = suited(given, needed_bytes)
+    lowest = min(price for price, _ in priced)
+    near = [offer for price, offer in priced if price - lowest <= EQUAL * abs(lowest)]
+    best = next((o for o in near if o.lossless), None) or next(o for price, o in priced if price == lowest)
     words = f"{needed_bytes:,} bytes lack; offered: {', '.join(map(str, given))}; {best.kind}: {why}"
-    return Choice(best, bool(enough), words)
+    return Choice(best, best.relieved_bytes >= needed_bytes, words)
+
+
+def suited(remedies: Sequence[R], needed_bytes: float) -> tuple[list[tuple[float, R]], str]:
+    """Return the remedies to choose from, each with its price, and what the cheapest of them is, in words.
+
+    Those that suffice, by their seconds; where none does, all, by the seconds for each of their bytes.
+    """
+    enough = [(remedy.seconds, remedy) for remedy in remedies if remedy.relieved_bytes >= needed_bytes]
+    if enough:
+        return enough, "the cheapest that suffices"
+    prices = [each.seconds / each.relieved_bytes if each.relieved_bytes > 0 else math.inf for each in remedies]
+    return list(zip(prices, remedies, strict=True)), "the cheapest for its bytes; none suffices"

@@ -10,6 +10,7 @@ from typing import Any
 from elastic.controller.decision import ControllerPolicy, Plan, checked, error_text
 from elastic.controller.policies.action_costs import ActionCosts
 from elastic.controller.policies.precision_steps import LayerSize
+from elastic.controller.remedies import suited
 from elastic.controller.snapshot import Snapshot
 from elastic.errors import is_integer, require
 from elastic.planning.cost_model import CostModel, cost
@@ -59,6 +60,8 @@ class ArbiterState:
 
     states: tuple[Any, ...]
     costs: ActionCosts
+    asked: tuple[Action, ...] = ()
+    """What was asked for last, while nothing has been done since."""
 
 
 class Arbiter:
@@ -67,7 +70,8 @@ class Arbiter:
     `sizes` and `needs` are of all decoder layers; `model` makes the cost model for a number of rows. A policy may offer
     several plans by a method `options(snapshot, state)`; else its `decide` is used. One that is not chosen is told that
     an action is under way, so it remembers nothing that did not happen. One that raises, or asks for what the model has
-    not, offers nothing at this tick and keeps its state; the plan's `fault` has its name.
+    not, offers nothing at this tick and keeps its state; the plan's `fault` has its name. What the runtime refused is
+    passed over while there is another plan, until something has been done.
     """
 
     def __init__(
@@ -84,7 +88,8 @@ class Arbiter:
     def decide(self, snapshot: Snapshot, state: ArbiterState | None = None) -> Plan:
         """Return the plan for now; its `state` is to be given at the next tick."""
         state = state or ArbiterState((None,) * len(self.policies), ActionCosts())
-        costs = state.costs.learned(snapshot.events)
+        done = any(event.ok and event.id > state.costs.event for event in snapshot.events)
+        asked, costs = () if done else state.asked, state.costs.learned(snapshot.events)
         states = zip(self.policies, state.states, strict=True)
         offers = [self._offer(i, policy, snapshot, remembered, costs) for i, (policy, remembered) in enumerate(states)]
         plans = [offer.plans[0] for offer in offers]
@@ -92,7 +97,7 @@ class Arbiter:
         short = swapped or any(plan.short for offer in offers for plan in offer.plans)
         asking = next((plan for plan in plans if plan.asks), None)  # nothing is done before guests leave
         candidates = [] if asking else [candidate for offer in offers for candidate in offer.priced]
-        chosen, why = self._choose(snapshot, candidates)
+        chosen, why = self._choose(snapshot, [c for c in candidates if c.plan.actions != asked] or candidates)
         if asking is not None:
             plan = asking
         elif chosen is not None:
@@ -102,7 +107,8 @@ class Arbiter:
             plan = Plan((), reason, figures="; ".join(plan.figures for plan in plans if plan.figures))
         then = [self._state(i, snapshot, old, offers[i], chosen) for i, old in enumerate(state.states)]
         faults = [offer.fault for offer in offers] + [fault for _, fault in then]
-        after = ArbiterState(tuple(remembered for remembered, _ in then), costs)
+        asked = chosen.plan.actions if chosen is not None else asked
+        after = ArbiterState(tuple(remembered for remembered, _ in then), costs, asked)
         return replace(plan, state=after, short=short, fault="; ".join(dict.fromkeys(filter(None, faults))))
 
     def _offer(
@@ -121,8 +127,10 @@ class Arbiter:
             return PolicyOffer((Plan((), f"{type(policy).__name__} failed", remembered),), (), _fault(policy, error))
 
     def _require_possible(self, plan: Plan) -> None:
-        """Raise `ConfigError` for layers and variants that the model has not: they have no price."""
+        """Raise `ConfigError` for layers and variants that the model has not, and for none: they have no price."""
         for action in plan.actions:
+            if isinstance(action, Swap | Migrate | MigrateKV | Replicate | Evict):
+                require(len(action.layers) > 0, "layers", action.layers, "one index of a layer or more")
             for layer in () if isinstance(action, ResizeKV) else action.layers:
                 there = is_integer(layer) and 0 <= layer < len(self._sizes)
                 require(there, "layers", layer, f"the index of a layer, from 0 to {len(self._sizes) - 1}")
@@ -167,17 +175,8 @@ class Arbiter:
         if len(relief) == 1:
             return relief[0], ""
         missing_bytes = max(0.0, snapshot.kv.used_bytes / KV_TARGET - snapshot.kv.capacity_bytes)
-        enough = [candidate for candidate in relief if candidate.relieved_bytes >= missing_bytes]
-
-        def price(candidate: PricedPlan) -> tuple[float, int]:
-            """Return seconds, where none suffices for each byte; at the same price the first policy wins."""
-            if enough:
-                return candidate.seconds, candidate.policy
-            relieved_bytes = candidate.relieved_bytes
-            return candidate.seconds / relieved_bytes if relieved_bytes > 0 else math.inf, candidate.policy
-
-        best = min(enough or relief, key=price)
-        words = "the cheapest that suffices" if enough else "the cheapest for its bytes; none suffices"
+        priced, words = suited(relief, missing_bytes)
+        _, best = min(priced, key=lambda each: (each[0], each[1].policy))  # at the same price the first policy wins
         return best, f"; {words}: {best.seconds:.3g} s of {len(relief)} remedies"
 
     def _relieved_bytes(self, action: Action, snapshot: Snapshot) -> int:

@@ -278,6 +278,7 @@ class FaultyWhenBusy(Says):
         (Plan((Swap(("a",), "int4"),), "x"), "Faulty: ConfigError: layers='a'"),  # type: ignore[arg-type]
         (Plan((Swap((0,), "int99"),), "x"), "Faulty: ConfigError: variant='int99' cannot be; .* float32, int4"),
         (Plan((Migrate((0,), "mars"),), "x"), "Faulty: .*mars"),
+        (Plan((Evict((), "b"),), "x"), r"Faulty: ConfigError: layers=\(\) cannot be; .* or more"),
     ],
 )
 def test_a_faulty_policy_offers_nothing_and_the_others_go_on(answer: Any, words: str) -> None:
@@ -295,6 +296,23 @@ def test_a_policy_that_fails_beside_anothers_action_keeps_its_state() -> None:
     plan = one.decide(seen(kv=SHORT), ArbiterState((5, None), ActionCosts()))
     assert plan.actions == (Swap((0,), "int4"),)
     assert (plan.state.states, plan.fault) == ((5, 1), "FaultyWhenBusy: ValueError: busy")
+
+
+def test_what_the_runtime_refused_is_passed_over_while_there_is_another_plan() -> None:
+    """A plan that only the runtime knows to be wrong is cheap at every tick, and the others came to nothing."""
+    vain, real = Evict((0,), "b"), Swap((0,), "int4")
+    one, short = arbiter(Says(vain), Says(real)), seen(kv=SHORT)
+    first = one.decide(short)
+    assert first.actions == (vain,)
+    refused = Event(0, vain, 0.0, "", 0, 0, 0.0, 0.0, 0.0, False, "there is no such replica")
+    assert arbiter(Says(vain)).decide(short, replace(first.state, states=(None,))).actions == (vain,)  # nothing else
+    for events in ((), (refused,)):  # it may be refused before it is an event
+        then = one.decide(replace(short, events=events), first.state)
+        assert then.actions == (real,)
+    waiting = one.decide(replace(short, busy=True), first.state)
+    assert one.decide(short, waiting.state).actions == (real,)
+    done = replace(refused, id=1, action=real, ok=True)
+    assert one.decide(replace(short, events=(refused, done)), first.state).actions == (vain,)  # its turn again
 
 
 # -- a server with two places
