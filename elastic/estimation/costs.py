@@ -16,6 +16,7 @@ from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.estimate.performance import NO_HANDOVERS, Handovers
 from elastic.planning.estimate.roofline import BatchCost, Roofline, sharded_cost
 from elastic.planning.measured_cost import LinearLatency
+from elastic.planning.sharding.heads import kv_shards
 
 
 class Costs(Protocol):
@@ -88,8 +89,8 @@ class MeasuredCosts:
         cost = self.profile.layers.get((kind.name, form))
         if cost is None:
             raise ConfigError(f"{kind.name} in {form} was not measured; profile it too")
-        share = self.pages.cut_share(kind, tp)
-        return cost.shared(share, tp, kv.parts(tp)) if isinstance(cost, LayerCost) else sharded_cost(cost, share, tp)
+        share, parts = self.pages.cut_share(kind, tp), kv_shards(tp, kv.heads)
+        return cost.shared(share, tp, parts) if isinstance(cost, LayerCost) else sharded_cost(cost, share, tp)
 
     def rest(self, weights: str, kv: KVShape) -> BatchCost:
         """Return the cost of what is around the layers."""

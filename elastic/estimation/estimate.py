@@ -46,6 +46,7 @@ from elastic.weights.decoder import batch_context_length
 
 Method = Literal["ours", "paper"]
 WEIGHTS = (FULL, "int8", "int4", "2:4")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 KV_INT8 = f"KV {INT8}"
 """What `losses` call keys and values in 8 bits."""
 EXCHANGES = 2
@@ -88,6 +89,7 @@ def estimate(
     weights, kv = named_forms(weights, "weights"), named_forms(kv, "kv")
     require(load is None or isinstance(load, Load), "load", load, "an elastic.Load, or None")
     require(isinstance(profile, CostProfile | None), "profile", profile, "measured fingerprints, or None")
+    require(dtype is None or dtype in DTYPES, "dtype", dtype, "a floating point dtype, such as torch.bfloat16, or None")
     require_flag(planned, "planned")
     _check_method(method, load or USUAL_LOAD, kv)
     available = parse_devices(devices, kind)
@@ -160,14 +162,13 @@ class Estimator:
             try:
                 yield self.candidate(configuration)
             except ConfigError as error:
-                stages = even_stages(len(self.layout.decoder.layers), configuration.pp)
-                yield Candidate(configuration, stages, (), 0, 0, None, self.costs.basis, str(error))
+                yield Candidate(configuration, self.stages(configuration), (), 0, 0, None, self.costs.basis, str(error))
 
     def by_paper(self, space: Iterator[Configuration]) -> Iterator[Estimate]:
         """Yield what the paper's methods say of each configuration; of one of which they say nothing, the reason."""
-        layers, basis = len(self.layout.decoder.layers), self.costs.basis
+        basis = self.costs.basis
         for configuration in space:
-            stages, loss = even_stages(layers, configuration.pp), self.quality_loss(configuration)
+            stages, loss = self.stages(configuration), self.quality_loss(configuration)
             why_not = "" if self.planned else unserved(configuration)
             try:
                 memory, latency = self.memory_parts(configuration), self.paper_latency(configuration)
@@ -190,8 +191,7 @@ class Estimator:
 
     def footprint(self, configuration: Configuration) -> int:
         """Return the bytes of all ranks of even stages without keys and values. Raises `ConfigError` as `rank` does."""
-        stages = even_stages(len(self.layout.decoder.layers), configuration.pp)
-        held = (self.rank(self.devices[0], layers, configuration, 1).used for layers in stages)
+        held = (self.rank(self.devices[0], layers, configuration, 1).used for layers in self.stages(configuration))
         return configuration.tp * sum(held)
 
     def paper_latency(self, configuration: Configuration) -> Latency:
@@ -200,7 +200,8 @@ class Estimator:
         Seconds of an output are those of its batches, which are linear in the layers. Raises `ConfigError` where these
         are not known.
         """
-        cost = self.instance_cost(replace(configuration, pp=1), even_stages(len(self.layout.decoder.layers), 1))
+        plain = replace(configuration, pp=1)
+        cost = self.instance_cost(plain, self.stages(plain))
         if cost is None:
             raise ConfigError(UNKNOWN_SECONDS)
         first_s, prompt = cost.ttft_s(self.load), self.load.prompt
@@ -213,8 +214,11 @@ class Estimator:
 
         Raises `ConfigError` where the model cannot be cut or packed so.
         """
-        stages = even_stages(len(self.layout.decoder.layers), configuration.pp)
-        return self.candidate_on(configuration, stages, self.devices, MOST_REQUESTS)
+        return self.candidate_on(configuration, self.stages(configuration), self.devices, MOST_REQUESTS)
+
+    def stages(self, configuration: Configuration) -> tuple[range, ...]:
+        """Return the layers of each stage, where these are even."""
+        return even_stages(len(self.layout.decoder.layers), configuration.pp)
 
     def candidate_on(
         self, configuration: Configuration, stages: Sequence[range], devices: Sequence[Device], most_requests: int
@@ -296,16 +300,12 @@ class Estimator:
         return RankBytes(device.name, device.memory_bytes, fixed, own, staging, batch, copied)
 
     def activations(self, configuration: Configuration, running: int) -> int:
-        """Return what batches of so many requests take at a rank."""
+        """Return what batches of so many requests take at a rank, but for what decode steps copy."""
+        nbytes, form = self._activations(running), configuration.form
+        if self.profile is not None and form in self.profile.activations:
+            nbytes = int(self.profile.activations[form] * nbytes) + self.profile.scratch_bytes.get(form, 0)
         threads = configuration.pp if self.devices[0].kind.type == "cpu" else 1  # each keeps memory of its own there
-        return threads * self.batch_bytes(configuration.form, running)
-
-    def batch_bytes(self, form: str, running: int) -> int:
-        """Return what a batch takes with so many requests, but for what decode steps copy: a bound, or as measured."""
-        bound = self._activations(running)
-        if self.profile is None or form not in self.profile.activations:
-            return bound
-        return int(self.profile.activations[form] * bound) + self.profile.scratch_bytes.get(form, 0)
+        return threads * nbytes
 
     def request_bytes(self, room: KVBlockCapacity, configuration: Configuration, layers: range) -> int:
         """Return the keys and values of one request at a rank of a stage, with what decode steps copy of it."""

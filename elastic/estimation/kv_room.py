@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +11,7 @@ from elastic.errors import ConfigError
 from elastic.kvcache.attention_heads import attention_heads
 from elastic.kvcache.storage.sector_space import BlockGroup, sector_layer_pages
 from elastic.planning.estimate.configuration import FULL
+from elastic.planning.sharding.heads import kv_shards
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,9 @@ class KVShape:
         """Tokens of a block where nobody has chosen them."""
         return usual_block_tokens(self.form, self.dim)
 
-    def parts(self, tp: int) -> int:
-        """Return into how many parts the heads are divided among `tp` ranks; of fewer parts, ranks share one."""
-        return math.gcd(self.heads, tp)
-
     def at_rank(self, tp: int) -> KVShape:
         """Return what one of `tp` ranks has."""
-        return replace(self, heads=self.heads // self.parts(tp))
+        return replace(self, heads=self.heads // kv_shards(tp, self.heads))
 
 
 def kv_shape_of(config: Any, itemsize: int, form: str = FULL) -> KVShape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -121,7 +122,9 @@ def meta_model(source: Any, dtype: torch.dtype | None = None) -> Any:
     from transformers import AutoModelForCausalLM
 
     path = isinstance(source, str | Path)
-    config = read_config(str(source), option="MODEL") if path else source
+    config = (
+        read_config(str(source), option="MODEL") if path else copy.deepcopy(source)
+    )  # transformers writes the dtype
     if not hasattr(config, "get_text_config"):
         raise ConfigError(
             f"{type(source).__name__} is no model; give a directory with config.json, a config or a model"

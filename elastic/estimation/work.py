@@ -13,6 +13,7 @@ from elastic.estimation.weight_pages import WeightPages, variant_config
 from elastic.memory.weight_layout import LayerLayout
 from elastic.planning.estimate.configuration import FULL
 from elastic.planning.estimate.roofline import Work
+from elastic.planning.sharding.heads import kv_shards
 from elastic.quant.formats.base import KernelTarget
 from elastic.quant.formats.pruned import Structured
 from elastic.quant.variants.eligible import expert_shapes
@@ -57,7 +58,7 @@ def layer_work(pages: WeightPages, kind: LayerKind, weights: str, kv: KVShape, t
             window=window_of(config, kind),
         ),
     ]
-    parts = [Work(read["whole"], 2 * met["whole"]), *(work.shared(tp, kv.parts(tp)) for work in shared)]
+    parts = [Work(read["whole"], 2 * met["whole"]), *(work.shared(tp, kv_shards(tp, kv.heads)) for work in shared)]
     return tuple(work for work in parts if work.weight_bytes or work.kv_bytes)
 
 

@@ -21,7 +21,9 @@ MOST_SWEEPS = 3
 FEW_RANGES = 32
 """Layers up to which every range is looked at; of more, those that begin or end where runs do or room ends."""
 SMALL = 48
-"""Layers times places up to which places are tried in every order, and changes that gain nothing by themselves too."""
+"""Layers times places up to which places, if they are few, are tried in every order, and changes that gain nothing by
+themselves too."""
+FEW_PLACES = 6
 KICKS = 64
 """Of these changes, the cheapest."""
 
@@ -100,7 +102,7 @@ class _ReplicaSearch:
 
     def orders(self) -> Iterable[Sequence[PlaceCapacity]]:
         """Return the orders in which places are tried."""
-        if len(self._needs) * len(self.places) <= SMALL:
+        if len(self.places) <= FEW_PLACES and len(self._needs) * len(self.places) <= SMALL:
             return permutations(self.places)
         return [sorted(self.places, key=lambda p: (-p.compute, -p.room_bytes, p.name))]
 

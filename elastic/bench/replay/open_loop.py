@@ -25,6 +25,8 @@ LEAD_S = 0.05
 """Seconds from the start of the threads to the trace's zero."""
 TIMEOUT_CHECK_S = 0.05
 """Seconds between two checks for timeouts."""
+LONGEST_S = 1e9
+"""After 30 years nobody waits for a request."""
 _replays = itertools.count()
 
 
@@ -64,10 +66,16 @@ def replay(
     counts as arrived at its time in the trace: a delay of the replay itself counts as waiting, and is reported
     (`lateness`). Ends of text are ignored: outputs are as long as the trace says.
     Ctrl-C ends the run: requests under way are cancelled, and the `ReplayRun` says `interrupted`.
-    Raises `ConfigError` for prompts that do not fit the trace, `StateError` when a warm-up request fails.
+    Raises `ConfigError` for prompts that do not fit the trace, and for arrivals too late to be waited for, `StateError`
+    when a warm-up request fails.
     """
     if [len(p) for p in prompts] != [r.prompt_tokens for r in trace.requests]:
         raise ConfigError("prompts must have as many tokens each as the requests of the trace, in its order")
+    last_s = max((request.arrival_s for request in trace.requests), default=0.0)
+    if not last_s < LONGEST_S:
+        raise ConfigError(
+            f"a request of {trace.source} comes after {last_s:.3g} s; cut the trace before {LONGEST_S:g} s"
+        )
     options = options or ReplayOptions()
     target: LoadTarget = engine if isinstance(engine, LoadTarget) else InProcessTarget(engine)
     warm_up(target, trace, prompts, options)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, is_number
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,7 @@ class Result:
         value: Any = self.summary
         for key in figure.path:
             value = value.get(key) if isinstance(value, dict) else None
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return value * figure.factor if is_number else None
+        return value * figure.factor if is_number(value) else None
 
 
 def read_results(paths: Sequence[str | Path]) -> list[Result]:
@@ -113,9 +112,18 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(summary, dict) or not isinstance(summary.get("elastic"), dict) or "duration" not in summary:
+    if not (isinstance(summary, dict) and "duration" in summary and _is_ours(summary.get("elastic"))):
         raise ConfigError(f"{path} is no result file of `elastic bench run`")
     return summary
+
+
+def _is_ours(figures: Any) -> bool:
+    """Tell whether figures have the form of those that are Elastic's own, as far as a table needs it."""
+    if not isinstance(figures, dict):
+        return False
+    trace, shares = figures.get("trace", {}), figures.get("token_share_by_variant") or {}
+    described = isinstance(trace, dict) and isinstance(trace.get("workload_sha256"), str | None)
+    return described and isinstance(shares, dict) and all(map(is_number, shares.values()))
 
 
 def _cell(value: float | None, first: float | None, column: int) -> str:

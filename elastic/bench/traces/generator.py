@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastic.bench.traces.trace import Trace, TraceRequest, require_positive
+from elastic.bench.traces.trace import MOST_REQUESTS, Trace, TraceRequest, require_positive
 from elastic.errors import ConfigError
 
 HIGHEST_RATE = 1e6
 """The highest rate, in requests per second."""
-MOST_REQUESTS = 10_000_000
 LEAST_BURSTINESS = 1e-3
 
 

@@ -9,13 +9,13 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from elastic.bench.traces.trace import Trace, TraceRequest
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, require_path
 
 Row = Mapping[str, Any]
 
@@ -40,7 +40,7 @@ def read_trace(path: str | Path, *, seed: int = 0) -> Trace:
     Rows without prompt or output tokens are failed requests: dropped, and counted in `Trace.dropped`.
     Raises `ConfigError` naming file, line and what is wrong.
     """
-    path = Path(path)
+    path = require_path(path, "trace")
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -119,14 +119,16 @@ def _count(path: Path, number: int, row: Row, name: str) -> int:
         raise ConfigError(f"{path}, line {number}: {name} is missing") from error
     except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"{path}, line {number}: {name} {row[name]!r} is not a number of tokens") from error
-    if count < 0 or (isinstance(row[name], float) and count != row[name]):
-        raise ConfigError(f"{path}, line {number}: {name} {row[name]!r} must be a whole number, not below 0")
+    if not 0 <= count < 2**63 or (isinstance(row[name], float) and count != row[name]):
+        words = "must be a whole number, not below 0, of 64 bits"
+        raise ConfigError(f"{path}, line {number}: {name} {repr(row[name])[:40]} {words}")
     return count
 
 
 def _wall_clock(text: str) -> float:
-    """Return seconds since 1970, without the zone: only differences are used, and they are exact to a microsecond."""
-    return (datetime.fromisoformat(text).replace(tzinfo=None) - datetime(1970, 1, 1)).total_seconds()
+    """Return seconds since 1970, exact to a microsecond; without a zone, as if it were UTC: differences are used."""
+    moment = datetime.fromisoformat(text)
+    return (moment.replace(tzinfo=moment.tzinfo or UTC) - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds()
 
 
 def _spread(requests: list[TraceRequest], seed: int) -> list[TraceRequest]:

@@ -13,6 +13,8 @@ RateMethod = Literal["thin", "upscale", "stretch"]
 RATE_METHODS: tuple[RateMethod, ...] = ("thin", "upscale", "stretch")
 NEAREST = 16
 """Requests of which one gives a copy its lengths."""
+MOST_REQUESTS = 10_000_000
+HIGHEST_TOKEN_SCALE = 1e6
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,8 @@ class Trace:
         proportion, so that it fits a context.
         """
         require_positive(f"token scale {scale}", scale)
+        if scale > HIGHEST_TOKEN_SCALE:
+            raise ConfigError(f"token scale {scale:g} must be at most {HIGHEST_TOKEN_SCALE:,.0f}")
         if most is not None and most < 2:
             raise ConfigError(f"most tokens {most} leaves no room for a prompt and an output; at least 2 are needed")
         scaled = [
@@ -193,6 +197,8 @@ def _upscale(
     if scale < 1:
         raise ConfigError(f"rate scale {scale:g}: upscaling only adds requests; use the method 'thin' below 1")
     choose, count = random.Random(seed), len(requests)
+    if count * scale > MOST_REQUESTS:
+        raise ConfigError(f"rate scale {scale:g} makes {count * scale:.3g} requests; at most {MOST_REQUESTS:,} can be")
     added = round(count * scale) - count
     each, rest = divmod(added, max(1, count))
     more = set(choose.sample(range(count), rest))

@@ -32,7 +32,7 @@ from elastic.planning.measured_cost import MeasuredCostModel, WeightedCost
 from elastic.planning.placement import PlaceCapacity, Placement, ResourceDemand
 from elastic.quant.variants.eligible import LayerParameters, expert_shapes
 from elastic.runtime.layer_benchmark import measure
-from elastic.weights.decoder import Decoder, find_decoder
+from elastic.weights.decoder import Decoder, context_length, find_decoder
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,11 @@ def _request(
 ) -> tuple[PlanRequest, list[PlaceCapacity]]:
     """Return a model with its layers at places in this order, and what is free then, in the order of capacities."""
     model = meta_model(path, torch.float32 if places[0].device.type == "cpu" else None)
-    sizes = sizes_of(find_decoder(model), model)
+    decoder = find_decoder(model)
+    most, tokens = context_length(decoder.config), options.tokens + options.new_tokens
+    if most and tokens > most:
+        raise ConfigError(f"--tokens and --new-tokens are {tokens} together; {path} was made for {most}, give fewer")
+    sizes = sizes_of(decoder, model)
     kv_bytes = [options.batch * (options.tokens + options.new_tokens) * nbytes for nbytes in sizes.kv_token]
     needs = [ResourceDemand(own, kv_bytes=kv) for own, kv in zip(sizes.layers, kv_bytes, strict=True)]
     replica_needs = [ResourceDemand(own, kv_bytes=-(-kv // 2)) for own, kv in zip(sizes.layers, kv_bytes, strict=True)]

@@ -25,6 +25,7 @@ from elastic.planning.estimate.devices import Device
 from elastic.planning.estimate.intent import Intent
 from elastic.planning.estimate.performance import Load
 from elastic.planning.estimate.ranking import Estimate, RankBytes
+from elastic.planning.sharding.heads import kv_shards
 from elastic.weights.decoder import batch_context_length
 
 HEADROOM = 2
@@ -59,7 +60,7 @@ class FleetOption(ModelOption):
         estimator, own = self.estimator, self.configuration
         kv, tokens = estimator.layout.kv_shape(own.kv), estimator.load.tokens
         whole, part = estimator.room(kv, own.tp, layers), estimator.room(kv, self.shards, layers)
-        parts = kv.parts(self.shards) // kv.parts(own.tp)
+        parts = kv_shards(self.shards, kv.heads) // kv_shards(own.tp, kv.heads)
         pages = parts * (part.pages(requests, tokens) + (own.ranks - 1) * part.pages(1, tokens))
         more = (pages - whole.pages(requests, tokens)) * estimator.pages.page_bytes
         return super().need(layers, requests) + math.ceil(more / (1 - estimator.copied_share(own, layers)))

@@ -45,6 +45,20 @@ LLAMA_2_70B = transformers.LlamaConfig(
 )
 
 
+def test_a_config_is_left_as_it_was() -> None:
+    """Transformers writes the dtype into it, in which the next estimate would be."""
+    config = transformers.LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=2)
+    before = copy.deepcopy(config)
+    first = estimate(config, "h100", weights="full")
+    estimate(config, "cpu=1GiB")
+    estimate(config, "h100", dtype=torch.float64)
+    assert estimate(config, "h100", weights="full") == first
+    assert config.to_dict() == before.to_dict()
+    for dtype in (torch.int8, torch.float8_e4m3fn, 5):
+        with pytest.raises(ConfigError, match=r"dtype=.* must be a floating point dtype, such as torch.bfloat16"):
+            estimate(config, "h100", dtype=dtype)  # type: ignore[arg-type]
+
+
 def test_a_model_larger_than_this_machine_is_ranked_from_its_config() -> None:
     """Half of 138 GB of weights do not fit 48 GB; int4 fits one device, as full weights in four do."""
     load = elastic.Load(prompt=1024, new=100)

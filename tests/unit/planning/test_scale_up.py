@@ -74,6 +74,14 @@ def test_the_search_finds_runs_that_pay_only_together() -> None:
     assert searched == of("abc abc abc abc") == best(placement, needs, places, model)
 
 
+def test_few_layers_on_many_places_are_planned_at_once() -> None:
+    """As many orders of twelve places as there are would take days."""
+    places = [place(f"p{number}", 900) for number in range(12)]
+    placement, needs = Placement.alone(4, "p0"), [ResourceDemand(100)] * 4
+    planned = plan_up(placement, needs, places, HomogeneousSpeedup(4, gamma=0.01))
+    assert speedup(HomogeneousSpeedup(4, gamma=0.01), planned) > 1
+
+
 def filled(case: Case, after: Placement) -> None:
     """No place has more than its margin allows, and nothing that was there is gone."""
     for one in case.places:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,10 @@ def test_prompts_of_other_lengths_and_wrong_options_are_refused() -> None:
     trace = offered(2)
     with pytest.raises(ConfigError, match="as many tokens each"):
         replay(Scripted(lambda *_: None), trace, [(1, 2, 3, 4)])
+    for arrival_s in (1e300, float("inf")):
+        late = replace(trace, requests=(replace(trace.requests[0], arrival_s=arrival_s),))
+        with pytest.raises(ConfigError, match=r"comes after .* s; cut the trace before 1e[+]09 s"):
+            replay(Scripted(lambda *_: None), late, prompts_for(late))
     with pytest.raises(ConfigError, match="warmup -1"):
         ReplayOptions(warmup=-1)
     with pytest.raises(ConfigError, match=r"timeout_s 0\.0 must be above 0"):

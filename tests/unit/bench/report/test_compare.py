@@ -77,7 +77,16 @@ def test_files_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None
     assert [r.name for r in read_results(paths)] == [str(p) for p in paths]
 
 
-@pytest.mark.parametrize("text", ["not json", "[]", "{}", '{"elastic": {}}', '{"elastic": 3, "duration": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("not json", "[]", "{}", '{"elastic": {}}', '{"elastic": 3, "duration": 1}'),
+        '{"elastic": {"trace": []}, "duration": 1}',
+        '{"elastic": {"trace": {"workload_sha256": [1]}}, "duration": 1}',
+        '{"elastic": {"token_share_by_variant": [1]}, "duration": 1}',
+        '{"elastic": {"token_share_by_variant": {"int4": "x"}}, "duration": 1}',
+    ],
+)
 def test_what_is_no_result_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)

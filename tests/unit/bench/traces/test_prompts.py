@@ -56,6 +56,14 @@ def test_random_tokens_are_of_the_vocabulary_and_differ_between_requests() -> No
     assert len(set(prompts)) == 20
 
 
+def test_a_shared_prefix_is_no_longer_than_the_longest_prompt() -> None:
+    trace = trace_of([3, 5])
+    for make in (lambda shared: random_prompts(trace, 9, shared_prefix=shared), lambda shared: text_prompts(
+        trace, range(9), shared_prefix=shared
+    )):  # fmt: skip
+        assert make(10**15) == make(5)
+
+
 def test_what_cannot_work_is_refused_in_words() -> None:
     with pytest.raises(ConfigError, match="the text has 3 tokens, and 4 prompts"):
         text_prompts(trace_of([5] * 4), [1, 2, 3])
@@ -63,5 +71,9 @@ def test_what_cannot_work_is_refused_in_words() -> None:
         text_prompts(trace_of([]), [], shared_prefix=3)
     with pytest.raises(ConfigError, match="vocabulary of 1"):
         random_prompts(trace_of([5]), 1)
+    with pytest.raises(ConfigError, match="have 2,000,000,000,000 tokens together"):
+        random_prompts(trace_of([10**12] * 2), 9)
+    with pytest.raises(ConfigError, match="have 1,000,000,000,000 tokens together"):
+        text_prompts(trace_of([10**12]), [1, 2, 3])
     with pytest.raises(ConfigError, match="shared prefix -1"):
         random_prompts(trace_of([5]), 9, shared_prefix=-1)

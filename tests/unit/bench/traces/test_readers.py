@@ -96,6 +96,7 @@ GOOD_MOONCAKE = json.dumps({"timestamp": 1, "input_length": 1, "output_length": 
         (AZURE_HEADER + "2023-11-16 18:17:03,1,-2\n", "line 2: GeneratedTokens '-2' must be a whole number"),
         (AZURE_HEADER + "2023-11-16 18:17:03,1,2\n\n2023-11-16 18:17:03,1\n", "line 4: it has not as many columns"),
         (AZURE_HEADER + "2023-11-16 18:17:03,1,2,3\n", "line 2: it has not as many columns"),
+        (AZURE_HEADER + f"2023-11-16 18:17:03,1,{'9' * 400}\n", "line 2: GeneratedTokens '9{39} must be .* 64 bits"),
         (BURSTGPT + "soon,ChatGPT,1,2,3,API log\n", "line 7: Timestamp 'soon' is not a time"),
         (BURSTGPT + "-1,ChatGPT,1,2,3,API log\n", "line 7: Timestamp '-1' must be finite, not below 0"),
         (BURSTGPT + "nan,ChatGPT,1,2,3,API log\n", "line 7: Timestamp 'nan' must be finite"),
@@ -113,6 +114,17 @@ def test_a_wrong_file_is_named_with_its_line(text: str, message: str, tmp_path: 
     with pytest.raises(ConfigError, match=message) as caught:
         read_trace(path)
     assert str(path) in str(caught.value)
+
+
+def test_times_of_several_zones_are_one_clock(tmp_path: Path) -> None:
+    rows = "2023-11-16 18:00:00.2+00:00,5,3\n2023-11-16 19:00:00.3+01:00,5,3\n"
+    assert [r.arrival_s for r in read_trace(written(tmp_path, AZURE_HEADER + rows)).requests] == [0.0, 0.1]
+
+
+def test_what_is_no_path_is_refused() -> None:
+    for path in ("", "a\0b"):
+        with pytest.raises(ConfigError, match=r"trace=.* cannot be; it must be a path"):
+            read_trace(path)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

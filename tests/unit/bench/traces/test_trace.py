@@ -150,6 +150,11 @@ def test_what_makes_no_sense_is_refused_in_words() -> None:
     for scale in (0, -1, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="must be above 0 and finite"):
             trace.with_tokens(scale)
+    with pytest.raises(ConfigError, match=r"token scale 1e[+]308 must be at most 1,000,000"):
+        trace.with_tokens(1e308)
+    for scale in (1e12, 1e308):
+        with pytest.raises(ConfigError, match=r"makes (2e[+]12|inf) requests; at most 10,000,000 can be"):
+            trace.with_rate(scale, "upscale")
     with pytest.raises(ConfigError, match="most tokens 1 leaves no room"):
         trace.with_tokens(most=1)
 

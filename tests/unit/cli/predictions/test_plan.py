@@ -128,6 +128,7 @@ def test_plan_works_from_a_config_alone(tmp_path: Path, capsys: Any) -> None:
         (["--places", "cpu#a=64MiB", "--batch", "0"], "--batch 0 must be at least 1"),
         (["--places", "cpu#a=64MiB", "--margin", "1"], "--margin 1.0 must be"),
         (["--places", "disk"], "is not a place"),
+        (["--places", "cpu#a=64GiB", "--tokens", "99999"], "are 100127 together; "),
     ],
 )
 def test_plan_says_what_is_wrong(arguments: list[str], words: str, capsys: Any) -> None:
