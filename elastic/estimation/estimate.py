@@ -120,7 +120,7 @@ class Estimator:
     load: Load
     step_tokens: int
     block_tokens: int | None
-    prefetch_buffers: int
+    prefetch_buffers: int = 0
     profile: CostProfile | None = None
     planned: bool = False
     losses: Mapping[str, float] = field(default_factory=dict)

@@ -42,7 +42,7 @@ class ModelSpace:
     def options(self, model: Any, devices: Sequence[Device]) -> tuple[ModelOption, ...]:
         """Return a model's configurations on devices, ranked. Raises `ConfigError` for what cannot be estimated."""
         layout = layout_of(model, torch.float32 if devices[0].kind.type == "cpu" else None)
-        sizes = self.step_tokens, self.block_tokens, 0
+        sizes = self.step_tokens, self.block_tokens
         estimator = Estimator(layout, devices, self.load, *sizes, planned=self.planned, losses=self.losses or {})
         return options(estimator, self.intent, self.weights, self.kv)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic.planning.estimate.configuration import Configuration
@@ -152,7 +152,7 @@ def _as_good(estimates: Sequence[Estimate], intent: Intent) -> list[Estimate]:
 
 def judge(candidate: Candidate, load: Load, intent: Intent | None = None) -> Estimate:
     """Return the estimate of one candidate, which does not fit where it misses a bound of the intent."""
-    estimate = replace(_estimate(candidate, load), quality_loss=candidate.quality_loss)
+    estimate = _estimate(candidate, load)
     return estimate if intent is None else within_bounds(estimate, intent)
 
 
@@ -166,37 +166,40 @@ def within_bounds(estimate: Estimate, intent: Intent) -> Estimate:
 
 def _estimate(candidate: Candidate, load: Load) -> Estimate:
     """Return the estimate of one candidate, whatever the intent."""
-    own = candidate.configuration, candidate.stages, candidate.ranks, candidate.basis
-    why_not = candidate.unserved or _shortage(candidate, load)
-    if why_not or candidate.cost is None:
-        return Estimate(*own, why_not or UNKNOWN_SECONDS, max(0, candidate.requests))
-    cost, requests = candidate.cost, candidate.requests
-    most = cost.most_rate(load, requests)
-    running = cost.running(load, requests)
+    cost, requests = candidate.cost, max(0, candidate.requests)
+    estimate = Estimate(
+        candidate.configuration,
+        candidate.stages,
+        candidate.ranks,
+        candidate.basis,
+        candidate.unserved or _shortage(candidate, load) or (UNKNOWN_SECONDS if cost is None else ""),
+        requests,
+        quality_loss=candidate.quality_loss,
+    )
+    if cost is None or estimate.why_not:
+        return estimate
+    most, running = cost.most_rate(load, requests), cost.running(load, requests)
+    estimate = replace(estimate, rate=most, tokens_s=most * load.new)
     if running is None:
         why_not = f"serves {most:.3g} requests/s at most, of {load.rate:g}, {requests} at a time"
-        return Estimate(*own, why_not, requests, rate=most, tokens_s=most * load.new)
+        return replace(estimate, why_not=why_not)
     ttft_s, tpot_s = cost.ttft_s(load, running - 1), cost.tpot_s(load, running)
-    held = sum(each.used for each in _while_running(candidate, running))
-    memory = held + running * candidate.request_bytes
-    return Estimate(
-        *own,
-        "",
-        requests,
-        running,
-        ttft_s,
-        tpot_s,
-        ttft_s + (load.new - 1) * tpot_s,
-        most * load.new,
-        most,
-        memory,
+    return replace(
+        estimate,
+        running=running,
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        latency_s=ttft_s + (load.new - 1) * tpot_s,
+        memory_bytes=_held_bytes(candidate, running) + running * candidate.request_bytes,
     )
 
 
-def _while_running(candidate: Candidate, running: int) -> Iterator[RankBytes]:
-    """Yield what the ranks hold while so many requests run, which may be fewer than they have room for."""
-    for each in candidate.ranks:
-        yield each if candidate.activations is None else replace(each, activations=candidate.activations(running))
+def _held_bytes(candidate: Candidate, running: int) -> int:
+    """Return what the ranks hold but for keys and values while so many requests run, maybe fewer than have room."""
+    batch = candidate.activations
+    return sum(
+        each.used if batch is None else each.used - each.activations + batch(running) for each in candidate.ranks
+    )
 
 
 def _shortage(candidate: Candidate, load: Load) -> str:
