@@ -235,8 +235,9 @@ def quantize(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return vectors [..., dim] of int8 times their scales [...], rounded once to `dtype`."""
-    if dtype == torch.float16:  # in which small scales would be rounded, or be zero
-        return torch.mul(values, scales[..., None].float(), out=values.new_empty(values.shape, dtype=dtype))
+    if dtype == torch.float16:  # in which small scales would be rounded, or be zero, and 127 of the largest overflow
+        states = torch.mul(values, scales[..., None].float(), out=values.new_empty(values.shape, dtype=dtype))
+        return states.clamp_(torch.finfo(dtype).min, torch.finfo(dtype).max)
     return values.to(dtype).mul_(scales[..., None].to(dtype))
 
 

@@ -173,11 +173,13 @@ def test_there_is_room_for_nearly_twice_the_tokens_of_16_bits() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("largest", [2e4, 1.0, 1e-2, 1e-4, 1e-6])
+@pytest.mark.parametrize("largest", [65504, 2e4, 1.0, 1e-2, 1e-4, 1e-6])
 def test_values_are_within_half_a_step_whatever_their_size(dtype: torch.dtype, largest: float) -> None:
-    """Scales below 2**-14 have fewer bits in float16, and those below 2**-25 none. What is read is rounded to it."""
+    """Scales below 2**-14 have fewer bits in float16, and those below 2**-25 none; 127 of the largest are more than it
+    can hold. What is read is rounded to it."""
     generator = torch.Generator().manual_seed(0)
     states = (largest * (2 * torch.rand(64, 32, generator=generator) - 1)).to(dtype).float()
+    states[0, :2] = torch.tensor([largest, -largest]).to(dtype)
     values, scales = block_layout.quantize(states)
     error = (block_layout.dequantize(values, scales, dtype).float() - states).abs()
     ulps = torch.finfo(dtype).eps * states.abs() + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
