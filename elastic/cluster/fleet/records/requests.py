@@ -109,13 +109,17 @@ class RequestRecord:
     def take(self, output: Output, start: int) -> Output | None:
         """Note the tokens that an instance tells, which follow `start` others; return what of it is new.
 
-        Raises `IntegrityError` if tokens are missing before them.
+        Raises `IntegrityError` if tokens are missing before them, or there is no such answer.
         """
+        if not 0 <= output.index < len(self.answers):
+            raise IntegrityError(
+                f"request {self.request.id!r} has {len(self.answers)} answers, and tokens of answer {output.index} came"
+            )
         answer = self.answers[output.index]
         have = len(answer.tokens)
         if answer.ended:
             return None
-        if start > have:
+        if not 0 <= start <= have:
             raise IntegrityError(
                 f"request {self.request.id!r}, answer {output.index}: tokens from {start} on came after {have}"
             )

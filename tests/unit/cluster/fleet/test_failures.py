@@ -119,6 +119,17 @@ def test_a_rank_that_leaves_out_tokens_is_fenced(world: Any) -> None:
     w.finish()
 
 
+def test_a_rank_that_tells_of_an_answer_that_nobody_asked_for_is_fenced(world: Any) -> None:
+    w = world()
+    (request,) = w.submit()
+    w.launcher.step(2)
+    rank = w.rank_of(request)
+    rank.on_message(News((Output(request.id, (9,), index=1),), (2,), rank.load()))
+    assert rank.lost
+    assert "has 1 answers, and tokens of answer 1 came" in w.fleet.status().ranks[0].why
+    w.finish()
+
+
 def test_a_rank_that_ends_what_nobody_cancelled_is_fenced(world: Any) -> None:
     w = world()
     (request,) = w.submit()

@@ -52,6 +52,16 @@ def test_missing_tokens_are_an_error_and_nothing_is_told() -> None:
     kept = record()
     with pytest.raises(IntegrityError, match="from 2 on came after 0"):
         kept.take(Output("a", (1,)), 2)
+    with pytest.raises(IntegrityError, match="from -1 on came after 0"):
+        kept.take(Output("a", (1, 2)), -1)
+    assert kept.answers[0].tokens == []
+
+
+@pytest.mark.parametrize("index", [-1, 1])
+def test_tokens_of_an_answer_that_is_none_are_an_error_and_nothing_is_told(index: int) -> None:
+    kept = record()
+    with pytest.raises(IntegrityError, match=f"has 1 answers, and tokens of answer {index} came"):
+        kept.take(Output("a", (1,), index=index), 0)
     assert kept.answers[0].tokens == []
 
 
