@@ -23,7 +23,7 @@ from elastic.controller.loop import Controller, ControllerHealth
 from elastic.controller.sensors.monitor import Monitor
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.controller.snapshot import Snapshot
-from elastic.errors import ConfigError, StateError, is_number, require
+from elastic.errors import ConfigError, StateError, is_number, require, require_flag
 from elastic.hooks.forward_state import ShardTiming
 from elastic.hooks.request_tracking import CacheRequestTracker
 from elastic.kvcache.api import KV
@@ -166,6 +166,7 @@ class Runtime(LayerVerbs):
 
         Raises `ConfigError` or `CapacityError` if one cannot be done at all.
         """
+        require_flag(dry_run, "dry_run")
         actions = self._normalized(actions)
         steps = [self._executor.runner.handler(action).dry_run(action) for action in actions]
         steps = [replace(step, pause_ms=self._log.last_pause_ms(type(step.action))) for step in steps]
@@ -179,6 +180,7 @@ class Runtime(LayerVerbs):
         They are prepared together and committed together, so one call moves a layer once: else `ConfigError`. Waiting
         inside a forward pass of the same thread is a `StateError`, as is any call while it captures a CUDA graph.
         """
+        require_flag(wait, "wait")
         actions = self._possible(actions)
         if not wait:
             return self._executor.submit(actions, why)

@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 from elastic.actions.arguments import listed
 from elastic.actions.results import merge_changes
 from elastic.actions.transactions.executor import ActionExecutor
+from elastic.errors import require_flag
 from elastic.planning.sharding.shard_pages import ShardPages
 from elastic.types import (
     Action,
@@ -220,6 +221,7 @@ class LayerVerbs(ABC):
         to another device; `CapacityError` where the place has no room; `StateError` for a layer whose swap is deferred,
         or whose cache a continuous batching engine uses. With `wait=False`, a future. (CoCoServe, section 3.3)
         """
+        require_flag(kv, "kv")
         by_parts = self.weights.find_parts(target)
         actions: list[Action] = [Migrate(indices, place, parts) for parts, indices in by_parts.items()]
         if kv and () in by_parts:
