@@ -45,11 +45,19 @@ class ElasticSlidingLayer(ElasticLayer):
 
     @synchronized
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens. Raises `StateError` where the window had lost those before."""
+        """Forget the last `-tokens_to_remove` tokens. Raises `StateError` where the window had lost those before.
+
+        That is also where a crop before it has given them up, and no tokens came between the two.
+        """
         if self._length >= self.sliding_window and not self.record_past:
             raise StateError(
                 f"the window of {self.sliding_window} tokens was passed without recording the past; call "
                 "activate_past_recording() on the cache before tokens are to be cropped"
+            )
+        if self._first > max(0, self._length + tokens_to_remove - self.sliding_window + 1):
+            raise StateError(
+                f"crop({tokens_to_remove}): a crop before it gave up what had left the window of {self.sliding_window} "
+                f"tokens, which begins at token {self._first} of {self._length}; remove all tokens in one crop"
             )
         super().crop(tokens_to_remove)
         if self._length:

@@ -259,6 +259,23 @@ def test_a_long_slide_holds_only_its_window(layout: KVLayout) -> None:
         layer.crop(-1)
 
 
+def test_what_a_crop_gave_up_is_not_there_for_the_next_one() -> None:
+    memory, kv = new_memory()
+    layer = ElasticSlidingLayer(memory, WINDOW, record_past=True)
+    layer.update(*states(1, 20))
+    layer.crop(-3)
+    held = layer.keys.clone()  # type: ignore[union-attr]
+    with pytest.raises(StateError, match=r"crop\(-1\): a crop before it .* begins at token 6 of 17"):
+        layer.crop(-1)
+    assert torch.equal(layer.keys, held)  # type: ignore[arg-type]
+    layer.crop(0)
+    layer.update(*states(1, 2))
+    layer.crop(-2)
+    assert layer.get_seq_length() == 17
+    assert torch.equal(layer.keys, held)  # type: ignore[arg-type]
+    kv.check()
+
+
 def test_a_window_that_slides_on_while_it_is_copied_elsewhere_is_copied_as_far_as_it_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
