@@ -18,9 +18,6 @@ from elastic.weights.model import ModelWeights
 class CacheProvider(Protocol):
     """The KV caches of a model, as far as hooks need them."""
 
-    def make(self, config: Any) -> Any:
-        """Make an elastic cache for a model config."""
-
     def adopt(self, cache: Any) -> None:
         """Give an empty stock cache elastic layers; leave any other alone."""
 

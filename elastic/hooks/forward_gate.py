@@ -81,6 +81,8 @@ class _EnteredModules(threading.local):
         self.forward = ForwardPass(self.thread)
         self.plain = False
         """In a pass whose layers all compute with weights of their own place, and do nothing else."""
+        self.take_cache: Callable[[object], None] | None = None
+        """Of a pass that was given no KV cache: what its first layer is to do with the one that the model made."""
 
 
 class ForwardGate:

@@ -32,8 +32,11 @@ class ForwardDispatcher(Protocol):
     replicated: tuple[int, ...]
     """The layers that have replicas."""
 
-    def begin_forward(self, cache: Any, *, whole: bool) -> None:
+    def begin_forward(self, *, whole: bool) -> None:
         """Begin an outermost forward pass; with `whole`, its layers must return all rows."""
+
+    def use(self, cache: Any) -> None:
+        """Have it go over a cache."""
 
     def note_between_layers(self, given: Mapping[str, Any]) -> None:
         """Note what a model was given, by which it may change hidden states between layers: these return all rows."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 
 from elastic.hooks.base import Hook, HookContext, any_requires_grad
 from elastic.hooks.interceptor import Args, Kwargs
@@ -27,7 +28,7 @@ class EnterLayer(Hook):
 
     A layer whose weights are absent is streamed, or refused if they were dropped, unless the thread passes over it; one
     that computes elsewhere, or not alone, is intercepted. Gradients that no root saw, such as those of a hook on the
-    embeddings, are seen here.
+    embeddings, are seen here, and so is a cache that the model made.
     """
 
     def __init__(self, index: int, context: HookContext) -> None:
@@ -47,6 +48,9 @@ class EnterLayer(Hook):
             if self._gate.closed:
                 self._gate.leave(id(module))
                 return None
+        take, self._thread.take_cache = self._thread.take_cache, None
+        if take is not None:
+            take(next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None))
         if torch.is_grad_enabled() and any_requires_grad(args, kwargs):
             for value in (*args, *kwargs.values()):
                 self._caches.become_stock(value)

@@ -6,6 +6,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,10 @@ class _ForwardCache(threading.local):
 
 
 class EnterRoot(Hook):
-    """Begins a forward of a model: the gate, and an elastic cache where none or an empty stock one was given."""
+    """Begins a forward of a model: the gate, and an elastic cache where an empty stock one was given.
+
+    Where none was, the model makes its own, and what belongs to it: that becomes elastic before the first layer.
+    """
 
     def __init__(self, root: nn.Module, context: HookContext, between_layers: Sequence[str] = ()) -> None:
         """`between_layers`: arguments by which this root may change hidden states between two layers."""
@@ -54,7 +58,7 @@ class EnterRoot(Hook):
         pools = [streamer.pool for streamer in context.weights.streamers.values()]
         self._gpus = [pool.device for pool in pools if pool.device.type == "cuda"]
 
-    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if torch.compiler.is_compiling():
             refuse_compilation()
         if self._gpus and batch_context.thread.graphs is None and capturing():
@@ -62,34 +66,28 @@ class EnterRoot(Hook):
         outermost = self.gate.enter(id(module), sys._getframe(2))  # that of the module's call, which outlasts its hooks
         if self.gate.closed:
             self.gate.leave(id(module))
-            return None
+            return
         if outermost:
             for device in self._gpus:
                 note_current_stream(device)
             self._weights.require_intact(self.gate.commits)
-            self.gate.thread.plain = self._layers_are_plain()
+            self.gate.thread.plain, self.gate.thread.take_cache = self._layers_are_plain(), None
         name = self._cache_name if self._cache_name in kwargs or EARLIER_NAME not in kwargs else EARLIER_NAME
         cache = self._argument(name, args, kwargs)
-        changed: tuple[Args, Kwargs] | None = None
         if torch.is_grad_enabled() and (
             any_requires_grad(args, kwargs) or any(parameter.requires_grad for parameter in module.parameters())
         ):
             self._caches.become_stock(cache)  # what is cached must not be written in place
         elif cache is not None:
             self._caches.adopt(cache)
-        elif self._wants_cache(module, args, kwargs):
-            cache = self._caches.make(module.config)
-            index = self._positions[self._cache_name]
-            if index < len(args):
-                changed = (*args[:index], cache, *args[index + 1 :]), kwargs
-            else:
-                changed = args, {**kwargs, name: cache}
+        elif self.gate.thread.take_cache is None and self._wants_cache(module, args, kwargs):
+            self.gate.thread.take_cache = partial(self._take, args, kwargs, self.gate.thread.plain)
+            self.gate.thread.plain = False
         if outermost:
             self._begin(cache, module, args, kwargs)
         if self._between_layers and self._forward.dispatcher is not None:
             given = {name: self._argument(name, args, kwargs) for name in self._between_layers}
             self._forward.dispatcher.note_between_layers(given)
-        return changed
 
     def end_forward(self, failed: bool) -> None:
         """End a forward. If it failed, its cache holds again what it held before.
@@ -101,6 +99,7 @@ class EnterRoot(Hook):
         failed = failed or unfinished
         cache, lengths, request = self._thread.cache, self._thread.lengths, self._thread.request
         self._thread.cache, self._thread.lengths, self._thread.request = None, {}, None
+        self.gate.thread.take_cache = None
         if failed:
             self._caches.rewind(cache, lengths)
         if request is not None:
@@ -121,12 +120,27 @@ class EnterRoot(Hook):
             )
 
     def _begin(self, cache: Any, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """Begin an outermost forward pass over a cache."""
+        """Begin an outermost forward pass, over a cache or not yet."""
         dispatcher = self._forward.dispatcher
         if dispatcher is not None:
-            dispatcher.begin_forward(cache, whole=bool(dispatcher.replicated) and self._wants_all(module, args, kwargs))
-        if cache is None:
-            return
+            dispatcher.begin_forward(whole=bool(dispatcher.replicated) and self._wants_all(module, args, kwargs))
+        if cache is not None:
+            self._use(cache, args, kwargs)
+
+    def _take(self, args: Args, kwargs: Kwargs, plain: bool, cache: Any) -> None:
+        """Go on over the cache that the model made as it would without hooks, and set up what belongs to it; or none.
+
+        `plain`: what the pass was before it waited for the cache.
+        """
+        self.gate.thread.plain = plain
+        if cache is not None:
+            self._caches.adopt(cache)
+            self._use(cache, args, kwargs)
+
+    def _use(self, cache: Any, args: Args, kwargs: Kwargs) -> None:
+        """Have the outermost forward pass go over a cache."""
+        if self._forward.dispatcher is not None:
+            self._forward.dispatcher.use(cache)
         self._thread.cache, self._thread.lengths = cache, self._caches.begin_forward(cache)
         if self._requests.observer is not None:
             tokens = self._argument("input_ids", args, kwargs)

@@ -119,12 +119,6 @@ class KVMemory:
 
     # -- what the hooks of a forward pass do
 
-    def make(self, config: Any) -> DynamicCache:
-        """Make a cache for a model config, of the stock type, with elastic layers."""
-        cache = DynamicCache(config=config)
-        self.adopt(cache)
-        return cache
-
     def adopt(self, cache: Any) -> None:
         """Give a plain, empty `DynamicCache` elastic layers; leave any other alone."""
         is_plain = type(cache) is DynamicCache and not cache.offloading

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, BartConfig, BertConfig, DynamicCache, RecurrentGemmaConfig
 
 import elastic
 from elastic.kvcache.attention import attends
 from elastic.kvcache.layers.full import ElasticLayer
 from elastic.weights.decoder import CACHE_NAMES, cache_argument, returned_cache
-from support.architectures import CONFIGS, build, in_turn, prompt
+from support.architectures import CONFIGS, GQA, SMALL, build, in_turn, prompt
 
 NEW = 12
 ARCHITECTURES = list(CONFIGS)
@@ -121,6 +121,40 @@ def test_a_plain_loop_needs_no_argument(wrapped: Any, device: str) -> None:
     assert torch.equal(ids, tokens)
     assert model.elastic.kv.used_bytes > 0
     assert type(cache) is DynamicCache
+
+
+@pytest.mark.parametrize("kind", ["bart", "bert"])
+def test_a_decoder_that_attends_to_an_encoder_makes_the_cache_that_it_needs(kind: str, wrapped: Any) -> None:
+    """Another than without an encoder, whose states a call may be given."""
+    crossed = {**SMALL, "is_decoder": True, "add_cross_attention": True}
+    sizes = {"d_model": 32, "decoder_attention_heads": 4, "decoder_layers": 2, "decoder_ffn_dim": 48}
+    configs = {"bert": BertConfig(**crossed), "bart": BartConfig(**crossed, **sizes, is_encoder_decoder=False)}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(configs[kind], dtype=torch.float32).eval().requires_grad_(False)
+    seen = {"encoder_hidden_states": torch.randn(2, 5, 32)}
+
+    def two_steps() -> list[torch.Tensor]:
+        first = model(**prompt(2), **seen)
+        second = model(torch.tensor([[5], [6]]), **{cache_argument(model): returned_cache(first)}, **seen)
+        return [first.logits, second.logits]
+
+    expected = two_steps()
+    wrapped(model)
+    assert all(map(torch.equal, two_steps(), expected))
+
+
+def test_a_call_without_a_cache_forgets_the_text_before(wrapped: Any) -> None:
+    """Also where the model has states of its own, which it begins anew together with the cache that it makes."""
+    config = RecurrentGemmaConfig(
+        **GQA, head_dim=8, lru_width=32, attention_window_size=16, block_types=["recurrent", "attention"]
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    token = torch.tensor([[5]])
+    expected = model(token).logits
+    wrapped(model)
+    model(**prompt())
+    assert torch.equal(model(token).logits, expected)
 
 
 @pytest.mark.parametrize("name", CACHE_NAMES)

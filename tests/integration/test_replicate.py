@@ -188,9 +188,9 @@ def test_passes_ask_the_dispatcher_from_the_first_replica_on(wrapped: Any, monke
     asked = []
     begin = dispatcher.ReplicaDispatcher.begin_forward
 
-    def note(self: Any, cache: Any, *, whole: bool) -> None:
+    def note(self: Any, *, whole: bool) -> None:
         asked.append(self.replicated)
-        begin(self, cache, whole=whole)
+        begin(self, whole=whole)
 
     monkeypatch.setattr(dispatcher.ReplicaDispatcher, "begin_forward", note)
     model = build("llama-gqa")

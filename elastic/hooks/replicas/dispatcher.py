@@ -150,12 +150,14 @@ class ReplicaDispatcher:
 
     # -- in the thread of a forward pass
 
-    def begin_forward(self, cache: Any, *, whole: bool) -> None:
+    def begin_forward(self, *, whole: bool) -> None:
         """Begin an outermost forward pass; with `whole`, its layers must return all rows."""
         self.end_forward()
         self.thread.scattering = bool(self.replicated) and not whole
-        if cache is not None:
-            self._caches.begin_forward(cache, self.replicated)
+
+    def use(self, cache: Any) -> None:
+        """Have it go over a cache."""
+        self._caches.begin_forward(cache, self.replicated)
 
     def note_between_layers(self, given: Mapping[str, Any]) -> None:
         """Note what a model was given, by which it may change hidden states between layers: these return all rows."""
