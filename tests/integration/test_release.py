@@ -454,6 +454,26 @@ def test_actions_that_cannot_be_are_refused_and_change_nothing(wrapped: Any) -> 
     assert [where[0].place for where in rt.status().residencies.values()] == [HOST, HOST, "cpu"]
 
 
+@pytest.mark.parametrize("variant", [None, "int8"])
+def test_views_of_weights_that_are_elsewhere_or_packed_are_made_in_every_mode(variant: Any, wrapped: Any) -> None:
+    """Under inference mode too, where what is made is no view of a tensor that was made outside of it."""
+    model = wrapped(build("llama-gqa"), variants=("int8",))
+    before = bits(model)
+    if variant is None:
+        model.elastic.release([1])
+    else:
+        model.elastic.swap([1], variant)
+
+    def views() -> list[torch.Tensor]:
+        weight = model.model.layers[1].mlp.up_proj.weight
+        return [weight.detach(), weight.t(), weight.view(-1), weight[1:], *weight.chunk(2)]
+
+    expected = views()
+    with torch.inference_mode():
+        assert_same_bits(model, before)
+        assert all(map(torch.equal, views(), expected))
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_released_layers_stream_in_every_mode(mode: Any, wrapped: Any) -> None:
     model = build("llama-gqa")

@@ -160,6 +160,9 @@ class WeightProxy(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if function.is_view and torch.is_inference_mode_enabled():  # of what is made there no tensor can be a view
+            with torch.inference_mode(False), torch.no_grad():
+                return cls.__torch_dispatch__(function, types, args, kwargs)
         if function is torch.ops.aten.copy_.default and isinstance(args[0], WeightProxy):
             args[0].source.write(_plain(args[1]))
             return args[0]
