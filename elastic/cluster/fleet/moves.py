@@ -27,6 +27,7 @@ from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.cluster.fleet.records.requests import RequestRecord, Resumption
+from elastic.cluster.fleet.refusals import not_there
 from elastic.engines.core.kv_state import KVSource, SequenceKV
 from elastic.errors import ElasticError, NotFound, Overloaded, RankLost, StateError
 
@@ -170,8 +171,7 @@ class Mover:
             if record is None:
                 raise NotFound(f"request {request!r} is not served here, or has ended")
             if goal is None:
-                names = ", ".join(dispatcher.instances) or "none"
-                raise NotFound(f"there is no instance {target!r}; there are: {names}")
+                raise not_there(f"instance {target!r}", dispatcher.instances)
             if record.moving or record.instance is None:
                 raise StateError(f"request {request!r} {'is being moved' if record.moving else 'waits in the queue'}")
             if record.instance == target:

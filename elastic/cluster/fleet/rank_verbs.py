@@ -17,8 +17,7 @@ from elastic.cluster.control.messages import (
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.ranks import result
 from elastic.cluster.fleet.instance import Instance
-from elastic.cluster.fleet.refusals import VerbChecks
-from elastic.errors import NotFound
+from elastic.cluster.fleet.refusals import VerbChecks, not_there
 from elastic.types import Action
 
 
@@ -61,11 +60,9 @@ class RankVerbs(VerbChecks):
     def _instance(self, name: str) -> Instance:
         self._require_verb(rank=name)
         with self._dispatcher.lock:
-            instance = self._dispatcher.instances.get(name)
-            names = ", ".join(self._dispatcher.instances) or "none"
-        if instance is None:
-            raise NotFound(f"there is no rank {name!r}; there are: {names}")
-        return instance
+            if name not in self._dispatcher.instances:
+                raise not_there(f"rank {name!r}", self._dispatcher.instances)
+            return self._dispatcher.instances[name]
 
 
 def _several(actions: Action | Sequence[Action]) -> tuple[Action, ...]:

@@ -11,6 +11,7 @@ from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.engines.base import Request
 from elastic.errors import (
     CapacityError,
+    NotFound,
     Overloaded,
     is_integer,
     require,
@@ -59,6 +60,11 @@ def no_room(instances: Sequence[Instance], request: Request) -> CapacityError:
         free_bytes=max(0, best.free_blocks) * kv.group_block_bytes,
         total_bytes=best.most_blocks * kv.group_block_bytes,
     )
+
+
+def not_there(what: str, there: Iterable[str]) -> NotFound:
+    """Return the error for a rank or an instance that nobody knows; `there` are the names of those that are."""
+    return NotFound(f"there is no {what}; there are: {', '.join(there) or 'none'}")
 
 
 def require_place(

@@ -76,9 +76,12 @@ class BlockCopier:
     def copy(self, group: int, pairs: Pairs) -> int:
         """Copy blocks in all layers of a group; return bytes. Raises as `__init__` where they cannot be read."""
         layers = self._memory.groups[group].group.layers if pairs else ()
+        if lost := [layer for layer in layers if layer not in self._sources]:
+            raise StateError(
+                f"keys and values of {len(lost)} of {len(layers)} layers, or parts of layers, were at a rank that is "
+                "lost, or whose memory cannot be read"
+            )
         for layer in layers:
-            if layer not in self._sources:
-                raise StateError(f"the sectors of group {group} were not told in layer {layer}: blocks cannot be found")
             stretches, most = self._stretches(group, layer, pairs), _at_once(self._sources[layer][1], self._pace)
             for batch in _batches(stretches, lambda stretch: stretch[0].nbytes, most):
                 self._read(layer, batch)

@@ -58,12 +58,14 @@ class ActingRoutes(Generic[T]):
 
     def add(self, verb: str, kind: type[B], work: Callable[[T, B], dict[str, Any]]) -> None:
         """Add the endpoint of a verb: `work` does what a body says, on a thread, and returns the answer's records."""
+        served = self._served
+
+        async def absent() -> None:
+            raise APIError(404, self._absent, code="not_found")
 
         async def endpoint(body: Any) -> dict[str, Any]:
-            if (served := self._served) is None:
-                raise APIError(404, self._absent, code="not_found")
-
             def done() -> dict[str, Any]:
+                assert served is not None
                 answer: dict[str, Any] = plain(work(served, body))
                 self._then()
                 return answer
@@ -71,4 +73,5 @@ class ActingRoutes(Generic[T]):
             return await act(done)
 
         endpoint.__annotations__["body"] = kind
-        self.router.add_api_route(f"/elastic/fleet/{verb}", endpoint, methods=["POST"], name=verb)
+        answers = absent if served is None else endpoint  # whatever the body, and before it is read
+        self.router.add_api_route(f"/elastic/fleet/{verb}", answers, methods=["POST"], name=verb)

@@ -219,8 +219,12 @@ def test_a_server_of_one_model_has_no_ranks() -> None:
         status = client.get("/elastic/status").json()
         assert (status["ranks"], status["instances"], status["fleet_events"], status["fleet"]) == ([], [], [], None)
         assert client.get("/health").json() == {"status": "serving"}
-        answer = client.post("/elastic/fleet/remove", json={"rank": "a"})
-        assert (answer.status_code, "one model" in answer.json()["error"]["message"]) == (404, True)
+        for verb in ("remove", "move", "restore", "capacity", "split"):
+            for body in ({"rank": "a"}, {}, {"no such": 1}, [1]):
+                answer = client.post(f"/elastic/fleet/{verb}", json=body)
+                assert (answer.status_code, "one model" in answer.json()["error"]["message"]) == (404, True)
+        answer = client.post("/elastic/fleet/deploy", json={})
+        assert (answer.status_code, "deploys no models" in answer.json()["error"]["message"]) == (404, True)
 
 
 def test_actions_are_done_at_one_rank_or_at_all(client: TestClient, fleet: FakeFleet) -> None:

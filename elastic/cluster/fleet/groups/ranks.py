@@ -25,8 +25,9 @@ from elastic.cluster.control.stage_questions import (
 )
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.refusals import not_there
 from elastic.engines.core.load import EngineLoad
-from elastic.errors import ConfigError, ElasticError, NotFound, RankLost, StateError
+from elastic.errors import ConfigError, ElasticError, RankLost, StateError
 
 logger = logging.getLogger(__name__)
 ANSWER_S = 300.0
@@ -66,8 +67,7 @@ class Ranks:
         with self.dispatcher.lock:
             instance = self.dispatcher.instances.get(rank)
             if instance is None and rank not in self.dispatcher.gone:
-                names = ", ".join(self.dispatcher.instances) or "none"
-                raise NotFound(f"there is no rank {rank!r}; there are: {names}")
+                raise not_there(f"rank {rank!r}", self.dispatcher.instances)
         if instance is None:
             raise RankLost(f"rank {rank!r} is not there any more", rank=rank)
         return instance

@@ -19,7 +19,8 @@ from elastic.cluster.fleet.groups.recovery import go_on, recover
 from elastic.cluster.fleet.groups.transition import Books
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.event_log import EventLog
-from elastic.errors import ConfigError, NotFound, StateError
+from elastic.cluster.fleet.refusals import not_there
+from elastic.errors import ConfigError, StateError
 
 
 class GroupRegistry:
@@ -53,7 +54,7 @@ class GroupRegistry:
         """Return the groups that instances are in, and the members of one group of all of these."""
         serving = self._ranks.present()
         if unknown := [name for name in names if name not in serving]:
-            raise NotFound(f"there is no rank {unknown[0]!r} that serves; there are: {', '.join(serving) or 'none'}")
+            raise not_there(f"rank {unknown[0]!r} that serves", serving)
         old = [group for group in self.groups if not set(names).isdisjoint(group.members)]
         members = tuple(dict.fromkeys([*(name for group in old for name in group.members), *names]))
         if len(members) < 2:
@@ -63,11 +64,10 @@ class GroupRegistry:
     def with_partners(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return ranks, and those that compute layers with them. Raises `ConfigError` for none and for unknown ones."""
         serving = [instance.name for instance in self._ranks.serving()]
-        there = ", ".join(serving) or "none"
         if not names:
-            raise ConfigError(f"reshard: name one instance at least; there are: {there}")
+            raise ConfigError(f"reshard: name one instance at least; there are: {', '.join(serving) or 'none'}")
         if unknown := [name for name in names if name not in serving]:
-            raise NotFound(f"reshard: there is no rank {unknown[0]!r} that serves; there are: {there}")
+            raise not_there(f"rank {unknown[0]!r} that serves", serving)
         partners: dict[str, None] = {}
         for name in names:
             group = self.group_of(name)
