@@ -227,7 +227,8 @@ class Dispatcher:
             if record.last_s:
                 resumption.stalled_s = max(resumption.stalled_s, now - record.last_s)
         if not record.had:
-            record.resumption, record.kv, record.source = None, (), None
+            record.resumption = None
+            record.forget_kv()
             resumption.heard(output.request)
             self.changed.notify_all()
 
@@ -371,7 +372,7 @@ class Dispatcher:
         self._drain_rate.note(now)
         if outcome == "completed":
             self.answer_lengths.note(*(len(answer.tokens) for answer in record.answers))
-        record.kv, record.source = (), None
+        record.forget_kv()
         if record.resumption is not None:
             record.resumption.heard(request)
             record.resumption = None

@@ -163,8 +163,8 @@ class Membership:
                 self._log.add(
                     "lost", rank=instance.name, instance=instance.name, requests=resumption.requests, why=why
                 )  # fmt: skip
-            if not resumption.requests:  # else the last of them that is heard of tells
-                resumption.done(resumption)
+            if instance.memory is not None:  # it is open as long as a request may go on from there
+                instance.memory.close()
             self._dispatcher.dispatch()
         self.on_gone(instance)
         delivery.tell()
@@ -175,9 +175,8 @@ class Membership:
     def _resume(self, instance: Instance) -> Resumption:
         """Note of each request of a lost rank what it had, and where that can still be read."""
         left = [r for r in instance.records.values() if any(a.state.index not in r.cancelled for a in r.live)]
-        memory = instance.memory
-        resumption = Resumption(len(left), partial(self._resumed, instance.name, memory))
-        readable = memory if instance.client.heard_all else None
+        resumption = Resumption(len(left), partial(self._resumed, instance.name))
+        readable = instance.memory if instance.client.heard_all else None
         for record in left:
             kv = kv_of(instance, record)
             if record.begun or kv:
@@ -195,21 +194,19 @@ class Membership:
     @staticmethod
     def _keep(record: RequestRecord, instance: Instance, memory: HeldMemory | None) -> None:
         """Note where the KV of a request is left. What logprobs of its prompt need is computed again."""
-        record.kv, record.source = (), None
+        record.forget_kv()
         scores = record.request.prompt_logprobs is not None and not record.answers[0].tokens
         if memory is not None and instance.directory is not None and not scores:
             record.kv = kv_of(instance, record)
             record.source = replace(memory.source, sectors=instance.directory.sectors_of(record.kv))
+            record.memory = memory.hold()
 
-    def _resumed(self, rank: str, memory: HeldMemory | None, resumption: Resumption) -> None:
-        """Tell that all requests of a lost rank have gone on, or ended; its memory is needed no more."""
-        if resumption.requests:
-            self._log.add(
-                "requests resumed", rank=rank, requests=resumption.requests,
-                recomputed_tokens=resumption.recomputed_tokens, stalled_ms=resumption.stalled_s * 1000,
-            )  # fmt: skip
-        if memory is not None:
-            memory.close()
+    def _resumed(self, rank: str, resumption: Resumption) -> None:
+        """Tell that all requests of a lost rank have gone on, or ended."""
+        self._log.add(
+            "requests resumed", rank=rank, requests=resumption.requests,
+            recomputed_tokens=resumption.recomputed_tokens, stalled_ms=resumption.stalled_s * 1000,
+        )  # fmt: skip
 
     def statuses(self, now: float) -> tuple[RankStatus, ...]:
         """Return what is known of each rank, also of the last ones that have gone."""

@@ -241,6 +241,8 @@ class Mover:
             kv = handed.kv if same and move.reads else ()
             move.told = sum(len(answer.tokens) for answer in record.answers)
             record.had = {answer.state.index: answer.computed for answer in record.live}
+            if record.resumption is not None:  # of a rank that was lost: what is left of that is this move's
+                record.resumption.heard(move.request)
             record.resumption = move.resumption
             source = move.view(kv) if kv and move.by_file else None
             now = self._dispatcher.clock()
@@ -303,7 +305,7 @@ class Mover:
                 if record.resumption is not None:
                     record.resumption.heard(move.request)
                 record.had, record.resumption = {}, None
-                record.kv, record.source = (), None
+                record.forget_kv()
 
     def _release(self, move: _Move) -> None:
         try:

@@ -161,6 +161,8 @@ class Supervisor:
         silent = []
         with self._dispatcher.lock:
             for instance in self._dispatcher.instances.values():
+                if instance.client.lost:  # it was fenced, and its end is about to be told
+                    continue
                 if instance.client.behind:  # it was not silent: who reads it has not come to that yet
                     instance.heard_s = now
                 if late:

@@ -70,6 +70,24 @@ def test_a_killed_rank_loses_no_token_and_nothing_is_computed_again(fleet: Fleet
     wait_until(lambda: len(serving(fleet)) == 2, "it was not replaced")
 
 
+def test_nothing_is_computed_again_that_two_ranks_in_a_row_were_lost_with(fleet: Fleet) -> None:
+    wait_until(lambda: len(serving(fleet)) == 2, "a rank is missing")
+    heard, request = Collector(), Request(PROMPTS[2], TOKENS, ignore_eos=True)
+    before = fleet.status().totals.recomputed_tokens
+    fleet.submit(request, heard)
+    heard.wait_for_tokens(request.id, 30)
+    first = next(rank for rank in serving(fleet) if rank.name == fleet.instance_of(request.id))
+    second = next(rank for rank in serving(fleet) if rank.name != first.name)
+    os.kill(second.pid, signal.SIGSTOP)  # it computes nothing of what it is given
+    os.kill(first.pid, signal.SIGKILL)
+    wait_until(lambda: fleet.instance_of(request.id) not in (None, first.name), "it went nowhere")
+    os.kill(second.pid, signal.SIGKILL)
+    heard.wait([request.id])
+    assert_right(heard, {request.id: 2})
+    assert fleet.status().totals.recomputed_tokens == before, "the memory of the first was let go"
+    wait_until(lambda: len(serving(fleet)) == 2, "they were not replaced")
+
+
 def test_a_request_moves_with_its_keys_and_values(fleet: Fleet) -> None:
     wait_until(lambda: len(serving(fleet)) == 2, "a rank is missing")
     heard, request = Collector(), Request(PROMPTS[3], TOKENS, ignore_eos=True)

@@ -79,7 +79,7 @@ class HeldRequests:
             if any(record.instance is not None for record in readers) or (readers and now < kept.until_s):
                 continue
             for record in readers:
-                record.kv, record.source = (), None
+                record.forget_kv()
             for instance in kept.ranks:
                 instance.client.ask(CloseStage(kept.home))
                 instance.moves -= 1

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from elastic.cluster.fleet.records.memory_file import HeldMemory
 from elastic.engines.base import FinishReason, Listener, Output, Request
 from elastic.engines.core.kv_state import KVSource, SequenceKV
 from elastic.engines.core.step import SequenceState
@@ -83,6 +84,8 @@ class RequestRecord:
     kv: tuple[SequenceKV, ...] = ()
     """Where its keys and values are left, if its instance was lost."""
     source: KVSource | None = None
+    memory: HeldMemory | None = None
+    """What they lie in: it is open until nobody can go on from there."""
     had: dict[int, int] = field(default_factory=dict)
     """Answers that go on elsewhere, and their tokens that were computed once."""
     resumption: Resumption | None = None
@@ -98,6 +101,13 @@ class RequestRecord:
     def live(self) -> list[AnswerRecord]:
         """List the answers that have not ended."""
         return [answer for answer in self.answers if not answer.ended]
+
+    def forget_kv(self) -> None:
+        """Know of no keys and values any more that were left anywhere."""
+        self.kv, self.source = (), None
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
 
     def states(self) -> tuple[SequenceState, ...]:
         """Return what an engine needs to go on with the answers that have not ended."""

@@ -236,6 +236,14 @@ def test_a_silent_rank_is_fenced(world: Any) -> None:
     assert "nothing was heard" in next(event.why for event in w.fleet.events() if event.kind == "lost")
 
 
+def test_a_rank_is_fenced_once(world: Any) -> None:
+    w = world(2)
+    later = time.perf_counter() + 1e7
+    w.launcher.ranks["r0"].lost = True  # its end was not told yet
+    assert [instance.name for instance, _ in w.fleet._supervisor._silent(later, late=False)] == ["r1"]
+    w.launcher.ranks["r0"].lost = False
+
+
 def test_ranks_are_watched_behind_a_look_that_had_a_bug(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     w = world(1)
     looked, again = [], threading.Event()
@@ -313,6 +321,19 @@ def test_a_request_moves_and_nobody_notices(world: Any) -> None:
     assert source.held == {}
     w.finish()
     assert w.kinds().count("moved") == 1
+
+
+def test_a_request_of_a_lost_rank_that_moves_on_at_once_has_gone_on(world: Any) -> None:
+    w = world(3)
+    (request,) = w.submit()
+    w.launcher.step(2)
+    w.rank_of(request).die()
+    heir = w.rank_of(request)
+    heir.step = lambda count=1: None  # it has told nothing of it when it is to leave
+    target = next(rank for rank in w.launcher.ranks.values() if rank is not heir and not rank.lost)
+    assert w.in_background(lambda: w.fleet.move(request.id, target.hello.name)).target == target.hello.name
+    w.finish()
+    assert w.kinds().count("requests resumed") == w.kinds().count("lost") == 1
 
 
 def test_several_answers_move_together(world: Any) -> None:
