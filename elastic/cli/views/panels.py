@@ -34,8 +34,12 @@ def _in_words(action: Any) -> str:
 
 
 def plain_console() -> Console:
-    """Return a console that shows text as it is: no name is markup, or an emoji."""
-    return Console(markup=False, emoji=False)
+    """Return a console that shows text as it is: no name is markup, or an emoji.
+
+    A terminal that cannot move its cursor (`TERM=dumb`) is none here: rich would draw nothing there until the end.
+    """
+    console = Console(markup=False, emoji=False)
+    return Console(markup=False, emoji=False, force_terminal=False) if console.is_dumb_terminal else console
 
 
 def tabulated(left: Sequence[str], right: Sequence[str] = (), last: Sequence[str] = (), **options: Any) -> Table:

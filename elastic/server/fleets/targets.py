@@ -54,7 +54,7 @@ class ActionTargets:
             raise APIError(404, "the model of this server is not wrapped: there is nothing to act on", code="not_found")
 
     def named(self, rank: str | None) -> list[Target]:
-        """Return those that a request means. Raises `ConfigError` for a rank that does not serve."""
+        """Return those that a request means. Raises `NotFound` for a rank that does not serve."""
         self.require()
         if self._fleet is None:
             if rank is not None:
@@ -62,7 +62,7 @@ class ActionTargets:
             return [_of_process(self._engine.runtime)]
         serving = [each.name for each in self._fleet.status().ranks if each.serves]
         if rank is not None and rank not in serving:
-            raise ConfigError(f"rank={rank!r} does not serve; there are {serving}")
+            raise NotFound(f"there is no rank {rank!r} that serves; there are: {', '.join(serving) or 'none'}")
         if not serving:
             raise StateError("no rank serves now; try again when one does")
         return [_of_rank(self._fleet, name) for name in (serving if rank is None else [rank])]

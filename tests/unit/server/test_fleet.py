@@ -237,8 +237,8 @@ def test_actions_are_done_at_one_rank_or_at_all(client: TestClient, fleet: FakeF
     steps = client.post("/elastic/actions", json=limit).json()["steps"]
     assert [(step["rank"], step["action"]["place"]) for step in steps] == [("a", "cuda:0"), ("b", "cuda:0")]
     answer = client.post("/elastic/actions", json={"actions": [RELEASE], "rank": "c"})
-    assert answer.status_code == 400
-    assert "rank='c' does not serve; there are ['a', 'b']" in answer.json()["error"]["message"]
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    assert "there is no rank 'c' that serves; there are: a, b" in answer.json()["error"]["message"]
 
 
 def test_actions_on_all_ranks_are_done_at_none_if_one_cannot(client: TestClient, fleet: FakeFleet) -> None:
