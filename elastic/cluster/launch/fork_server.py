@@ -126,8 +126,8 @@ def _be_a_rank(descriptor: int) -> None:
     random.seed()
     torch.seed()  # else all ranks would draw the same numbers
     connection = SocketConnection(socket.socket(fileno=descriptor))
-    compare_protocols(connection)
     try:
+        compare_protocols(connection)
         serve(connection, connection.receive())
     except ElasticError:
         sys.exit()  # the fleet has its words

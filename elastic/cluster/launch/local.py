@@ -139,12 +139,16 @@ class ForkServerClient:
 
     def _take(self, message: dict[str, Any], descriptors: list[int]) -> None:
         if "status" in message:
-            self._ranks.pop(message["pid"]).told(_exit(message["status"], message["by_signal"]))
+            if (rank := self._ranks.pop(message["pid"], None)) is not None:
+                rank.told(_exit(message["status"], message["by_signal"]))
             return
         with self._lock:
             wish = self._wishes.pop(message["id"])
         if "error" in message:
             wish.set_exception(StateError(message["error"]))
+            return
+        if not descriptors:  # it was cut off; the rank ends with its connection
+            wish.set_exception(StateError("this process has too many open files"))
             return
         os.set_inheritable(descriptors[0], False)
         rank = self._ranks[message["pid"]] = LocalProcess(message["pid"], descriptors[0])
@@ -183,8 +187,11 @@ class LocalLauncher:
             spec, model=os.path.abspath(spec.model), wrap=dict(spec.wrap), engine=dict(spec.engine), threads=threads
         )
         encoded = encode(spec)
-        server = self._running()
-        ours, theirs = socket_pair()
+        try:
+            server = self._running()
+            ours, theirs = socket_pair()
+        except OSError as error:
+            raise StateError(f"rank {spec.name!r} cannot be started now: {error.strerror or error}") from error
         try:
             process = server.fork(theirs, spec.model).result(IMPORT_S)
         except (ElasticError, TimeoutError) as error:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import shutil
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from elastic.assets import MODEL_DIR
-from elastic.cluster.control.connection import SocketConnection
+from elastic.cluster.control.connection import SocketConnection, socket_pair
 from elastic.cluster.control.handshake import compare_protocols
 from elastic.cluster.control.messages import Beat, Refused
 from elastic.cluster.launch import local as module
@@ -242,9 +244,38 @@ def test_without_a_fork_server_no_socket_is_left(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(module.socket, "socketpair", pair)
     monkeypatch.setattr(module.subprocess, "Popen", refuse)
-    with pytest.raises(BlockingIOError):
+    with pytest.raises(StateError, match="'r0' cannot be started now: no more processes"):
         LocalLauncher().start(RankSpec("r0", MODEL_DIR))
     assert [end.fileno() for pair in pairs for end in pair] == [-1, -1]
+
+
+def test_a_rank_for_which_no_descriptors_are_left_is_an_error_in_words(
+    launcher: LocalLauncher, start: Callable[..., FleetSide]
+) -> None:
+    start()
+    server, enough = launcher._server, resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert server is not None
+    ours, theirs = socket_pair()
+    limit = max(map(int, os.listdir("/proc/self/fd"))) + 1
+    with theirs:  # its number is above the limit: nobody gets it when it is closed
+        high = socket.socket(fileno=fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, limit))
+    fillers: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, enough[1]))
+        with suppress(OSError):  # none is left
+            while True:
+                fillers.append(os.open(os.devnull, os.O_RDONLY))
+        with pytest.raises(StateError, match="'r9' cannot be started now: Too many open files"):
+            launcher.start(RankSpec("r9", MODEL_DIR))
+        with pytest.raises(StateError, match="too many open files"):
+            server.fork(high, str(MODEL_DIR)).result(60)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, enough)
+        ours.close()
+        for filler in fillers:
+            os.close(filler)
+    assert len(start().answer("one")) == 8, "the same fork server starts others"
+    assert launcher._server is server
 
 
 class Forked:
