@@ -59,18 +59,13 @@ class Mailbox:
             for key in [key for key in self._arrived if key.step == step]:
                 del self._arrived[key]
 
-    def finish(self, reason: str) -> None:
-        """Nothing more comes; what has come can be taken. The first reason counts."""
-        with self.changed:
-            self.lost = self.lost or reason
-            self.changed.notify_all()
-
     def end(self, reason: str) -> None:
         """Nothing more comes, and what has come is dropped. The first reason counts."""
         with self.changed:
             self._arrived.clear()
             self._failed.clear()
-        self.finish(reason)
+            self.lost = self.lost or reason
+            self.changed.notify_all()
 
 
 def as_hidden(what: What, like: torch.Tensor, frm: str, key: Key) -> torch.Tensor:
