@@ -50,7 +50,7 @@ def encode_failure(step: int, failure: StepFailure) -> list[memoryview]:
 
 
 def read(stream: socket.socket) -> Frame:
-    """Return the next frame. Raises `EndOfStream`."""
+    """Return the next frame. Raises `EndOfStream`, also where what comes is none: nothing after it can be trusted."""
     *numbers, nbytes = _HEAD.unpack(_read_bytes(stream, _HEAD.size).numpy().tobytes())
     if nbytes == _GOODBYE:
         raise EndOfStream(orderly=True)
@@ -58,7 +58,10 @@ def read(stream: socket.socket) -> Frame:
         raise EndOfStream(orderly=False)
     if nbytes < 0:
         text = _read_bytes(stream, -1 - nbytes).numpy().tobytes()
-        return Frame(Key(*numbers), StepFailure(**json.loads(text)))
+        try:
+            return Frame(Key(*numbers), StepFailure(**json.loads(text)))
+        except (ValueError, TypeError):
+            raise EndOfStream(orderly=False) from None
     return Frame(Key(*numbers), _read_bytes(stream, nbytes))
 
 
