@@ -33,7 +33,8 @@ class DropHandler(ActionHandler):
         self._deferred = deferred
 
     def dry_run(self, action: Drop) -> PlanStep:
-        """Return what the action would do now. Raises `ConfigError` or `StateError` if it cannot be done."""
+        """Return what the action would do now, once digests are known. Raises `ConfigError` or `StateError` if it
+        cannot be done."""
         pages = sum(unit.held_pages - unit.shard_pages.pages(left) for unit, left in self._check(action))
         return PlanStep(action, "applied", 0, pages, 0, 0.0)
 
@@ -41,6 +42,7 @@ class DropHandler(ActionHandler):
         """Make what sits in the slots of a dropped layer."""
         prepared = PreparedAction(action)
         for unit, left in self._check(action):
+            self._require_digests(unit)
             contents = absent_contents(unit, Absence.DROPPED, left)
             prepared.switches.append(SlotSwitch(unit, unit.full, contents, unit.version(), left))
         return prepared
@@ -85,7 +87,11 @@ class DropHandler(ActionHandler):
             if layer.absent is Absence.DROPPED and not gone & layer.shards_here:
                 continue
             self._require_its_own(layer)
-            self._require_known(layer)
+            if layer.written:
+                raise StateError(
+                    f"{layer.name} was written since the model was wrapped: no other process has its weights, so it "
+                    "cannot be dropped; unwrap the model and wrap it again in all of them"
+                )
             require_no_gradients(layer)
             leaving.append((layer, layer.shards_here - gone))
         return leaving
@@ -96,7 +102,8 @@ class DropHandler(ActionHandler):
         if shared or not layer.slots:
             raise ConfigError(
                 f"{layer.name} has parameters that are used elsewhere too, or adapters "
-                f"({shared[0] if shared else 'all of them'}): it cannot be dropped"
+                f"({shared[0] if shared else 'all of them'}): it cannot be dropped; merge adapters before the model "
+                "is wrapped, or drop other layers"
             )
         self._weights.require_alone(layer.index)
         apart = next((unit for unit in self._weights.units(layer.index) if unit.part), None)
@@ -109,13 +116,8 @@ class DropHandler(ActionHandler):
             form = "in host memory" if layer.absent else f"in variant {layer.variant!r}"
             raise StateError(f"{layer.name} is {form}; restore it before it is dropped: rt.restore({layer.index})")
 
-    def _require_known(self, layer: WeightUnit) -> None:
-        """Raise `StateError` for a layer that could not come back bit for bit."""
-        if layer.written:
-            raise StateError(
-                f"{layer.name} was written since the model was wrapped: no other process has its weights, so it cannot "
-                "be dropped; unwrap the model and wrap it again in all of them"
-            )
+    def _require_digests(self, layer: WeightUnit) -> None:
+        """Raise `StateError` for a layer that nobody could know again when it comes back."""
         if not layer.digests:
             raise StateError(
                 f"the digest of {layer.name} is not known, by which its weights are known again when they come back; "

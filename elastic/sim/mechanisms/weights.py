@@ -133,6 +133,9 @@ class Weights:
         return done
 
     def _planned(self, action: Action) -> PlanStep:
+        if isinstance(action, Drop):
+            left = self._model.weight_pages(self._books.resident.difference(action.shards), self._books.packed)
+            return PlanStep(action, "applied", 0, self._books.weight_pages() - left, 0, 0.0)
         if not isinstance(action, Swap) or self._model.packed is None:
             raise StateError(f"a simulated rank plans no {type(action).__name__}")
         freed = len(action.layers) * (self._model.rank.pages.layer_weights - self._model.packed_pages)

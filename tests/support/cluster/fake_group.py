@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from elastic import CapacityError, StateError
+from elastic import CapacityError, ConfigError, StateError
 from elastic.cluster.control import stage_questions as ask
 from elastic.cluster.control.messages import Apply, Look, ModelFacts, RuntimeView
 from elastic.engines.core.kv_state import KVFormat, KVSource, LayersKV
@@ -20,7 +20,7 @@ from elastic.planning.arrangement.step_pages import StepPages
 from elastic.planning.sharding.heads import kv_parts
 from elastic.planning.sharding.numbers import by_layer
 from elastic.planning.sharding.shard_pages import ShardPages
-from elastic.types import Change, Drop, Fetch, Restore
+from elastic.types import Change, Drop, Fetch, PlanStep, Restore
 from support.cluster.fake_rank import BLOCK, FakeRank
 
 LAYERS, SECTOR, WEIGHT, COMMON = 6, 1, 8, 2
@@ -177,7 +177,7 @@ class GroupRank(FakeRank):
             if error is not None:
                 raise error
             answer.set_result(handler(question))
-        except (CapacityError, StateError) as error:
+        except (CapacityError, ConfigError, StateError) as error:
             answer.set_exception(error)
         return answer
 
@@ -325,9 +325,13 @@ class GroupRank(FakeRank):
         self.resident = set(range(len(self.path.ranks)))
         return 7
 
-    def on_apply(self, question: Apply) -> tuple[Change, ...]:
+    def on_apply(self, question: Apply) -> tuple[Change | PlanStep, ...]:
         (action,) = question.actions
         assert isinstance(action, Drop | Fetch | Restore)
+        if question.dry_run:
+            assert isinstance(action, Drop)
+            assert self.resident.issuperset(action.shards)
+            return (PlanStep(action, "applied", 0, 0, 0, 0.0),)
         before, shards = self.weights(), set(action.shards)
         if isinstance(action, Drop):
             assert shards <= self.resident

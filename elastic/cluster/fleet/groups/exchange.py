@@ -19,7 +19,6 @@ from elastic.cluster.control.stage_questions import (
     ResumeSteps,
     Room,
     SetCopies,
-    WeightDigests,
     WeightsOf,
 )
 from elastic.cluster.fleet.groups.caps.change import CapChange
@@ -37,6 +36,7 @@ from elastic.cluster.fleet.groups.transition import (
     plan_transition,
     plans_of,
 )
+from elastic.cluster.fleet.groups.weights.checks import compare_weights, require_droppable
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError, ElasticError, RankLost, StateError
 from elastic.planning.arrangement.caps import GAIN
@@ -72,9 +72,9 @@ class Exchange:
         """Change the group; it serves on. It stops where a flip fails: all is in order then, with a part of it done.
 
         First of all layers that are in a variant return to their full weights, unless all instances are to part. Before
-        anything changes caps are lowered, and what lives must fit in them: else it is `deferred`. Raises
-        `CapacityError` for a shape that the ranks have no memory for, `RankLost` if one is lost: the group is repaired
-        by who is told of it.
+        anything changes ranks are asked whether they can drop what is to leave them, and caps are lowered, in which
+        what lives must fit: else it is `deferred`. Raises `CapacityError` for a shape that the ranks have no memory
+        for, `RankLost` if one is lost: the group is repaired by who is told of it.
         """
         for home, path in self.target.paths.items():  # requests go by as many copies as there are to be: all alike yet
             if path.copies > self.group.shape.paths[home].copies:
@@ -88,6 +88,9 @@ class Exchange:
         group = self.group
         try:
             rooms = self._restore_variants(self._ranks.measure(group.members))
+            require_droppable(self._ranks, group.shape.leaving(self.target))
+        except RankLost:
+            raise
         except StateError as error:
             return self._result("deferred", str(error))
         books, most = self._books(rooms), self.form.layers_per_step
@@ -365,26 +368,6 @@ class Exchange:
 def keeps_staging(ranks: Ranks, group: Group) -> bool:
     """Return whether a group keeps room for a layer more at each rank, since a policy may have it drop more."""
     return bool(group.staged) and (group.shape.has_twice or len(ranks.serving()) > len(group.members))
-
-
-def compare_weights(ranks: Ranks, group: Group) -> None:
-    """Have ranks note what their weights are, and compare them, once. Raises `StateError` where they are not equal.
-
-    They were when the ranks joined; but only a layer that comes back as it was can be dropped.
-    """
-    if group.compared:
-        return
-    asked = {rank: WeightDigests(tuple(sorted(shards))) for rank, shards in group.shape.weights.items()}
-    first: dict[int, tuple[str, int]] = {}
-    for rank, digests in ranks.ask_all(asked).items():
-        for shard, digest in digests.items():
-            other, expected = first.setdefault(shard, (rank, digest))
-            if digest != expected:
-                raise StateError(
-                    f"layer {shard // group.shape.shards} of rank {rank!r} has other weights than that of {other!r}; "
-                    "start them anew"
-                )
-    group.compared = True
 
 
 def close_stages(ranks: Ranks, stages: Iterable[tuple[str, str]]) -> None:

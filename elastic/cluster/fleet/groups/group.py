@@ -111,6 +111,10 @@ class Shape:
         """Return the shards of a rank that it needs, or wants, of those that it has."""
         return self.weights[rank] & (self.needs(rank) | wanted[rank])
 
+    def leaving(self, target: Shape) -> dict[str, frozenset[int]]:
+        """Return the shards of each rank whose weights are gone when the group has another shape."""
+        return {rank: have - target.needs(rank) - target.weights[rank] for rank, have in self.weights.items()}
+
 
 @dataclass(eq=False)
 class Group:

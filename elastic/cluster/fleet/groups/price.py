@@ -15,12 +15,13 @@ from elastic.cluster.fleet.groups.group import Shape
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.results import Exchanged
 from elastic.cluster.fleet.groups.transition import flips_between
+from elastic.cluster.fleet.groups.weights.checks import require_droppable
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.controller.policies.action_costs import WEIGHT, ActionCost, ActionCosts
 from elastic.controller.policies.group_costs import priced
 from elastic.controller.sensors.sliding_window import moving_average
 from elastic.engines.pipeline.path import LayerPath
-from elastic.errors import RankLost
+from elastic.errors import RankLost, StateError
 from elastic.memory.rate_limit import YieldingPace
 from elastic.planning.pipeline.chunk_cost import Chunk, ModelCost
 from elastic.planning.pipeline.step_time import StepSeconds, shared_round_s
@@ -59,11 +60,19 @@ class DryRuns:
     def of(self, wanted: Sequence[Wanted], form: ExchangeForm) -> tuple[Exchanged, int]:
         """Return what would come of these changes, and the bytes of weights that would leave.
 
+        `deferred` where a rank says that it could not drop what is to leave it; of layers in a variant none is asked.
         Weights are counted as they are. Keys and values are those that requests have now, or that are kept for reuse.
         Where there is room for fewer layers at a time than the form says, there are more pauses than are counted.
         """
         rooms = self._ranks.measure(name for members, _ in wanted for name in members)
         changes = [_change(shape_of(members, rooms), target_of) for members, target_of in wanted]
+        try:
+            for now, target in changes:
+                require_droppable(self._ranks, _in_full(now.leaving(target), rooms))
+        except RankLost:
+            raise
+        except StateError as error:
+            return Exchanged("deferred", why=str(error)), 0
         cost, (before_s, slower) = learned_cost(self._log.events()), self._steps(changes, rooms)
         leaving = sum(weight_bytes(rooms, now, target) for now, target in changes)
         fetched = sum(weight_bytes(rooms, target, now) for now, target in changes)
@@ -122,6 +131,14 @@ def _change(now: Shape, target_of: Callable[[Shape], Shape]) -> Change:
     pairs = {home: (path, target.paths[home].copies) for home, path in now.paths.items()}
     paths = {home: path.with_copies(n) if n > path.copies else path for home, (path, n) in pairs.items()}
     return replace(now, paths=paths), target
+
+
+def _in_full(shards: Mapping[str, Collection[int]], rooms: Mapping[str, Room]) -> dict[str, list[int]]:
+    """Return those shards of ranks that are of no layer in a variant."""
+    return {
+        rank: [shard for shard in each if shard // rooms[rank].path.shards not in rooms[rank].in_variant]
+        for rank, each in shards.items()
+    }
 
 
 def step_waits(now: Shape, target: Shape, form: ExchangeForm) -> int:

@@ -13,7 +13,8 @@ from elastic.planning.sharding.numbers import by_layer
 
 Status = Literal["applied", "partial", "deferred", "planned"]
 """`applied`: as was asked. `partial`: it was stopped on the way; all serve on with the layers where they are now.
-`deferred`: nothing changed, live requests need too much of the memory. `planned`: a dry run."""
+`deferred`: no layer changed its rank; live requests need too much of the memory, or a rank cannot drop its weights.
+`planned`: a dry run; `deferred` there is what would come of it."""
 
 
 @dataclass(frozen=True)

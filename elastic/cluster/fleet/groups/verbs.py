@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from elastic.cluster.fleet.groups import targets
 from elastic.cluster.fleet.groups.caps.reach import largest_instances
-from elastic.cluster.fleet.groups.exchange import LIVE, compare_weights
+from elastic.cluster.fleet.groups.exchange import LIVE
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.groups import Groups
 from elastic.cluster.fleet.groups.results import (
@@ -21,6 +21,7 @@ from elastic.cluster.fleet.groups.results import (
     Restored,
     added_up,
 )
+from elastic.cluster.fleet.groups.weights.checks import compare_weights
 from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.refusals import VerbChecks, layer_numbers

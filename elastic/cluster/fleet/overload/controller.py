@@ -136,7 +136,7 @@ class OverloadController:
         drops, offers, lacking = [], [], lacking_bytes(snapshot)
         if plan.drops and not self._barred(plan):
             planned = self._verbs.drop(plan=_drop_plan(plan), dry_run=True, timeout_s=ACT_S, **self._form)
-            drops = [planned_offer("drop", planned)]
+            drops = [offer] if (offer := planned_offer("drop", planned)) is not None else []
         moved_in_vain = self._moving_since is not None and snapshot.at_s - self._moving_since > MOVES_S
         if self._moves and not moved_in_vain:
             cost = learned_cost(self._log.events(), MOVED)

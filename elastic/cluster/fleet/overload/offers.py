@@ -27,9 +27,10 @@ def lacking_bytes(snapshot: FleetSnapshot) -> int:
     return max(1, lacking + max(0, queued))
 
 
-def planned_offer(kind: Literal["drop", "reshard"], planned: Dropped | Resharded) -> Offer:
-    """Return the offer of a drop, or of ranks to share layers, by its dry run."""
-    assert planned.price is not None
+def planned_offer(kind: Literal["drop", "reshard"], planned: Dropped | Resharded) -> Offer | None:
+    """Return the offer of a drop, or of ranks to share layers, by its dry run; None where it would be deferred."""
+    if planned.price is None:
+        return None
     return Offer(kind, planned.price.seconds, planned.freed_bytes)
 
 

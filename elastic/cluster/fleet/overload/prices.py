@@ -42,20 +42,19 @@ class PricedVerbs(GroupVerbs, RankVerbs):
         least = min(now.groups, key=lambda group: (len(group.members), group.free_bytes))
         waits = replace(least, waiting_bytes=least.free_bytes + needed)  # the fullest one, for more than is free
         short = replace(now, groups=tuple(waits if group is least else group for group in now.groups))
-        offers = [move_offer(short, settings.kv_high, learned_cost(self._log.events(), MOVED))]
+        offers: list[Offer | None] = [move_offer(short, settings.kv_high, learned_cost(self._log.events(), MOVED))]
         with suppress(CapacityError, ConfigError):  # no drop frees so much, or ranks cannot reach each other
             offers.append(planned_offer("drop", self.drop(needed, dry_run=True)))
-        if (shared := _share_offer(self, short, needed)) is not None:
-            offers.append(shared)
+        offers.append(_share_offer(self, short, needed))
         if (swap := Swaps(self, settings).plan(short)) is not None:
             offers.append(swap.offer)
         offers.append(add_offer(short, START_S))
-        offers = [offer for offer in offers if offer.relieved_bytes > 0]
+        possible = [offer for offer in offers if offer is not None and offer.relieved_bytes > 0]
         back = self.restore(dry_run=True)
         assert back.price is not None
         if back.fetched_bytes:
-            offers.append(Offer("restore", back.price.seconds, back.price.relieved_bytes))
-        return tuple(offers)
+            possible.append(Offer("restore", back.price.seconds, back.price.relieved_bytes))
+        return tuple(possible)
 
 
 def _share_offer(fleet: GroupVerbs, snapshot: FleetSnapshot, needed: int) -> Offer | None:
@@ -66,6 +65,6 @@ def _share_offer(fleet: GroupVerbs, snapshot: FleetSnapshot, needed: int) -> Off
     with suppress(CapacityError, ConfigError):  # layers are not cut so, or ranks cannot reach each other
         for tp in (count for count in (2, 4) if count <= len(ranks)):
             offer = planned_offer("reshard", fleet.reshard(ranks[:tp], tp=tp, dry_run=True))
-            if offer.relieved_bytes >= needed:
+            if offer is None or offer.relieved_bytes >= needed:
                 break
     return offer

@@ -35,7 +35,10 @@ class Shares:
         self._done_s = -math.inf
 
     def plan(self, plan: OverloadPlan) -> SharePlan | None:
-        """Plan it for those that would drop; None: these are no number that can share, or do not serve alone."""
+        """Plan it for those that would drop.
+
+        None: these are no number that can share, do not serve alone, or cannot drop weights.
+        """
         ranks = tuple(name for group in plan.drops for name in group.members)
         grouped = {name for group in self._verbs.groups() for name in group.members}
         if not 2 <= len(ranks) <= self._most_ranks or len(ranks) & (len(ranks) - 1) or grouped.intersection(ranks):
@@ -44,7 +47,8 @@ class Shares:
             planned = self._verbs.reshard(ranks, tp=len(ranks), dry_run=True, **self._form)
         except (ConfigError, CapacityError):  # of other hosts, or not cut so
             return None
-        return SharePlan(ranks, planned_offer("reshard", planned))
+        offer = planned_offer("reshard", planned)
+        return None if offer is None else SharePlan(ranks, offer)
 
     def do(self, plan: SharePlan, now_s: float, timeout_s: float, why: str) -> Resharded:
         """Have ranks share their layers. Raises what the fleet's verbs raise."""
