@@ -165,6 +165,7 @@ def undropped(now: Shape) -> Shape:
 
 def migrated(now: Shape, home: str, layers: Sequence[int], rank: str) -> Shape:
     """Return the shape in which a rank computes these layers of an instance. Who has weights keeps them."""
+    _require_some(layers)
     require_layers(now.layers, home, layers)
     path, shards = now.paths[home], frozenset(of_layers(layers, now.shards))
     ranks = tuple(rank if shard % now.numbers in shards else other for shard, other in enumerate(path.ranks))
@@ -174,8 +175,7 @@ def migrated(now: Shape, home: str, layers: Sequence[int], rank: str) -> Shape:
 
 def replicated(now: Shape, home: str, layers: Collection[int], rank: str) -> Shape:
     """Return the shape in which a rank has a second copy of these layers of an instance, for half of its requests."""
-    if not layers:
-        raise ConfigError("layers=() names none; name one at least")
+    _require_some(layers)
     require_layers(now.layers, home, layers)
     path, shards = now.paths[home], frozenset(of_layers(layers, now.shards))
     first, second = path.of_copy(0).ranks, path.of_copy(path.copies - 1).ranks
@@ -204,6 +204,11 @@ def require_layers(count: int, rank: str, layers: Iterable[int]) -> None:
     """Raise `ConfigError` for layers that a rank's model of so many has not."""
     if wrong := [layer for layer in layers if not 0 <= layer < count]:
         raise ConfigError(f"layers: rank {rank!r} has no layer {wrong[0]}; its model has {count}")
+
+
+def _require_some(layers: Collection[int]) -> None:
+    if not layers:
+        raise ConfigError("layers=() names none; name one at least")
 
 
 def _part_of(now: Shape, rank: str, layers: Iterable[int]) -> Iterator[int]:

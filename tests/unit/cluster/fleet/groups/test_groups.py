@@ -536,6 +536,9 @@ def test_what_makes_no_group_is_refused_in_words(fleets: Any) -> None:
         fleet.drop(layers={"r0": [9], "r1": ()})
     with pytest.raises(ConfigError, match="no rank 'r7'"):
         fleet.migrate("r0", [1], "r7")
+    for verb in (fleet.migrate, fleet.replicate):
+        with pytest.raises(ConfigError, match="names none; name one at least"):
+            verb("r0", [], "r1")
     with pytest.raises(ConfigError, match="name two ranks"):
         fleet.merge("r0")
     with pytest.raises(ConfigError, match="plan=5 cannot be; it must be a DropPlan"):
