@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
-from elastic.errors import CapacityError, Overloaded
+from elastic.errors import CapacityError, Overloaded, StateError
 from elastic.sim.core.clock import VirtualClock, random_stream
 from elastic.sim.core.fleet import SimulatedFleet
 from elastic.sim.core.host import ComputeTurn, SharedDevices, SharedHost
@@ -149,7 +149,7 @@ class Run:
         listener = self.report.listener(job, lambda: fleet.answers.pop(request.id, None), model=model)
         try:
             fleet.submit(request, listener)
-        except (CapacityError, Overloaded):
+        except (CapacityError, Overloaded, StateError):
             fleet.answers.pop(request.id, None)
             self.report.refused(model)
 

@@ -58,6 +58,8 @@ class Dispatcher:
         self.records: dict[str, RequestRecord] = {}
         self.queue: deque[RequestRecord] = deque()
         self.held = HeldRequests()
+        self.closed = ""
+        """Why no more requests are taken."""
         self.forms: list[tuple[str, ...]] = []
         self.log = log
         self.clock = clock
@@ -74,19 +76,17 @@ class Dispatcher:
 
     # -- what users ask
 
-    def submit(self, request: Request, listener: Listener, block_tokens: int | None) -> None:
-        """Take a request; `block_tokens`: the size of blocks by whose hashes it is routed, None: it is not.
-
-        Raises `ConfigError` for an id in use, `CapacityError` for what never fits anywhere, `Overloaded` when too many
-        wait; then nothing is queued.
-        """
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Take a request. Raises `ConfigError` for an id in use, `CapacityError` for what never fits anywhere,
+        `Overloaded` when too many wait, `StateError` when it is closed; then nothing is queued."""
         record = new_record(request, listener, self.clock())
-        if self._routing == "prefix" and block_tokens:
-            record.prompt_blocks = len(request.prompt) // block_tokens
+        if self._routing == "prefix":
             sharing = [instance for instance in [*self.instances.values()] if instance.hello.shares_prefixes]
             sizes = {instance.kv_format.block_tokens for instance in sharing}
             record.hashes = {size: block_hashes(request.prompt, size) for size in sizes}
         with self.lock:
+            if self.closed:
+                raise StateError(self.closed)
             names = {answer.state.id for answer in record.answers}
             if request.id in self.records or not self._names.isdisjoint(names):
                 raise ConfigError(f"request id {request.id!r} is in use; choose another")

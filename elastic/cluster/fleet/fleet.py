@@ -189,10 +189,7 @@ class Fleet(PricedVerbs):
         require_valid(request, facts.vocabulary, facts.longest)
         if request.grammar is not None and self._grammars is not None:
             self._grammars.matcher(request.grammar)
-        kv = self._members.kv_format
-        self._dispatcher.submit(with_ends(request, facts.end_tokens), listener, kv.block_tokens if kv else None)
-        if self._state != "serving":  # it was stopped meanwhile, and may not have seen the request
-            self._dispatcher.cancel(request.id, None)
+        self._dispatcher.submit(with_ends(request, facts.end_tokens), listener)
 
     def longest_request(self, most: int, *, ever: bool = False) -> int:
         """Return the most tokens of a request for the KV cache of the instance that can have most; see `Engine`."""
@@ -220,6 +217,8 @@ class Fleet(PricedVerbs):
                 return
             drain = drain and self._state in ("serving", "draining")
             self._state = "draining" if drain else "stopping"
+        with self._dispatcher.lock:  # what it has by now is drained
+            self._dispatcher.closed = f"the fleet is {self._state}; make a new one"
         try:
             if drain:
                 self._drain(timeout_s)
@@ -253,7 +252,6 @@ class Fleet(PricedVerbs):
             self._supervisor.stop()
             self._starter.end_all()  # one may have come in the place of another
             self._members.cancel_requests()
-            self._launcher.close()
             _fleets.discard(self)
             with self._lock:
                 self._state = "stopped"

@@ -150,7 +150,7 @@ class Instance:
         self.changes += 1
         self.records[record.request.id] = record
         self.given += 1
-        prompt = max(0, record.prompt_blocks - cached)
+        prompt = max(0, len(record.request.prompt) // self.kv_format.block_tokens - cached)
         self.unheard[record.request.id] = _Unheard(all_blocks(self.kv_format, record) - cached, prompt)
 
     def reserve(self, record: RequestRecord) -> None:

@@ -94,7 +94,6 @@ class SimulatedFleet:
         """Those that were ever there."""
         self.on_lost: Callable[[Instance, str], None] = lambda instance, why: None
         """Told when an instance has ended."""
-        self._by_prefix = routing == "prefix"
         self._instance = EagerInstance if at_once else Instance
         self._beating = False
         self._name = name
@@ -129,7 +128,7 @@ class SimulatedFleet:
 
     def submit(self, request: Request, listener: Listener) -> None:
         """Take a request. Raises `CapacityError` and `Overloaded` as a fleet does."""
-        self.dispatcher.submit(request, listener, self.model.engine.block_tokens if self._by_prefix else None)
+        self.dispatcher.submit(request, listener)
         self._watch()
 
     def check(self) -> None:

@@ -21,9 +21,10 @@ from elastic.cluster.fleet.policy_threads import PolicyThreads
 from elastic.cluster.fleet.records.memory_file import hold_memory
 from elastic.cluster.fleet.supervisor import Supervisor
 from elastic.cluster.rank.spec import RankSpec
+from elastic.engines.base import Listener, Request
 from elastic.engines.core.kv_state import KVDirectory, KVSource
 from elastic.engines.pipeline.turn import StageTimes
-from elastic.errors import ElasticError
+from elastic.errors import ElasticError, StateError
 from elastic.memory.backends.shared_file import host_name, share
 from elastic.sim.core.executor import LocalExecutor
 from elastic.sim.core.fleet import SimulatedFleet
@@ -93,7 +94,7 @@ class ElasticFleet(SimulatedFleet):
             self._supervisor = Supervisor(
                 self.dispatcher, self.log, starter, replaces=replaces, beat_timeout_s=2.0, hang_timeout_s=60.0
             )
-            self.members.on_lost = self._supervisor.lost
+            self.members.on_losing, self.members.on_lost = self._supervisor.expect, self._supervisor.lost
             self._threads = PolicyThreads(
                 self._policies, self.dispatcher, self.log, mover, self.verbs, groups, self._scale_out
             )
@@ -140,6 +141,12 @@ class ElasticFleet(SimulatedFleet):
         self.dispatcher.check()
         for name in self.dispatcher.instances:
             self.world.ranks[name].check()
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Take a request. Raises as a fleet does: `StateError`, too, where no rank is left and none comes."""
+        if self._supervisor.hopeless:
+            raise StateError("no rank is left, and none comes")
+        super().submit(request, listener)
 
     # -- faults
 

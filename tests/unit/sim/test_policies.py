@@ -118,6 +118,15 @@ def test_faults_befall_instances_and_lose_nothing() -> None:
     assert run.report.requests["completed"] == run.report.requests["arrived"]
 
 
+@pytest.mark.parametrize("at_s", [0, 2.0])
+def test_requests_that_come_when_no_rank_is_left_are_refused(at_s: float) -> None:
+    faults = [{"at_s": at_s, "kind": "kill", "instance": number} for number in range(2)]
+    requests = figures({"faults": faults}).report.requests
+    assert requests["rejected"] > 0
+    assert requests["rejected"] + requests["completed"] + requests["failed"] == requests["arrived"]
+    assert at_s or requests["rejected"] == requests["arrived"]
+
+
 @pytest.mark.parametrize(
     ("mechanisms", "words"),
     [

@@ -34,6 +34,7 @@ def choose(
         if instance.holds(record, cached, reserved.get(name, 0) if reserved else 0):
             ahead = sum(unheard.prompt_blocks for unheard in instance.unheard.values()) if instance.unheard else 0
             room = instance.sequences, instance.free_blocks
-            candidates.append(RoutingCandidate(name, *room, ahead, cached, instance.given))
-    best = route(candidates, record.prompt_blocks, routing)
+            size = instance.kv_format.block_tokens
+            candidates.append(RoutingCandidate(name, *room, ahead, cached, instance.given, size))
+    best = route(candidates, routing)
     return None if best is None else (instances[best.name], best.cached_blocks)

@@ -24,6 +24,8 @@ class RoutingCandidate:
     """Blocks of the beginning of this request's prompt that it has."""
     given: int = 0
     """Requests that it was given since it came."""
+    block_tokens: int = 1
+    """Of each of its blocks."""
 
 
 def freeness(free_blocks: int, sequences: int) -> float:
@@ -31,19 +33,17 @@ def freeness(free_blocks: int, sequences: int) -> float:
     return free_blocks / max(1, sequences) if free_blocks > 0 else float(free_blocks)
 
 
-def route(
-    candidates: Sequence[RoutingCandidate], prompt_blocks: int, routing: Routing = "prefix"
-) -> RoutingCandidate | None:
-    """Return where a request with so many blocks of prompt goes; None without candidates.
+def route(candidates: Sequence[RoutingCandidate], routing: Routing = "prefix") -> RoutingCandidate | None:
+    """Return where a request goes; None without candidates.
 
-    `prefix`: where the least has to be computed before its answer gets on, in blocks: those of its prompt that are not
-    cached there, those of the prompts that are before it, and one for each running sequence, which computes a block
-    while this one fills one. So a cached beginning wins just where it saves more than the request would wait and
-    share. Among equal ones, and with `freeness`: where the most blocks are left for each sequence. `least_load`: where
-    the fewest sequences are. `round_robin`: where the fewest requests went.
+    `prefix`: where the least has to be computed before its answer gets on: the blocks of its prompt that are not cached
+    there, those of the prompts that are before it, and one for each running sequence, which computes a block while this
+    one fills one. So a cached beginning wins just where it saves more than the request would wait and share. Among
+    equal ones, and with `freeness`: where the most blocks are left for each sequence. `least_load`: where the fewest
+    sequences are. `round_robin`: where the fewest requests went.
     """
     rules: Mapping[Routing, Callable[[RoutingCandidate], tuple[float, ...]]] = {
-        "prefix": lambda c: (prompt_blocks - c.cached_blocks + c.waiting_blocks + c.sequences, -_freeness(c)),
+        "prefix": lambda c: ((c.waiting_blocks + c.sequences - c.cached_blocks) * c.block_tokens, -_freeness(c)),
         "freeness": lambda c: (-_freeness(c),),
         "least_load": lambda c: (c.sequences, -c.free_blocks),
         "round_robin": lambda c: (c.given,),

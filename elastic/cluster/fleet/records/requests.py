@@ -62,8 +62,6 @@ class RequestRecord:
     hashes: Mapping[int, list[bytes]] = field(default_factory=dict)
     """Of the prompt's full blocks, by the tokens of a block, which ranks may have of their own; none where no rank
     shares them."""
-    prompt_blocks: int = 0
-    """Full blocks of the prompt, where it is routed by what is to be computed of it."""
     instance: str | None = None
     """Who computes it; None: it waits at the fleet."""
     given_s: float = 0.0

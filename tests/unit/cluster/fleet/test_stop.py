@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from elastic import ConfigError
+from elastic import ConfigError, StateError
 from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.rank.spec import RankSpec
 from elastic.engines.base import Request
 from support.cluster.fake_rank import FakeLauncher, FakeRank
 from support.serving.generations import Collector
@@ -110,6 +111,61 @@ def test_one_that_drains_waits_with_another_one(world: World) -> None:
         assert not thread.is_alive()
     assert world.heard.ends["a"].finish == "length"
     assert world.launcher.closed
+
+
+def test_a_request_that_was_taken_as_a_drain_begins_is_drained(world: World) -> None:
+    submit, stopping = world.fleet._dispatcher.submit, list[threading.Thread]()
+
+    def slow(*args: Any) -> None:
+        submit(*args)
+        stopping.append(world.stopping())
+        assert world.waits.wait(20)
+
+    world.fleet._dispatcher.submit = slow  # type: ignore[method-assign]
+    world.fleet.submit(Request((1, 2), 4, id="b"), world.heard)
+    world.rank.step(4)
+    stopping[0].join(20)
+    assert not stopping[0].is_alive()
+    assert {world.heard.ends[name].finish for name in "ab"} == {"length"}
+
+
+def test_a_request_that_comes_as_a_drain_begins_is_refused(world: World) -> None:
+    submit, stopping = world.fleet._dispatcher.submit, list[threading.Thread]()
+
+    def late(*args: Any) -> None:
+        stopping.append(world.stopping())
+        assert world.waits.wait(20)
+        submit(*args)
+
+    world.fleet._dispatcher.submit = late  # type: ignore[method-assign]
+    with pytest.raises(StateError, match="the fleet is draining; make a new one"):
+        world.fleet.submit(Request((1, 2), 4, id="b"), world.heard)
+    world.rank.step(4)
+    stopping[0].join(20)
+    assert world.heard.ends["a"].finish == "length"
+    assert "b" not in world.heard.ends
+
+
+def test_a_rank_that_loads_in_the_place_of_another_is_ended(caplog: pytest.LogCaptureFixture) -> None:
+    launcher, loads, closed = FakeLauncher(), threading.Event(), threading.Event()
+    start, close = launcher.start, launcher.close
+
+    def load(spec: RankSpec) -> Any:
+        if spec.name == "r0":
+            return start(spec)
+        loads.set()
+        assert closed.wait(20), "it is ended by who started it"
+        raise StateError("it was ended while it was loading")
+
+    launcher.start = load  # type: ignore[method-assign]
+    launcher.close = lambda: (closed.set(), close())  # type: ignore[method-assign, assign, return-value]
+    fleet = Fleet("no model", launch=launcher, beat_timeout_s=1e6, hang_timeout_s=1e6)
+    fleet.start()
+    launcher.ranks["r0"].die()
+    assert loads.wait(20)
+    caplog.clear()
+    fleet.stop(drain=False)
+    assert not caplog.records
 
 
 def test_one_that_begins_while_ranks_end_returns_when_they_have(world: World) -> None:

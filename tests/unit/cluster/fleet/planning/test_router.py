@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +16,8 @@ candidates = st.lists(
 )
 
 
-def chosen(*candidates: RoutingCandidate, blocks: int = 10, routing: str = "prefix") -> str | None:
-    best = route(candidates, blocks, routing)  # type: ignore[arg-type]
+def chosen(*candidates: RoutingCandidate, routing: str = "prefix") -> str | None:
+    best = route(candidates, routing)  # type: ignore[arg-type]
     return best.name if best is not None else None
 
 
@@ -47,11 +49,18 @@ def test_other_policies_look_at_one_thing() -> None:
     assert chosen(a, b, routing="round_robin") == "b"
 
 
-@given(candidates, st.integers(0, 40))
-def test_none_is_better_than_the_chosen_one(found: list[RoutingCandidate], blocks: int) -> None:
-    def cost(c: RoutingCandidate) -> int:
-        return blocks - c.cached_blocks + c.waiting_blocks + c.sequences
+def test_blocks_of_unlike_sizes_count_by_their_tokens() -> None:
+    small = RoutingCandidate("small", 0, 100, cached_blocks=8, block_tokens=4)
+    large = RoutingCandidate("large", 0, 100, cached_blocks=3, block_tokens=16)
+    assert chosen(small, large) == "large"
+    assert chosen(small, replace(large, sequences=2)) == "small"
 
-    best = route(found, blocks)
+
+@given(candidates)
+def test_none_is_better_than_the_chosen_one(found: list[RoutingCandidate]) -> None:
+    def cost(c: RoutingCandidate) -> int:
+        return c.waiting_blocks + c.sequences - c.cached_blocks
+
+    best = route(found)
     assert (best is None) == (not found)
     assert best is None or cost(best) == min(map(cost, found))
