@@ -105,9 +105,9 @@ class Deployed:
         """Start the ranks, and have them be as is planned. Raises what they raise; then nothing is left."""
         with self._lock:
             began_s = time.monotonic()
-            self.fleet.start()
-            self._begin_s = time.monotonic() - began_s
             try:
+                self.fleet.start()
+                self._begin_s = time.monotonic() - began_s
                 self._transition.follow()
                 begun = whole(self.plan)
                 if self._by_shares:  # these begin without limits

@@ -94,6 +94,7 @@ class Deployments:
         self._harvester = Harvester(self._book, self._store, self._measured) if harvest else None
         self._watches = replanning is not None
         self._deployed: dict[str, Deployed] = {}
+        self._beginning: dict[str, Deployed] = {}
         self._ending: dict[str, Deployed] = {}
         self._lock = threading.RLock()  # of changes
         self._started = self._ended = False
@@ -116,9 +117,9 @@ class Deployments:
         with self._lock:
             if self._harvester is not None:
                 self._harvester.stop()
-            left = {**self._ending, **self._deployed}
-            self._ending |= self._deployed
+            self._ending |= self._deployed | self._beginning
             self._deployed.clear()
+            left = list(self._ending)
         for name in left:
             self._end(name, drain)
         _open.discard(self)
@@ -188,12 +189,11 @@ class Deployments:
                     self._store,
                     count,
                 )
-                deployed.start()
             except BaseException:
                 self._book.release(name)
                 raise
-            self._deployed[name] = deployed
-            return deployed.status()
+            self._beginning[name] = deployed
+        return self._begin(name, deployed)
 
     def intend(
         self,
@@ -285,6 +285,19 @@ class Deployments:
             for each in deployed:
                 self._look(each, now_s)
 
+    def _begin(self, name: str, deployed: Deployed) -> DeploymentStatus:
+        """Start a deployment, beside changes of others; it is one of them when it serves."""
+        try:
+            deployed.start()
+            with self._lock:
+                if self._ended:  # whoever did that ends this, too
+                    raise StateError(f"the deployments were stopped while {name!r} began")
+                self._deployed[name] = deployed
+        finally:
+            with self._lock:
+                del self._beginning[name]
+        return deployed.status()
+
     def _end(self, name: str, drain: bool) -> None:
         """End what is to end, beside changes of others; where it may not end here (in a listener), it stays."""
         deployed = self._ending.get(name)
@@ -320,6 +333,8 @@ class Deployments:
             raise StateError("start the deployments first, or make new ones: `with elastic.Deployments(...) as fleet`")
         if name in self._deployed:
             raise ConfigError(f"{name!r} is deployed; give another name, or change it with intend({name!r}, ...)")
+        if name in self._beginning:
+            raise StateError(f"{name!r} begins; wait until it serves, or give another name")
         if name in self._ending:
             raise StateError(f"{name!r} ends when its requests have; wait for that, or give another name")
 

@@ -70,9 +70,10 @@ class Supervisor:
         self._watch.start()
 
     def stop(self) -> None:
-        """Watch no more, and replace none; return when no thread is left."""
+        """Watch no more, and replace none; return when no thread is left. Ranks that are loading are ended."""
         self._stopping.set()
         self._watch.stop()
+        self._starter.launcher.close()
         for thread in self._threads:
             if thread.ident is not None and thread is not clock.current_thread():
                 thread.join()
@@ -126,6 +127,8 @@ class Supervisor:
                 try:
                     instance = self._starter.start(spec)
                 except ElasticError as error:
+                    if self._stopping.is_set():
+                        return
                     why = str(error)
                     self._log.add("refused", rank=spec.name, why=f"in the place of {name!r}: {why}")
                     logger.warning("rank %s could not be replaced: %s", name, why)
@@ -134,7 +137,8 @@ class Supervisor:
                     self._seats[instance.name] = seat
                 self._log.add("replaced", rank=name, instance=instance.name)
                 return
-            logger.error("rank %s is given up after %d tries: %s", name, seat.tries, why)
+            if not self._stopping.is_set():
+                logger.error("rank %s is given up after %d tries: %s", name, seat.tries, why)
         finally:
             with self._lock:
                 self._coming.discard(name)

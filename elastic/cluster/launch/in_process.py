@@ -58,16 +58,23 @@ class InProcessLauncher:
         require_period(start_timeout_s, "start_timeout_s")
         self._start_timeout_s = start_timeout_s
         self._ranks: list[RankThread] = []
+        self._closed = False
+        self._lock = threading.Lock()  # of the two above
 
     def start(self, spec: RankSpec) -> RankClient:
         """Start a rank; see `Launcher`."""
         ours, theirs = queue_pair()
-        rank = RankThread(spec, theirs)
-        self._ranks.append(rank)
+        with self._lock:
+            if self._closed:
+                raise StateError("the launcher was closed; make a new one")
+            rank = RankThread(spec, theirs)
+            self._ranks.append(rank)
         return await_hello(ours, rank, spec.name, timeout_s=self._start_timeout_s)
 
     def close(self) -> None:
-        """End all that it has started, and wait until their models are unwrapped."""
+        """End all that it has started, and wait until their models are unwrapped. Can be called twice."""
+        with self._lock:
+            self._closed = True
         while self._ranks:
             rank = self._ranks.pop()
             rank.kill()

@@ -123,6 +123,40 @@ def test_one_that_ends_holds_up_no_other_and_stopping_all_does_not_wait_for_its_
     assert fleet.names() == ()
 
 
+def test_one_that_begins_holds_up_no_other_and_stopping_all_ends_it(
+    fleet: Deployments, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.deploy(path, load=LOAD, name="stays")
+    start, begun, may_begin, raised = Deployed.start, threading.Event(), threading.Event(), list[StateError]()
+
+    def slow(deployed: Deployed) -> None:
+        begun.set()
+        assert may_begin.wait(30)
+        start(deployed)
+
+    def deploy() -> None:
+        try:
+            fleet.deploy(path, load=LOAD, name="begins")
+        except StateError as error:
+            raised.append(error)
+
+    monkeypatch.setattr(Deployed, "start", slow)
+    beginning = threading.Thread(target=deploy)
+    beginning.start()
+    assert begun.wait(30)
+    assert fleet.intend("stays", "latency", dry_run=True).status in ("planned", "unchanged")
+    with pytest.raises(StateError, match="'begins' begins; wait until it serves"):
+        fleet.deploy(path, name="begins")
+    fleet.remove("stays")
+    assert fleet.names() == ()
+    fleet.stop(drain=False)
+    may_begin.set()
+    beginning.join(30)
+    assert not beginning.is_alive()
+    assert len(raised) == 1
+    assert all(device.free_bytes == device.memory_bytes for device in fleet.devices())
+
+
 def test_a_fault_in_a_look_ends_no_later_ones(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
 
