@@ -171,7 +171,7 @@ def serve(options: Namespace) -> int:
             body_timeout_s=options.body_timeout,
             tool_call_parser=options.tool_call_parser,
             allowed_origins=options.allowed_origins,
-            model_options=lambda path: answering(path, options),
+            model_options=lambda path: answering(path, options, beside=True),
         )
         return run(
             app,
@@ -236,12 +236,15 @@ def deployed(options: Namespace, name: str, stack: ExitStack) -> dict[str, Any]:
     return {"engine": deployments[name], **own, "deployments": deployments}
 
 
-def answering(path: str, options: Namespace) -> dict[str, Any]:
-    """Return what a server needs besides ranks to answer for the model of a directory. Raises `ConfigError`."""
+def answering(path: str, options: Namespace, *, beside: bool = False) -> dict[str, Any]:
+    """Return what a server needs besides ranks to answer for the model of a directory. Raises `ConfigError`.
+
+    `beside`: it is not the server's own model, for which the options were said.
+    """
     tokenizer, model = read_configs(path)
     return {
         "tokenizer": tokenizer,
-        "max_model_len": longest(model, options),
+        "max_model_len": longest(model, options, beside=beside),
         "sampling_defaults": sampling_defaults(model, options.generation_config),
         "grammars": compiler_of(model, tokenizer),
     }
@@ -310,11 +313,16 @@ def _check(options: Namespace, token: str | None) -> None:
     require_at_least(1, parse_bytes(options.max_body, option="--max-body"), "--max-body")
 
 
-def longest(model: Any, options: Namespace) -> int | None:
-    """Return the most tokens of prompt and answer: the option's, or the model's. Raises `ConfigError`."""
+def longest(model: Any, options: Namespace, *, beside: bool = False) -> int | None:
+    """Return the most tokens of prompt and answer: the option's, or the model's.
+
+    Raises `ConfigError` for an option that is more than the model's; of one `beside` the server's own it is the model's.
+    """
     context = batch_context_length(model.config.get_text_config(decoder=True))
     wanted: int | None = options.max_model_len
     if context and wanted is not None and wanted > context:
+        if beside:
+            return context
         raise ConfigError(
             f"--max-model-len {wanted} is more than the {context} tokens of the model's context (with longrope: of the "
             "original one)"

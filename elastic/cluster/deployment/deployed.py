@@ -17,8 +17,8 @@ from elastic.cluster.deployment.hysteresis import Hysteresis, Replanning
 from elastic.cluster.deployment.load_meter import LoadMeter
 from elastic.cluster.deployment.price import priced
 from elastic.cluster.deployment.status import DeploymentStatus, Replanned, TransitionStep, links_of, stages_of
-from elastic.cluster.deployment.steps import apart, same, steps_between, whole
-from elastic.cluster.deployment.transition import DeploymentTransition, observed
+from elastic.cluster.deployment.steps import as_begun, same, steps_between, whole
+from elastic.cluster.deployment.transition import DeploymentTransition, forms_at, observed
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.errors import ConfigError, ElasticError, StateError
 from elastic.estimation.profile import CostProfile
@@ -61,6 +61,7 @@ class Deployed:
         self._numbers = itertools.count()
         self._ranks: dict[str, str] = {}
         self._places: dict[str, str] = {}  # device -> the place of its rank
+        self._forms: frozenset[str] = frozenset()  # that layers were in at the last look
         self._begin_s: float | None = None  # that ranks took to begin
         self._above_limits = False  # whether ranks had more keys and values than their limits when these were set
         self.meter = LoadMeter(load)
@@ -175,10 +176,12 @@ class Deployed:
         """
         with self._lock:
             self._check_follows(replicas or self.replicas)
-            self._catch_up()
+            has_begun = self._catch_up()
             best = self.best(load, intent, replicas)
             if isinstance(best, Refusal):
                 raise no_place(self.name, best)
+            if not has_begun:
+                self._note_form(best.configuration.weights)
             if not dry_run:
                 self.intent, self.replicas = intent, replicas or self.replicas
                 return self._become(best, why)
@@ -290,28 +293,21 @@ class Deployed:
         self._transition.follow()
         if not self._ranks:
             raise StateError(f"no rank of {self.name!r} is left, and none comes; remove it, and deploy it anew")
+        self._forms = forms_at(self.fleet, self._ranks.values())
         if before == self._ranks and set(before) == set(self.plan.devices):
+            if self.plan.configuration.weights not in self._forms:
+                self._note_form(self.plan.configuration.weights)
             return False
-        self.plan = self._as_begun()
+        self.plan = as_begun(self.plan, self._ranks.keys(), self._seen)
         return True
 
-    def _as_begun(self) -> Deployment:
-        """Return the plan with ranks that took the place of lost ones, and those that these left, as they begin.
-
-        Instances whose ranks began with their shares are what they were, and so are those that lost none. Ranks of no
-        instance are there where a change was stopped.
-        """
-        wanted, stages = self.plan.configuration, list[Stage]()
-        for instance in self.plan.instances:
-            names = {name for stage in instance for name in stage.devices}
-            seen, whole_yet = self._seen(names), self._ranks.keys() >= names
-            stays = wanted.ranks > 1 and whole_yet and (seen.tp, seen.pp) == (wanted.tp, wanted.pp)
-            stages += instance if stays else apart(instance)
-        every = range(self.plan.stages[-1].layers.stop)
-        stages = [stage for stage in stages if self._ranks.keys() >= set(stage.devices)]
-        stages += [Stage(every, (name,), 0) for name in self._ranks if all(name not in each.devices for each in stages)]
-        begun = whole(self.plan) if wanted.ranks == 1 else self.plan
-        return replace(begun, stages=tuple(stages))
+    def _note_form(self, wanted: str) -> None:
+        """Have the plan say in which form layers are, as after a swap by hand; of several not in the `wanted` one."""
+        seen = self._forms & {*self.chooser.weights}
+        forms = sorted(seen - {wanted}) or sorted(seen)
+        if forms and forms[0] != self.plan.configuration.weights:
+            self.plan = replace(self.plan, configuration=replace(self.plan.configuration, weights=forms[0]))
+            self.plan = replace(self.plan, estimate=self.estimate())
 
     def _seen(self, devices: Iterable[str]) -> Configuration:
         """Return the configuration that the ranks of some devices are in; without any, that of one that begins."""

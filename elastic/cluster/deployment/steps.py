@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from elastic.cluster.deployment.status import StepKind, TransitionStep
 from elastic.planning.deployment.devices import Stage
 from elastic.planning.deployment.placing import Deployment
-from elastic.planning.estimate.configuration import FULL
+from elastic.planning.estimate.configuration import FULL, Configuration
 
 
 def same(now: Deployment, wanted: Deployment) -> bool:
@@ -61,6 +61,27 @@ def whole(wanted: Deployment) -> Deployment:
     """Return the ranks of a deployment as they begin: each with all layers, in full weights."""
     stages = tuple(stage for each in wanted.instances for stage in apart(each))
     return replace(wanted, configuration=replace(wanted.configuration, tp=1, pp=1, weights=FULL), stages=stages)
+
+
+def as_begun(
+    plan: Deployment, present: Collection[str], seen: Callable[[Collection[str]], Configuration]
+) -> Deployment:
+    """Return a plan with ranks that took the place of lost ones, and those that these left, as they begin.
+
+    Instances whose ranks began with their shares are what they were, and so are those that lost none. Ranks of no
+    instance are there where a change was stopped. `present` are the devices with ranks; `seen` says in which
+    configuration those of some devices are.
+    """
+    wanted, stages = plan.configuration, list[Stage]()
+    for instance in plan.instances:
+        names = {name for stage in instance for name in stage.devices}
+        now, whole_yet = seen(names), names.issubset(present)
+        stays = wanted.ranks > 1 and whole_yet and (now.tp, now.pp) == (wanted.tp, wanted.pp)
+        stages += instance if stays else apart(instance)
+    every = range(plan.stages[-1].layers.stop)
+    stages = [stage for stage in stages if set(stage.devices).issubset(present)]
+    stages += [Stage(every, (name,), 0) for name in present if all(name not in each.devices for each in stages)]
+    return replace(whole(plan) if wanted.ranks == 1 else plan, stages=tuple(stages))
 
 
 def apart(stages: Sequence[Stage]) -> list[Stage]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 
 from elastic.cluster.deployment.status import TransitionStep
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.results import Exchanged
 from elastic.errors import StateError
 from elastic.planning.estimate.configuration import FULL, Configuration
-from elastic.types import PlaceStatus, ResizeKV, Restore, Swap
+from elastic.types import DROPPED, HOST, PlaceStatus, ResizeKV, Restore, Swap
 
 SETTLE_S, POLL_S = 2.0, 0.05
 """How long to wait until the caps of a group have followed a limit; live requests may take longer."""
@@ -128,6 +128,17 @@ def observed(fleet: Fleet, ranks: Sequence[str]) -> Configuration:
     forms = [homes[0].variant for homes in view.status.residencies.values()]
     weights = next((form for form in reversed(forms) if form in view.variants), FULL)
     return Configuration(tp, pp, weights)
+
+
+def forms_at(fleet: Fleet, ranks: Iterable[str]) -> frozenset[str]:
+    """Return the forms that layers of ranks are in; of those that are not in their memory none is known."""
+    forms = set[str]()
+    for rank in ranks:
+        view = fleet.look(rank)
+        homes = [home[0] for home in view.status.residencies.values() if home[0].place not in (HOST, DROPPED)]
+        names = [name for home in homes for name in home.variant.split("+")]  # several, where parts were swapped
+        forms.update(name if name in view.variants else FULL for name in names)
+    return frozenset(forms)
 
 
 def _require(done: Exchanged) -> None:

@@ -12,10 +12,12 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from transformers import AutoConfig
 
 from elastic.assets import MODEL_DIR
 from elastic.cli import serve
@@ -347,6 +349,14 @@ def test_sampling_of_no_directory_is_not_looked_for_at_a_hub(monkeypatch: pytest
     monkeypatch.setattr("transformers.GenerationConfig.from_pretrained", lambda *_: pytest.fail("asked"))
     with pytest.raises(ConfigError, match="--generation-config foo: there is no such directory"):
         serve.sampling_defaults(None, "foo")
+
+
+def test_a_model_beside_the_servers_own_takes_no_more_than_its_context() -> None:
+    options = parser().parse_args(["serve", str(MODEL_DIR), "--max-model-len", "1025"])
+    model = SimpleNamespace(config=AutoConfig.from_pretrained(MODEL_DIR))
+    assert serve.longest(model, options, beside=True) == 1024
+    with pytest.raises(ConfigError, match="more than the 1024 tokens"):
+        serve.longest(model, options)
 
 
 def test_options_become_those_of_wrap() -> None:

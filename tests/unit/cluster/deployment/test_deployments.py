@@ -18,6 +18,7 @@ from elastic.cluster.deployment.choice import Chooser, FleetOption, settled
 from elastic.cluster.deployment.deployed import Deployed
 from elastic.cluster.deployment.deployments import Deployments
 from elastic.cluster.deployment.devices import DeviceBook
+from elastic.cluster.deployment.transition import forms_at
 from elastic.engines.base import Request
 from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.estimation.device_list import parse_devices
@@ -31,6 +32,7 @@ from elastic.planning.estimate.configuration import Configuration
 from elastic.planning.estimate.intent import Intent
 from elastic.planning.estimate.performance import Load
 from elastic.planning.pipeline.chunk_cost import ChunkCost
+from elastic.types import Swap
 from support import architectures
 from support.lossless_variant import exact
 from support.serving.generations import Collector, continuation, prompts, serve
@@ -100,6 +102,36 @@ def test_each_model_answers_as_it_does_by_itself(fleet: Deployments, paths: Any,
     assert fleet.devices()[0].models == ("llama",)
     with pytest.raises(ConfigError, match="no deployment 'qwen3'; there are: llama"):
         fleet["qwen3"]
+
+
+@pytest.mark.parametrize("swapped", [(0, 1), (1,), (0,)])
+def test_a_swap_by_hand_is_seen_and_undone_by_the_next_change(
+    swapped: tuple[int, ...], fleet: Deployments, paths: Any, expected: Any
+) -> None:
+    intent = Intent("latency", quality_loss=0.0)
+    fleet.deploy(paths["qwen3"], intent, load=LOAD, name="model", replicas=2)
+    deployed = fleet._named("model")
+    assert deployed.plan.configuration.weights == "full"
+    rank = list(deployed.ranks.values())[1]
+    fleet["model"].apply(rank, Swap(swapped, "int8"))
+    deployed.look(time.monotonic())
+    told = fleet.intend("model", intent, dry_run=True)
+    assert (told.status, [step.kind for step in told.steps]) == ("planned", ["restore", "limit"])
+    assert fleet.intend("model", intent).status == "applied"
+    assert forms_at(fleet["model"], [rank]) == {"full"}
+    sent = requests()
+    assert tokens(serve(fleet["model"], sent), sent) == expected["qwen3"]
+    assert fleet.intend("model", intent).status == "unchanged"
+
+
+def test_status_tells_the_form_that_all_layers_were_swapped_to_by_hand(fleet: Deployments, paths: Any) -> None:
+    fleet.deploy(paths["qwen3"], Intent("latency", quality_loss=0.0), load=LOAD, name="model")
+    deployed = fleet._named("model")
+    layers = tuple(range(fleet["model"].look("r0").status.layers))
+    fleet["model"].apply("r0", Swap(layers, "int8"))
+    deployed.look(time.monotonic())
+    (status,) = fleet.status()
+    assert (status.configuration, str(status.estimate.configuration)) == ("TP1 PP1 int8", "TP1 PP1 int8")
 
 
 def test_an_intent_changes_the_configuration_under_requests(fleet: Deployments, paths: Any) -> None:
