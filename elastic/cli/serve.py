@@ -316,7 +316,7 @@ def _check(options: Namespace, token: str | None) -> None:
 def longest(model: Any, options: Namespace, *, beside: bool = False) -> int | None:
     """Return the most tokens of prompt and answer: the option's, or the model's.
 
-    Raises `ConfigError` for an option that is more than the model's; of one `beside` the server's own it is the model's.
+    Raises `ConfigError` for an option that is more than the model's, unless that is one `beside` the server's own.
     """
     context = batch_context_length(model.config.get_text_config(decoder=True))
     wanted: int | None = options.max_model_len
