@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from elastic.cluster.deployment.status import TransitionStep
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.results import Exchanged
-from elastic.errors import StateError
+from elastic.errors import ElasticError, StateError
 from elastic.planning.estimate.configuration import FULL, Configuration
 from elastic.types import DROPPED, HOST, PlaceStatus, ResizeKV, Restore, Swap
 
@@ -134,7 +134,10 @@ def forms_at(fleet: Fleet, ranks: Iterable[str]) -> frozenset[str]:
     """Return the forms that layers of ranks are in; of those that are not in their memory none is known."""
     forms = set[str]()
     for rank in ranks:
-        view = fleet.look(rank)
+        try:
+            view = fleet.look(rank)
+        except ElasticError:  # it has just gone
+            continue
         homes = [home[0] for home in view.status.residencies.values() if home[0].place not in (HOST, DROPPED)]
         names = [name for home in homes for name in home.variant.split("+")]  # several, where parts were swapped
         forms.update(name if name in view.variants else FULL for name in names)

@@ -119,6 +119,7 @@ def test_a_swap_by_hand_is_seen_and_undone_by_the_next_change(
     assert (told.status, [step.kind for step in told.steps]) == ("planned", ["restore", "limit"])
     assert fleet.intend("model", intent).status == "applied"
     assert forms_at(fleet["model"], [rank]) == {"full"}
+    assert forms_at(fleet["model"], ["gone"]) == frozenset()
     sent = requests()
     assert tokens(serve(fleet["model"], sent), sent) == expected["qwen3"]
     assert fleet.intend("model", intent).status == "unchanged"
