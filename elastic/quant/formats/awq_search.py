@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from elastic.quant.formats.base import require_samples
+from elastic.quant.formats.base import evenly, require_samples
 from elastic.quant.formats.integer import Integers, QuantizedMatrix, round_to_nearest
 
 _STEPS = 20
@@ -35,12 +35,12 @@ def search_scales(weight: torch.Tensor, inputs: torch.Tensor, config: Integers) 
     """
     require_samples(inputs, weight)
     weight = weight.detach().float()
-    sample = _evenly(inputs.detach(), _MOST_TOKENS).float()
+    sample = evenly(inputs.detach(), _MOST_TOKENS).float()
     plain = round_to_nearest(weight, config)
     if not bool(sample.any()):
         return plain
     candidates = [plain, _clipped(weight, None, sample, config)]
-    scale = _best_scale(_evenly(weight, _MOST_ROWS), sample, config)
+    scale = _best_scale(evenly(weight, _MOST_ROWS), sample, config)
     if scale is not None:
         candidates += [_scaled(weight, scale, config), _clipped(weight, scale, sample, config)]
     return min(candidates, key=lambda codes: _error(weight, codes, sample))
@@ -100,10 +100,3 @@ def _clip_rows(weight: torch.Tensor, energy: torch.Tensor, config: Integers) -> 
 def _error(weight: torch.Tensor, codes: QuantizedMatrix, sample: torch.Tensor) -> float:
     """Return the squared norm of the output error on a sample, float32 [tokens, inputs]."""
     return float((sample @ (codes.value() - weight).t()).square().sum())
-
-
-def _evenly(rows: torch.Tensor, most: int) -> torch.Tensor:
-    """Take at most so many of the rows, evenly spaced."""
-    if len(rows) <= most:
-        return rows
-    return rows[torch.linspace(0, len(rows) - 1, most, device=rows.device).long()]

@@ -134,6 +134,13 @@ def require_samples(inputs: torch.Tensor, weight: torch.Tensor) -> None:
         raise ConfigError("inputs hold values that are not finite; collect them from a forward pass without")
 
 
+def evenly(rows: torch.Tensor, most: int) -> torch.Tensor:
+    """Take at most so many of the rows, [rows, ...], evenly spaced."""
+    if len(rows) <= most:
+        return rows
+    return rows[torch.linspace(0, len(rows) - 1, most, dtype=torch.float32, device=rows.device).long()]
+
+
 def config_from(name: str, values: Mapping[str, Any]) -> Any:
     """Make a config from the name of its type and its fields. Raises `ConfigError` for unknown ones."""
     kinds = {kind.__name__: kind for kind in _formats}

@@ -102,7 +102,7 @@ class RowKernels:
         offsets = None if shifts is None else (shifts * parts["scales"])[0]
 
         def product(x: torch.Tensor) -> torch.Tensor:
-            y = torch.empty(x.shape[0], self.matrix.outputs)
+            y = torch.empty(x.shape[0], self.matrix.outputs, dtype=torch.float32)
             int8_matmul(x.float(), parts["packed"], parts["scales"][0], offsets, y)
             return y
 
@@ -153,7 +153,7 @@ class Int4Kernels:
         lying = None if self.config.bits == 3 else [*nibbles(self.config, parts, self.matrix)]
 
         def product(x: torch.Tensor) -> torch.Tensor:
-            values, y = x.float(), torch.empty(x.shape[0], self.matrix.outputs)
+            values, y = x.float(), torch.empty(x.shape[0], self.matrix.outputs, dtype=torch.float32)
             for columns, planes in lying or nibbles(self.config, parts, self.matrix):
                 int4_matmul(values, planes, parts["scales"][:, columns], width, middle, factor, y[:, columns])
             return y
@@ -216,7 +216,7 @@ class Int4Kernels:
     def dynamic(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
         """Multiply x: [tokens, inputs], rounded to int8; returns float32 [tokens, outputs]."""
         codes, steps = _to_int8(x)
-        y = torch.empty(x.shape[0], self.matrix.outputs)
+        y = torch.empty(x.shape[0], self.matrix.outputs, dtype=torch.float32)
         for columns, weights, step in bytes_and_steps(self.config, parts, self.matrix, self.target):
             torch.mul(int_product(codes, weights), step, out=y[:, columns])
         return y.mul_(steps)

@@ -49,7 +49,7 @@ def bytes_and_steps(
         steps = ends.amax(2, keepdim=True).clamp_(min=1e-30) / 127
         rounded = torch.addcmul(piece.offsets / steps + 128.5, piece.codes, piece.scales / steps, out=piece.codes)
         weights = piece.as_matrix(rounded, "bytes", torch.uint8)  # the conversion cuts off: with the half, it rounds
-        step = torch.empty(columns.stop - columns.start)
+        step = torch.empty(columns.stop - columns.start, dtype=torch.float32)
         piece.run.split_nibbles(step, 0).copy_(steps.flatten(2))
         yield columns, weights.bitwise_xor_(128).view(torch.int8), step
 

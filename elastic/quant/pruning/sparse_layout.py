@@ -79,7 +79,7 @@ def expand(parts: PackedTensors, rows: Rows) -> torch.Tensor:
 
 def value(parts: PackedTensors, matrix: MatrixShape) -> torch.Tensor:
     """Return the whole matrix, float32 [outputs, inputs], with zeros where no weight stays."""
-    whole = torch.empty(matrix.outputs, matrix.inputs, device=parts["packed"].device)
+    whole = torch.empty(matrix.outputs, matrix.inputs, dtype=torch.float32, device=parts["packed"].device)
     for rows in tiles(parts, matrix, 2**20):
         whole[rows[0] : rows[1]] = expand(parts, rows)
     return whole

@@ -51,7 +51,7 @@ class StructuredFormat:
         self, config: Structured, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget
     ) -> torch.Tensor:
         """Expand parts to the matrix that they stand for, float32 [outputs, inputs], with zeros where it was pruned."""
-        whole = torch.zeros(matrix.outputs, matrix.inputs, device=parts["packed"].device)
+        whole = torch.zeros(matrix.outputs, matrix.inputs, dtype=torch.float32, device=parts["packed"].device)
         dim, kept = _kept(parts)
         return whole.index_copy_(dim, kept.long(), parts["packed"].float())
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from elastic.errors import ConfigError
+from elastic.quant.formats.base import evenly
 from elastic.weights.decoder import context_length
 
 MOST_ROWS = 512
@@ -69,9 +70,8 @@ def inputs_of(
     def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
         x = args[0].detach()
         x = x.reshape(-1, x.shape[-1])
-        chosen = torch.linspace(0, len(x) - 1, min(rows, len(x)), device=x.device).long()
         if len(x):  # an expert's batch may be empty
-            samples[module].append(x[chosen])
+            samples[module].append(evenly(x, rows))
 
     handles = [module.register_forward_pre_hook(keep) for module in samples]
     try:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from elastic.errors import ConfigError
 from elastic.quant.formats.awq_search import search_scales
+from elastic.quant.formats.base import evenly
 from elastic.quant.formats.integer import Integers, QuantizedMatrix, round_to_nearest
 
 CONFIGS = st.builds(
@@ -131,3 +132,15 @@ def test_many_tokens_and_outputs_are_sampled_the_same_way_each_time() -> None:
 def test_inputs_that_do_not_fit_are_refused(inputs: torch.Tensor, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         search_scales(matrix(), inputs, Integers(4, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_are_taken_evenly_whatever_torchs_default_dtype_is(dtype: torch.dtype) -> None:
+    """In 16 bits, their numbers would be rounded, beyond the last."""
+    rows, expected = torch.arange(70_000), evenly(torch.arange(70_000), 512)
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(evenly(rows, 512), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [len(expected), int(expected[0]), int(expected[-1])] == [512, 0, 69_999]

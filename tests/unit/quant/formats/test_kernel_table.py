@@ -134,3 +134,11 @@ def test_products_that_round_activations_have_to_be_asked_for(monkeypatch: pytes
     for dynamic, expected in ((False, "packed"), (True, "dynamic")):
         config = Integers(CONFIG.bits, CONFIG.group_size, CONFIG.symmetric, dynamic)
         assert measure(KernelTable(), config, parts(), MATRIX, TARGET, torch.float32, buckets=(512,)) == {512: expected}
+
+
+def test_measuring_leaves_the_program_its_random_numbers() -> None:
+    """A seed before `wrap` gives a sampled answer the same tokens, whether kernels were measured or in a file."""
+    before = torch.get_rng_state()
+    packed = pack(CONFIG, round_to_nearest(torch.zeros(32, 128), CONFIG), TARGET)
+    measure(KernelTable(), CONFIG, packed, MATRIX, TARGET, torch.float32, buckets=(1,), rounds=1)
+    assert torch.equal(torch.get_rng_state(), before)

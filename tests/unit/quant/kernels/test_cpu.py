@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from elastic import ConfigError
 from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, format_of
 from elastic.quant.formats.integer import Integers, QuantizedMatrix, round_to_nearest
-from elastic.quant.formats.pruned import SemiStructured
+from elastic.quant.formats.pruned import SemiStructured, Unstructured
 from elastic.quant.kernels.integer_format import pack, unpack
 from support.child_process import in_fork
 from support.integer_matrices import codes, configs_and_matrices
@@ -265,3 +265,22 @@ def test_products_in_bfloat16_have_few_numbers_of_rows(config: Any) -> None:
     assert seen == {*range(1, 9), 16, 24, 32, 40}
     for rows, y in products.items():
         torch.testing.assert_close(y, products[40][:rows], rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("config", [*LOPSIDED, SemiStructured(2, 4), Unstructured(0.5)], ids=str)
+def test_nothing_depends_on_torchs_default_dtype(config: Any) -> None:
+    """Kernels in C++ write float32 where they are told to, whatever lies there."""
+    matrix, target = MatrixShape(48, 256), KernelTarget.of(CPU)
+    x, weight = (torch.randn(size, 256, generator=torch.Generator().manual_seed(size)) for size in (5, 48))
+    parts = format_of(config).quantize(config, weight, None, target)
+    before = {name: path(x, parts) for name, path in format_of(config).paths(config, parts, matrix, target).items()}
+    torch.set_default_dtype(torch.float64)  # with a smaller one, a wrong product would write beyond its end
+    try:
+        paths = format_of(config).paths(config, parts, matrix, target)
+        after = {name: path(x, parts) for name, path in paths.items()}
+        assert format_of(config).value(config, parts, matrix, target).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert before.keys() == after.keys()
+    for name, y in before.items():
+        assert torch.equal(after[name], y), name
