@@ -8,6 +8,7 @@ tokens held: the best kernel of one CPU takes twice the time of the stock kernel
 from __future__ import annotations
 
 import json
+import os
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -78,7 +79,7 @@ class DecodeKernelTable:
         Raises `ConfigError` where it cannot be written, or is no such file.
         """
         mine = set(processors)
-        rows = [row for row in (_read(path) if path.exists() else []) if row.get("processor") not in mine]
+        rows = [row for row in (_read(path) if os.path.exists(path) else []) if row.get("processor") not in mine]
         for shape, entry in list(self._entries.items()):
             if shape.processor in mine:
                 kernels = {str(tokens): name for tokens, name in sorted(entry.items())}

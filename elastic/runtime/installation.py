@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -92,7 +93,7 @@ def choose_decode_kernels(options: WrapOptions) -> None:
     if decoder.config._attn_implementation != "sdpa":
         return
     path = Path(options.variant_cache) / FILE if options.variant_cache is not None else None
-    if path is not None and path.exists():
+    if path is not None and os.path.exists(path):  # False, too, where it cannot be looked for
         table.load(path)
     dtype = next(p.dtype for p in decoder.layers[0].parameters() if p.is_floating_point())
     measure_ahead(decoder.config, dtype, layouts)

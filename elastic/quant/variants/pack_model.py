@@ -57,8 +57,13 @@ def obtain(
     """
     from elastic.quant.variants.variant_file import load, save
 
+    if not layers:
+        raise ConfigError(
+            f"variants: no layer of this model has weights of its own that {variant.name!r} could stand for, as all "
+            "share theirs; wrap it without variants"
+        )
     path = Path(cache) / f"elastic-{file_name(variant.name)}.safetensors" if cache is not None else None
-    cached = path is not None and path.exists()
+    cached = path is not None and os.path.exists(path)  # False, too, where it cannot be looked for
     packed = (
         load(path, variant, layers) if path and cached else build(layers, variant, _packer(variant, layers, inputs))
     )

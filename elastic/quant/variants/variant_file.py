@@ -37,6 +37,7 @@ others: they are measured anew."""
 
 def save(path: Path, variant: Variant, layers: Sequence[LayerParameters], packed: Sequence[PackedLayer]) -> None:
     """Write a variant of all layers; the file is complete or not there. Raises `ConfigError` where it cannot be."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     packings = [packing for layer in packed for packing in layer.packings.values()]
@@ -61,7 +62,7 @@ def save(path: Path, variant: Variant, layers: Sequence[LayerParameters], packed
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as partial:
             save_file(blocks, partial, {"about": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter, for a disk that is full
         raise ConfigError(f"variant_cache: {path} cannot be written: {error}") from error
 
 
@@ -71,7 +72,7 @@ def load(path: Path, variant: Variant, layers: Sequence[LayerParameters]) -> lis
     try:
         return _read_layers(CheckpointFile(path), source, layers)
     except ConfigError as error:
-        raise error if str(path) in str(error) else _damaged(path, str(error)) from error
+        raise error if str(error).startswith("variant_cache: ") else _damaged(path, str(error)) from error
     except OSError as error:
         raise ConfigError(f"variant_cache: {path} cannot be read: {error}") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:

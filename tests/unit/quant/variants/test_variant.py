@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +278,8 @@ def test_a_file_damaged_anywhere_is_refused_or_unharmed(
     try:
         elastic.wrap(model, places=ROOMY, variants=("int4",), variant_cache=tmp_path)
     except ConfigError as error:
-        assert str(path) in str(error)  # noqa: PT017
+        assert str(error).startswith(f"variant_cache: {path} is ")  # noqa: PT017
+        assert "; delete it" in str(error)  # noqa: PT017
         return
     fresh = elastic.wrap(build("llama-gqa"), places="cpu#1=64MiB", variants=("int4",))
     assert torch.equal(swapped_logits(model), swapped_logits(fresh)), "the byte was one of padding"
@@ -287,8 +289,30 @@ def test_a_file_damaged_anywhere_is_refused_or_unharmed(
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"variant_cache.*cannot be written"):
-        cached(tmp_path / "file", build("llama-gqa"))
+    for directory in (tmp_path / "file", tmp_path / ("long" * 100)):
+        with pytest.raises(ConfigError, match=r"variant_cache.*cannot be written"):
+            cached(directory, build("llama-gqa"))
+
+
+def test_a_disk_without_room_is_said_and_nothing_is_left_on_it(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"variant_cache: .*elastic-int4.safetensors cannot be written: .*large"):
+            cached(tmp_path, build("llama-gqa"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [file.name for file in tmp_path.iterdir()] == ["elastic-attention.json"]
+
+
+def test_layers_without_weights_of_their_own_have_no_variants(tmp_path: Path) -> None:
+    model = build("llama-gqa")
+    for i in range(len(model.model.layers)):
+        model.model.layers[i] = model.model.layers[0]
+    for cache in (None, tmp_path):
+        with pytest.raises(ConfigError, match=r"no layer of this model has weights of its own.*without variants"):
+            elastic.wrap(model, places=ROOMY, variants=("int4",), variant_cache=cache)
+    elastic.unwrap(elastic.wrap(model, places=ROOMY))
 
 
 def test_each_name_has_a_file_of_its_own(tmp_path: Path) -> None:
