@@ -2,7 +2,7 @@
 
     int8 of one group   packed  int8 [outputs, inputs], code - 128
                         scales  bfloat16 [1, outputs]
-                        offsets float32 [1, outputs], unless all zero points are 128 (bfloat16 in earlier files)
+                        offsets float32 [1, outputs], unless symmetric (bfloat16 in earlier files)
     int8 in groups      packed  uint8 [2, outputs * inputs / 2], the upper and the lower halves of the codes as nibbles
     int4                packed  uint8 [outputs * inputs / 2], nibbles
     int3                packed  uint8 [outputs * inputs * 3 / 8], squeezed nibbles
@@ -56,7 +56,7 @@ def pack(config: Integers, codes: QuantizedMatrix, target: KernelTarget) -> dict
     if whole_rows(config, matrix):
         scales, offsets = (row.t().contiguous() for row in encoding.encode(codes))
         parts = {"packed": (codes.codes ^ 128).view(torch.int8).contiguous(), "scales": scales.to(torch.bfloat16)}
-        return {**parts, **({"offsets": offsets} if offsets.any() else {}), **extras(codes)}
+        return {**parts, **({} if config.symmetric else {"offsets": offsets}), **extras(codes)}
     stored = codes.codes * encoding.step
     if config.bits == 8:
         packed = torch.stack([pack_nibbles(half, target.instructions) for half in (stored >> 4, stored & 15)])
@@ -94,7 +94,7 @@ def required(config: Integers, matrix: MatrixShape) -> Required:
 
 
 def part_shapes(config: Integers, matrix: MatrixShape, target: KernelTarget) -> PartShapes:
-    """Return the shapes and dtypes of all parts; with offsets wherever zero points need not be the middle."""
+    """Return the shapes and dtypes of all parts."""
     shapes = required(config, matrix)
     if whole_rows(config, matrix) and not config.symmetric:
         return {**shapes, "offsets": ((1, matrix.outputs), torch.float32)}

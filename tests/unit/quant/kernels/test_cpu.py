@@ -284,3 +284,13 @@ def test_nothing_depends_on_torchs_default_dtype(config: Any) -> None:
     assert before.keys() == after.keys()
     for name, y in before.items():
         assert torch.equal(after[name], y), name
+
+
+def test_codes_that_a_config_does_not_have_are_refused() -> None:
+    original = round_to_nearest(torch.randn(16, 64), Integers(4, 32))
+    with pytest.raises(ConfigError, match=r"2 groups of inputs, .* has 1"):
+        packed(Integers(4, 64), original)
+    with pytest.raises(ConfigError, match="codes up to 15 do not fit 3 bits"):
+        packed(Integers(3, 32), original)
+    with pytest.raises(ConfigError, match="zero points other than 8"):
+        packed(Integers(4, 32, symmetric=True), original)
