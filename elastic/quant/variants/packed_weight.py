@@ -192,10 +192,10 @@ def _getitem(function: Function, args: Any, kwargs: Any) -> Any:
     packed = _packed(weight)
     if packed is None or packed.experts is None:
         return on_values(function, args, kwargs)
-    if isinstance(index, int) or (isinstance(index, torch.Tensor) and not index.ndim and not index.is_floating_point()):
+    numbers = isinstance(index, torch.Tensor) and index.dtype in (torch.int64, torch.int32)
+    if type(index) is int or (numbers and not index.ndim):
         return _view(weight, packed.expert(int(index)))
-    several = isinstance(index, torch.Tensor) and index.ndim == 1 and index.dtype in (torch.int64, torch.int32)
-    if several and not trains(weight):
+    if numbers and index.ndim == 1 and len(index) and not trains(weight):
         used, positions = torch.unique(index, return_inverse=True)
         return torch.stack([packed.expert(int(i)).value() for i in used])[positions]
     return on_values(function, args, kwargs)

@@ -102,6 +102,24 @@ def test_experts_one_at_a_time_several_and_grouped(monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(F.grouped_mm(x, packed.transpose(-2, -1), offs=offs), expected)
 
 
+@pytest.mark.parametrize(
+    "index", [torch.tensor([], dtype=torch.int64), torch.tensor([-1, 0]), torch.tensor(True), torch.tensor([True] * 3)]
+)
+def test_experts_are_chosen_as_torch_does(index: torch.Tensor) -> None:
+    packed, value = weight(3, 48, 64)
+    assert torch.equal(packed[index], value[index])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_parts_of_experts_do_not_depend_on_their_weights(first: int) -> None:
+    """The zero points of one are the middle of the codes everywhere, those of others are not."""
+    full = torch.rand(2, 48, 64, generator=torch.Generator().manual_seed(0))
+    full[first] = full[first] * 2 - 1
+    full[first, :, 0], full[first, :, 1] = -128 / 127.5, 127 / 127.5
+    packed = pack_parameter(full, Integers(8, -1), CPU, False)
+    torch.testing.assert_close(packed.value(), full, rtol=0, atol=0.005)
+
+
 def test_inputs_of_a_wrong_size_have_torchs_error() -> None:
     packed, _ = weight(48, 64)
     for x in (torch.randn(2, 128), torch.randn(1, 32)):
