@@ -95,12 +95,10 @@ def _compile(command: list[str], source: Path, library: Path) -> None:
     try:
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / library.name
-            subprocess.run(
-                [*command, "-o", str(made), str(source)], check=True, capture_output=True, text=True, timeout=_MOST_S
-            )
+            subprocess.run([*command, "-o", str(made), str(source)], check=True, capture_output=True, timeout=_MOST_S)
             made.replace(library)
     except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines() or [f"it ended with {error.returncode}"]
+        said = error.stderr.decode(errors="replace").strip().splitlines() or [f"it ended with {error.returncode}"]
         raise CompileError(f"{command[0]} refuses {source.name}: {said[0]}") from error
     except subprocess.TimeoutExpired as error:
         raise CompileError(f"{command[0]} takes more than {_MOST_S} s for {source.name}") from error

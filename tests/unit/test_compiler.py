@@ -64,6 +64,13 @@ def test_what_a_compiler_says_is_said(source: Path, monkeypatch: pytest.MonkeyPa
     assert libraries(source) == []
 
 
+def test_it_may_say_it_in_any_encoding(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    says = "import sys; sys.stderr.buffer.write('answer.cpp:1: \u00e9chec'.encode('latin-1')); sys.exit(1)"
+    monkeypatch.setenv("CXX", shlex.join([sys.executable, "-c", says]))
+    with pytest.raises(CompileError, match=r"refuses answer.cpp: answer.cpp:1: .chec"):
+        load_compiled(source)
+
+
 def test_one_that_makes_no_library_is_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writes = "import sys; open(sys.argv[sys.argv.index('-o') + 1], 'w').write('nothing')"
     monkeypatch.setenv("CXX", shlex.join([sys.executable, "-c", writes]))
