@@ -46,6 +46,7 @@ class ChannelGroup:
     """How many channels stay."""
 
 
+@torch.no_grad()
 def pack_channels(
     layer: LayerParameters, config: Structured, inputs: Mapping[str, torch.Tensor]
 ) -> dict[str, MatrixParameter]:

@@ -18,10 +18,13 @@ from elastic.quant.formats.autotune import measure
 from elastic.quant.formats.base import KernelTarget, format_of
 from elastic.quant.formats.kernel_table import MatmulSpec, paths
 from elastic.quant.formats.pruned import Pruned, Structured
+from elastic.quant.variants.channels import pack_channels
 from elastic.quant.variants.eligible import LayerParameters, fitting, matrices, matrix_of
+from elastic.quant.variants.from_checkpoint import checkpoint_packer
 from elastic.quant.variants.host_block import in_one_block
 from elastic.quant.variants.packed_weight import PackedMatrix
 from elastic.quant.variants.variant import MatrixParameter, PackedLayer, Packing, Variant, pack_parameter
+from elastic.quant.variants.variant_file import load, save
 
 logger = logging.getLogger(__name__)
 AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 4))
@@ -55,8 +58,6 @@ def obtain(
 
     `inputs` returns samples of the matrices' inputs, [rows, inputs], by their full names.
     """
-    from elastic.quant.variants.variant_file import load, save
-
     if not layers:
         raise ConfigError(
             f"variants: no layer of this model has weights of its own that {variant.name!r} could stand for, as all "
@@ -108,12 +109,9 @@ def packer(variant: Variant, inputs: Mapping[str, torch.Tensor]) -> Callable[[La
     `inputs` has samples of the matrices' inputs, [rows, inputs], by their full names, as far as they are known.
     """
     if variant.checkpoint is not None:
-        from elastic.quant.variants.from_checkpoint import checkpoint_packer
-
         return checkpoint_packer(variant.checkpoint)
-
     if isinstance(variant.config, Structured):
-        return partial(_pack_channels, config=variant.config, inputs=inputs)
+        return partial(pack_channels, config=variant.config, inputs=inputs)
 
     @torch.no_grad()
     def pack(layer: LayerParameters) -> Mapping[str, Packing]:
@@ -134,15 +132,6 @@ def packer(variant: Variant, inputs: Mapping[str, torch.Tensor]) -> Callable[[La
         return packings
 
     return pack
-
-
-@torch.no_grad()
-def _pack_channels(
-    layer: LayerParameters, config: Structured, inputs: Mapping[str, torch.Tensor]
-) -> Mapping[str, Packing]:
-    from elastic.quant.variants.channels import pack_channels
-
-    return pack_channels(layer, config, inputs)
 
 
 def measure_paths(layers: Iterable[PackedLayer], device: torch.device) -> None:
