@@ -51,8 +51,10 @@ def small_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     outputs, inputs = weight.shape
     if (
         x.dtype is not torch.float32
+        or x.shape[-1] != inputs
         or torch.is_grad_enabled()
-        or not (x.is_contiguous() and weight.is_contiguous() and (bias is None or bias.is_contiguous()))
+        or not (x.is_contiguous() and weight.is_contiguous())
+        or not (bias is None or (bias.dtype is torch.float32 and len(bias) == outputs and bias.is_contiguous()))
     ):
         return F.linear(x, weight, bias)
     tokens = x.numel() // inputs

@@ -120,6 +120,11 @@ def test_other_products_are_those_of_torch(calls: list[int]) -> None:
             assert torch.equal(small_linear(halves, weight), F.linear(halves, weight))
         spread = drawn(64, 256)[:, ::2]
         assert torch.equal(small_linear(drawn(4, 128), spread), F.linear(drawn(4, 128), spread))
+        x, one = drawn(4, 128), torch.ones(1)
+        assert torch.equal(small_linear(x, weight, one), F.linear(x, weight, one))
+        for x, bias in ((drawn(4, 64), None), (drawn(4, 256), None), (drawn(4, 128), drawn(64).bfloat16())):
+            with pytest.raises(RuntimeError):
+                small_linear(x, weight, bias)
     recorded = drawn(4, 128).requires_grad_()
     small_linear(recorded, weight).sum().backward()
     torch.testing.assert_close(recorded.grad, weight.sum(0).expand(4, -1))
