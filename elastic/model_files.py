@@ -22,8 +22,6 @@ _OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", IN
 _SENTENCE_END = re.compile(r"(?<=\.) (?=[A-Z])")
 _LONGEST = 160
 _SHOWN = 3
-
-
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 """What models are loaded in. `auto` is the checkpoint's own on CUDA, and float32 on CPUs, where half precision is often
 slow."""
@@ -147,8 +145,8 @@ def _require_weights(directory: Path, option: str) -> None:
     """Raise `ConfigError` unless all safetensors files are there, and whole. `*.bin` are left to their reader."""
     from safetensors import SafetensorError, safe_open
 
-    names = [WEIGHTS] if (directory / WEIGHTS).is_file() else _shards(directory / INDEX, option)
-    absent = [name for name in names if not (directory / name).is_file()]
+    names = [WEIGHTS] if os.path.isfile(directory / WEIGHTS) else _shards(directory / INDEX, option)
+    absent = [name for name in names if not os.path.isfile(directory / name)]  # False, too, for what can be no path
     if absent:
         raise ConfigError(
             f"{option} {directory}: {len(absent)} of its {len(names)} weight files are not there "

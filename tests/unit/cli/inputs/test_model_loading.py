@@ -99,6 +99,11 @@ def test_shards_that_are_absent_are_named(directory: Path) -> None:
     assert "2 of its 3 weight files are not there (part-1.safetensors, part-2.safetensors)" in said
 
 
+def test_a_shard_of_a_name_that_no_file_has(directory: Path) -> None:
+    index(directory, {"metadata": {}, "weight_map": {"lm_head.weight": 999 * "x"}})
+    assert "1 of its 1 weight files are not there (xxx" in said_of(directory)
+
+
 @pytest.mark.parametrize("content", [[], {}, {"weight_map": [1]}, {"weight_map": {"x": 3}}])
 def test_an_index_that_is_none(directory: Path, content: Any) -> None:
     index(directory, content)
