@@ -32,12 +32,16 @@ class CompileError(Exception):
 
 @cache
 def compiled_library(source: Path, without: str) -> ctypes.CDLL | None:
-    """Return the library of a C++ file; None: there is none, which is logged once, with what becomes of it."""
+    """Return the library of a C++ file; None: there is none, which is logged once, with what becomes of it.
+
+    Nor is there one where its `is_supported` says that the processor lacks the instructions that it is written in.
+    """
     try:
-        return load_compiled(source)
+        library = load_compiled(source)
     except CompileError as error:
         logger.warning("%s: %s", without, error)
         return None
+    return library if getattr(library, "is_supported", lambda: True)() else None
 
 
 def load_compiled(source: Path) -> ctypes.CDLL:

@@ -95,7 +95,7 @@ def _is_faster_by_onednn(shape: tuple[int, int], threads: int) -> bool:
 @cache
 def _library() -> ctypes.CDLL | None:
     library = compiled_library(SOURCE, "products with small matrices are torch's, up to twice as long")
-    if library is None or not library.is_supported():
+    if library is None:
         return None
     library.multiply.argtypes = [_PTR, _INT, _INT, _PTR, _INT, _PTR, _PTR, ctypes.c_int]
     library.multiply.restype = None

@@ -72,7 +72,7 @@ def _library() -> ctypes.CDLL | None:
     library = compiled_library(
         SOURCE, "products with parts of feed-forward networks are oneDNN's, up to four times as long"
     )
-    if library is None or not library.is_supported():
+    if library is None:
         return None
     library.multiply.argtypes = [_PTR, _INT, _INT, _INT, _PTR, _INT, _PTR, _PTR, ctypes.c_int]
     library.multiply.restype = None

@@ -52,7 +52,7 @@ def multiplies_rows(outputs: int) -> bool:
 @cache
 def _library() -> ctypes.CDLL | None:
     library = compiled_library(SOURCE, "products with int8 and int4 are torch's operators', some up to twice as long")
-    if library is None or not library.is_supported():
+    if library is None:
         return None
     matrix = (ctypes.POINTER(_NibbleMatrix), _PTR, _PTR, _PTR, _INT)  # layout, planes, scales and their step
     library.multiply_int4.argtypes = [*matrix, _PTR, _INT, _PTR, _INT, ctypes.c_int]  # x, rows, outputs and their step
