@@ -18,6 +18,8 @@ from elastic.quant.formats.kernel_table import MatmulSpec, bucket_of, paths
 from elastic.weights.batch_context import full_batch_tokens
 from elastic.weights.proxy.tensor import (
     FORWARD_FUNCTIONS,
+    GROUPED,
+    SWAPS,
     Function,
     WeightProxy,
     WeightSource,
@@ -205,7 +207,7 @@ def _transpose(function: Function, args: Any, kwargs: Any) -> Any:
     """Compute weight.T, weight.transpose(-2, -1) and the like."""
     weight, packed = args[0], _packed(args[0])
     dims = {dim % weight.ndim for dim in args[1:]} if len(args) == 3 and not kwargs else set()
-    if packed is None or (function not in _SWAPS and dims != {weight.ndim - 2, weight.ndim - 1}):
+    if packed is None or (function not in SWAPS and dims != {weight.ndim - 2, weight.ndim - 1}):
         return on_values(function, args, kwargs)
     return _view(weight, replace(packed, transposed=not packed.transposed))
 
@@ -260,12 +262,10 @@ def _view(weight: WeightProxy, packed: PackedMatrix) -> WeightProxy:
     return WeightProxy.of_shape(weight, packed.shape, PackedView(source.full, packed))
 
 
-_SWAPS = (torch.t, torch.Tensor.t, torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
-_GROUPED = tuple(f for f in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f is not None)
 for _kind in (PackedSource, PackedView, PlainSource):  # a product may meet either first
     register(_kind, FORWARD_FUNCTIONS, on_values)
     register(_kind, (F.linear,), _linear)
     register(_kind, (torch.addmm, torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.__matmul__), _matmul)
     register(_kind, (torch.Tensor.__getitem__,), _getitem)
-    register(_kind, (torch.Tensor.transpose, torch.transpose, *_SWAPS), _transpose)
-    register(_kind, _GROUPED, _grouped)
+    register(_kind, (torch.Tensor.transpose, torch.transpose, *SWAPS), _transpose)
+    register(_kind, GROUPED, _grouped)

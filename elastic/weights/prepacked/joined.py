@@ -74,7 +74,8 @@ def join(layouts: tuple[OneDNNLayout, ...], packed: tuple[torch.Tensor, ...]) ->
     layout = joined_layout(layouts, torch.get_num_threads()) if adjacent else None
     if layout is None:
         return None
-    return JoinedProduct(layout.view(packed[0]), tuple(each.shape[0] for each in layouts), padded_rows(layout))
+    padded = padded_rows(layout.shape[1], layout.dtype)
+    return JoinedProduct(layout.view(packed[0]), tuple(each.shape[0] for each in layouts), padded)
 
 
 @functools.cache

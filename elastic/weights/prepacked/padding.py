@@ -30,11 +30,6 @@ COPIES = 4
 REPEATS = 15
 
 
-def padded_rows(layout: OneDNNLayout) -> tuple[int, ...]:
-    """Return how many rows a product with 1, 2, 3 rows is to have; timed with the threads that torch uses at first."""
-    return _padded_rows(layout.shape[1], layout.dtype)
-
-
 def multiply_padded(
     x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, padded: tuple[int, ...]
 ) -> torch.Tensor:
@@ -47,7 +42,8 @@ def multiply_padded(
 
 
 @functools.cache
-def _padded_rows(inputs: int, dtype: torch.dtype) -> tuple[int, ...]:
+def padded_rows(inputs: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return how many rows a product with 1, 2, 3 rows is to have; timed with the threads that torch uses at first."""
     unpadded = tuple(range(1, FULL_ROWS))
     outputs = TIMED_BYTES // (inputs * dtype.itemsize) // 64 * 64
     layout = find_layout((outputs, inputs), dtype) if inputs >= FEWEST_INPUTS and outputs else None

@@ -27,22 +27,19 @@ class ResidentSource:
         self._owner = owner
         self._on_write = on_write
         self._matrix = layout.view(packed)
-        self._padded = padded_rows(layout)
-        self._joined: tuple[JoinedProduct, int] | None = None
+        self._padded = padded_rows(layout.shape[1], layout.dtype)
+        self.joined: tuple[JoinedProduct, int] | None = None
+        """The product with several matrices, and which of them this is; None: it is multiplied alone."""
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply x, [..., inputs], with the matrix, and add a bias; returns [..., outputs] in the dtype of x."""
         if not _is_plain(x, self.layout):
             return F.linear(x, self.value().to(x.dtype), bias)
         product = None
-        if self._joined is not None and bias is None:  # one that is added afterwards would be rounded once more
-            joined, number = self._joined
+        if self.joined is not None and bias is None:  # one that is added afterwards would be rounded once more
+            joined, number = self.joined
             product = joined.product(x, number)
         return multiply_padded(x, self._matrix, bias, self._padded) if product is None else product
-
-    def join(self, joined: JoinedProduct | None, number: int) -> None:
-        """Multiply as this one of several from now on; None: alone."""
-        self._joined = None if joined is None else (joined, number)
 
     def value(self) -> torch.Tensor:
         """Return the matrix, [outputs, inputs], in the plain order, in memory of its own."""
@@ -68,7 +65,7 @@ class AbsentSource(HostSource):
     def __init__(self, unit: WeightHome, name: str, layout: OneDNNLayout, variant: str = "") -> None:
         super().__init__(unit, name, variant)
         self._layout = layout
-        self._padded = padded_rows(layout)
+        self._padded = padded_rows(layout.shape[1], layout.dtype)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply x, [..., inputs], with the matrix, and add a bias; returns [..., outputs] in the dtype of x."""
@@ -99,7 +96,7 @@ def join_products(sources: Mapping[str, ResidentSource]) -> None:
         members = [sources[name] for name in group]
         joined = join(tuple(each.layout for each in members), tuple(each.packed for each in members))
         for number, member in enumerate(members):
-            member.join(joined, number)
+            member.joined = None if joined is None else (joined, number)
 
 
 def _is_plain(x: torch.Tensor, layout: OneDNNLayout) -> bool:

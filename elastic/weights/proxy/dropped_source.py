@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -29,20 +30,20 @@ def missing_error(layer: str, index: int, missing: Sequence[int], of: int) -> St
     )
 
 
+@dataclass(eq=False)
 class DroppedSource:
     """A weight that is not here: its shape and dtype are known, and whoever needs its value is refused."""
 
     has_gradient = False
-
-    def __init__(self, layer: str, index: int, missing: Sequence[int] = (0,), of: int = 1) -> None:
-        self._layer = layer
-        self._index = index
-        self._missing = missing
-        self._of = of
+    layer: str
+    index: int
+    missing: Sequence[int]
+    """The parts of the layer that are not here, of so many."""
+    of: int
 
     def value(self) -> NoReturn:
         """Raise `StateError`."""
-        raise missing_error(self._layer, self._index, self._missing, self._of)
+        raise missing_error(self.layer, self.index, self.missing, self.of)
 
     copy = stored = value
 
@@ -52,4 +53,4 @@ class DroppedSource:
 
     def describe(self) -> str:
         """Say for an error message where the weight is."""
-        return f"of {self._layer}, which is dropped"
+        return f"of {self.layer}, which is dropped"

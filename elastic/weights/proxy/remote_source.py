@@ -16,6 +16,8 @@ from elastic.memory.copy_engine import to_device
 from elastic.weights.proxy.remote_tensor import RemoteTensor, wrap_remote
 from elastic.weights.proxy.tensor import (
     FORWARD_FUNCTIONS,
+    GROUPED,
+    SWAPS,
     Function,
     WeightProxy,
     differentiable,
@@ -120,10 +122,9 @@ def _brought(value: Any, unit: WeightHome) -> Any:
 _PRODUCTS = (
     *(F.linear, F.conv1d, torch.addmm, torch.matmul, torch.mm, torch.bmm, torch.baddbmm),
     *(_T.matmul, _T.__matmul__, _T.__rmatmul__, _T.mm, _T.bmm),
-    *(f for f in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f is not None),
+    *GROUPED,
 )
-_TRANSPOSES = (_T.transpose, torch.transpose, torch.t, _T.t, _T.T.__get__, _T.mT.__get__)  # type: ignore[attr-defined]
 register(RemoteSource, FORWARD_FUNCTIONS, on_values)
 register(RemoteSource, _PRODUCTS, _product)
 register(RemoteSource, (_T.__getitem__,), _getitem)
-register(RemoteSource, _TRANSPOSES, _transpose)
+register(RemoteSource, (_T.transpose, torch.transpose, *SWAPS), _transpose)

@@ -101,6 +101,10 @@ FORWARD_FUNCTIONS: tuple[Function, ...] = (
     torch.Tensor.__radd__,
 )
 """The operations on weights in a forward pass: products (those of experts included), norms, biases."""
+SWAPS = (torch.t, torch.Tensor.t, torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
+"""Views with the two dimensions of a matrix swapped, which need not be named."""
+GROUPED = tuple(f for f in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f is not None)
+"""Products of rows with the experts that they belong to, in the builds of torch that have them."""
 
 
 class WeightProxy(torch.Tensor):

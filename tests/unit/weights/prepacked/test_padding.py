@@ -24,9 +24,9 @@ def layout_of(outputs: int, inputs: int) -> OneDNNLayout:
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """No decision of another test, and none for others."""
-    padding._padded_rows.cache_clear()
+    padded_rows.cache_clear()
     yield
-    padding._padded_rows.cache_clear()
+    padded_rows.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (2,), (3,), (4,), (5,), (1, 2), (2, 1, 1), (3, 0)])
@@ -57,10 +57,10 @@ def test_rows_are_padded_where_that_is_faster(
 ) -> None:
     timed: list[OneDNNLayout] = []
     monkeypatch.setattr(padding, "product_seconds", lambda layout: timed.append(layout) or seconds)
-    assert padded_rows(layout_of(64, 1024)) == padded
-    assert padded_rows(layout_of(256, 1024)) == padded
+    assert padded_rows(1024, torch.float32) == padded
+    assert padded_rows(1024, torch.float32) == padded
     assert [layout.shape for layout in timed] == [(4096, 1024)], "once for all matrices with as many inputs"
-    assert padded_rows(layout_of(1024, 64)) == (1, 2, 3)
+    assert padded_rows(64, torch.float32) == (1, 2, 3)
     assert len(timed) == 1, "those are read from a cache"
 
 
@@ -71,11 +71,11 @@ def test_a_matrix_that_comes_back_is_padded_as_before_whatever_thread_brings_it(
     """Threads have numbers of threads of their own; nor is one timed in the middle of what is served."""
     times = iter([[1.0, 1.0, 1.0, 0.5]])
     monkeypatch.setattr(padding, "product_seconds", lambda layout: next(times))
-    assert padded_rows(layout_of(64, 1024)) == (4, 4, 4)
+    assert padded_rows(1024, torch.float32) == (4, 4, 4)
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
-        assert padded_rows(layout_of(64, 1024)) == (4, 4, 4)
+        assert padded_rows(1024, torch.float32) == (4, 4, 4)
     finally:
         torch.set_num_threads(before)
 

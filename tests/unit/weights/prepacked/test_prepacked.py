@@ -236,7 +236,7 @@ def test_a_bias_is_added_as_for_a_matrix_alone() -> None:
     weights, one, _memory = joined_product()
     layout, bias, x = layout_of(weights[0]), torch.randn(256), torch.randn(3, 128)
     source = ResidentSource("layer", layout, packed := layout.pack(weights[0]), lambda: None)
-    source.join(one, 0)
+    source.joined = one, 0
     assert torch.equal(source.product(x, bias), multiply(x, layout.view(packed), bias))
     assert one.product(x, 1) is None, "it was computed alone"
 
