@@ -24,10 +24,17 @@ from elastic.errors import (
 from elastic.quant.formats.integer import Integers
 from elastic.quant.formats.pruned import Pruned, name_of
 from elastic.quant.sensitivity.fake_quant import dequantized_layer
-from elastic.quant.sensitivity.layer_trace import LayerTrace, as_for_inference
+from elastic.quant.sensitivity.layer_trace import LayerTrace
 from elastic.quant.sensitivity.profile_file import Profile, ProfileSettings, fingerprint, read
 from elastic.quant.sensitivity.scores import measure
-from elastic.quant.variants.calibration import check_ids, fingerprint_of_tokens, inputs_of, most_tokens, rows_for
+from elastic.quant.variants.calibration import (
+    as_for_inference,
+    check_ids,
+    fingerprint_of_tokens,
+    inputs_of,
+    most_tokens,
+    rows_for,
+)
 from elastic.quant.variants.eligible import LayerParameters, matrices
 from elastic.quant.variants.variant import NAMED, config_of
 from elastic.runtime.options import one_or_several

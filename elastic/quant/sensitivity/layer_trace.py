@@ -114,19 +114,6 @@ def replaced_forwards(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
                 module.forward = override
 
 
-@contextmanager
-def as_for_inference(model: nn.Module) -> Iterator[None]:
-    """Turn off gradients and enter evaluation mode; each module's mode is put back."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
 def first(result: Any) -> torch.Tensor:
     """Return the hidden states, [sequences, tokens, hidden], among the results of a layer."""
     hidden: torch.Tensor = result[0] if isinstance(result, tuple) else result

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,7 +54,19 @@ def most_tokens(model: nn.Module) -> int | None:
     return context_length(config.get_text_config(decoder=True))
 
 
-@torch.no_grad()
+@contextmanager
+def as_for_inference(model: nn.Module) -> Iterator[None]:
+    """Turn off gradients and enter evaluation mode; each module's mode is put back."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
 def inputs_of(
     model: nn.Module, modules: Mapping[str, nn.Module], tokens: torch.Tensor, most_rows: int = MOST_ROWS
 ) -> dict[str, torch.Tensor]:
@@ -75,8 +88,9 @@ def inputs_of(
 
     handles = [module.register_forward_pre_hook(keep) for module in samples]
     try:
-        for sequence in tokens[:most_rows]:
-            model(sequence.unsqueeze(0).to(next(model.parameters()).device), use_cache=False)
+        with as_for_inference(model):
+            for sequence in tokens[:most_rows]:
+                model(sequence.unsqueeze(0).to(next(model.parameters()).device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
