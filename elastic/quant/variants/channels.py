@@ -111,7 +111,7 @@ def _columns(
         return None
     columns = flat[sink].shape[1]
     stay = max(round(config.ffn * columns / COLUMNS_AT_ONCE), 1) * COLUMNS_AT_ONCE
-    own = {sink, *sources, *(name.removesuffix("weight") + "bias" for name in sources)}
+    own = {name.removesuffix("weight") + kind for name in (*sources, sink) for kind in ("weight", "bias")}
     others = [p for name, (_, p) in layer.parameters.items() if name.startswith(prefix) and name not in own]
     fits = all(flat[name].shape[0] in (columns, 2 * columns) for name in sources)
     if not fits or stay >= columns or any(columns in p.shape for p in others):

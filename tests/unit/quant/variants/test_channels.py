@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as t
 from torch import nn
 
 import elastic
@@ -16,7 +17,7 @@ from elastic.quant.variants.channels import channel_groups, pack_channels
 from elastic.quant.variants.eligible import LayerParameters
 from elastic.weights.decoder import find_decoder
 from elastic.weights.proxy.tensor import WeightProxy
-from support.architectures import build, prompt
+from support.architectures import GQA, build, prompt
 
 FFN = ("llama-gqa", "gemma", "phi3", "phi", "gpt2", "gpt-neox", "falcon", "opt", "bloom")
 HEADS = ("llama-gqa", "qwen2-sliding", "qwen3", "gemma3", "mixtral")
@@ -68,6 +69,12 @@ def test_all_matrices_of_an_ffn_leave_the_same_columns_out() -> None:
     kept = packed["mlp.down_proj.weight"].parts["inputs"]
     assert torch.equal(packed["mlp.gate_up_proj.weight"].parts["outputs"], torch.cat([kept, kept + 48]))
     assert len(kept) == 24
+
+
+def test_a_bias_behind_as_many_columns_as_outputs_does_not_know_them() -> None:
+    config = t.LlamaConfig(**{**GQA, "intermediate_size": GQA["hidden_size"], "mlp_bias": True})
+    packed = pack_channels(LayerParameters.of(t.LlamaForCausalLM(config).model.layers[0]), Structured(ffn=0.5), {})
+    assert set(packed) == {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
 
 
 def test_the_least_important_columns_and_heads_go() -> None:
