@@ -48,6 +48,13 @@ def test_a_source_is_compiled_once_and_another_one_beside_it(source: Path) -> No
 
 
 @compiles
+@pytest.mark.parametrize("supported", [0, 1])
+def test_a_library_says_whether_the_processor_runs_it(source: Path, supported: int) -> None:
+    source.write_text(f'{SOURCE}extern "C" int is_supported() {{ return {supported}; }}\n')
+    assert (compiled_library(source, "none") is not None) == supported
+
+
+@compiles
 def test_a_damaged_library_is_compiled_again(source: Path) -> None:
     load_compiled(source)
     (library,) = libraries(source)
