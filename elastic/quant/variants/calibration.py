@@ -80,13 +80,13 @@ def inputs_of(
     rows = -(-most_rows // len(tokens))
     samples: dict[nn.Module, list[torch.Tensor]] = {module: [] for module in modules.values()}
 
-    def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
-        x = args[0].detach()
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        x = next(iter((*args, *kwargs.values()))).detach()
         x = x.reshape(-1, x.shape[-1])
         if len(x):  # an expert's batch may be empty
             samples[module].append(evenly(x, rows))
 
-    handles = [module.register_forward_pre_hook(keep) for module in samples]
+    handles = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in samples]
     try:
         with as_for_inference(model):
             for sequence in tokens[:most_rows]:

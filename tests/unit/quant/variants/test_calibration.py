@@ -30,3 +30,11 @@ def test_text_passes_as_in_inference_whatever_the_model_is_in() -> None:
     assert torch.equal(inputs_of(model, {"gate": mlp.gate_proj}, ids)["gate"], expected)
     assert torch.equal(torch.get_rng_state(), before)
     assert [model.training, mlp.training] == [True, False]
+
+
+def test_inputs_may_be_given_by_name() -> None:
+    model, ids = build("llama-gqa"), torch.arange(12).view(2, 6)
+    mlp = model.model.layers[0].mlp
+    expected = inputs_of(model, {"down": mlp.down_proj}, ids)
+    mlp.forward = lambda x: mlp.down_proj(input=mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
+    assert torch.equal(inputs_of(model, {"down": mlp.down_proj}, ids)["down"], expected["down"])
