@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from elastic.memory.pages.background import janitor
+from elastic.memory.pages.finalizers import call_at_death
 
 _names = itertools.count()
 TrackedRequest = tuple[str, int]
@@ -60,7 +61,7 @@ class CacheRequestTracker:
             observer.arrived(name, rows * tokens.shape[1], now, sequences=rows)
             observer.scheduled(name, now)
             completed = partial(observer.ended, name, "completed")  # by a finalizer, so maybe inside the observer
-            weakref.finalize(cache, lambda: janitor.submit(partial(completed, time.perf_counter()))).atexit = False
+            call_at_death(cache, lambda: janitor.submit(partial(completed, time.perf_counter())))
         return request
 
     def end(self, cache: Any, request: TrackedRequest, failed: bool) -> None:

@@ -21,6 +21,7 @@ from elastic.kvcache.hf_cache import make_memory
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.pages.background import janitor
+from elastic.memory.pages.finalizers import call_at_death, cancel
 from elastic.runtime import lifecycle
 from elastic.runtime.assemble import assemble, connect
 from elastic.runtime.handlers import make_handlers
@@ -41,12 +42,11 @@ class Installation:
         self._weights = weights
         self._memory = memory
         self._hooks = hooks
-        self._forsaken: weakref.finalize[..., nn.Module] | None = None
+        self._forsaken: weakref.ref[nn.Module] | None = None
 
     def guard(self, model: nn.Module) -> None:
         """Have the memory given back when the model goes without `unwrap`."""
-        self._forsaken = weakref.finalize(model, janitor.submit, self.abandon)
-        self._forsaken.atexit = False
+        self._forsaken = call_at_death(model, janitor.submit, self.abandon)
 
     def take_off(self) -> None:
         """Leave the model as it was. Raises `StateError` where that cannot be now."""
@@ -55,7 +55,7 @@ class Installation:
         with self._runtime.last_safe_point(), self._hooks, self._memory, self._weights:
             pass  # a layer that finds no ordinary memory keeps its pages, as `retained`, and goes on working
         if self._forsaken is not None:  # it would hold what the model's parameters were until the model goes
-            self._forsaken.detach()
+            cancel(self._forsaken)
 
     def abandon(self) -> None:
         """Give the memory back of a model that is gone without `unwrap`."""

@@ -35,7 +35,7 @@ FLOORS = (  # from the ground; rooms of one floor do not know each other; "" is 
     ("__main__",),
 )
 INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the room itself
-    "memory": (("backends", "pinned"), ("pages",), ("",)),
+    "memory": (("backends",), ("pages",), ("pinned",), ("",)),
     "planning": (("",), ("pipeline", "sharding"), ("arrangement", "estimate"), ("deployment",)),
     "weights": (("proxy", "shards"), ("prepacked",), ("",)),
     "hooks": (("",), ("replicas",)),

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
-from weakref import WeakMethod, finalize
+from weakref import WeakMethod
 
 from elastic.cluster.control.connection import SocketConnection
 from elastic.cluster.control.handshake import read_key, require_key
@@ -19,6 +19,7 @@ from elastic.cluster.launch.base import START_S, await_hello
 from elastic.cluster.rank.client import RankClient
 from elastic.cluster.rank.spec import RankSpec
 from elastic.errors import ConfigError, ElasticError, StateError, require, require_period
+from elastic.memory.pages.finalizers import call_at_death
 
 logger = logging.getLogger(__name__)
 KEY_FILE = "ELASTIC_KEY_FILE"
@@ -65,7 +66,7 @@ class JoinLauncher:
         self._closed = False
         accept = WeakMethod(self._accept)  # else its thread would keep it alive
         self._listener = Listener((host, port), key, lambda connection: _accept(accept(), connection), refused=refused)
-        finalize(self, self._listener.end).atexit = False
+        call_at_death(self, self._listener.end)
         self.address = self._listener.address
         """Where ranks are to join."""
 

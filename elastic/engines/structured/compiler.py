@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
@@ -20,6 +19,7 @@ import torch
 from elastic.engines.base import Grammar
 from elastic.engines.stopping import end_tokens
 from elastic.errors import BackendUnavailable, ConfigError, require, require_whole
+from elastic.memory.pages.finalizers import call_at_death
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class LlguidanceCompiler:
         with self._lock:
             if id(grammar) not in self._of_live:
                 self._of_live[id(grammar)] = compiled
-                weakref.finalize(grammar, self._of_live.pop, id(grammar), None)
+                call_at_death(grammar, self._of_live.pop, id(grammar), None)
             self._matchers[grammar] = compiled
             self._matchers.move_to_end(grammar)
             if len(self._matchers) > self._cached:

@@ -24,6 +24,7 @@ from elastic.engines.vllm.connector import virtual_bytes
 from elastic.engines.vllm.linear import is_packable
 from elastic.engines.vllm.model.graphs import CapturedGraphs
 from elastic.errors import ConfigError, StateError
+from elastic.memory.pages.finalizers import call_at_death, cancel
 
 LOOKS = ("check", "events", "form", "health", "plan", "snapshot", "status")
 CHANGES = ("apply", "release", "resize", "restore", "swap")
@@ -215,7 +216,7 @@ class GpuWorker(ElasticWorker, Worker):  # type: ignore[misc]
 class ElasticExtension(RankCalls):
     """`worker_extension_cls`: weights alone, attached to an eager engine that runs already; its KV cache stays."""
 
-    _elastic_end: weakref.finalize[..., Any] | None = None
+    _elastic_end: weakref.ref[Any] | None = None
 
     def elastic_attach(self, settings: str, name: str = "attached") -> int:
         """Move the weights of the decoder layers into pages; return how many layers there are."""
@@ -237,8 +238,7 @@ class ElasticExtension(RankCalls):
             rank=self.rank,  # type: ignore[attr-defined]
             is_packable=is_packable,
         )
-        self._elastic_end = weakref.finalize(self, _close_beside, self.elastic)
-        self._elastic_end.atexit = False
+        self._elastic_end = call_at_death(self, _close_beside, self.elastic)
         return len(self.elastic.runtime.form())
 
     def elastic_detach(self) -> None:
@@ -246,7 +246,7 @@ class ElasticExtension(RankCalls):
         self._model().detach()
         self.elastic = None
         if self._elastic_end is not None:
-            self._elastic_end.detach()
+            cancel(self._elastic_end)
 
 
 def _settings(config: Any) -> EngineSettings:

@@ -6,7 +6,6 @@ is the overage, and the shrink is deferred until they end. Nothing that a cache 
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -20,6 +19,7 @@ from elastic.kvcache.storage.usage import KVLimits, PoolUsage, SectorUsage
 from elastic.memory.backends.peers import reachable
 from elastic.memory.backends.streams import synchronize
 from elastic.memory.pages.background import janitor
+from elastic.memory.pages.finalizers import call_at_death
 from elastic.memory.pages.page_pool import PagePool
 from elastic.types import KVStatus, Resize, ResizeStatus
 
@@ -98,7 +98,7 @@ class KVPool:
                 store = new
             store.begin(self.limits.shrinks if epoch is None else epoch)
             lease = StoreLease(self, store)
-        weakref.finalize(user, self._note_end, store, store.lease).atexit = False
+        call_at_death(user, self._note_end, store, store.lease)
         return lease
 
     def grow(self, store: LayerStore, start: int, stop: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+
+from elastic.memory.pages.finalizers import call_at_death
 
 _NOTHING = nullcontext()
 
@@ -49,9 +50,7 @@ class MappedStorage:
                 memory = (ctypes.c_ubyte * nbytes).from_address(address)
                 self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.nbytes = nbytes
-        self._alive = weakref.ref(memory)
-        finalizer = weakref.finalize(memory, on_dead)
-        finalizer.atexit = False
+        self._alive = call_at_death(memory, on_dead)
 
     @property
     def alive(self) -> bool:

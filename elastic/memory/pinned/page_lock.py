@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from elastic.errors import CapacityError
+from elastic.memory.pages.finalizers import call_at_death
 
 
 def allocate(nbytes: int, purpose: str) -> torch.Tensor:
@@ -48,7 +48,7 @@ def page_lock(tensor: torch.Tensor) -> bool:
         code = driver.cuMemHostRegister(address, max(1, tensor.nbytes), driver.CU_MEMHOSTREGISTER_PORTABLE)[0]
     if code != driver.CUresult.CUDA_SUCCESS:
         return False
-    weakref.finalize(tensor.untyped_storage(), _unlock, address).atexit = False
+    call_at_death(tensor.untyped_storage(), _unlock, address)
     return True
 
 

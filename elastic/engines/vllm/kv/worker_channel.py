@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,6 +23,7 @@ from elastic.engines.vllm.kv.sectors import KVSectors
 from elastic.errors import ElasticError
 from elastic.memory.backends.shared_file import share
 from elastic.memory.pages.background import janitor
+from elastic.memory.pages.finalizers import call_at_death
 from elastic.types import SharedFile
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class WorkerChannel:
         self.model = model
         self.sectors = sectors
         self._wake_file = os.memfd_create("elastic-wakes", os.MFD_CLOEXEC)  # without a name: it goes with its users
-        weakref.finalize(self, os.close, self._wake_file)
+        call_at_death(self, os.close, self._wake_file)
         self._shared_file = share(self._wake_file)
         self.on_change: Callable[[], object] = lambda: None
         """Called from any thread when there may be something to tell, though no step is under way."""
