@@ -14,6 +14,7 @@ from torch import nn
 
 from elastic.config import SLO, Place
 from elastic.errors import StateError
+from elastic.hooks.layer_hooks import EnterLayer
 from elastic.kvcache.storage.layout import choose_layout
 from elastic.memory.checkpoint_file import Checkpoint
 from elastic.runtime.controller_setup import Asked, choose_policy
@@ -116,6 +117,11 @@ def _install(model: Model, options: WrapOptions) -> Model:
 def _check(model: nn.Module, *, loads: bool = False) -> Decoder:
     decoder = check_model(model, loads=loads)
     _require_unwrapped(model)
+    if any(isinstance(hook, EnterLayer) for layer in decoder.layers for hook in layer._forward_pre_hooks.values()):
+        raise StateError(
+            f"layers of this {type(model).__name__} are those of another model that is wrapped; unwrap that one first, "
+            "or load them again if it is gone"
+        )
     return decoder
 
 
@@ -148,6 +154,8 @@ def unwrap(model: Model) -> Model:
 
     with _alone(model):
         runtime(model)
+        if model not in installations:  # `copy.copy`
+            raise StateError(f"this {type(model).__name__} is a shallow copy of a wrapped model; unwrap that one")
         installations[model].take_off()
         del installations[model]
     return model

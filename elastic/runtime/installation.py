@@ -30,6 +30,11 @@ from elastic.runtime.parts import ModelParts
 from elastic.runtime.runtime import Runtime
 from elastic.weights.shards.stored_names import blocks_of
 
+GONE = (
+    "the wrapped model that this is a part of is gone, and so are layers of it that were not in pages; keep the model "
+    "as long as its parts are used, or unwrap it before"
+)
+
 
 class Installation:
     """The undoing of a `wrap`: weights and memory first; the hooks, which hold forward passes up, last."""
@@ -58,10 +63,15 @@ class Installation:
             cancel(self._forsaken)
 
     def abandon(self) -> None:
-        """Give the memory back of a model that is gone without `unwrap`."""
-        if not self._runtime.in_forked_child:
-            self._runtime.close()
-            self._parts.weights.let_go()
+        """Give the memory back of a model that is gone without `unwrap`. Parts of it may live, and be computed with."""
+        if self._runtime.in_forked_child:
+            return
+        self._runtime.close()
+        gate, weights = self._runtime.gate, self._parts.weights
+        with gate.exclusive():
+            if any(layer.absent for layer in weights.layers):
+                gate.refusal = GONE
+            weights.let_go()
             self._memory.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,28 @@ def test_a_model_that_is_dropped_gives_its_memory_back() -> None:
     wait_for_the_janitor()
     assert "cpu" not in places._open
     assert pool.backend.created == 0
+
+
+@pytest.mark.parametrize("absent", [False, True])
+def test_parts_of_a_model_that_is_gone_compute_or_say_why_not(absent: bool) -> None:
+    model = build("llama-gqa")
+    ids = prompt()["input_ids"]
+    with torch.no_grad():
+        expected = model.model(ids).last_hidden_state
+    elastic.wrap(model, places="cpu=64MiB")
+    if absent:
+        model.elastic.release([1])
+    part = model.model
+    del model
+    gc.collect()
+    wait_for_the_janitor()
+    assert "cpu" not in places._open
+    with torch.no_grad(), pytest.raises(StateError, match="a part of is gone") if absent else nullcontext():
+        assert torch.equal(part(ids).last_hidden_state, expected)
+    other = build("llama-gqa")
+    other.model = part
+    with pytest.raises(StateError, match="load them again if it is gone"):
+        elastic.wrap(other)
 
 
 def test_nothing_is_kept_of_a_wrap_that_was_undone() -> None:
@@ -272,6 +295,18 @@ def test_a_wrapped_model_is_not_wrapped_again(wrapped: Any) -> None:
     with pytest.raises(StateError, match="already wrapped"):
         elastic.wrap(model)
     assert model.elastic.status().layers == 3
+    other = build("llama-gqa")
+    other.model = model.model
+    with pytest.raises(StateError, match="are those of another model that is wrapped"):
+        elastic.wrap(other)
+    model.generate(**prompt(), max_new_tokens=2, pad_token_id=0)
+
+
+def test_a_shallow_copy_is_not_unwrapped(wrapped: Any) -> None:
+    model = wrapped(build("llama-gqa"))
+    with pytest.raises(StateError, match="a shallow copy of a wrapped model; unwrap that one"):
+        elastic.unwrap(copy.copy(model))
+    model.elastic.check()
 
 
 def test_a_plain_model_is_not_unwrapped() -> None:
