@@ -92,6 +92,7 @@ def install(model: nn.Module, options: WrapOptions) -> None:
         attention = AttentionSwitch(model)
         memory.callback(attention.remove)  # it is of the process: also when the model is gone
         _put_on(model, runtime, parts, options, attention, hooks)
+        hooks.callback(runtime.close)
         runtime.start(controlled=options.start_controller)
         installations[model] = Installation(runtime, parts, weights.pop_all(), memory.pop_all(), hooks.pop_all())
     installations[model].guard(model)

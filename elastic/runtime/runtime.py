@@ -321,9 +321,9 @@ class Runtime(LayerVerbs):
             return
         if self.controller:
             self.controller.stop()
-        self.state = RuntimeState.CLOSED
         if not self.in_forked_child:
             self._executor.close(timeout_s)
+        self.state = RuntimeState.CLOSED  # at last: what is interrupted before is done again
 
     @contextmanager
     def last_safe_point(self) -> Iterator[None]:

@@ -58,11 +58,12 @@ class ActionExecutor:
         self._thread.start()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish the jobs that were submitted, roll back what is held, and end the thread."""
+        """Finish the jobs that were submitted, roll back what is held, and end the thread, if it runs."""
         with self._counting:
             self._closed = True
             self._jobs.put(None)
-        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
 
     def submit(self, actions: Sequence[Action], why: str) -> Future[tuple[Result, ...]]:
         """Have actions done; the future has their results in order."""

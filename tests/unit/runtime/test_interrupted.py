@@ -15,6 +15,7 @@ from elastic import StateError
 from elastic.hooks.forward_gate import ForwardGate
 from elastic.memory import weight_layout
 from elastic.runtime import installation
+from elastic.runtime.runtime import Runtime
 from support.architectures import build, prompt
 from support.child_process import in_fork
 from support.wrapped_model import layers
@@ -220,6 +221,22 @@ def in_thread_raising(work: Callable[[], Any]) -> None:
     in_thread(run)
     if errors:
         raise errors[0]
+
+
+def test_an_interrupted_wrap_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, threads = build("llama-gqa"), threading.enumerate()
+    expected, start = logits(model), Runtime.start
+
+    def interrupted(self: Any, **options: Any) -> None:
+        start(self, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Runtime, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        elastic.wrap(model, policy="balanced", variants=["int8"])
+    left = {thread.name for thread in threading.enumerate() if thread not in threads}
+    assert not left & {"elastic-runtime", "elastic-controller"}
+    assert torch.equal(logits(model), expected)
 
 
 def test_one_thread_wraps_or_unwraps_a_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
