@@ -93,7 +93,7 @@ class ForwardGate:
     """
 
     LOOK_S = 0.1
-    """Seconds after which a commit that waits looks for passes that died."""
+    """Seconds after which those who wait for passes look for ones that died."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -113,6 +113,7 @@ class ForwardGate:
         """Set when the model was unwrapped: a forward pass that had waited leaves again, and is any model's."""
         self.refusal: str | None = None
         """Set when nothing may pass any more (in a forked child): what the `StateError` says."""
+        self._ending = False
 
     @property
     def inside(self) -> bool:
@@ -130,6 +131,8 @@ class ForwardGate:
         if self.refusal is not None:
             raise StateError(self.refusal)
         thread = self.thread
+        if self._ending and thread.thread.daemon:
+            raise SystemExit  # it ends the thread without a word
         if key in thread.keys:
             self.leave(key)
         if thread.keys:
@@ -201,6 +204,18 @@ class ForwardGate:
                 self.commits += 1
                 self._admit_queue()
                 self._changed.notify_all()
+
+    def end_daemons(self, timeout_s: float) -> None:
+        """Have daemon threads end where they begin a forward pass, and wait for the passes that they are in.
+
+        For the end of the interpreter, which a thread that is in torch then would abort.
+        """
+        self._ending = True
+        end = time.monotonic() + timeout_s
+        while self._readers and time.monotonic() < end:
+            with self._lock:
+                self._forget_died()
+            time.sleep(self.LOOK_S)
 
     def _end(self) -> None:
         """End the pass of this thread, whatever it is in."""

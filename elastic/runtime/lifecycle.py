@@ -1,4 +1,4 @@
-"""The end of a process: forks refuse to run, and workers stop before the interpreter does."""
+"""The end of a process: forks refuse to run, and workers and daemon threads stop before the interpreter does."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ def _refuse_in_child() -> None:
 
 
 def _close_all() -> None:
-    """Close runtimes at exit: a worker that is in torch when the interpreter ends would abort it."""
+    """Close runtimes at exit: a thread that is in torch when the interpreter ends would abort it."""
     for runtime in list(running):
-        runtime.close(timeout_s=EXIT_TIMEOUT_S)
+        if not runtime.in_forked_child:
+            runtime.close(timeout_s=EXIT_TIMEOUT_S)
+            runtime.gate.end_daemons(EXIT_TIMEOUT_S)
 
 
 os.register_at_fork(after_in_child=_refuse_in_child)

@@ -279,6 +279,28 @@ def test_a_thread_that_python_waits_for_at_its_end_generates_to_the_end() -> Non
 
 
 @pytest.mark.slow
+def test_a_daemon_thread_that_generates_ends_before_the_interpreter() -> None:
+    """It would abort it from inside torch. A handler that is older than ours is called after it, and waits."""
+    out = in_fork(
+        "import atexit\natexit.register(lambda: (thread.join(60), print('ended:', not thread.is_alive())))\n"
+        + dedent(WRAP.format(tests=str(Path(__file__).parents[2])))
+        + dedent("""
+    import threading
+    begun = threading.Event()
+    def generate():
+        while True:
+            model.generate(**prompt(), max_new_tokens=4, pad_token_id=0)
+            begun.set()
+    thread = threading.Thread(target=generate, daemon=True)
+    thread.start()
+    begun.wait()
+    atexit.register(lambda: print(model.generate(**prompt(), max_new_tokens=4, pad_token_id=0).shape[0]))
+    """)
+    )
+    assert out.split("\n")[-2:] == ["ended: True", ""]
+
+
+@pytest.mark.slow
 def test_a_forked_child_cannot_touch_the_parents_pages() -> None:
     out = child("""
     pid = os.fork()
