@@ -131,8 +131,6 @@ class ForwardGate:
         if self.refusal is not None:
             raise StateError(self.refusal)
         thread = self.thread
-        if self._ending and thread.thread.daemon:
-            raise SystemExit  # it ends the thread without a word
         if key in thread.keys:
             self.leave(key)
         if thread.keys:
@@ -210,8 +208,9 @@ class ForwardGate:
 
         For the end of the interpreter, which a thread that is in torch then would abort.
         """
-        self._ending = True
         end = time.monotonic() + timeout_s
+        with self._lock:
+            self._ending = True
         while self._readers and time.monotonic() < end:
             with self._lock:
                 self._forget_died()
@@ -227,6 +226,8 @@ class ForwardGate:
     def _begin_reading(self) -> None:
         forward = self.thread.forward
         with self._lock:
+            if self._ending and self.thread.thread.daemon:
+                raise SystemExit  # it ends the thread without a word
             if self._writing or self._writers_waiting:
                 turn = threading.Lock()
                 turn.acquire()
