@@ -9,7 +9,7 @@ import pytest
 import elastic.vllm
 from elastic import ConfigError
 from elastic.engines.vllm.kv.admission import PATIENCE
-from support.vllm_engine.engine import TEXTS, elastic_engine, expected, run, sector_bytes
+from support.vllm_engine.engine import TEXTS, counted_preemptions, elastic_engine, expected, run, sector_bytes
 
 
 def test_a_large_request_gets_in_under_a_stream_of_small_ones() -> None:
@@ -51,3 +51,14 @@ def test_without_promises_a_budget_below_one_request_is_refused() -> None:
     refused = pytest.raises(ConfigError, match="lower max_model_len or raise the budget")
     with refused, elastic_engine("13MiB", promise=False):
         pass
+
+
+@pytest.mark.parametrize("promise", [True, False])
+def test_requests_that_read_no_prefix_wait_for_room_like_others(reference: list[list[int]], promise: bool) -> None:
+    """vLLM lets those in of which log-probabilities of the prompt are wanted, whatever a connector answers."""
+    lengths = [190] * 14
+    with elastic_engine("16MiB", promise=promise, enable_prefix_caching=True) as llm:
+        with counted_preemptions(llm) as preempted:
+            assert run(llm, lengths, prompt_logprobs=1) == expected(reference, lengths)
+        assert bool(preempted) != promise
+        assert run(llm, lengths) == expected(reference, lengths)

@@ -52,6 +52,7 @@ class SchedulerSide:
         self._wake_files: list[OpenFile] = []  # of ranks; their lengths count: times would be too coarse
         self._ledger = promise_ledger(vllm_config, kv_cache_config, binding=bool(extra.get("promise", True)))
         self._requests: dict[str, _Told] = {}  # those that live
+        self._unheard: list[Request] = []  # refused in this step, as `may_enter` says
         self._prefixes = PrefixSharing()
         self._events: list[RequestEvent | StepTokens] = []
         self._told_figures: dict[str, int] = {}
@@ -97,16 +98,24 @@ class SchedulerSide:
         """Whether all that live, and this one, can still get every block that they may need.
 
         One that has looked for its prefix by the weights of before is to look again, with the next step; so is one
-        before which an action ended that ranks of other processes have not told of yet.
+        before which an action ended that ranks of other processes have not told of yet. vLLM does not hear that one
+        waits which reads no prefix (it wants log-probabilities of its prompt): until the step is scheduled, it does.
         """
-        self._follow_weights()
+        may = self._may_enter(request)
+        if not may and request.skip_reading_prefix_cache:
+            request.skip_reading_prefix_cache = False
+            self._unheard.append(request)
+        return may
+
+    def _may_enter(self, request: Request) -> bool:
         arrival = self._requests.get(request.request_id)
         if arrival is None:  # queued, and about to be noted, while another thread steps
             return False
-        told = self._local is not None or arrival.wakes <= self.coordinator.wakes
-        if not told or not self._prefixes.may_look_up(request.request_id):
+        if not self._ledger.may_enter(request.request_id, _tokens(request), self.coordinator.room):
             return False
-        return self._ledger.may_enter(request.request_id, _tokens(request), self.coordinator.room)
+        self._follow_weights()
+        told = self._local is not None or arrival.wakes <= self.coordinator.wakes
+        return told and self._prefixes.may_look_up(request.request_id)
 
     def entered(self, request: Request) -> None:
         """Note that a request has its first blocks, or again some after it was preempted."""
@@ -129,6 +138,8 @@ class SchedulerSide:
     def next_orders(self, *, idle: bool) -> StepOrders:
         """Decide what the ranks do before the step that was just scheduled."""
         with self.lock:
+            while self._unheard:
+                self._unheard.pop().skip_reading_prefix_cache = True
             before = self.coordinator.sequence
             orders = self._decide()
         if idle and orders.sequence == before:

@@ -86,14 +86,22 @@ def sector_bytes(llm: Any) -> int:
 
 
 def run(
-    llm: Any, lengths: Sequence[int], *, each_step: Callable[[int], object] = lambda step: None, texts: Any = TEXTS
+    llm: Any,
+    lengths: Sequence[int],
+    *,
+    each_step: Callable[[int], object] = lambda step: None,
+    texts: Any = TEXTS,
+    **sampled: Any,
 ) -> list[list[int]]:
-    """Decode one request of each length greedily, with texts in turn; return their tokens."""
+    """Decode one request of each length greedily, with texts in turn; return their tokens.
+
+    `sampled`: more of vLLM's `SamplingParams`.
+    """
     from vllm import SamplingParams
 
     engine = llm.llm_engine
     for number, length in enumerate(lengths):
-        sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, **sampled)
         engine.add_request(f"r{number}", {"prompt": texts[number % len(texts)]}, sampling)
     tokens: dict[str, list[int]] = {}
     step = 0
