@@ -93,10 +93,10 @@ class Runtime(LayerVerbs):
         """What forward passes go through, and actions commit at."""
         self.weights, self.pools = parts.weights, parts.pools
         self._log = ActionLog()
-        self.event_listeners = self._log.listeners
         agreement = agreement or Agreement()
         self._one_of_several = agreement.several
         self._executor = ActionExecutor(parts.gate, parts.handlers, self._log.record, agreement)
+        self.job_listeners = self._executor.listeners
         self._occupied: list[str] = []
         self._pid = os.getpid()
 

@@ -49,6 +49,8 @@ class ActionExecutor:
         self._came_free = False  # pages, since the present job began
         self.unfinished = 0
         """Jobs that are not done yet."""
+        self.listeners: list[Callable[[], object]] = []
+        """Called on the thread when a job is not among them any more, before whoever waits for it goes on."""
         self._closed = False
         self._counting = threading.Lock()
         self._thread = threading.Thread(target=self._run_jobs, name="elastic-runtime", daemon=True)
@@ -141,6 +143,8 @@ class ActionExecutor:
         release_threads()
         with self._counting:
             self.unfinished -= 1
+        for listener in tuple(self.listeners):
+            listener()
         if fault is not None:
             job.done.set_exception(fault)
         elif wanted:

@@ -110,7 +110,7 @@ class ElasticModel:
             pool = parts.pools[0]
             pool.listeners.append(self.changed)
             memory.callback(pool.listeners.remove, self.changed)
-            self.runtime.event_listeners += [self.wake, self.changed]
+            self.runtime.job_listeners += [self.wake, self.changed]
             self._streaming = StreamingHooks(options.decoder.layers, parts.weights) if eager else None
             if self._streaming is not None:
                 on_model.callback(self._streaming.remove)

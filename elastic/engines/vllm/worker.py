@@ -72,8 +72,6 @@ class RankCalls:
         job = jobs.get(number, StateError(f"action {number} is not known to this worker any more"))
         if isinstance(job, Future) and not job.done():
             return None
-        if self.elastic is not None:
-            self.elastic.changed()
         try:
             if isinstance(job, Exception):
                 raise job

@@ -64,13 +64,20 @@ def test_a_rollback_gives_everything_back(wrapped: Any) -> None:
 def test_what_nobody_commits_is_rolled_back_by_itself(wrapped: Any) -> None:
     rt = wrapped(build("llama-gqa"), small(4 << 20), variants=["int4"]).elastic
     ended = threading.Event()
-    rt.event_listeners.append(ended.set)
+    rt._log.listeners.append(ended.set)
     told = rt.prepare(Swap((0,), "int4"), timeout_s=0.05)
     assert ended.wait(30), "nothing else was asked of the runtime"
     with pytest.raises(StateError, match="nobody committed it in time"):
         rt.commit(told.id)
     assert rt.held == ()
     assert rt.swap(0, "int4").status == "applied"
+
+
+def test_listeners_hear_of_a_job_when_it_is_none_any_more(wrapped: Any) -> None:
+    rt, working = wrapped(build("llama-gqa"), small(4 << 20), variants=["int4"]).elastic, list[bool]()
+    rt.job_listeners.append(lambda: working.append(rt.working))
+    rt.swap(0, "int4")
+    assert working == [False], "before whoever asked for it goes on"
 
 
 def test_held_layers_are_nobody_elses(wrapped: Any) -> None:
