@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic.actions.base import Layers
 from elastic.actions.transactions.transaction import Agreement
@@ -59,8 +59,7 @@ class RankReport:
     votes: tuple[Vote, ...] = ()
 
 
-@dataclass(frozen=True)
-class ActionOrders:
+class ActionOrders(NamedTuple):
     """What every rank does before a step: verdicts first, then jobs, in order."""
 
     jobs: tuple[Job, ...] = ()

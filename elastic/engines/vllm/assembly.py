@@ -83,6 +83,7 @@ class ElasticModel:
         """Set by the KV connector when it is made."""
         self.actions = RankAgreement()
         self._name = f"{instance}:{rank}"
+        self._looked = -1, True  # commits by then, and whether all layers were full
         if _models and own_worker is not None:
             raise StateError("vLLM has one KV connector in a process; stop the elastic engine in this one first")
         with ExitStack() as memory, ExitStack() as on_model:
@@ -111,7 +112,7 @@ class ElasticModel:
             pool.listeners.append(self.changed)
             memory.callback(pool.listeners.remove, self.changed)
             self.runtime.job_listeners += [self.wake, self.changed]
-            self._streaming = StreamingHooks(options.decoder.layers, parts.weights) if eager else None
+            self._streaming = StreamingHooks(options.decoder.layers, parts.weights, parts.gate) if eager else None
             if self._streaming is not None:
                 on_model.callback(self._streaming.remove)
             if own_worker is None:  # whose steps enter and leave the gate
@@ -132,13 +133,21 @@ class ElasticModel:
         return not self.runtime.closed and (self.runtime.working or self.actions.pending)
 
     @property
-    def unsettled(self) -> bool:
-        """Whether actions are under way or deferred, or a controller has layers to bring back."""
-        runtime = self.runtime
-        if runtime.closed:
+    def waiting(self) -> bool:
+        """Whether actions are deferred or not done, or a controller has layers to bring back."""
+        if self.runtime.closed:
             return False
-        away = runtime.controller is not None and set(runtime.form()) != {self._parts.weights.layers[0].dtype}
-        return self.working or runtime.busy or away
+        return self.runtime.busy or (self.runtime.controller is not None and not self._full)
+
+    @property
+    def _full(self) -> bool:
+        """Whether all layers are there in full. They are looked at after commits alone."""
+        commits, full = self._looked
+        if commits != self.gate.commits:
+            commits = self.gate.commits
+            full = set(self.runtime.form()) == {self._parts.weights.layers[0].dtype}
+            self._looked = commits, full
+        return full
 
     def changed(self) -> None:
         """Tell the scheduler's side that something may have changed. Safe from any thread, under any lock."""

@@ -65,6 +65,10 @@ class ElasticConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Tell the scheduler's side what changed with this step."""
         return self.channel.report() if self.channel else None
 
+    def has_connector_metadata(self) -> bool:
+        """Return False: no layer is to wait for keys and values, or to save them."""
+        return False
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Load nothing."""
 

@@ -55,7 +55,7 @@ class SchedulerSide:
         self._unheard: list[Request] = []  # refused in this step, as `may_enter` says
         self._prefixes = PrefixSharing()
         self._events: list[RequestEvent | StepTokens] = []
-        self._told_figures: dict[str, int] = {}
+        self._told_figures = (0, 0, 0, 0, 0)
         self._idle = True
         self._local: WorkerChannel | None = None
         self._agreement = Coordinator(vllm_config.parallel_config.world_size)
@@ -208,12 +208,12 @@ class SchedulerSide:
     def new_figures(self) -> CapacityStats | None:
         """Return the figures for vLLM's metrics, None if they are as they were told last."""
         books = self.coordinator
-        gauges = {"usable_blocks": books.capacity.usable, "taken_blocks": books.taken, "mapped_sectors": books.mapped}
-        counts = {"moved_blocks": books.moved_blocks, "capacity_changes": books.sequence}
-        before, self._told_figures = self._told_figures, {**gauges, **counts}
-        if before == self._told_figures:
+        now = books.capacity.usable, books.taken, books.mapped, books.moved_blocks, books.sequence
+        if now == self._told_figures:
             return None
-        return CapacityStats({**gauges, **{name: count - before.get(name, 0) for name, count in counts.items()}})
+        (*_, moved, changes), self._told_figures = self._told_figures, now
+        gauges = {"usable_blocks": now[0], "taken_blocks": now[1], "mapped_sectors": now[2]}
+        return CapacityStats({**gauges, "moved_blocks": now[3] - moved, "capacity_changes": now[4] - changes})
 
     def close(self) -> None:
         """Be settled no more. Can be called twice."""

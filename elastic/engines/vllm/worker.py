@@ -152,13 +152,20 @@ class ElasticWorker(RankCalls):
         model = self._model()
         if model.channel is not None:
             model.channel.before_step(scheduler_output.kv_connector_metadata)
-        with self._step():
+        try:
+            self._begin_step(model)
             return super().execute_model(scheduler_output)  # type: ignore[misc]
+        finally:
+            model.end_forward()
 
     def execute_dummy_batch(self) -> None:
         """Run the step of a rank without requests."""
-        with self._step():
+        model = self._model()
+        try:
+            self._begin_step(model)
             super().execute_dummy_batch()  # type: ignore[misc]
+        finally:
+            model.end_forward()
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Load other weights into the place of these. Raises `StateError` while any layer is not there in full."""
@@ -175,17 +182,11 @@ class ElasticWorker(RankCalls):
         super().shutdown()  # type: ignore[misc]
         self._close()
 
-    @contextmanager
-    def _step(self) -> Iterator[None]:
-        """Have no action commit; replay graphs if weights lie where they did."""
-        model = self._model()
+    def _begin_step(self, model: ElasticModel) -> None:
+        """Have no action commit until `model.end_forward`; replay graphs if weights lie where they did."""
         model.begin_forward()
-        try:
-            if self._graphs is not None:
-                self._graphs.begin_step()
-            yield
-        finally:
-            model.end_forward()
+        if self._graphs is not None:
+            self._graphs.begin_step()
 
     @contextmanager
     def _starting(self) -> Iterator[None]:

@@ -43,7 +43,7 @@ class StubModel:
     actions: RankAgreement = field(default_factory=RankAgreement)
     weights: Callable[[], Weights] = lambda: (0, b"")
     rank: int = 0
-    unsettled: bool = False
+    waiting: bool = False
     working: bool = False
     channel: WorkerChannel | None = None
 

@@ -43,7 +43,7 @@ class BlockCapacity:
     @property
     def usable(self) -> int:
         """Blocks that requests may have, or still have."""
-        return len(self.pool.blocks) - len(self.withheld) - 1
+        return self.pool.num_gpu_blocks - 1
 
     @property
     def used(self) -> int:

@@ -24,6 +24,14 @@ class CapacityCoordinator:
         self.ledger = ledger
         self.promises = ledger if ledger.binding else None
         self.ranks: dict[int, RankState] = {}
+        self.weights: list[Weights] = []
+        """What each rank computes with, as it told last."""
+        self.wakes = 0
+        """How often ranks had asked to be looked at when all last told how they are."""
+        self.settled = True
+        """Whether every rank has carried out the last order."""
+        self._target = self._most = 1  # sectors that all ranks may have, as `RankState` says
+        self._has_more = False  # any rank, than `mapped`
         self.sequence = 0
         self.ordered = 0
         """Sectors of the last order."""
@@ -54,15 +62,13 @@ class CapacityCoordinator:
                     f"rank {rank.rank} has memory for {max(0, blocks)} blocks of KV cache, fewer than a request as "
                     f"long as max_model_len needs, though its budget allows more: {rank.error}"
                 )
-        self.ranks = {handshake.rank: handshake.state for handshake in ranks}
-        self.mapped = self.ordered = min(state.mapped for state in self.ranks.values())
-        self._adjust()
+        self.ordered = min(handshake.state.mapped for handshake in ranks)
+        self._hear({handshake.rank: handshake.state for handshake in ranks})
 
     def receive(self, report: StepReport) -> None:
         """Take in what ranks tell after a step."""
         newer = {rank: state for rank, state in report.ranks.items() if state.number >= self.ranks[rank].number}
-        self.ranks.update(newer)
-        self._adjust()
+        self._hear({**self.ranks, **newer})
 
     def next_orders(
         self, *, actions: ActionOrders | None = None, requests: Iterable[RequestEvent | StepTokens] = (), wakes: int = 0
@@ -75,31 +81,14 @@ class CapacityCoordinator:
         return StepOrders(self.sequence, self.ordered, self.taken, usable, actions, tuple(requests), wakes)
 
     @property
-    def weights(self) -> list[Weights]:
-        """What each rank computes with, as it told last."""
-        return [state.weights for _, state in sorted(self.ranks.items())]
-
-    @property
-    def wakes(self) -> int:
-        """How often ranks had asked to be looked at when all last told how they are."""
-        return min(state.wakes for state in self.ranks.values())
-
-    @property
     def taken(self) -> int:
         """Blocks that requests have, or were promised."""
         return max(self.capacity.used, 0 if self.promises is None else self.promises.total)
 
     @property
-    def settled(self) -> bool:
-        """Whether every rank has carried out the last order."""
-        return all(state.sequence == self.sequence for state in self.ranks.values())
-
-    @property
     def wanted(self) -> int:
         """Sectors for new requests: what every rank's limit allows, or what one alone needs."""
-        target = min(state.target for state in self.ranks.values())
-        most = min(state.most for state in self.ranks.values())
-        return max(1, target, min(self._sectors(self.ledger.alone), most))
+        return max(1, self._target, min(self._sectors(self.ledger.alone), self._most))
 
     @property
     def needed(self) -> int:
@@ -147,10 +136,20 @@ class CapacityCoordinator:
         """Count the sectors for so many blocks and the null block."""
         return -(-(blocks + 1) // self.blocks_per_sector)
 
+    def _hear(self, ranks: dict[int, RankState]) -> None:
+        """Go by what ranks told."""
+        self.ranks, states = ranks, [state for _, state in sorted(ranks.items())]
+        self.weights = [state.weights for state in states]
+        self.wakes = min(state.wakes for state in states)
+        self.settled = all(state.sequence == self.sequence for state in states)
+        self._target, self._most = min(state.target for state in states), min(state.most for state in states)
+        if self.settled:
+            self.mapped = min(state.mapped for state in states)
+        self._has_more = any(state.mapped > self.mapped for state in states)
+        self._adjust()
+
     def _adjust(self) -> None:
         """Publish or withdraw blocks, by what is mapped everywhere."""
-        if self.settled:
-            self.mapped = min(state.mapped for state in self.ranks.values())
         self.capacity.set_limit(min(self.mapped, self.needed) * self.blocks_per_sector, evict=not self.moving)
 
     @property
@@ -160,9 +159,10 @@ class CapacityCoordinator:
         return self.needed if self.needed > self.mapped else kept
 
     def _order(self) -> None:
-        """Order what is not mapped so."""
+        """Order what is not mapped so, by all ranks: one that has more than the others is to unmap it."""
         sectors = self._next
-        if sectors != self.mapped or any(state.mapped > sectors for state in self.ranks.values()):
+        if sectors != self.mapped or self._has_more:
             self.sequence += 1
+            self.settled = False
             self.ordered = sectors
             self.mapped = min(self.mapped, sectors)

@@ -7,7 +7,7 @@ be mapped, not how many more: one that is carried out twice does no harm.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from elastic.engines.vllm.agreement import ActionOrders, RankReport
@@ -41,8 +41,7 @@ class StepTokens(NamedTuple):
     """Seconds of `time.perf_counter`, which all processes of a machine share."""
 
 
-@dataclass(frozen=True)
-class StepOrders:
+class StepOrders(NamedTuple):
     """What every rank does before a step."""
 
     sequence: int = 0
@@ -53,7 +52,7 @@ class StepOrders:
     """That requests have, or were promised."""
     capacity_blocks: int = 0
     """That requests may have, the null block left out."""
-    actions: ActionOrders = field(default_factory=ActionOrders)
+    actions: ActionOrders = ActionOrders()
     requests: tuple[RequestEvent | StepTokens, ...] = ()
     """What happened since the last orders, in its order."""
     wakes: int = 0

@@ -49,7 +49,7 @@ class PrefixSharing:
     """The weights that the hashes of each request stand for."""
 
     def __init__(self) -> None:
-        self._seen: tuple[Weights, ...] | None = None
+        self._seen: Sequence[Weights] | None = None
         self._name = ""
         self._requests: dict[str, _Hashed] = {}
 
@@ -81,9 +81,11 @@ class PrefixSharing:
 
         Requests that have blocks go on with them, and share what comes behind with nobody.
         """
-        before, self._seen = self._seen, tuple(ranks)
+        if ranks == self._seen:
+            return False
+        before, self._seen = self._seen, ranks
         self._name = "".join(name.hex() for _, name in ranks)
-        if before is None or before == self._seen:
+        if before is None:
             return False
         for hashed in self._requests.values():
             if hashed.entered:

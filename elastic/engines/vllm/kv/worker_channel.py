@@ -153,7 +153,7 @@ class WorkerChannel:
             most = min(reachable, kv.limits.maximum // sectors.sector_pages)
             mapped = sectors.mapped
         working = self.model.working or self._mapping
-        unsettled = working or self.model.unsettled or self._failed
+        unsettled = working or self.model.waiting or self._failed
         return RankState(self._sequence, mapped, target, most, unsettled, working, actions, self.weights(), self._wakes)
 
 

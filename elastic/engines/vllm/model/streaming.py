@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from elastic.hooks.forward_gate import ForwardGate
 from elastic.weights.layer import WeightUnit
 from elastic.weights.model import ModelWeights
 
@@ -19,14 +20,19 @@ from elastic.weights.model import ModelWeights
 class StreamingHooks:
     """Those on the absent decoder layers of one model. A layer without hooks is called faster."""
 
-    def __init__(self, layers: Sequence[nn.Module], weights: ModelWeights) -> None:
+    def __init__(self, layers: Sequence[nn.Module], weights: ModelWeights, gate: ForwardGate) -> None:
         self._layers = layers
         self._weights = weights
+        self._gate = gate
+        self._commits = -1  # when the layers were last looked at
         self._handles: dict[int, tuple[RemovableHandle, RemovableHandle]] = {}
         self.update()
 
     def update(self) -> None:
         """Have hooks on the layers that are absent now, and on no others. While no action can commit."""
+        if self._commits == self._gate.commits:
+            return
+        self._commits = self._gate.commits
         absent = {unit.index: unit for unit in self._weights.layers if unit.absent}
         if absent.keys() != self._handles.keys():
             for index in absent.keys() - self._handles.keys():

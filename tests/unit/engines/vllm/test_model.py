@@ -9,6 +9,7 @@ from torch import nn
 from elastic.engines.vllm.model.decoder import find_decoder
 from elastic.engines.vllm.model.streaming import StreamingHooks
 from elastic.errors import ConfigError
+from elastic.hooks.forward_gate import ForwardGate
 from elastic.quant.variants.eligible import LayerParameters, matrices
 from elastic.weights.eligible import layer_slots
 
@@ -80,12 +81,13 @@ def test_absent_layers_alone_have_hooks() -> None:
     def hooked() -> list[int]:
         return [i for i, layer in enumerate(layers) if layer._forward_hooks and layer._forward_pre_hooks]
 
-    layers = [Layer() for _ in range(3)]
-    hooks = StreamingHooks(layers, Weights())  # type: ignore[arg-type]
+    layers, gate = [Layer() for _ in range(3)], ForwardGate()
+    hooks = StreamingHooks(layers, Weights(), gate)  # type: ignore[arg-type]
     assert hooked() == []
     for absent in ([1, 2], [0, 2], [], [0]):
-        for unit in Weights.layers:
-            unit.absent = unit.index in absent
+        with gate.exclusive():
+            for unit in Weights.layers:
+                unit.absent = unit.index in absent
         hooks.update()
         hooks.update()
         assert hooked() == absent
