@@ -45,7 +45,7 @@ class HTTPTarget:
             raise BackendUnavailable("a replay to a URL needs httpx: pip install 'elastic-llm[bench]'") from error
         self._httpx = httpx
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._headers = dict(headers or {})
+        self._headers = {name.encode(): value.encode() for name, value in (headers or {}).items()}  # httpx takes ASCII
         if model is not None and not model.strip():
             raise ConfigError(f"model={model!r} is empty; give the name that the server has for it, or None")
         self.model = self._first_model() if model is None else model

@@ -39,7 +39,7 @@ def replayed(url: str, trace: Trace, options: ReplayOptions | None = None, **mor
 def test_a_replay_sends_token_ids_and_counts_the_pieces() -> None:
     trace = offered(20)
     with stub() as server:
-        run = replayed(server.url, trace, headers={"Authorization": "Bearer secret"})
+        run = replayed(server.url, trace, headers={"Authorization": "Bearer geheimnisträger"})
         assert [r.finish for r in run.records] == ["length"] * 20
         assert all(len(r.token_times_s) == r.output_tokens == 3 for r in run.records)
         assert summarize(run)["elastic"]["slo_attainment"] == 1.0
@@ -54,7 +54,7 @@ def test_a_replay_sends_token_ids_and_counts_the_pieces() -> None:
             "stream_options": {"include_usage": True},
             "ignore_eos": True,
         }
-        assert server.headers_seen[0]["Authorization"] == "Bearer secret"
+        assert server.headers_seen[0]["Authorization"].encode("latin-1").decode() == "Bearer geheimnisträger"
 
 
 def test_all_streams_are_open_at_once() -> None:
