@@ -8,7 +8,7 @@ import pytest
 
 import elastic.vllm
 from elastic import ConfigError
-from elastic.engines.vllm.kv.admission import PATIENCE
+from elastic.engines.vllm.kv.admission import PATIENCE, GroupDemand, PromiseLedger
 from support.vllm_engine.engine import TEXTS, counted_preemptions, elastic_engine, expected, run, sector_bytes
 
 
@@ -39,6 +39,22 @@ def test_a_large_request_gets_in_under_a_stream_of_small_ones() -> None:
             assert len(ended) < 12 + 2 * PATIENCE, "it starves"
         engine.abort_request([f"s{n}" for n in range(12)] + [f"next{n}" for n in range(1, len(ended) + 1)] + ["large"])
         engine.step()
+
+
+def test_a_session_is_promised_what_its_prompt_may_grow_to() -> None:
+    """vLLM lets in what it gets later without asking."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    from elastic.engines.vllm.scheduler_side import _tokens
+
+    ledger = PromiseLedger([GroupDemand(32)], longest=256, lookahead=1)
+    sampling = SamplingParams(max_tokens=6)
+    demands = [
+        ledger.demand(_tokens(Request("s", [1] * 20, sampling, None, resumable=resumable)))
+        for resumable in (False, True)
+    ]
+    assert demands == [1, ledger.largest]
 
 
 def test_without_promises_a_limit_below_one_request_is_no_end(reference: list[list[int]]) -> None:

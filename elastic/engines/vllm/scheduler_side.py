@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -290,5 +291,5 @@ def promise_ledger(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, b
 
 
 def _tokens(request: Request) -> int:
-    """Count the tokens that a request may come to have."""
-    return int(request.num_prompt_tokens + (request.max_tokens or 0))
+    """Count the tokens that a request may come to have; a session gets more of its prompt as it goes, to any length."""
+    return sys.maxsize if request.resumable else int(request.num_prompt_tokens + (request.max_tokens or 0))
