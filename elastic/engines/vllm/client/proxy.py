@@ -242,10 +242,13 @@ def _settle_idle(engine: Any) -> None:
 
 
 def _names(layers: Layers) -> list[int | str]:
-    """Return indices and names of layers as JSON has them. Raises `ConfigError` for anything else."""
+    """Return indices and names of layers as JSON has them; the ranks refuse what is no layer.
+
+    Raises `ConfigError` for what JSON has not.
+    """
     several: Iterable[Any] = [layers] if isinstance(layers, str) or not isinstance(layers, Iterable) else layers
     try:
-        return [layer if isinstance(layer, str) else index(layer) for layer in several]
+        return [layer if isinstance(layer, str | bool) else index(layer) for layer in several]
     except TypeError as error:
         raise ConfigError(f"layers={layers!r} cannot be; give indices or names of decoder layers") from error
 

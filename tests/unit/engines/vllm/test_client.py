@@ -112,6 +112,13 @@ def test_layers_are_whatever_counts(layers: Any) -> None:
     assert ranks.calls[0] == ("elastic_change", ("release", encode((([0, 1],), {}))))
 
 
+def test_a_truth_value_stays_one_for_the_ranks_to_refuse() -> None:
+    ranks = Ranks([change(10)])
+    RemoteRuntime(ranks).release([True, 2])
+    assert decode(ranks.calls[0][1][1])[0] == ((True, 2),)
+    assert decode(ranks.calls[0][1][1])[0][0][0] is True
+
+
 def test_one_action_may_be_applied_without_others() -> None:
     ranks = Ranks([change(1)])
     RemoteRuntime(ranks).apply(Release((1,)))
