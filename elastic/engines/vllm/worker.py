@@ -229,9 +229,15 @@ class ElasticExtension(RankCalls):
                 f"quantization={config.model_config.quantization!r}: its weights cannot move; start the engine with "
                 "quantization='elastic'"
             )
+        given, ranks = EngineSettings.from_json(decode(settings)), config.parallel_config.world_size
+        if ranks > 1 and given.policy != "manual":
+            raise ConfigError(
+                f"policy={given.policy!r} would change one of {ranks} ranks, which agree on nothing without elastic's "
+                "own worker; attach with policy='manual', or start the engine with elastic.vllm.options(...)"
+            )
         self.elastic = ElasticModel(
             self.model_runner.get_model(),  # type: ignore[attr-defined]
-            EngineSettings.from_json(decode(settings)),
+            given,
             self.device,  # type: ignore[attr-defined]
             instance=f"{name}-{config.instance_id}",
             rank=self.rank,  # type: ignore[attr-defined]

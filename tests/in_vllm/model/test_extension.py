@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 
 import elastic.vllm
 from elastic.engines.vllm.client.messages import encode
 from elastic.engines.vllm.client.settings import EngineSettings
-from elastic.errors import StateError
+from elastic.errors import ConfigError, StateError
 from elastic.memory import places
 from support.vllm_engine.engine import TEXTS, elastic_engine, expected, plain_engine, run, wait_for
 
@@ -60,3 +61,19 @@ def test_weights_are_attached_once_and_go_with_an_engine_that_was_not_detached()
     wait_for(lambda: not places._open)
     with elastic_engine("24MiB") as llm:
         assert len(run(llm, [4])[0]) == 4
+
+
+def test_no_policy_is_attached_to_one_rank_of_several() -> None:
+    from vllm.config import CompilationMode
+
+    from elastic.engines.vllm.worker import ElasticExtension
+
+    worker = ElasticExtension()
+    worker.vllm_config = SimpleNamespace(  # type: ignore[attr-defined]
+        compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
+        model_config=SimpleNamespace(quantization="elastic"),
+        parallel_config=SimpleNamespace(world_size=2),
+    )
+    settings = EngineSettings(64 << 20, variants=("int4",), policy="balanced")
+    with pytest.raises(ConfigError, match="policy='balanced' would change one of 2 ranks"):
+        worker.elastic_attach(encode(settings.to_json()))
