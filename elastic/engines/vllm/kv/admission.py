@@ -69,7 +69,7 @@ class PromiseLedger:
 
     def may_enter(self, request: str, tokens: int, room: int) -> bool:
         """Whether a request may enter where there is room for so many blocks in all. One that entered before may."""
-        demand, first = self._waiting.get(request) or self.demand(tokens), next(iter(self._waiting), request)
+        demand, first = self.demand(tokens), next(iter(self._waiting), request)
         aside = self._waiting[first] if first != request and self._overtaken >= PATIENCE else 0
         if request in self._promised or self.total + demand + aside <= room:
             return True
