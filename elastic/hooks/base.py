@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,9 @@ from elastic.weights.model import ModelWeights
 
 class CacheProvider(Protocol):
     """The KV caches of a model, as far as hooks need them."""
+
+    def among(self, values: Iterable[Any]) -> Any:
+        """Return the first of these values that is a KV cache; None if none is."""
 
     def adopt(self, cache: Any) -> None:
         """Give an empty stock cache elastic layers; leave any other alone."""

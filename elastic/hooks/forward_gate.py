@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -81,8 +81,9 @@ class _EnteredModules(threading.local):
         self.forward = ForwardPass(self.thread)
         self.plain = False
         """In a pass whose layers all compute with weights of their own place, and do nothing else."""
-        self.take_cache: Callable[[object], None] | None = None
-        """Of a pass that was given no KV cache: what its first layer is to do with the one that the model made."""
+        self.take_cache: Callable[[Iterable[object]], None] | None = None
+        """Of a pass that was given no KV cache: to be called with what its first layer is, as the model's own may be
+        among it."""
 
 
 class ForwardGate:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
 
 from elastic.hooks.base import Hook, HookContext, any_requires_grad
 from elastic.hooks.interceptor import Args, Kwargs
@@ -50,7 +49,7 @@ class EnterLayer(Hook):
                 return None
         take, self._thread.take_cache = self._thread.take_cache, None
         if take is not None:
-            take(next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None))
+            take((*args, *kwargs.values()))
         if torch.is_grad_enabled() and any_requires_grad(args, kwargs):
             for value in (*args, *kwargs.values()):
                 self._caches.become_stock(value)

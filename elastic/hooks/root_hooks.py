@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -127,12 +127,12 @@ class EnterRoot(Hook):
         if cache is not None:
             self._use(cache, args, kwargs)
 
-    def _take(self, args: Args, kwargs: Kwargs, plain: bool, cache: Any) -> None:
+    def _take(self, args: Args, kwargs: Kwargs, plain: bool, given: Iterable[Any]) -> None:
         """Go on over the cache that the model made as it would without hooks, and set up what belongs to it; or none.
 
-        `plain`: what the pass was before it waited for the cache.
+        `plain`: what the pass was before it waited for the cache. `given`: what the first layer is called with.
         """
-        self.gate.thread.plain = plain
+        self.gate.thread.plain, cache = plain, self._caches.among(given)
         if cache is not None:
             self._caches.adopt(cache)
             self._use(cache, args, kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -118,6 +118,10 @@ class KVMemory:
         ]
 
     # -- what the hooks of a forward pass do
+
+    def among(self, values: Iterable[Any]) -> Cache | None:
+        """Return the first of these values that is a KV cache; None if none is."""
+        return next((value for value in values if isinstance(value, Cache)), None)
 
     def adopt(self, cache: Any) -> None:
         """Give a plain, empty `DynamicCache` elastic layers; leave any other alone."""

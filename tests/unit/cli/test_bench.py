@@ -138,7 +138,7 @@ def test_a_model_is_served_and_measured_in_this_process(tmp_path: Path) -> None:
         (["--poisson", "1e300"], "the rate of Poisson arrivals, 1e+300, must be at most 1,000,000"),
         (["--ramp", "0:1e300"], "the highest rate of a ramp, 1e+300, must be at most 1,000,000"),
         (["--gamma", "5:1e-300"], "burstiness 1e-300 must be at least 0.001"),
-        (["--trace", ""], "trace . cannot be read"),
+        (["--trace", ""], "trace='' cannot be; it must be a path"),
         (["--poisson", "5"], "GET /v1/models does not tell"),
     ],
 )
