@@ -139,13 +139,14 @@ def _fit(
         for name, steps in calibrations.items()
     }
     first, paces = next(iter(calibrations)), dict.fromkeys(calibrations, 1.0)
+    has_warm = any(behind is not None and behind >= WARM_BEHIND for each in since.values() for behind in each)
     behind_prompt = WARM
     for _ in range(rounds):
         samples = [
             BatchTiming(step.chunks, seconds / paces[name])
             for name, steps in calibrations.items()
             for step, seconds, behind in zip(steps, alone[name], since[name], strict=True)
-            if behind is None or behind >= WARM_BEHIND
+            if behind is None or behind >= WARM_BEHIND or not has_warm
         ]
         cost = LayerCost.fit(samples, block=ENGINE["block_tokens"], attention=attention)
         more_s = [

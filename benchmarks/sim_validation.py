@@ -259,7 +259,9 @@ def compared(measured: Measured, fitted: Mapping[str, Fitted]) -> list[dict[str,
         found = [all_simulated(real, fitted, message_s) for real in reals]
         names = list(found[0])
         run: dict[str, Any] = {"load": load, "memory": memory, "system": system}
-        run |= {"real": median([real.figures for real in reals]), "again": spread([real.figures for real in reals])}
+        run["real"] = median([real.figures for real in reals])
+        if len(reals) > 1:
+            run["again"] = spread([real.figures for real in reals])
         run |= {name: median([told.figures for each in found for told in each[name]]) for name in names}
         run["spread"] = spread([told.figures for told in found[0]["simulated"]])
         behaved = [real.behaviour for real in reals]
@@ -324,7 +326,9 @@ def main() -> None:
     paced = [run for run in runs if "paces" in run]
     results |= {name: judged(paced, name) for name in PACED if paced}
     for what in ("spread", "again"):
-        results["simulated"][what] = {f: statistics.mean(run[what][f] for run in runs) for f in FIGURES}
+        told = [run[what] for run in runs if what in run]
+        if told:
+            results["simulated"][what] = {f: statistics.mean(each[f] for each in told) for f in FIGURES}
     for name, each in fitted.items():
         results[name] |= {"step_error": each.error, "sharing": vars(each.sharing), "paces": each.paces}
     rows = [

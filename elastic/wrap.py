@@ -109,20 +109,25 @@ def _install(model: Model, options: WrapOptions) -> Model:
     from elastic.runtime.installation import install  # imports transformers, which `import elastic` does not
 
     with _alone(model):
-        _require_unwrapped(model)
+        _require_own_layers(model, options.decoder)
         install(model, options)
     return model
 
 
 def _check(model: nn.Module, *, loads: bool = False) -> Decoder:
     decoder = check_model(model, loads=loads)
+    with _alone(model):
+        _require_own_layers(model, decoder)
+    return decoder
+
+
+def _require_own_layers(model: nn.Module, decoder: Decoder) -> None:
     _require_unwrapped(model)
     if any(isinstance(hook, EnterLayer) for layer in decoder.layers for hook in layer._forward_pre_hooks.values()):
         raise StateError(
             f"layers of this {type(model).__name__} are those of another model that is wrapped; unwrap that one first, "
             "or load them again if it is gone"
         )
-    return decoder
 
 
 def _require_unwrapped(model: nn.Module) -> None:

@@ -33,8 +33,8 @@ class DropHandler(ActionHandler):
         self._deferred = deferred
 
     def dry_run(self, action: Drop) -> PlanStep:
-        """Return what the action would do now, once digests are known. Raises `ConfigError` or `StateError` if it
-        cannot be done."""
+        """Return what the action would do now, if the digests of its layers were known. Raises `ConfigError` or
+        `StateError` if it cannot be done."""
         pages = sum(unit.held_pages - unit.shard_pages.pages(left) for unit, left in self._check(action))
         return PlanStep(action, "applied", 0, pages, 0, 0.0)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -50,6 +51,7 @@ class ForwardPass:
     """A forward pass of a thread, and the frames that are executed as long as its modules are in it."""
 
     def __init__(self, thread: threading.Thread) -> None:
+        self.of_daemon = thread.daemon
         self._thread = thread
         self.frames: list[FrameType | None] = []
         """Of the modules, outermost first; None: not known."""
@@ -75,15 +77,19 @@ def _is_over(frame: FrameType | None) -> bool:
 class _EnteredModules(threading.local):
     """The modules (ids) whose forward passes a thread is in, outermost first."""
 
-    def __init__(self) -> None:
+    def __init__(self, daemons: weakref.WeakSet[threading.Thread], lock: threading.Lock) -> None:
+        """`daemons`: those daemon threads that had a forward pass, under the lock."""
         self.thread = threading.current_thread()
+        if self.thread.daemon:
+            with lock:
+                daemons.add(self.thread)
         self.keys: list[int] = []
         self.forward = ForwardPass(self.thread)
         self.plain = False
         """In a pass whose layers all compute with weights of their own place, and do nothing else."""
         self.take_cache: Callable[[Iterable[object]], None] | None = None
-        """Of a pass that was given no KV cache: to be called with what its first layer is, as the model's own may be
-        among it."""
+        """Of a pass that was given no KV cache: to be called with what its first layer is given: the model's own may be
+        among that."""
 
 
 class ForwardGate:
@@ -105,7 +111,8 @@ class ForwardGate:
         """Forward passes that wait, each for its lock to be released."""
         self._writing = False
         self._writers_waiting = 0
-        self.thread = _EnteredModules()
+        self._daemons: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self.thread = _EnteredModules(self._daemons, self._lock)
         self.commits = 0
         """How many have ended."""
         self.before_commits: list[Callable[[], object]] = []
@@ -207,28 +214,35 @@ class ForwardGate:
     def end_daemons(self, timeout_s: float) -> None:
         """Have daemon threads end where they begin a forward pass, and wait for the passes that they are in.
 
-        For the end of the interpreter, which a thread that is in torch then would abort.
+        For the end of the interpreter, which a thread that is in torch then would abort. One between two passes, which
+        may be in torch, too, is waited for a little.
         """
         end = time.monotonic() + timeout_s
         with self._lock:
-            self._ending = True
-        while self._readers and time.monotonic() < end:
-            with self._lock:
-                self._forget_died()
-            time.sleep(self.LOOK_S)
+            self._ending, daemons = True, list(self._daemons)
+        while self._daemons_compute() and time.monotonic() < end:
+            time.sleep(self.LOOK_S / 10)
+        end = min(end, time.monotonic() + self.LOOK_S)
+        while any(thread.is_alive() for thread in daemons) and time.monotonic() < end:
+            time.sleep(self.LOOK_S / 10)
+
+    def _daemons_compute(self) -> bool:
+        """Return whether daemon threads are in forward passes, or wait to begin one."""
+        with self._lock:
+            self._forget_died()
+            return any(forward.of_daemon for forward in (*self._readers, *self._queue))
 
     def _end(self) -> None:
         """End the pass of this thread, whatever it is in."""
         self.thread.keys.clear()
-        self.thread.plain = False
+        self.thread.plain, self.thread.take_cache = False, None
         self.thread.forward.frames.clear()
         self._end_reading(self.thread.forward)
 
     def _begin_reading(self) -> None:
         forward = self.thread.forward
         with self._lock:
-            if self._ending and self.thread.thread.daemon:
-                raise SystemExit  # it ends the thread without a word
+            self._refuse_daemon(forward)
             if self._writing or self._writers_waiting:
                 turn = threading.Lock()
                 turn.acquire()
@@ -239,12 +253,20 @@ class ForwardGate:
         if turn is not None:
             try:
                 turn.acquire()
-            except BaseException:  # Ctrl-C
+                self._refuse_daemon(forward)
+                if self.refusal is not None:  # since it waited
+                    raise StateError(self.refusal)
+            except BaseException:  # that, or Ctrl-C
                 with self._lock:
                     self._queue.pop(forward, None)
                 self._end_reading(forward)
                 raise
         traffic.begin(forward)
+
+    def _refuse_daemon(self, forward: ForwardPass) -> None:
+        """End a daemon thread, without a word, as the process ends."""
+        if self._ending and forward.of_daemon:
+            raise SystemExit
 
     def _end_reading(self, forward: ForwardPass) -> None:
         if forward in self._readers:

@@ -28,8 +28,8 @@ def make_memory(config: Any, pools: Sequence[tuple[KVPool, KVLayout]], homes: Se
 class ElasticCache(DynamicCache):  # type: ignore[misc]
     """A cache over the virtual memory of a wrapped model, to be given to it as any other.
 
-    `generate`, `pipeline` and plain calls of a wrapped model build one by themselves; make one explicitly to keep it
-    between calls. Raises `ConfigError` for a model that is not wrapped.
+    What `generate`, `pipeline` and plain calls of a wrapped model use becomes elastic by itself; make one explicitly to
+    keep it between calls. Raises `ConfigError` for a model that is not wrapped.
     """
 
     def __init__(self, model: Any) -> None:

@@ -164,7 +164,8 @@ class Runtime(LayerVerbs):
     def plan(self, actions: Action | Sequence[Action], *, dry_run: bool = True) -> tuple[PlanStep, ...]:
         """Return what actions would do. With `dry_run=False` they are done too, after all of them were checked.
 
-        Raises `ConfigError` or `CapacityError` if one cannot be done at all.
+        Raises `ConfigError`, `StateError` or `CapacityError` if one cannot be done at all. A drop is told of also while
+        the digests of its layers are not known, which `apply` needs.
         """
         require_flag(dry_run, "dry_run")
         actions = self._normalized(actions)

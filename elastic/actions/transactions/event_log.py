@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
 
 from elastic.actions.transactions.transaction import ActionOutcome
 from elastic.types import Event
@@ -19,8 +18,6 @@ class ActionLog:
     def __init__(self) -> None:
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._ids = itertools.count()
-        self.listeners: list[Callable[[], object]] = []
-        """Called after each event, on the thread that recorded it. They may only leave a note."""
 
     def record(self, outcome: ActionOutcome, description: str = "") -> None:
         """Append what became of an action; without a `description`, its status or its error is the outcome."""
@@ -39,8 +36,6 @@ class ActionLog:
             outcome=description or (result.status if result else outcome.error),
         )
         self.events.append(event)
-        for listener in self.listeners:
-            listener()
 
     def last_pause_ms(self, kind: type) -> float:
         """Return the pause of the last action of a kind that had one; 0 if there was none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,6 +21,7 @@ from elastic.hooks.forward_gate import ForwardGate
 from elastic.openmp import release_threads
 from elastic.types import Action, Change, Prepared, Result
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -144,7 +146,10 @@ class ActionExecutor:
         with self._counting:
             self.unfinished -= 1
         for listener in tuple(self.listeners):
-            listener()
+            try:
+                listener()
+            except Exception:  # whoever waits for the job gets what came of it
+                logger.exception("who listens to actions failed")
         if fault is not None:
             job.done.set_exception(fault)
         elif wanted:

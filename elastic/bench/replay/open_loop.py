@@ -71,6 +71,7 @@ def replay(
     """
     if [len(p) for p in prompts] != [r.prompt_tokens for r in trace.requests]:
         raise ConfigError("prompts must have as many tokens each as the requests of the trace, in its order")
+    trace = trace.from_first_arrival()
     last_s = max((request.arrival_s for request in trace.requests), default=0.0)
     if not last_s < LONGEST_S:
         raise ConfigError(
@@ -79,7 +80,6 @@ def replay(
     options = options or ReplayOptions()
     target: LoadTarget = engine if isinstance(engine, LoadTarget) else InProcessTarget(engine)
     warm_up(target, trace, prompts, options)
-    trace = trace.from_first_arrival()
     return _Replay(target, trace, prompts, options).run(slo, progress)
 
 

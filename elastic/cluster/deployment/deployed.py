@@ -180,15 +180,16 @@ class Deployed:
             best = self.best(load, intent, replicas)
             if isinstance(best, Refusal):
                 raise no_place(self.name, best)
+            seen = self.plan
             if not has_begun:
                 self._note_form(best.configuration.weights)
             if not dry_run:
                 self.intent, self.replicas = intent, replicas or self.replicas
                 return self._become(best, why)
-            told, moved = self._priced(best), not same(self.plan, best)
-            status: Literal["planned", "unchanged"] = "planned" if moved else "unchanged"
+            told, before, self.plan = self._priced(best), self.plan, seen
+            status: Literal["planned", "unchanged"] = "unchanged" if same(before, best) else "planned"
             seconds = sum(step.seconds for step in told)
-            return Replanned(status, *_names(self.plan, best), told, why, seconds, _moved(told))
+            return Replanned(status, *_names(before, best), told, why, seconds, _moved(told))
 
     def give_back(self) -> None:
         """Give back what live requests had above the limits of ranks, where they have ended since."""

@@ -97,6 +97,7 @@ class Deployments:
         self._beginning: dict[str, Deployed] = {}
         self._ending: dict[str, Deployed] = {}
         self._lock = threading.RLock()  # of changes
+        self._one_begins = threading.Lock()  # which has all that is free of its devices, until it serves
         self._started = self._ended = False
         failed = "deployments could not be looked after"
         self._ticks = TickThread(self._tick, self._replanning.tick_s, "elastic-deployments", failed)
@@ -166,34 +167,27 @@ class Deployments:
         require(isinstance(name, str), "name", name, "a text")
         wanted, count = Intent.of(intent), ReplicaRange.of(replicas)
         require(load is None or isinstance(load, Load), "load", load, "an elastic.Load, or None")
+        options = {**self._fleet_options, **_options(fleet)}
+        forms = (
+            named_forms(self._weights if weights is None else weights, "weights"),
+            named_forms(self._kv if kv is None else kv, "kv"),
+        )
         with self._lock:
             self._require_new(name)
-            devices = [*self._book.devices.values()]
-            options = {**self._fleet_options, **_options(fleet)}
-            forms = (
-                named_forms(self._weights if weights is None else weights, "weights"),
-                named_forms(self._kv if kv is None else kv, "kv"),
-            )
-            chooser = Chooser(path, devices, *forms, *self._order, self._losses, options.get("engine"))
-            expected = load or chooser.bounded(USUAL_LOAD)
-            try:
-                deployed = Deployed(
-                    name,
-                    str(path),
-                    chooser,
-                    self._book,
-                    wanted,
-                    expected,
-                    self._replanning,
-                    options,
-                    self._store,
-                    count,
-                )
-            except BaseException:
-                self._book.release(name)
-                raise
-            self._beginning[name] = deployed
-        return self._begin(name, deployed)
+        with self._one_begins:
+            with self._lock:
+                self._require_new(name)
+                devices = [*self._book.devices.values()]
+                chooser = Chooser(path, devices, *forms, *self._order, self._losses, options.get("engine"))
+                expected = load or chooser.bounded(USUAL_LOAD)
+                about = (chooser, self._book, wanted, expected, self._replanning, options, self._store, count)
+                try:
+                    deployed = Deployed(name, str(path), *about)
+                except BaseException:
+                    self._book.release(name)
+                    raise
+                self._beginning[name] = deployed
+            return self._begin(name, deployed)
 
     def intend(
         self,
@@ -290,13 +284,14 @@ class Deployments:
         try:
             deployed.start()
             with self._lock:
-                if self._ended:  # whoever did that ends this, too
-                    raise StateError(f"the deployments were stopped while {name!r} began")
-                self._deployed[name] = deployed
+                if not self._ended:
+                    self._deployed[name] = deployed
+                    return deployed.status()
+            deployed.stop(drain=False)  # whoever stopped all may have looked before it could be ended
+            raise StateError(f"the deployments were stopped while {name!r} began")
         finally:
             with self._lock:
                 del self._beginning[name]
-        return deployed.status()
 
     def _end(self, name: str, drain: bool) -> None:
         """End what is to end, beside changes of others; where it may not end here (in a listener), it stays."""

@@ -20,7 +20,7 @@ from elastic.cluster.fleet.records.memory_file import HeldMemory, hold_memory
 from elastic.cluster.fleet.records.requests import RequestRecord, Resumption
 from elastic.cluster.rank.client import RankClient
 from elastic.cluster.rank.spec import RankSpec
-from elastic.engines.core.kv_state import KVDirectory, KVFormat
+from elastic.engines.core.kv_state import KVDirectory
 from elastic.errors import ConfigError
 from elastic.memory.backends.shared_file import host_name
 
@@ -43,7 +43,6 @@ class Membership:
         """Called for each rank that has ended, lost or not, before that; it does not wait."""
         self.facts: ModelFacts | None = None
         """Of the first rank: others must have the same."""
-        self.kv_format: KVFormat | None = None
         self._dispatcher = dispatcher
         self._lock = dispatcher.lock
         self._log = log
@@ -76,7 +75,7 @@ class Membership:
 
     def _add(self, client: RankClient, spec: RankSpec, launcher: str, memory: HeldMemory | None) -> Instance:
         hello, dispatcher = client.hello, self._dispatcher
-        self.facts, self.kv_format = self.facts or hello.model, self.kv_format or hello.kv
+        self.facts = self.facts or hello.model
         forms, same = [dispatcher.form(form) for form in hello.forms], hello.host == host_name()
         directory = KVDirectory(hello.memory) if hello.memory is not None else None
         instance = Instance(hello.name, client, spec, launcher, forms, same, memory, directory)

@@ -98,6 +98,10 @@ class RankStarter:
         self._require_memory([spec])
         return self._join(self.launcher.start(spec), spec)
 
+    def end(self) -> None:
+        """Start no more, and end ranks that are loading."""
+        self.launcher.close()
+
     def start_all(self, specs: Sequence[RankSpec]) -> tuple[str, ...]:
         """Start ranks side by side, and have them join in this order; return their names.
 

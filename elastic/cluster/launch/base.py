@@ -31,7 +31,7 @@ class Launcher(Protocol):
         """
 
     def close(self) -> None:
-        """End all that it has started. Can be called twice."""
+        """End all that it has started, also while `start` runs, which raises then. Can be called twice."""
 
 
 def await_hello(connection: Connection, process: RankProcess | None, name: str, *, timeout_s: float) -> RankClient:

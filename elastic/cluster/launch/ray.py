@@ -35,6 +35,7 @@ try:
 except ImportError as error:
     raise BackendUnavailable("launch='ray' needs Ray: pip install 'elastic-llm[ray]'") from error
 
+CLOSED = "the launcher was closed; make a new one"
 ROOM_S = 60.0
 """How long Ray may take to find, or to start, a host with room for a rank."""
 
@@ -200,8 +201,11 @@ class RayLauncher:
         )
         process = RayProcess(actor, actor.serve.remote(address, key, spec), lambda: self._give_back(group, number))
         with self._lock:
-            self._processes.append(process)
-        return process
+            if not self._closed:
+                self._processes.append(process)
+                return process
+        process.close()
+        raise StateError(CLOSED)
 
     def _await(self, came: SimpleQueue[SocketConnection], process: RayProcess, name: str) -> SocketConnection:
         """Return the connection of an actor. Raises `StateError` if it ends before it connects."""
@@ -225,19 +229,26 @@ class RayLauncher:
                 _join_ray()
             with self._lock:
                 if self._closed:
-                    raise StateError("the launcher was closed; make a new one")
+                    raise StateError(CLOSED)
                 if self._free:
                     return self._free.pop()
                 count = 1 if self._groups else self._first
-            group = placement_group([self._bundle] * count, strategy=self._strategy)
-            if not group.wait(self._room_s):
-                remove_placement_group(group)
-                has = ray.available_resources()
-                raise StateError(f"Ray has no room for {count} times {self._bundle}; it has {has}")
-            with self._lock:
+            return self._new_group(count), 0
+
+    def _new_group(self, count: int) -> Any:
+        """Return a new group of so many bundles, all free but for the first one. Raises `StateError`."""
+        group = placement_group([self._bundle] * count, strategy=self._strategy)
+        if not group.wait(self._room_s):
+            remove_placement_group(group)
+            has = ray.available_resources()
+            raise StateError(f"Ray has no room for {count} times {self._bundle}; it has {has}")
+        with self._lock:
+            if not self._closed:
                 self._groups.append(group)
                 self._free += [(group, number) for number in range(1, count)]
-            return group, 0
+                return group
+        remove_placement_group(group)
+        raise StateError(CLOSED)
 
     def _give_back(self, group: Any, number: int) -> None:
         with self._lock:

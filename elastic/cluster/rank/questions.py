@@ -103,7 +103,7 @@ class Questions:
                 answer = Answer(ask.id, self._answer(ask.question))
             except Exception as error:  # whatever it is, who asked must hear it
                 answer = Answer(ask.id, error=portable(error))
-            if isinstance(ask.question, OF_ROOM):
+            if isinstance(ask.question, OF_ROOM) and not (isinstance(ask.question, Apply) and ask.question.dry_run):
                 self._tell_room()
             try:
                 self._connection.send(answer)

@@ -97,7 +97,7 @@ class Arbiter:
         short = swapped or any(plan.short for offer in offers for plan in offer.plans)
         asking = next((plan for plan in plans if plan.asks), None)  # nothing is done before guests leave
         candidates = [] if asking else [candidate for offer in offers for candidate in offer.priced]
-        chosen, why = self._choose(snapshot, [c for c in candidates if c.plan.actions != asked] or candidates)
+        chosen, why = self._choose(snapshot, candidates, asked)
         if asking is not None:
             plan = asking
         elif chosen is not None:
@@ -167,11 +167,19 @@ class Arbiter:
             candidates.append(PricedPlan(plan, number, seconds, relieved_bytes, _relieves(plan, snapshot)))
         return tuple(candidates)
 
-    def _choose(self, snapshot: Snapshot, candidates: Sequence[PricedPlan]) -> tuple[PricedPlan | None, str]:
-        """Return the best candidate, and the words that say why."""
+    def _choose(
+        self, snapshot: Snapshot, candidates: Sequence[PricedPlan], asked: tuple[Action, ...]
+    ) -> tuple[PricedPlan | None, str]:
+        """Return the best candidate, and the words that say why; what was `asked` for last only if there is no other.
+
+        Where some relieve, another one does, too: what does not is no remedy for what was refused.
+        """
+        anew = [bid for bid in candidates if bid.plan.actions != asked]
         if not any(candidate.relieves for candidate in candidates):  # layers return before memory goes to replicas
-            return min(candidates, key=lambda bid: not isinstance(bid.plan.actions[0], Restore), default=None), ""
-        relief = [bid for bid in candidates if bid.relieves or isinstance(bid.plan.actions[0], Replicate)]
+            bids = anew or candidates
+            return min(bids, key=lambda bid: not isinstance(bid.plan.actions[0], Restore), default=None), ""
+        bids = anew if any(bid.relieves for bid in anew) else candidates
+        relief = [bid for bid in bids if bid.relieves or isinstance(bid.plan.actions[0], Replicate)]
         if len(relief) == 1:
             return relief[0], ""
         missing_bytes = max(0.0, snapshot.kv.used_bytes / KV_TARGET - snapshot.kv.capacity_bytes)

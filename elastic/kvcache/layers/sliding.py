@@ -47,7 +47,8 @@ class ElasticSlidingLayer(ElasticLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens. Raises `StateError` where the window had lost those before.
 
-        That is also where a crop before it has given them up, and no tokens came between the two.
+        That is also where a crop before it has given them up, with no tokens between the two, or where they went before
+        the past was recorded.
         """
         if self._length >= self.sliding_window and not self.record_past:
             raise StateError(
@@ -56,8 +57,9 @@ class ElasticSlidingLayer(ElasticLayer):
             )
         if self._first > max(0, self._length + tokens_to_remove - self.sliding_window + 1):
             raise StateError(
-                f"crop({tokens_to_remove}): a crop before it gave up what had left the window of {self.sliding_window} "
-                f"tokens, which begins at token {self._first} of {self._length}; remove all tokens in one crop"
+                f"crop({tokens_to_remove}): what is held begins at token {self._first} of {self._length}, and the "
+                f"window of {self.sliding_window} needs more: an earlier crop gave it up, or it went before the past "
+                "was recorded; remove all tokens in one crop, and call activate_past_recording() before they come"
             )
         super().crop(tokens_to_remove)
         if self._length:

@@ -19,7 +19,8 @@ _calls: dict[int, _Call] = {}
 def call_at_death(thing: object, call: Callable[..., object], *args: Any) -> weakref.ref[Any]:
     """Have `call(*args)` called once `thing` is gone, if the process lives; returns what `cancel` takes.
 
-    It is called in any thread, in the middle of anything: it may only leave a note.
+    It is called in any thread, in the middle of anything: it may take no lock of Elastic, wait for nothing, and raise
+    nothing.
     """
     reference = weakref.ref(thing, _died)
     _calls[id(reference)] = reference, call, args

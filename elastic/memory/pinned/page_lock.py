@@ -48,7 +48,7 @@ def page_lock(tensor: torch.Tensor) -> bool:
         code = driver.cuMemHostRegister(address, max(1, tensor.nbytes), driver.CU_MEMHOSTREGISTER_PORTABLE)[0]
     if code != driver.CUresult.CUDA_SUCCESS:
         return False
-    call_at_death(tensor.untyped_storage(), _unlock, address)
+    call_at_death(tensor.untyped_storage(), _unlock, driver, address)
     return True
 
 
@@ -57,9 +57,7 @@ def is_locked(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_pinned()
 
 
-def _unlock(address: int) -> None:
-    from cuda.bindings import driver
-
+def _unlock(driver: Any, address: int) -> None:
     with _context(driver):
         driver.cuMemHostUnregister(address)
 

@@ -89,8 +89,12 @@ def pack(config: Integers, codes: QuantizedMatrix, target: KernelTarget) -> Pack
         raise ConfigError(f"the codes have {codes.groups} groups of inputs, {config} has {groups}")
     if codes.codes.numel() and int(codes.codes.max()) >= 2**config.bits:
         raise ConfigError(f"codes up to {int(codes.codes.max())} do not fit {config.bits} bits")
-    if config.symmetric and not bool((codes.zeros == 2 ** (config.bits - 1)).all()):
-        raise ConfigError(f"the codes have zero points other than {2 ** (config.bits - 1)}, as {config} has none")
+    middle = 2 ** (config.bits - 1)
+    if config.symmetric and not bool((codes.zeros == middle).all()):
+        raise ConfigError(
+            f"the codes have zero points from {float(codes.zeros.min()):g} to {float(codes.zeros.max()):g}, and "
+            f"{config} has {middle} alone; use symmetric=False"
+        )
     parts: PackedTensors = _kernels_for(target).pack(config, codes, target)
     return parts
 

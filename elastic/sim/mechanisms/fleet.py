@@ -211,3 +211,6 @@ class _Starter:
         """Start a rank; return when it serves."""
         clock.sleep(self._fleet.start_s)
         return self._fleet.join()
+
+    def end(self) -> None:
+        """Start no more."""

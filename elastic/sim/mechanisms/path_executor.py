@@ -100,9 +100,8 @@ class PathExecutor:
         self._expect(future, 1)
         chunks = chunks_of(step)
         parts = self._model.parts(chunks)
-        whole_s = parts.alone_s(self._model.layers)
-        slower = 1 + self._cold.more_s(chunks) / whole_s if whole_s else 1.0
-        parts = parts.times(slower * self._noise(slower * whole_s))
+        parts = parts._replace(whole_s=parts.whole_s + self._cold.more_s(chunks) / self._model.layers)
+        parts = parts.times(self._noise(parts.alone_s(self._model.layers)))
         nbytes = self._model.token_bytes * sum(chunk.tokens for chunk in chunks)
         legs = legs_of(self.path, parts, self._factor, self._model.links.handovers)
         self._go(step, future, legs, (self.path.home,), nbytes)

@@ -235,7 +235,7 @@ def test_processes_that_find_no_memory_file_of_each_other_exchange_requests_and_
         fleet.start()
         names = [rank.name for rank in fleet.status().ranks]
         for prompt in prompts([20, 33, 9, 48], 512, seed=3):
-            request = Request(prompt, 150, ignore_eos=True)
+            request = Request(prompt, 400, ignore_eos=True)
             asked[request.id] = prompt
             fleet.submit(request, heard)
         for name in asked:

@@ -56,6 +56,56 @@ def test_a_refusal_reaches_every_forward() -> None:
     assert not gate.leave(1)
 
 
+def test_a_refusal_reaches_a_forward_that_waited_for_the_commit_that_said_it() -> None:
+    told = in_fork("""
+        import threading, time
+        from elastic.errors import StateError
+        from elastic.hooks.forward_gate import ForwardGate
+        gate = ForwardGate()
+        def read():
+            try:
+                gate.enter(1)
+            except StateError as error:
+                print(error)
+        with gate.exclusive():
+            thread = threading.Thread(target=read)
+            thread.start()
+            while not gate._queue: time.sleep(0.001)
+            gate.refusal = "gone"
+        thread.join()
+        assert not gate._readers
+        with gate.exclusive():
+            print("free")
+    """)
+    assert told.split() == ["gone", "free"]
+
+
+def test_daemon_threads_end_where_they_begin_a_forward_and_others_do_not() -> None:
+    told = in_fork("""
+        import threading, time
+        from elastic.hooks.forward_gate import ForwardGate
+        gate, left, go_on = ForwardGate(), threading.Semaphore(0), threading.Event()
+        def compute():  # a pass, something else in torch, a pass
+            gate.enter(1)
+            gate.leave(1)
+            left.release()
+            go_on.wait()
+            gate.enter(1)
+            print("computes")
+            gate.leave(1)
+        daemon, other = (threading.Thread(target=compute, daemon=daemon) for daemon in (True, False))
+        daemon.start()
+        other.start()
+        for _ in range(2): left.acquire()
+        gate.LOOK_S = 10
+        threading.Timer(0.05, go_on.set).start()  # while it is waited for
+        gate.end_daemons(30)
+        assert not daemon.is_alive()
+        other.join()
+    """)
+    assert told.split() == ["computes"]
+
+
 @pytest.mark.slow
 def test_writers_exclude_readers_and_each_other_and_all_make_progress() -> None:
     out = in_fork("""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from elastic.actions.transactions.held import MOST_HELD
 from elastic.types import HOST
 from support.architectures import build, prompt
 from support.child_process import wait_for_the_janitor
+from support.processes import wait_until
 from support.wrapped_model import PAGE, assert_same_bits, bits, small, tight
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -63,10 +63,8 @@ def test_a_rollback_gives_everything_back(wrapped: Any) -> None:
 
 def test_what_nobody_commits_is_rolled_back_by_itself(wrapped: Any) -> None:
     rt = wrapped(build("llama-gqa"), small(4 << 20), variants=["int4"]).elastic
-    ended = threading.Event()
-    rt._log.listeners.append(ended.set)
     told = rt.prepare(Swap((0,), "int4"), timeout_s=0.05)
-    assert ended.wait(30), "nothing else was asked of the runtime"
+    wait_until(lambda: bool(rt.events()), "nothing else was asked of the runtime")
     with pytest.raises(StateError, match="nobody committed it in time"):
         rt.commit(told.id)
     assert rt.held == ()
@@ -78,6 +76,13 @@ def test_listeners_hear_of_a_job_when_it_is_none_any_more(wrapped: Any) -> None:
     rt.job_listeners.append(lambda: working.append(rt.working))
     rt.swap(0, "int4")
     assert working == [False], "before whoever asked for it goes on"
+
+
+def test_a_listener_that_fails_takes_no_result_from_who_waits_for_it(wrapped: Any) -> None:
+    rt = wrapped(build("llama-gqa"), small(4 << 20), variants=["int4"]).elastic
+    rt.job_listeners.append(lambda: 1 / 0)
+    assert rt.swap(0, "int4").status == "applied"
+    assert rt.swap(1, "int4").status == "applied"
 
 
 def test_held_layers_are_nobody_elses(wrapped: Any) -> None:

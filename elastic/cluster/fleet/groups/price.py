@@ -15,7 +15,7 @@ from elastic.cluster.fleet.groups.group import Shape
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.results import Exchanged
 from elastic.cluster.fleet.groups.transition import flips_between
-from elastic.cluster.fleet.groups.weights.checks import require_droppable
+from elastic.cluster.fleet.groups.weights.checks import in_full, require_droppable
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.controller.policies.action_costs import WEIGHT, ActionCost, ActionCosts
 from elastic.controller.policies.group_costs import priced
@@ -68,7 +68,7 @@ class DryRuns:
         changes = [_change(shape_of(members, rooms), target_of) for members, target_of in wanted]
         try:
             for now, target in changes:
-                require_droppable(self._ranks, _in_full(now.leaving(target), rooms))
+                require_droppable(self._ranks, in_full(now.leaving(target), rooms))
         except RankLost:
             raise
         except StateError as error:
@@ -131,14 +131,6 @@ def _change(now: Shape, target_of: Callable[[Shape], Shape]) -> Change:
     pairs = {home: (path, target.paths[home].copies) for home, path in now.paths.items()}
     paths = {home: path.with_copies(n) if n > path.copies else path for home, (path, n) in pairs.items()}
     return replace(now, paths=paths), target
-
-
-def _in_full(shards: Mapping[str, Collection[int]], rooms: Mapping[str, Room]) -> dict[str, list[int]]:
-    """Return those shards of ranks that are of no layer in a variant."""
-    return {
-        rank: [shard for shard in each if shard // rooms[rank].path.shards not in rooms[rank].in_variant]
-        for rank, each in shards.items()
-    }
 
 
 def step_waits(now: Shape, target: Shape, form: ExchangeForm) -> int:

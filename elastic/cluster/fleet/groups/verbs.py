@@ -317,7 +317,8 @@ class GroupVerbs(VerbChecks):
         wanted = [(each.members, partial(targets.planned_shape, plan=each)) for each in plans]
         if dry_run:
             would, _ = groups.dry_runs.of(wanted, form)
-            return Dropped(**vars(would), groups=plans, freed_bytes=plan.freed_bytes)
+            freed_bytes = plan.freed_bytes if would.status == "planned" else 0
+            return Dropped(**vars(would), groups=plans, freed_bytes=freed_bytes)
         dropped: list[Dropped] = []
         for members, target_of in wanted:
             done, freed = groups.change(members, target_of, timeout_s, form, "dropped", why)

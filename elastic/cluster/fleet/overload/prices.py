@@ -64,7 +64,8 @@ def _share_offer(fleet: GroupVerbs, snapshot: FleetSnapshot, needed: int) -> Off
     offer = None
     with suppress(CapacityError, ConfigError):  # layers are not cut so, or ranks cannot reach each other
         for tp in (count for count in (2, 4) if count <= len(ranks)):
-            offer = planned_offer("reshard", fleet.reshard(ranks[:tp], tp=tp, dry_run=True))
-            if offer is None or offer.relieved_bytes >= needed:
+            more = planned_offer("reshard", fleet.reshard(ranks[:tp], tp=tp, dry_run=True))
+            offer = more or offer
+            if more is None or more.relieved_bytes >= needed:
                 break
     return offer

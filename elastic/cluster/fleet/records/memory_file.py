@@ -9,6 +9,7 @@ from dataclasses import replace
 from elastic.engines.core.kv_state import KVSource
 from elastic.errors import StateError
 from elastic.memory.backends.shared_file import open_shared
+from elastic.memory.pages.background import janitor
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,7 @@ class HeldMemory:
         """Open it. Raises `StateError` where that cannot be."""
         if memory.file is None:
             raise StateError("the KV cache is in no file")
+        janitor.start()
         self._lock = threading.Lock()
         self._users = 1
         self._file = open_shared(memory.file)
@@ -37,8 +39,8 @@ class HeldMemory:
         with self._lock:
             self._users -= 1
             last = self._users == 0
-        if last:
-            self._file.close()
+        if last:  # the system frees its pages there, whole caches: nobody waits for that
+            janitor.submit(self._file.close)
 
 
 def hold_memory(rank: str, memory: KVSource | None) -> HeldMemory | None:

@@ -243,13 +243,22 @@ def test_prompts_of_other_lengths_and_wrong_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="as many tokens each"):
         replay(Scripted(lambda *_: None), trace, [(1, 2, 3, 4)])
     for arrival_s in (1e300, float("inf")):
-        late = replace(trace, requests=(replace(trace.requests[0], arrival_s=arrival_s),))
+        late = replace(trace, requests=(trace.requests[0], replace(trace.requests[1], arrival_s=arrival_s)))
         with pytest.raises(ConfigError, match=r"comes after .* s; cut the trace before 1e[+]09 s"):
             replay(Scripted(lambda *_: None), late, prompts_for(late))
     with pytest.raises(ConfigError, match="warmup -1"):
         ReplayOptions(warmup=-1)
     with pytest.raises(ConfigError, match=r"timeout_s 0\.0 must be above 0"):
         ReplayOptions(timeout_s=0.0)
+
+
+def test_a_trace_by_the_clock_of_its_source_begins_at_once() -> None:
+    def answered(request: Request, listener: Listener) -> None:
+        listener(Output(request.id, (1,), "length", at_s=time.perf_counter()))
+
+    trace = offered(2)
+    dated = replace(trace, requests=tuple(replace(r, arrival_s=1.7e9 + r.arrival_s) for r in trace.requests))
+    assert len(replay(Scripted(answered), dated, prompts_for(dated)).records) == 2
 
 
 @pytest.mark.slow

@@ -114,6 +114,17 @@ def test_what_single_tokens_take_longer_behind_a_prompt_is_no_part_of_what_they_
     assert found.pace_over(["run"], steps) == pytest.approx(1.0, abs=2e-3)
 
 
+def test_where_no_step_is_long_behind_a_prompt_all_tell_what_tokens_cost() -> None:
+    shapes = [((0, 64 + number % 192),) if number % 11 == 0 else ((number % 900, 1),) for number in range(600)]
+    steps = [
+        TimedStep(1, float(i), i + COST.batch([Chunk("", *chunk) for chunk in shape]), shape)
+        for i, shape in enumerate(shapes)
+    ]
+    found = fit({"run": steps})
+    assert found.behind_prompt.first_s == 0
+    assert found.cost.batch([Chunk("", 500, 1)]) == pytest.approx(COST.batch([Chunk("", 500, 1)]), rel=0.02)
+
+
 def steps_beside(sharing: HostSharing) -> list[TimedStep]:
     """Steps of two ranks, of which the second one computes half of the time."""
     made: list[TimedStep] = []

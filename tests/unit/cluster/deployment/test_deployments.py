@@ -115,8 +115,10 @@ def test_a_swap_by_hand_is_seen_and_undone_by_the_next_change(
     rank = list(deployed.ranks.values())[1]
     fleet["model"].apply(rank, Swap(swapped, "int8"))
     deployed.look(time.monotonic())
+    seen = deployed.plan
     told = fleet.intend("model", intent, dry_run=True)
     assert (told.status, [step.kind for step in told.steps]) == ("planned", ["restore", "limit"])
+    assert deployed.plan is seen
     assert fleet.intend("model", intent).status == "applied"
     assert forms_at(fleet["model"], [rank]) == {"full"}
     assert forms_at(fleet["model"], ["gone"]) == frozenset()

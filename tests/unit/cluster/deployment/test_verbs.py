@@ -157,6 +157,48 @@ def test_one_that_begins_holds_up_no_other_and_stopping_all_ends_it(
     assert all(device.free_bytes == device.memory_bytes for device in fleet.devices())
 
 
+def test_one_that_serves_as_all_are_stopped_is_ended(
+    fleet: Deployments, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever stops all has said so, and looks for what there is only when this one is there no more."""
+    start = Deployed.start
+
+    def late(deployed: Deployed) -> None:
+        start(deployed)
+        monkeypatch.setattr(fleet, "_ended", True)
+
+    monkeypatch.setattr(Deployed, "start", late)
+    with pytest.raises(StateError, match="were stopped while 'begins' began"):
+        fleet.deploy(path, load=LOAD, name="begins")
+    assert all(device.free_bytes == device.memory_bytes for device in fleet.devices())
+
+
+def test_two_that_begin_at_once_both_find_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that begins has all that is free of its device, until it serves."""
+    start, begun, may_begin, others = Deployed.start, threading.Event(), threading.Event(), list[Any]()
+
+    def slow(deployed: Deployed) -> None:
+        begun.set()
+        assert may_begin.wait(30)
+        start(deployed)
+
+    monkeypatch.setattr(Deployed, "start", slow)
+    with Deployments("cpu#verbs3=24MiB", **OPTIONS) as fleet:
+
+        def deploy(name: str) -> None:
+            others.append(fleet.deploy(path, load=LOAD, name=name))
+
+        threads = [threading.Thread(target=deploy, args=(name,)) for name in ("first", "second")]
+        threads[0].start()
+        assert begun.wait(30)
+        threads[1].start()
+        may_begin.set()
+        for thread in threads:
+            thread.join(60)
+        assert sorted(fleet.names()) == ["first", "second"]
+        assert len(others) == 2
+
+
 def test_a_fault_in_a_look_ends_no_later_ones(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
 

@@ -315,6 +315,13 @@ def test_what_the_runtime_refused_is_passed_over_while_there_is_another_plan() -
     assert one.decide(replace(short, events=(refused, done)), first.state).actions == (vain,)  # its turn again
 
 
+def test_what_takes_memory_is_not_done_in_a_shortage_because_the_one_remedy_was_refused() -> None:
+    one, short = arbiter(Says(Swap((0,), "int4")), Says(Restore((1,)))), seen(kv=SHORT)
+    first = one.decide(short)
+    assert first.actions == (Swap((0,), "int4"),)
+    assert one.decide(short, first.state).actions == first.actions
+
+
 # -- a server with two places
 
 

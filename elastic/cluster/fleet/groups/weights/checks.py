@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from elastic.cluster.control.messages import Apply
-from elastic.cluster.control.stage_questions import WeightDigests
+from elastic.cluster.control.stage_questions import Room, WeightDigests
 from elastic.cluster.fleet.groups.group import Group
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.errors import ElasticError, RankLost, StateError
@@ -30,6 +30,14 @@ def compare_weights(ranks: Ranks, group: Group) -> None:
                     "start them anew"
                 )
     group.compared = True
+
+
+def in_full(shards: Mapping[str, Collection[int]], rooms: Mapping[str, Room]) -> dict[str, list[int]]:
+    """Return those shards of ranks that are of no layer in a variant."""
+    return {
+        rank: [shard for shard in each if shard // rooms[rank].path.shards not in rooms[rank].in_variant]
+        for rank, each in shards.items()
+    }
 
 
 def require_droppable(ranks: Ranks, leaving: Mapping[str, Collection[int]]) -> None:

@@ -70,6 +70,8 @@ def test_weights_that_cannot_leave_are_told_of_before_any_layer_changes_its_rank
         assert fleet.groups() == ()
         if adapts:
             assert {offer.kind for offer in fleet.plan("1KiB")}.isdisjoint(("drop", "reshard"))
+            told = fleet.drop(need="1KiB", dry_run=True)
+            assert (told.status, told.freed_bytes) == ("deferred", 0)
         heard = serve(fleet, [request := Request(prompt, 8)])
         assert heard.tokens[request.id] == expected
         fleet.check()
