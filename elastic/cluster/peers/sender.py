@@ -80,8 +80,15 @@ class HiddenStatesSender:
                 self._say_goodbye()
 
     def _reconnect_if_ended(self) -> None:
-        """Have a new connection made if the other end closed the one that stands: it may be there for a later one."""
-        if self._stream is None or self._backlog:
+        """Have a new connection made if the other end closed the one that stands: it may be there for a later one.
+
+        While there is a backlog its thread does that, between two frames.
+        """
+        if not self._backlog:
+            self._close_if_ended()
+
+    def _close_if_ended(self) -> None:
+        if self._stream is None:
             return
         try:
             ended = not self._stream.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
@@ -116,23 +123,24 @@ class HiddenStatesSender:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._backlog or self._over or self._opening)
-                stream, over, self._opening = self._stream, self._over, False
-                if over:
+                self._opening = False
+                if self._over:
                     self._say_goodbye()
                     return
+                self._close_if_ended()
+                connected = self._stream is not None
                 number = next(self._numbers)  # below those of whoever is made once this one is over
             try:
-                if stream is None:
-                    stream = self._connect(number)
+                made = None if connected else self._connect(number)
             except (OSError, ElasticError) as error:
                 with self._changed:
                     self._over = self._over or f"rank {self._rank!r} cannot be reached: {error}"
                 self._failed(self._over)
                 return
             with self._changed:
-                self._stream = stream
-                frame = None if self._over or not self._backlog else self._backlog[0]
-            if frame is not None:
+                stream = self._stream = made or self._stream  # which another thread may have found ended meanwhile
+                frame = self._backlog[0] if self._backlog and not self._over else None
+            if stream is not None and frame is not None:
                 self._send_all(stream, frame)
 
     def _send_all(self, stream: socket.socket, frame: bytes) -> None:
