@@ -99,8 +99,7 @@ class ElasticModel:
                 return weight_handlers(parts, deferred, options.copy_rate, releases_wait=True)
 
             parts = self._parts = assemble(model, options, _make_kv, make_handlers, memory, on_model)
-            self.kv: KVPool = parts.kv.pools[0]
-            self.gate = parts.gate
+            self.kv, self.gate = parts.kv.pools[0], parts.gate
             self.runtime = Runtime(parts, self.actions if ranks > 1 else None)
             self.counters = self.runtime.counters
             """What requests experience, as the scheduler's side tells it."""

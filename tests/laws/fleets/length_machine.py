@@ -150,9 +150,8 @@ class LengthMachine(RuleBasedStateMachine):
         return list(self.asked.values())[number % len(self.asked)] if self.asked else None
 
     def blocks_of(self, request: Request) -> int:
-        kv = self.fleet._members.kv_format
-        assert kv is not None
-        return blocks_of(kv, len(request.prompt) + request.max_tokens)
+        instance = next(iter(self.fleet._dispatcher.instances.values()))
+        return blocks_of(instance.kv_format, len(request.prompt) + request.max_tokens)
 
     def fits(self, request: Request) -> bool:
         return self.blocks_of(request) <= self.most_blocks

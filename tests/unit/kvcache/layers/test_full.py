@@ -265,7 +265,7 @@ def test_what_a_crop_gave_up_is_not_there_for_the_next_one() -> None:
     layer.update(*states(1, 20))
     layer.crop(-3)
     held = layer.keys.clone()  # type: ignore[union-attr]
-    with pytest.raises(StateError, match=r"crop\(-1\): a crop before it .* begins at token 6 of 17"):
+    with pytest.raises(StateError, match=r"crop\(-1\): what is held begins at token 6 of 17, .*in one crop"):
         layer.crop(-1)
     assert torch.equal(layer.keys, held)  # type: ignore[arg-type]
     layer.crop(0)
