@@ -20,6 +20,7 @@ from elastic.sim.core.evicting import SCHEDULERS
 from elastic.sim.core.fleet import RankModel
 from elastic.sim.core.host import HostSharing
 from elastic.sim.core.instance import EngineOptions, PlacePages
+from elastic.sim.core.step_seconds import BehindPrompt
 from elastic.sim.placement.rank_pages import rank_pages
 from elastic.sim.roofline import DividedSteps, SheetSteps
 from elastic.sim.tables import Table
@@ -67,13 +68,16 @@ def read_rank_model(table: Table, folder: Path) -> tuple[RankModel, str, SheetMe
     simulation.done()
     steps = table.table("steps")
     noise, sharing = steps.number("noise", 0.0, most=MOST_NOISE), _sharing(steps)
+    behind_prompt = BehindPrompt(
+        steps.number("behind_prompt_s", 0.0), steps.number("behind_prompt_kept", 0.0, most=1.0)
+    )
     if "model" in table:
         rank = _by_sheet(table.table("model"), options, folder)
     else:
         rank = _RankCost(_fitted(steps), _memory(table.table("memory"), options))
     steps.done()
     model = RankModel(options, rank.pages, rank.cost, noise, stretch_s=stretch_s, sharing=sharing, cut=rank.cut)
-    return model, rank.basis, rank.memory
+    return replace(model, behind_prompt=behind_prompt), rank.basis, rank.memory
 
 
 def _sharing(steps: Table) -> HostSharing:

@@ -18,7 +18,7 @@ from elastic.sim.core.stretch import Stretch
 
 TOKEN, STOP = 1, 2
 """Tokens of answers mean nothing, but for the one that ends an answer before its `max_tokens`."""
-NEVER = 32
+WARM_AFTER = 32
 """Steps behind a prompt, after which nothing is left of it."""
 _TOKEN, _STOP = SampledToken(TOKEN), SampledToken(STOP)
 
@@ -65,7 +65,7 @@ class ColdCaches:
 
     def __init__(self, behind_prompt: BehindPrompt) -> None:
         self._behind_prompt = behind_prompt
-        self._steps = NEVER  # of single tokens, since then
+        self._steps = WARM_AFTER  # of single tokens, since then
 
     def more_s(self, chunks: Sequence[Chunk]) -> float:
         """Take the next step; return what it takes longer."""
@@ -73,12 +73,12 @@ class ColdCaches:
             self._steps = 0
             return 0.0
         self._steps += 1
-        return self._behind_prompt.more_s(self._steps - 1) if self._steps <= NEVER else 0.0
+        return self._behind_prompt.more_s(self._steps - 1) if self._steps <= WARM_AFTER else 0.0
 
     @property
     def are_over(self) -> bool:
         """Whether the next steps of single tokens take no longer, or too little to count."""
-        return self._steps >= NEVER or not self._behind_prompt.first_s
+        return self._steps >= WARM_AFTER or not self._behind_prompt.first_s
 
 
 class LocalExecutor:

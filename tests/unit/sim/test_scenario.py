@@ -83,6 +83,12 @@ def test_more_work_takes_longer() -> None:
     assert busy["tpot_s"]["mean"] > calm["tpot_s"]["mean"]
 
 
+def test_steps_behind_prompts_take_longer_where_a_scenario_says_so() -> None:
+    cold = {"behind_prompt_s": 0.02, "behind_prompt_kept": 0.5}
+    plain, longer = (document(steps={**_without_noise(), **more}) for more in ({}, cold))
+    assert longer["tpot_s"]["mean"] > 1.1 * plain["tpot_s"]["mean"]
+
+
 def test_a_table_that_is_read_later_is_not_taken_for_a_misspelt_one() -> None:
     with pytest.raises(ConfigError) as refused:
         parse_scenario({"duration_s": 10, "model": sheet()})
@@ -121,6 +127,10 @@ def sheet(**config: Any) -> dict[str, Any]:
         ),
         (lambda d: d["fleet"].update(instances=0), "fleet.instances = 0 must be a whole number, at least 1"),
         (lambda d: d["fleet"].update(routing="best"), "fleet.routing = 'best' must be one of"),
+        (
+            lambda d: d["steps"].update(behind_prompt_kept=2),
+            "steps.behind_prompt_kept = 2 must be a number, at least 0",
+        ),
         (lambda d: d.pop("duration_s"), "duration_s is missing"),
         (lambda d: d.update(requests=[]), "requests are missing"),
         (lambda d: d["requests"][0].update(arrivals="often"), "requests[0].arrivals = 'often' must be one of poisson"),
