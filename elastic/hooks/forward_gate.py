@@ -242,7 +242,8 @@ class ForwardGate:
     def _begin_reading(self) -> None:
         forward = self.thread.forward
         with self._lock:
-            self._refuse_daemon(forward)
+            if self._ending and forward.of_daemon:
+                raise SystemExit  # ends the thread without a word
             if self._writing or self._writers_waiting:
                 turn = threading.Lock()
                 turn.acquire()
@@ -253,7 +254,8 @@ class ForwardGate:
         if turn is not None:
             try:
                 turn.acquire()
-                self._refuse_daemon(forward)
+                if self._ending and forward.of_daemon:
+                    raise SystemExit
                 if self.refusal is not None:  # since it waited
                     raise StateError(self.refusal)
             except BaseException:  # that, or Ctrl-C
@@ -262,11 +264,6 @@ class ForwardGate:
                 self._end_reading(forward)
                 raise
         traffic.begin(forward)
-
-    def _refuse_daemon(self, forward: ForwardPass) -> None:
-        """End a daemon thread, without a word, as the process ends."""
-        if self._ending and forward.of_daemon:
-            raise SystemExit
 
     def _end_reading(self, forward: ForwardPass) -> None:
         if forward in self._readers:

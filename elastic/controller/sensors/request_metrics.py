@@ -17,7 +17,7 @@ Outcome = Literal["completed", "cancelled", "failed", "rejected", "moved"]
 Time = Literal["queued_s", "ttft_s", "tpot_s", "itl_s"]
 TIMES: tuple[Time, ...] = ("queued_s", "ttft_s", "tpot_s", "itl_s")
 MOST_PENDING = 64
-"""The most calls of `produced` that wait to be counted."""
+"""The most requests' tokens that wait to be counted."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class RequestMetrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pending: deque[tuple[str, int, float | None]] = deque()  # tokens that no figure has yet
+        self._pending: deque[tuple[Mapping[str, int], float]] = deque()  # tokens, by request, that no figure has yet
         self._waiting: OrderedDict[str, _Request] = OrderedDict()  # a plain dict finds its first slowly
         self._running: dict[str, _Request] = {}
         self._totals: Counter[str] = Counter()
@@ -82,20 +82,18 @@ class RequestMetrics:
                 self._schedule(request, at_s)
 
     def produced(self, request: str, tokens: int = 1, at_s: float | None = None) -> None:
-        """Note that tokens were generated, counted over a request's sequences.
+        """Note that tokens were generated, counted over a request's sequences."""
+        self.produced_together({request: tokens}, at_s)
+
+    def produced_together(self, tokens: Mapping[str, int], at_s: float | None = None) -> None:
+        """Note the tokens of one step, by request; the mapping is kept.
 
         The figures have them when they are read, or sooner: behind a forward pass every line of code is a cache miss.
         """
-        self._pending.append((request, tokens, clock.now() if at_s is None else at_s))
-        if len(self._pending) >= MOST_PENDING:
+        self._pending.append((tokens, clock.now() if at_s is None else at_s))
+        if len(self._pending) * len(tokens) >= MOST_PENDING:
             with self._lock:
                 self._count_pending()
-
-    def produced_together(self, tokens: Mapping[str, int], at_s: float | None = None) -> None:
-        """Note the tokens of one step, by request."""
-        with self._lock:
-            self._count_pending()
-            self._count(tokens, at_s)
 
     def ended(self, request: str, outcome: Outcome, at_s: float | None = None) -> None:
         """Note that a request is over."""
@@ -151,10 +149,9 @@ class RequestMetrics:
 
     def _count_pending(self) -> None:
         while self._pending:
-            request, tokens, at_s = self._pending.popleft()
-            self._count({request: tokens}, at_s)
+            self._count(*self._pending.popleft())
 
-    def _count(self, tokens: Mapping[str, int], at_s: float | None) -> None:
+    def _count(self, tokens: Mapping[str, int], at_s: float) -> None:
         at_s = self._clock(at_s)
         gaps: Counter[float] = Counter()
         total = 0

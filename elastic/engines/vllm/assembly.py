@@ -160,7 +160,8 @@ class ElasticModel:
 
     def begin_forward(self) -> None:
         """Enter a step: no action commits until `end_forward`."""
-        note_current_stream(self.kv.device)
+        if self.kv.device.type == "cuda":
+            note_current_stream(self.kv.device)
         if self.gate.enter(id(self)):
             for streamer in self._parts.weights.streamers.values():
                 streamer.leave_all()

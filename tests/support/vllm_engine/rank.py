@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from elastic.controller.sensors.request_metrics import RequestMetrics
@@ -13,6 +13,7 @@ from elastic.engines.vllm.kv.orders import StepReport
 from elastic.engines.vllm.kv.prefixes import Weights
 from elastic.engines.vllm.kv.sectors import KVSectors
 from elastic.engines.vllm.kv.worker_channel import WorkerChannel
+from elastic.hooks.forward_gate import ForwardGate
 from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.pages.background import janitor
 
@@ -41,11 +42,17 @@ class StubModel:
     kv: KVPool
     counters: RequestMetrics = field(default_factory=RequestMetrics)
     actions: RankAgreement = field(default_factory=RankAgreement)
-    weights: Callable[[], Weights] = lambda: (0, b"")
+    written: int = 0
+    """How often layers got other weights."""
     rank: int = 0
+    gate: ForwardGate = field(default_factory=ForwardGate)
     waiting: bool = False
     working: bool = False
     channel: WorkerChannel | None = None
+
+    def weights(self) -> Weights:
+        """Name them by how often they were written."""
+        return self.written, b""
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -57,6 +57,8 @@ class WorkerChannel:
         self._error = ""  # of the last failure; empty: the last try had none
         self._told: RankState | None = None
         self._reports = 0
+        self._stale = True  # there may be something to tell that `_look` does not see
+        self._looked: tuple[object, ...] = ()
         model.kv.engine_usage = lambda: (self.used_bytes, self.capacity_bytes)
         self._map_to(self._state().target)
         self.local[self._shared_file] = self
@@ -75,23 +77,34 @@ class WorkerChannel:
         self._wakes = orders.wakes
         self.used_bytes = orders.used_blocks * self.sectors.block_bytes
         self.capacity_bytes = orders.capacity_blocks * self.sectors.block_bytes
-        self.model.actions.execute(orders.actions)
-        _count(self.model.counters, orders.requests)
-        with self._following:
-            if orders.sequence > self._sequence and not self._mapping:
-                self._follow(orders)
+        if any(orders.actions):
+            self.model.actions.execute(orders.actions)
+        if orders.requests:
+            _count(self.model.counters, orders.requests)
+        if orders.sequence > self._sequence:
+            with self._following:
+                if not self._mapping:
+                    self._follow(orders)
 
     def report(self) -> StepReport | None:
-        """Tell how this rank is; None if that was told already, or it is closed."""
-        state = self._state(self.model.actions.report())
-        if state == self._told or self._closed:
+        """Tell how this rank is; None if that was told already, or it is closed.
+
+        Most steps change nothing, and behind one every line of code is a cache miss: so little is looked at then.
+        """
+        looked = self._look()
+        if looked == self._looked and not (self._stale or self.model.actions.pending):
             return None
-        self._told = state
+        self._looked, self._stale = looked, False  # before the state is read: what changes meanwhile is looked at again
+        state = self._state(self.model.actions.report())
+        if self._closed or state == self._told:
+            return None
+        self._told = state._replace(actions=None)  # those are news, also if they are the same again
         self._reports += 1
         return StepReport({self.model.rank: state._replace(number=self._reports)})
 
     def changed(self) -> None:
         """Note that the KV limit may have moved, or the model come to rest. Safe from any thread, under any lock."""
+        self._stale = True
         janitor.submit(self.on_change)
 
     def wake(self) -> None:
@@ -142,6 +155,12 @@ class WorkerChannel:
         """Ask for pages again, also where no step would."""
         self._failed = False
         self.changed()
+
+    def _look(self) -> tuple[object, ...]:
+        """Return what differs where the state does, unless `changed` was called, as it is at the end of jobs."""
+        model, kv = self.model, self.model.kv
+        orders = self._sequence, self._wakes, self._mapping, self._failed
+        return *orders, kv.limits, kv.pool.free_pages, model.gate.commits, model.working
 
     def _state(self, actions: RankReport | None = None) -> RankState:
         kv, sectors = self.model.kv, self.sectors
