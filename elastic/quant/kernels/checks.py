@@ -75,17 +75,24 @@ class CheckedKernel:
             if part.shape != shape or part.dtype != dtype or not part.is_contiguous():
                 problem = f"part {name!r} is {part.dtype} {tuple(part.shape)}"
                 raise ConfigError(f"{problem}; use a contiguous {dtype} {shape}")
-        kernel = self.bind_kernel(parts)
-        return lambda x: self._product(x, parts, kernel)
+        kernel, (outputs, inputs) = self.bind_kernel(parts), (self.matrix.outputs, self.matrix.inputs)
+        selects = "input_scale" in parts or "order" in parts
 
-    def _product(self, x: torch.Tensor, parts: PackedTensors, kernel: BoundKernel) -> torch.Tensor:
-        if x.dim() != 2 or x.shape[1] != self.matrix.inputs:
-            raise ConfigError(f"x has the shape {tuple(x.shape)}, the matrix takes [tokens, {self.matrix.inputs}]")
-        if not x.shape[0]:
-            return x.new_empty(0, self.matrix.outputs)
-        columns = _select_columns(x.detach(), parts)
-        rows = columns.flatten().view(columns.shape)  # contiguous() leaves one row odd strides, which _int_mm misreads
-        return kernel(rows).to(x.dtype)
+        def product(x: torch.Tensor) -> torch.Tensor:
+            """Multiply x: [tokens, inputs], with few operators: each takes as long as few tokens do."""
+            if x.dim() != 2 or x.shape[1] != inputs:
+                raise ConfigError(f"x has the shape {tuple(x.shape)}, the matrix takes [tokens, {inputs}]")
+            if not x.shape[0]:
+                return x.new_empty(0, outputs)
+            rows = x.detach() if x.requires_grad else x
+            if selects:
+                rows = _select_columns(rows, parts)
+            if rows.stride() != (inputs, 1):  # contiguous() leaves one row odd strides, which _int_mm misreads
+                rows = rows.flatten().view(rows.shape)
+            y = kernel(rows)
+            return y if y.dtype is x.dtype else y.to(x.dtype)
+
+        return product
 
 
 def _select_columns(x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:

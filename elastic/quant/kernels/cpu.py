@@ -100,10 +100,11 @@ class RowKernels:
 
         shifts = zero_shifts(parts)
         offsets = None if shifts is None else (shifts * parts["scales"])[0]
+        packed, scales, outputs = parts["packed"], parts["scales"][0], self.matrix.outputs
 
         def product(x: torch.Tensor) -> torch.Tensor:
-            y = torch.empty(x.shape[0], self.matrix.outputs, dtype=torch.float32)
-            int8_matmul(x.float(), parts["packed"], parts["scales"][0], offsets, y)
+            y = torch.empty(x.shape[0], outputs, dtype=torch.float32)
+            int8_matmul(x.float(), packed, scales, offsets, y)
             return y
 
         return product
@@ -150,15 +151,25 @@ class Int4Kernels:
         """Fix the parts of the kernel in C++, for x: [tokens, inputs] -> float32 [tokens, outputs]."""
         encoding, width = encoding_of(self.config, self.matrix), WIDTHS[self.target.instructions]
         middle, factor = float(encoding.middle * encoding.step), float(encoding.factor)
-        lying = None if self.config.bits == 3 else [*nibbles(self.config, parts, self.matrix)]
+        scales, outputs = parts["scales"], self.matrix.outputs
 
-        def product(x: torch.Tensor) -> torch.Tensor:
-            values, y = x.float(), torch.empty(x.shape[0], self.matrix.outputs, dtype=torch.float32)
-            for columns, planes in lying or nibbles(self.config, parts, self.matrix):
-                int4_matmul(values, planes, parts["scales"][:, columns], width, middle, factor, y[:, columns])
+        def by_slabs(x: torch.Tensor) -> torch.Tensor:
+            """Multiply x: [tokens, inputs] with int3, whose nibbles are expanded in every product."""
+            values, y = x.float(), torch.empty(x.shape[0], outputs, dtype=torch.float32)
+            for columns, planes in nibbles(self.config, parts, self.matrix):
+                int4_matmul(values, planes, scales[:, columns], width, middle, factor, y[:, columns])
             return y
 
-        return product
+        def at_once(x: torch.Tensor) -> torch.Tensor:
+            """Multiply x: [tokens, inputs] with codes that lie as the kernel reads them."""
+            y = torch.empty(x.shape[0], outputs, dtype=torch.float32)
+            int4_matmul(x.float(), planes, scales, width, middle, factor, y)
+            return y
+
+        if self.config.bits == 3:
+            return by_slabs
+        ((_, planes),) = nibbles(self.config, parts, self.matrix)
+        return at_once
 
     def bind_packed(self, parts: PackedTensors) -> BoundKernel:
         """Fix the parts of torch's int4 kernel, for x: [tokens, inputs] -> [tokens, outputs]; int8 are two products."""

@@ -70,7 +70,7 @@ class PackedMatrix:
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply x: [..., inputs] with the matrix; returns [..., outputs] in the dtype of x."""
-        rows = x.reshape(-1, self.matrix.inputs)
+        rows = x if x.dim() == 2 else x.reshape(-1, self.matrix.inputs)
         tokens = full_batch_tokens(rows.shape[0])
         key = x.dtype, bucket_of(tokens), paths.version
         bound = self._bound.get(key)
@@ -81,7 +81,8 @@ class PackedMatrix:
             if self.of_experts:  # a matrix made for this product alone
                 return kernel(rows, self.parts).view(*x.shape[:-1], self.matrix.outputs)
             bound = self._bound[key] = bind(kernel, self.parts)
-        return bound(rows).view(*x.shape[:-1], self.matrix.outputs)
+        y = bound(rows)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], self.matrix.outputs)
 
     def value(self) -> torch.Tensor:
         """Expand the parts to the parameter, [..., outputs, inputs] or transposed, in its dtype."""

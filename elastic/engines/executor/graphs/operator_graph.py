@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elastic.engines.executor.graphs.graph_memory import GraphMemory, assign_buffers, storage_of
 from elastic.engines.executor.kernels.elementwise import ElementwiseProgram, Instruction, elementwise_library, translate
+from elastic.quant.kernels.compiled.integer_matmul import FIXED
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ class OperatorGraph:
             )
             for each in self._operators
         ]
-        self._operators = _with_programs(moved)
+        self._operators = [_at_fixed_addresses(each) for each in _with_programs(moved)]
         self._output, self._created = tree_map_only(torch.Tensor, move, output), []
         return output
 
@@ -175,6 +176,12 @@ def _with_programs(operators: list[Operator]) -> list[Operator]:
         if operator is not None:
             joined.append(operator)
     return joined
+
+
+def _at_fixed_addresses(operator: Operator) -> Operator:
+    """Return a product with integers as a call that looks no address up again; it keeps its arguments, which live."""
+    fixed = FIXED.get(operator.function)
+    return operator if fixed is None else operator._replace(function=fixed(*operator.args, **operator.kwargs))
 
 
 def _filling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], new: tuple[torch.Tensor, ...]) -> Operator:

@@ -12,7 +12,8 @@ They are operators of torch's, so that captures of steps see them.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -64,7 +65,11 @@ def _library() -> ctypes.CDLL | None:
 _matrix = cache(_NibbleMatrix)
 
 
-def _int4_matmul(
+FixedCall = Callable[..., None]
+"""A product in memory that was looked up once; arguments are ignored."""
+
+
+def _fixed_int4(
     x: torch.Tensor,
     planes: torch.Tensor,
     scales: torch.Tensor,
@@ -72,11 +77,12 @@ def _int4_matmul(
     middle: float,
     factor: float,
     out: torch.Tensor,
-) -> None:
+) -> FixedCall:
     library = _library()
     assert library is not None
     (rows, inputs), (groups, outputs, _) = x.shape, scales.shape
-    library.multiply_int4(
+    call = partial(
+        library.multiply_int4,
         _matrix(outputs, inputs, inputs // groups, width, middle, factor),
         planes.data_ptr(),
         planes[1].data_ptr() if len(planes) == 2 else None,
@@ -86,17 +92,18 @@ def _int4_matmul(
         rows,
         out.data_ptr(),
         out.stride(0),
-        torch.get_num_threads(),
     )
+    return lambda *arguments: call(torch.get_num_threads())
 
 
-def _int8_matmul(
+def _fixed_int8(
     x: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, out: torch.Tensor
-) -> None:
+) -> FixedCall:
     library = _library()
     assert library is not None
     outputs, inputs = rows.shape
-    library.multiply_int8(
+    call = partial(
+        library.multiply_int8,
         rows.data_ptr(),
         scales.data_ptr(),
         None if offsets is None else offsets.data_ptr(),
@@ -105,8 +112,8 @@ def _int8_matmul(
         x.data_ptr(),
         len(x),
         out.data_ptr(),
-        torch.get_num_threads(),
     )
+    return lambda *arguments: call(torch.get_num_threads())
 
 
 _operators = torch.library.Library("elastic", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -116,8 +123,8 @@ _operators.define(  # type: ignore[no-untyped-call]
 _operators.define(  # type: ignore[no-untyped-call]
     "int8_matmul(Tensor x, Tensor rows, Tensor scales, Tensor? offsets, Tensor(a!) out) -> ()"
 )
-_operators.impl("int4_matmul", _int4_matmul, "CPU")  # type: ignore[no-untyped-call]
-_operators.impl("int8_matmul", _int8_matmul, "CPU")  # type: ignore[no-untyped-call]
+_operators.impl("int4_matmul", lambda *args: _fixed_int4(*args)(), "CPU")  # type: ignore[no-untyped-call]
+_operators.impl("int8_matmul", lambda *args: _fixed_int8(*args)(), "CPU")  # type: ignore[no-untyped-call]
 int4_matmul = torch.ops.elastic.int4_matmul.default
 """Write x @ matrix.T to `out`.
 
@@ -132,3 +139,5 @@ int8_matmul = torch.ops.elastic.int8_matmul.default
 x: float32 [tokens, inputs]; rows: int8 [outputs, inputs]; scales: bfloat16 [outputs]; offsets: float32 [outputs], or
 None; out: float32 [tokens, outputs]. weight = scale * code + offset. The caller has checked shapes.
 """
+FIXED: dict[object, Callable[..., FixedCall]] = {int4_matmul: _fixed_int4, int8_matmul: _fixed_int8}
+"""Of each operator: what returns a call with the same arguments, tensors of any shape that stay where they are."""

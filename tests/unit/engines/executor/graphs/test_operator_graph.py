@@ -22,12 +22,26 @@ from elastic.engines.executor.kernels.elementwise import ElementwiseProgram, ele
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.pages.virtual_range import VirtualRange
+from elastic.quant.kernels.compiled.integer_matmul import int8_matmul, multiplies_rows
 
 ROWS, WIDTH = 3, 8
 PAGE = 4096
 WEIGHT = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1))
+CODES = torch.randint(-127, 128, (WIDTH, WIDTH), dtype=torch.int8, generator=torch.Generator().manual_seed(2))
+
+
+def in_integers(x: torch.Tensor) -> torch.Tensor:
+    """Multiply x by codes, where there is a kernel for that."""
+    if not multiplies_rows(WIDTH):
+        return nn.functional.linear(x, CODES / 64)
+    out = torch.empty(len(x), WIDTH)
+    int8_matmul(x.contiguous(), CODES, torch.full((WIDTH,), 1 / 64, dtype=torch.bfloat16), None, out)
+    return out
+
+
 STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "product": lambda x, y: nn.functional.linear(x, WEIGHT),
+    "product in integers": lambda x, y: in_integers(x),
     "sum": lambda x, y: x + y,
     "in place": lambda x, y: x.clone().mul_(0.5).add_(y),
     "into an empty one": lambda x, y: torch.empty_like(x).copy_(y),
