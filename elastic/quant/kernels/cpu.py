@@ -36,8 +36,9 @@ from elastic.quant.formats.integer import Integers
 from elastic.quant.kernels.checks import BindKernel, CheckedKernel, bindable
 from elastic.quant.kernels.compiled.integer_matmul import (
     WIDTHS,
+    bind_int4,
+    bind_int8,
     int4_matmul,
-    int8_matmul,
     multiplies_nibbles,
     multiplies_rows,
 )
@@ -100,14 +101,8 @@ class RowKernels:
 
         shifts = zero_shifts(parts)
         offsets = None if shifts is None else (shifts * parts["scales"])[0]
-        packed, scales, outputs = parts["packed"], parts["scales"][0], self.matrix.outputs
-
-        def product(x: torch.Tensor) -> torch.Tensor:
-            y = torch.empty(x.shape[0], outputs, dtype=torch.float32)
-            int8_matmul(x.float(), packed, scales, offsets, y)
-            return y
-
-        return product
+        product = bind_int8(parts["packed"], parts["scales"][0], offsets)
+        return lambda x: product(x.float())
 
     def bind_packed(self, parts: PackedTensors) -> BoundKernel:
         """Fix the parts of torch's int8 kernel, without offsets, for x: [tokens, inputs] -> [tokens, outputs]."""
@@ -160,16 +155,11 @@ class Int4Kernels:
                 int4_matmul(values, planes, scales[:, columns], width, middle, factor, y[:, columns])
             return y
 
-        def at_once(x: torch.Tensor) -> torch.Tensor:
-            """Multiply x: [tokens, inputs] with codes that lie as the kernel reads them."""
-            y = torch.empty(x.shape[0], outputs, dtype=torch.float32)
-            int4_matmul(x.float(), planes, scales, width, middle, factor, y)
-            return y
-
         if self.config.bits == 3:
             return by_slabs
         ((_, planes),) = nibbles(self.config, parts, self.matrix)
-        return at_once
+        product = bind_int4(planes, scales, width, middle, factor)
+        return lambda x: product(x.float())
 
     def bind_packed(self, parts: PackedTensors) -> BoundKernel:
         """Fix the parts of torch's int4 kernel, for x: [tokens, inputs] -> [tokens, outputs]; int8 are two products."""

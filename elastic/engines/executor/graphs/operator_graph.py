@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elastic.engines.executor.graphs.graph_memory import GraphMemory, assign_buffers, storage_of
 from elastic.engines.executor.kernels.elementwise import ElementwiseProgram, Instruction, elementwise_library, translate
-from elastic.quant.kernels.compiled.integer_matmul import FIXED
+from elastic.quant.kernels.compiled.integer_matmul import FIXED, recorder
 
 T = TypeVar("T")
 
@@ -58,12 +58,12 @@ class OperatorGraph:
 
         Raises `CaptureRefused` where a replay would not be the same computation.
         """
-        self._recording = True
+        self._recording = recorder.active = True
         try:
             with _RefuseReading(self), _RecordOperators(self):
                 output = run()
         finally:
-            self._recording = False
+            self._recording = recorder.active = False
         kept = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         calls = [_tensors(each.args, *each.kwargs.values(), each.results) for each in self._operators]
         move = assign_buffers(calls, kept, self._created, memory)

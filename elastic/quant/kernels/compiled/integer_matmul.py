@@ -12,6 +12,7 @@ They are operators of torch's, so that captures of steps see them.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 import torch
 
 from elastic.compiler import compiled_library
+from elastic.quant.formats.base import BoundKernel
 
 SOURCE = Path(__file__).with_name("integer_matmul.cpp")
 MOST_GROUP = 256
@@ -139,5 +141,74 @@ int8_matmul = torch.ops.elastic.int8_matmul.default
 x: float32 [tokens, inputs]; rows: int8 [outputs, inputs]; scales: bfloat16 [outputs]; offsets: float32 [outputs], or
 None; out: float32 [tokens, outputs]. weight = scale * code + offset. The caller has checked shapes.
 """
+
+
+class _Recorder(threading.local):
+    active = False
+
+
+recorder = _Recorder()
+"""`active` is set where operators of this thread are recorded. To call one takes as long as a small product."""
+
+
+def bind_int4(planes: torch.Tensor, scales: torch.Tensor, width: int, middle: float, factor: float) -> BoundKernel:
+    """Return the product with a matrix that stays where it is, for x: float32 [tokens, inputs], contiguous.
+
+    Shapes are those of `int4_matmul`.
+    """
+    library, (groups, outputs, _), first = _library(), scales.shape, planes[0]
+    assert library is not None
+    group = 2 * first.numel() // outputs // groups
+    multiply = partial(
+        library.multiply_int4,
+        _matrix(outputs, group * groups, group, width, middle, factor),
+        first.data_ptr(),
+        planes[1].data_ptr() if len(planes) == 2 else None,
+        scales.data_ptr(),
+        scales.stride(0),
+    )
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        """Multiply x: [tokens, inputs]; returns [tokens, outputs]."""
+        rows = x.shape[0]
+        out = torch.empty(rows, outputs, dtype=torch.float32)
+        if recorder.active or torch.compiler.is_compiling():
+            int4_matmul(x, planes, scales, width, middle, factor, out)
+        else:
+            multiply(x.data_ptr(), rows, out.data_ptr(), outputs, torch.get_num_threads())
+        return out
+
+    return product
+
+
+def bind_int8(rows: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None) -> BoundKernel:
+    """Return the product with a matrix that stays where it is, for x: float32 [tokens, inputs], contiguous.
+
+    Shapes are those of `int8_matmul`.
+    """
+    library, (outputs, inputs) = _library(), rows.shape
+    assert library is not None
+    multiply = partial(
+        library.multiply_int8,
+        rows.data_ptr(),
+        scales.data_ptr(),
+        None if offsets is None else offsets.data_ptr(),
+        outputs,
+        inputs,
+    )
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        """Multiply x: [tokens, inputs]; returns [tokens, outputs]."""
+        tokens = x.shape[0]
+        out = torch.empty(tokens, outputs, dtype=torch.float32)
+        if recorder.active or torch.compiler.is_compiling():
+            int8_matmul(x, rows, scales, offsets, out)
+        else:
+            multiply(x.data_ptr(), tokens, out.data_ptr(), torch.get_num_threads())
+        return out
+
+    return product
+
+
 FIXED: dict[object, Callable[..., FixedCall]] = {int4_matmul: _fixed_int4, int8_matmul: _fixed_int8}
 """Of each operator: what returns a call with the same arguments, tensors of any shape that stay where they are."""
