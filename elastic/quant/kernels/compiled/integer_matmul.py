@@ -172,7 +172,7 @@ def bind_int4(planes: torch.Tensor, scales: torch.Tensor, width: int, middle: fl
         """Multiply x: [tokens, inputs]; returns [tokens, outputs]."""
         rows = x.shape[0]
         out = torch.empty(rows, outputs, dtype=torch.float32)
-        if recorder.active or torch.compiler.is_compiling():
+        if recorder.active:
             int4_matmul(x, planes, scales, width, middle, factor, out)
         else:
             multiply(x.data_ptr(), rows, out.data_ptr(), outputs, torch.get_num_threads())
@@ -201,7 +201,7 @@ def bind_int8(rows: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | 
         """Multiply x: [tokens, inputs]; returns [tokens, outputs]."""
         tokens = x.shape[0]
         out = torch.empty(tokens, outputs, dtype=torch.float32)
-        if recorder.active or torch.compiler.is_compiling():
+        if recorder.active:
             int8_matmul(x, rows, scales, offsets, out)
         else:
             multiply(x.data_ptr(), tokens, out.data_ptr(), torch.get_num_threads())
