@@ -43,6 +43,8 @@ class Drop:
     layers: tuple[int, ...] = ()
     shards: tuple[int, ...] = ()
     """Only these shards, of any layers: part p of layer l is `l * shards + p`. The layers are theirs, said or not."""
+    after_restore: bool = False
+    """A dry run takes layers in a variant for restored; the drop itself is refused while they are not."""
 
 
 @dataclass(frozen=True)

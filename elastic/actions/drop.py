@@ -35,7 +35,8 @@ class DropHandler(ActionHandler):
     def dry_run(self, action: Drop) -> PlanStep:
         """Return what the action would do now, if the digests of its layers were known. Raises `ConfigError` or
         `StateError` if it cannot be done."""
-        pages = sum(unit.held_pages - unit.shard_pages.pages(left) for unit, left in self._check(action))
+        leaving = self._check(action, restored=action.after_restore)
+        pages = sum(unit.shard_pages.pages(unit.shards_here) - unit.shard_pages.pages(left) for unit, left in leaving)
         return PlanStep(action, "applied", 0, pages, 0, 0.0)
 
     def prepare(self, action: Drop) -> PreparedAction:
@@ -79,14 +80,20 @@ class DropHandler(ActionHandler):
         """Let go of the buffer, or of the parts that have left; return the pages that are free now."""
         return release_parts(unit, self._broker) if unit.shards_here else retire(unit, unit.full, self._broker)
 
-    def _check(self, action: Drop) -> list[tuple[WeightUnit, frozenset[int]]]:
-        """Return the units of which something is dropped, each with the parts that are left."""
+    def _check(self, action: Drop, *, restored: bool = False) -> list[tuple[WeightUnit, frozenset[int]]]:
+        """Return the units of which something is dropped, each with the parts that are left.
+
+        `restored`: as if layers in a variant were in their full weights.
+        """
         leaving = []
         for layer in (self._weights.layers[index] for index in self._weights.layer_indices(action.layers)):
             gone = layer.layer.parts_in(action.shards)
             if layer.absent is Absence.DROPPED and not gone & layer.shards_here:
                 continue
             self._require_its_own(layer)
+            if layer.absent is Absence.HOST or (layer.precision.key != layer.full.key and not restored):
+                form = "in host memory" if layer.absent else f"in variant {layer.variant!r}"
+                raise StateError(f"{layer.name} is {form}; restore it before it is dropped: rt.restore({layer.index})")
             if layer.written:
                 raise StateError(
                     f"{layer.name} was written since the model was wrapped: no other process has its weights, so it "
@@ -97,7 +104,7 @@ class DropHandler(ActionHandler):
         return leaving
 
     def _require_its_own(self, layer: WeightUnit) -> None:
-        """Raise for a layer that is not whole, full and alone at its place."""
+        """Raise for a layer that is not whole and alone at its place."""
         shared = layer.layer.unpaged.parameters()
         if shared or not layer.slots:
             raise ConfigError(
@@ -112,9 +119,6 @@ class DropHandler(ActionHandler):
                 f"{layer.name}.{apart.part} is at {apart.pool.name}, apart from its layer; migrate the whole layer to "
                 "one place before it is dropped"
             )
-        if layer.absent is Absence.HOST or layer.precision.key != layer.full.key:
-            form = "in host memory" if layer.absent else f"in variant {layer.variant!r}"
-            raise StateError(f"{layer.name} is {form}; restore it before it is dropped: rt.restore({layer.index})")
 
     def _require_digests(self, layer: WeightUnit) -> None:
         """Raise `StateError` for a layer that nobody could know again when it comes back."""

@@ -36,7 +36,7 @@ from elastic.cluster.fleet.groups.transition import (
     plan_transition,
     plans_of,
 )
-from elastic.cluster.fleet.groups.weights.checks import compare_weights, in_full, require_droppable
+from elastic.cluster.fleet.groups.weights.checks import compare_weights, require_droppable
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError, ElasticError, RankLost, StateError
 from elastic.planning.arrangement.caps import GAIN
@@ -86,12 +86,9 @@ class Exchange:
 
     def _run(self) -> Exchanged:
         group = self.group
-        rooms, leaving = self._ranks.measure(group.members), group.shape.leaving(self.target)
         try:
-            require_droppable(self._ranks, in_full(leaving, rooms))
-            rooms = self._restore_variants(rooms)
-            if self._restored:
-                require_droppable(self._ranks, leaving)
+            require_droppable(self._ranks, group.shape.leaving(self.target))
+            rooms = self._restore_variants(self._ranks.measure(group.members))
         except RankLost:
             raise
         except StateError as error:

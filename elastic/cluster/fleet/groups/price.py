@@ -15,7 +15,7 @@ from elastic.cluster.fleet.groups.group import Shape
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.results import Exchanged
 from elastic.cluster.fleet.groups.transition import flips_between
-from elastic.cluster.fleet.groups.weights.checks import in_full, require_droppable
+from elastic.cluster.fleet.groups.weights.checks import require_droppable
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.controller.policies.action_costs import WEIGHT, ActionCost, ActionCosts
 from elastic.controller.policies.group_costs import priced
@@ -60,7 +60,7 @@ class DryRuns:
     def of(self, wanted: Sequence[Wanted], form: ExchangeForm) -> tuple[Exchanged, int]:
         """Return what would come of these changes, and the bytes of weights that would leave.
 
-        `deferred` where a rank says that it could not drop what is to leave it; of layers in a variant none is asked.
+        `deferred` where a rank says that it could not drop what is to leave it.
         Weights are counted as they are. Keys and values are those that requests have now, or that are kept for reuse.
         Where there is room for fewer layers at a time than the form says, there are more pauses than are counted.
         """
@@ -68,7 +68,7 @@ class DryRuns:
         changes = [_change(shape_of(members, rooms), target_of) for members, target_of in wanted]
         try:
             for now, target in changes:
-                require_droppable(self._ranks, in_full(now.leaving(target), rooms))
+                require_droppable(self._ranks, now.leaving(target))
         except RankLost:
             raise
         except StateError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from elastic.cluster.control.messages import Apply
-from elastic.cluster.control.stage_questions import Room, WeightDigests
+from elastic.cluster.control.stage_questions import WeightDigests
 from elastic.cluster.fleet.groups.group import Group
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.errors import ElasticError, RankLost, StateError
@@ -32,22 +32,14 @@ def compare_weights(ranks: Ranks, group: Group) -> None:
     group.compared = True
 
 
-def in_full(shards: Mapping[str, Collection[int]], rooms: Mapping[str, Room]) -> dict[str, list[int]]:
-    """Return those shards of ranks that are of no layer in a variant."""
-    return {
-        rank: [shard for shard in each if shard // rooms[rank].path.shards not in rooms[rank].in_variant]
-        for rank, each in shards.items()
-    }
-
-
 def require_droppable(ranks: Ranks, leaving: Mapping[str, Collection[int]]) -> None:
     """Raise `StateError` where a rank could not drop the weights of shards, as it says: nothing is dropped.
 
-    Layers with adapters or replicas, that were written, or share parameters, stay. `leaving`: rank -> shards.
+    Layers with adapters or replicas, that were written, or share parameters, stay; those in a variant are restored
+    before. `leaving`: rank -> shards.
     """
-    asked = {
-        rank: Apply((Drop(shards=tuple(sorted(shards))),), dry_run=True) for rank, shards in leaving.items() if shards
-    }
+    drops = {rank: Drop(shards=tuple(sorted(shards)), after_restore=True) for rank, shards in leaving.items() if shards}
+    asked = {rank: Apply((drop,), dry_run=True) for rank, drop in drops.items()}
     for rank, answer in zip(asked, ranks.answers(asked.items()), strict=True):
         if isinstance(answer, RankLost):
             raise answer

@@ -50,6 +50,28 @@ def test_they_are_restored_first_and_a_dry_run_says_so(wrapped: Any) -> None:
         fleet.check()
 
 
+def test_layers_that_cannot_be_dropped_either_way_stay_in_their_variant(wrapped: Any) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    options: dict[str, Any] = {"variants": [HALF], "shards": 2, "policy": "manual"}
+    models = [
+        wrapped(
+            peft.get_peft_model(architectures.build("llama-gqa"), config).eval().requires_grad_(False),
+            small(6 << 20, f"cpu#{i}"),
+            **options,
+        )
+        for i in range(2)
+    ]
+    with Fleet.of(*models, engine={"block_tokens": 8, "max_batch_tokens": 64}, beat_timeout_s=60) as fleet:
+        fleet.apply("r0", Swap((1, 2), "half"))
+        for dry_run in (True, False):
+            done = fleet.drop(layers={"r0": [1, 2], "r1": []}, dry_run=dry_run)
+            assert (done.status, done.restored) == ("deferred", {})
+            assert "rank 'r0' cannot drop its weights" in done.why
+            assert "merge adapters" in done.why
+        assert models[0].elastic.form()[1:] == ("half", "half")
+
+
 @pytest.mark.parametrize("comes", [True, False])
 def test_nothing_changes_where_live_requests_keep_their_pages(comes: bool) -> None:
     world: dict[str, GroupRank] = {}
