@@ -108,7 +108,7 @@ class DropHandler(ActionHandler):
         shared = layer.layer.unpaged.parameters()
         if shared or not layer.slots:
             raise ConfigError(
-                f"{layer.name} has parameters that are used elsewhere too, or adapters "
+                f"{layer.name} has parameters that are quantized, used elsewhere too, or adapters "
                 f"({shared[0] if shared else 'all of them'}): it cannot be dropped; merge adapters before the model "
                 "is wrapped, or drop other layers"
             )

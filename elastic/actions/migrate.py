@@ -181,8 +181,8 @@ class MigrateHandler(ActionHandler):
         shared, device = units[0].layer.unpaged.parameters(), pool.backend.device
         if whole and shared and any(unit.pool.backend.device != device for unit in units):
             raise ConfigError(
-                f"{name} has parameters that are used elsewhere too, or adapters ({shared[0]}): it cannot go "
-                f"to another device ({device})"
+                f"{name} has parameters that are quantized, used elsewhere too, or adapters ({shared[0]}): it cannot "
+                f"go to another device ({device})"
             )
 
     def _fill(self, move: LayerMove) -> CopyHandle:

@@ -181,7 +181,7 @@ class ReplicateHandler(ActionHandler):
         shared = units[0].layer.unpaged.parameters()
         if shared:
             raise ConfigError(
-                f"{name} has parameters that are used elsewhere too, or adapters ({shared[0]}): a copy "
+                f"{name} has parameters that are quantized, used elsewhere too, or adapters ({shared[0]}): a copy "
                 "would not follow what becomes of them; merge the adapters first"
             )
         if any(unit.pool is pool for unit in units):

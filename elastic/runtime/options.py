@@ -93,6 +93,11 @@ def check_model(model: nn.Module, *, loads: bool = False) -> Decoder:
             "the weights were made under torch.inference_mode(), so nobody is told when they are written; "
             "load the model outside of it"
         )
+    if any(hasattr(module, "quantization_scheme") for module in model.modules()):
+        raise ConfigError(
+            "compressed-tensors expands the weights of this model in its forward passes, where they would be exchanged "
+            "in their pages; load it with quantization_config=CompressedTensorsConfig(dequantize=True)"
+        )
     return decoder
 
 

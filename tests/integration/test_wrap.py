@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from elastic import CapacityError, ConfigError, StateError
 from elastic.memory import places
 from support.architectures import CONFIGS, GQA, build, prompt
 from support.child_process import wait_for_the_janitor
-from support.wrapped_model import pickled
+from support.wrapped_model import pickled, small
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
@@ -347,6 +348,30 @@ def test_weights_made_under_inference_mode_are_refused_with_the_remedy() -> None
     with torch.inference_mode():
         model = build("llama-gqa")
     refused(model, ConfigError, "inference_mode.*load the model outside of it")
+
+
+def test_what_compressed_tensors_expands_in_forward_passes_is_refused_with_the_remedy() -> None:
+    model = build("llama-gqa")
+    model.model.layers[1].mlp.up_proj.quantization_scheme = object()
+    refused(model, ConfigError, "compressed-tensors expands.*dequantize=True")
+
+
+def test_weights_that_another_library_quantized_stay_where_they_are(wrapped: Any) -> None:
+    class Quantized(torch.nn.Parameter):
+        """As bitsandbytes, quanto and torchao have parameters of their own kind."""
+
+    model = build("llama-gqa")
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight = Quantized(module.weight.detach(), requires_grad=False)
+    expected = model(**prompt()).logits
+    refused(model, ConfigError, "no matrix of model.layers.0.*load the model without quantization", variants=("int4",))
+    rt = wrapped(model, [small(64 << 20), small(64 << 20, "cpu#b")]).elastic
+    for act in (rt.release, rt.restore, partial(rt.migrate, place="cpu#b")):
+        assert act([1]).status == "applied"
+        assert torch.equal(model(**prompt()).logits, expected)
+    with pytest.raises(ConfigError, match=r"parameters that are quantized.*q_proj"):
+        rt.replicate([0], "cpu#b")
 
 
 def test_models_with_a_kind_of_cache_of_their_own_are_refused_in_words() -> None:

@@ -27,6 +27,7 @@ from elastic.quant.variants.variant import MatrixParameter, PackedLayer, Packing
 from elastic.quant.variants.variant_file import load, save
 
 logger = logging.getLogger(__name__)
+NO_MATRICES = "it has none in full precision; load the model without quantization, or wrap it without variants"
 AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 4))
 """Layers packed at the same time: torch uses several threads for each."""
 
@@ -124,11 +125,11 @@ def packer(variant: Variant, inputs: Mapping[str, torch.Tensor]) -> Callable[[La
                 packings[name] = MatrixParameter(packed, digest(parameter))
         if not packings:
             refusals = (
-                f": {name}: {format_of(variant.config).supports(variant.config, matrix_of(parameter, transposed))}"
+                f"{name}: {format_of(variant.config).supports(variant.config, matrix_of(parameter, transposed))}"
                 for name, parameter, transposed in matrices(layer)
             )
-            why = next(refusals, "")
-            raise ConfigError(f"variants: no matrix of {layer.name} can be packed as {variant.config}{why}")
+            why = next(refusals, NO_MATRICES)
+            raise ConfigError(f"variants: no matrix of {layer.name} can be packed as {variant.config}: {why}")
         return packings
 
     return pack
