@@ -188,12 +188,11 @@ def make_reserves(layers: list[WeightUnit], stack: ExitStack) -> dict[str, Stagi
     """Keep back, at each place, pages for the largest packed layer, so that it can be swapped when all is full."""
     most: dict[str, int] = {}
     for layer in layers:
-        for variant in layer.variants:
-            pages = layer.pages_in(layer.with_variant(variant))
-            most[layer.pool.name] = max(most.get(layer.pool.name, 0), pages)
-    reserves = {
-        layer.pool.name: StagingReserve(layer.pool, most[layer.pool.name]) for layer in layers if layer.variants
-    }
+        for precision in map(layer.with_variant, layer.variants):
+            if precision is not layer.full:
+                most[layer.pool.name] = max(most.get(layer.pool.name, 0), layer.pages_in(precision))
+    pools = {layer.pool.name: layer.pool for layer in layers}
+    reserves = {name: StagingReserve(pools[name], pages) for name, pages in most.items()}
     for reserve in reserves.values():
         reserve.fill()
         stack.callback(reserve.close)

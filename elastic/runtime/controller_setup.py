@@ -173,7 +173,8 @@ def _parse_order(order: str | Path | Profile, layers: Sequence[nn.Module]) -> tu
 def _precision(settings: Policy, slo: SLO | None, order: Sequence[int], weights: ModelWeights) -> PrecisionPolicy:
     sizes = _layer_sizes(weights)
     swappable = [index for index in order if sizes[index].variants]
-    total = {name: sum(sizes[i].variants[name] for i in swappable) for i in swappable[:1] for name in sizes[i].variants}
+    names = dict.fromkeys(name for i in swappable for name in sizes[i].variants)
+    total = {name: sum(sizes[i].variants.get(name, sizes[i].full_bytes) for i in swappable) for name in names}
     levels = settings.levels or tuple(sorted(total, key=lambda name: -total[name]))
     _require_falling(settings.levels, [weights.layers[i] for i in swappable])
     return PrecisionPolicy(settings, swappable, levels, sizes, slo)
@@ -198,7 +199,8 @@ def _layer_sizes(weights: ModelWeights) -> list[LayerSize]:
     sizes = []
     for layer in weights.layers:
         page = layer.pool.page_bytes
-        variants = {name: layer.pages_in(layer.with_variant(name)) * page for name in layer.variants}
+        precisions = {name: layer.with_variant(name) for name in layer.variants}
+        variants = {name: layer.pages_in(p) * page for name, p in precisions.items() if p is not layer.full}
         sizes.append(LayerSize(layer.dtype, layer.pages * page, variants))
     return sizes
 

@@ -16,7 +16,7 @@ class LayerSize:
     """The name of its full precision, such as `float32`."""
     full_bytes: int
     variants: Mapping[str, int]
-    """Variant -> bytes."""
+    """Variant -> bytes; without those in which it is full, too."""
 
     def nbytes(self, variant: str) -> int:
         """Return the bytes of the layer in a variant, or in full precision by its name."""
@@ -47,8 +47,9 @@ def path(
     for number, after in enumerate(levels):
         for layer in order[:max_layers]:
             size = sizes[layer]
-            before = levels[number - 1] if number else size.full
-            steps.append(PrecisionStep(layer, before, after, size.nbytes(before), size.nbytes(after)))
+            if after in size.variants:
+                before = next((level for level in reversed(levels[:number]) if level in size.variants), size.full)
+                steps.append(PrecisionStep(layer, before, after, size.nbytes(before), size.nbytes(after)))
     return tuple(steps)
 
 

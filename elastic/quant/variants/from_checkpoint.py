@@ -18,7 +18,10 @@ from elastic.quant.variants.variant import MatrixParameter, Packing, ReplacedPar
 
 
 def checkpoint_packer(path: str | Path) -> Callable[[LayerParameters], Mapping[str, Packing]]:
-    """Return a function that packs a layer as a checkpoint has it. Raises `ConfigError` for one that cannot be read."""
+    """Return a function that packs a layer as a checkpoint has it: nothing of one that it leaves in full precision.
+
+    Raises `ConfigError` for a checkpoint that cannot be read.
+    """
     checkpoint = QuantizedCheckpoint(path)
 
     @torch.no_grad()
@@ -28,15 +31,16 @@ def checkpoint_packer(path: str | Path) -> Callable[[LayerParameters], Mapping[s
             matrix = _read_matrix(checkpoint, layer, name, parameter, transposed)
             if matrix is not None:
                 packings[name] = matrix
-        if not packings:
+        others = {name: _read_plain(checkpoint, layer, name) for name in layer.parameters if name not in packings}
+        if packings:
+            return packings | _replaced(layer, others)
+        missing = next((name for name, _, _ in matrices(layer) if others[name] is None), None)
+        if missing is not None or not others:
             raise ConfigError(
-                f"{checkpoint.path} has no quantized matrix of {layer.name}: is it a checkpoint of this model?"
+                f"{checkpoint.path} has no quantized matrix of {layer.name}, nor {missing}: is it a checkpoint of this "
+                "model?"
             )
-        for name in layer.parameters:
-            replaced = _read_plain(checkpoint, layer, name) if name not in packings else None
-            if replaced is not None:
-                packings[name] = replaced
-        return packings
+        return {}
 
     return pack_layer
 
@@ -63,16 +67,23 @@ def _read_matrix(
     return MatrixParameter(packed, digest(parameter), from_checkpoint=True)
 
 
-def _read_plain(checkpoint: QuantizedCheckpoint, layer: LayerParameters, name: str) -> ReplacedParameter | None:
-    """Read a parameter that is not quantized; None if the checkpoint lacks it, or has the model's own value."""
-    parameter = layer.parameters[name][1]
+def _read_plain(checkpoint: QuantizedCheckpoint, layer: LayerParameters, name: str) -> torch.Tensor | None:
+    """Map a parameter that is not quantized, in its shape `[...]`; None if the checkpoint lacks it."""
     value = checkpoint.plain(f"{layer.name}.{name}")
-    if value is None:
-        return None
-    if value.shape == parameter.shape and torch.equal(value.to(parameter.dtype), parameter.detach().cpu()):
-        return None
-    _require_shape(checkpoint, f"{layer.name}.{name}", tuple(value.shape), tuple(parameter.shape))
-    return ReplacedParameter({"value": value.to(parameter.dtype)}, digest(parameter))
+    if value is not None:
+        shape = tuple(layer.parameters[name][1].shape)
+        _require_shape(checkpoint, f"{layer.name}.{name}", tuple(value.shape), shape)
+    return value
+
+
+def _replaced(layer: LayerParameters, values: Mapping[str, torch.Tensor | None]) -> dict[str, Packing]:
+    """Return those parameters of a layer that a checkpoint has, in their shapes `[...]`, with other values."""
+    packings: dict[str, Packing] = {}
+    for name, value in values.items():
+        parameter = layer.parameters[name][1]
+        if value is not None and not torch.equal(value.to(parameter.dtype), parameter.detach().cpu()):
+            packings[name] = ReplacedParameter({"value": value.to(parameter.dtype)}, digest(parameter))
+    return packings
 
 
 def _require_shape(

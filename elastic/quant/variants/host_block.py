@@ -14,7 +14,9 @@ from elastic.quant.variants.variant import PackedLayer, Packing
 
 
 def in_one_block(packings: Mapping[str, Packing], device: torch.device) -> PackedLayer:
-    """Copy the parts of all packings into one block of the host store, page-locked for CUDA."""
+    """Copy the parts of all packings into one block of the host store, page-locked for CUDA; there may be none."""
+    if not packings:
+        return PackedLayer({}, None)
     layout = LayerLayout.pack(
         {f"{name}/{part}": ParameterLayout.like(t) for name, p in packings.items() for part, t in p.parts.items()}
     )

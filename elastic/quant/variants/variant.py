@@ -191,7 +191,10 @@ _STALE_CHECKPOINT = (
 
 
 class PackedLayer:
-    """A layer in a variant (a `LayerVariant` of `elastic.weights`): packings over one block of host memory."""
+    """A layer in a variant (a `LayerVariant` of `elastic.weights`): packings over one block of host memory.
+
+    Without packings, and without a block, the layer is full in it too.
+    """
 
     def __init__(self, packings: Mapping[str, Packing], block: HostTensor | None) -> None:
         self.packings = dict(packings)

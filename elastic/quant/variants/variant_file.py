@@ -51,11 +51,11 @@ def save(path: Path, variant: Variant, layers: Sequence[LayerParameters], packed
     }
     blocks = {}
     for layer, variant_of in zip(layers, packed, strict=True):
-        assert variant_of.block is not None
-        blocks[layer.name] = variant_of.block.tensor
         entries = {name: asdict(_entry(packing)) for name, packing in variant_of.packings.items()}
-        target = asdict(KernelTarget.of(layer.device))
-        block = {"target": target, "digest": variant_of.block.digest, "parameters": entries}
+        block: dict[str, Any] = {"target": asdict(KernelTarget.of(layer.device)), "parameters": entries}
+        if variant_of.block is not None:
+            blocks[layer.name] = variant_of.block.tensor
+            block["digest"] = variant_of.block.digest
         description["layers"][layer.name] = block
     text = json.dumps(description)
     try:
@@ -145,6 +145,8 @@ def _load_layer(file: CheckpointFile, layer: LayerParameters, description: Mappi
     for name, entry in entries.items():
         if name not in layer.parameters or digest(layer.parameters[name][1]) != entry.origin:
             raise _foreign(file.path, f"{layer.name}.{name} of the model is another one")
+    if not entries:
+        return PackedLayer({}, None)
     flat = file.tensor(layer.name) if layer.name in file.names else None
     layout = _layout(entries)
     if flat is None or flat.nbytes != layout.nbytes or digest(flat) != description["digest"]:

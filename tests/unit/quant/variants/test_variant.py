@@ -17,17 +17,15 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import elastic
-from elastic import ConfigError, StateError
+from elastic import ConfigError
 from elastic.kvcache.decode_table import table
 from elastic.memory.checkpoint_file import CheckpointFile
 from elastic.memory.host_store import host
-from elastic.quant.checkpoints.reader import QuantizedCheckpoint
 from elastic.quant.formats.integer import Integers
 from elastic.quant.formats.kernel_table import paths
 from elastic.quant.variants.eligible import LayerParameters
 from elastic.quant.variants.host_block import in_one_block
 from elastic.quant.variants.pack_model import packer
-from elastic.weights.proxy.tensor import WeightProxy
 from support.architectures import build, prompt
 from support.child_process import in_fork
 
@@ -38,74 +36,6 @@ ROOMY = elastic.Place("cpu", torch.device("cpu"), 64 << 20, page_bytes=4096)
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
-
-
-# -- read from checkpoints
-
-
-def original(folder: Path) -> Any:
-    """A full-precision model that the checkpoint could have been made of; the norms come with the variant."""
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
-    model = LlamaForCausalLM(LlamaConfig(**config)).float().eval().requires_grad_(False)
-    files = QuantizedCheckpoint(folder)
-    for name, parameter in model.named_parameters():
-        codes, plain = files.codes(name), files.plain(name)
-        parameter.copy_(codes.value() if codes is not None else plain)  # type: ignore[arg-type]
-    return model
-
-
-def rounded(model: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """Logits with what the decoder's matrices take and give rounded to bfloat16, as fast kernels do."""
-    handles = []
-    for module in model.model.layers.modules():
-        if isinstance(module, torch.nn.Linear):
-            handles.append(module.register_forward_pre_hook(lambda _, args: (args[0].bfloat16().float(),)))
-            handles.append(module.register_forward_hook(lambda _, args, output: output.bfloat16().float()))
-    logits: torch.Tensor = model(inputs).logits
-    for handle in handles:
-        handle.remove()
-    return logits
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_swap_to_a_checkpoint_gives_the_logits_of_its_package(name: str, wrapped: Any) -> None:
-    model, golden = original(GOLDEN / name), load_file(GOLDEN / name / "logits.safetensors")
-    explained = distance(rounded(model, golden["input_ids"]), model(golden["input_ids"]).logits)
-    for layer in model.model.layers:  # as where AWQ has rescaled them
-        layer.input_layernorm.weight.mul_(1.5)
-        layer.post_attention_layernorm.weight.mul_(0.5)
-    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    full = model(golden["input_ids"]).logits
-    rt = wrapped(model, variants=[elastic.Variant("quantized", checkpoint=GOLDEN / name)]).elastic
-    rt.swap([0, 1], "quantized")
-    assert distance(model(golden["input_ids"]).logits, golden["logits"]) <= 2 * explained < 0.06
-    assert {where[0].variant for where in rt.status().residencies.values()} == {"quantized"}
-    assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in before.items())
-    with pytest.raises(ConfigError, match="norms rescaled for its matrices: swap the whole layer"):
-        rt.swap("model.layers.0.mlp", "quantized")
-    rt.restore()
-    assert torch.equal(model(golden["input_ids"]).logits, full)
-    model.model.layers[0].mlp.up_proj.weight.add_(1)
-    with pytest.raises(StateError, match="written since a quantized checkpoint of it was read"):
-        rt.swap(0, "quantized")
-    assert rt.swap(1, "quantized").layers == (1,)
-
-
-def test_parts_of_a_checkpoint_without_rescaled_norms_can_be_swapped(wrapped: Any) -> None:
-    model = wrapped(original(GOLDEN / "gptq-4bit"), variants=[elastic.Variant("int4", checkpoint=GOLDEN / "gptq-4bit")])
-    model.elastic.swap("model.layers.0.mlp", "int4")
-    assert isinstance(model.model.layers[0].mlp.up_proj.weight, WeightProxy)
-    assert not isinstance(model.model.layers[0].self_attn.q_proj.weight, WeightProxy)
-
-
-def test_a_checkpoint_of_another_model_is_refused() -> None:
-    variant = elastic.Variant("int4", checkpoint=GOLDEN / "gptq-4bit")
-    for model in (build("llama-gqa"), build("gpt2")):
-        before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-        with pytest.raises(ConfigError, match=r"gptq-4bit.*(shape|no quantized matrix)"):
-            elastic.wrap(model, places=ROOMY, variants=[variant])
-        assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in before.items())
 
 
 # -- quantized from the model's weights
