@@ -176,6 +176,8 @@ class SwapHandler(ActionHandler):
             if unit.absent or precision_after(unit, action).key != unit.precision.key:
                 require_no_gradients(unit)
                 self._weights.require_alone(unit.index)
+                if unit.written:
+                    _require_renewable(unit, precision_after(unit, action))
                 units.append(unit)
         for place, at_place in by_place(units).items():
             self._require_room(place, at_place, action)
@@ -346,6 +348,16 @@ class SwapHandler(ActionHandler):
             self._broker.give_to_cache(place, pages)
             freed += pages * units[0].pool.page_bytes
         return freed
+
+
+def _require_renewable(unit: WeightUnit, precision: LayerPrecision) -> None:
+    """Raise `StateError` for what was read from a checkpoint and stands for a parameter that was written since."""
+    for name, packing in precision.packings.items():
+        if packing.from_checkpoint:
+            parameter, slot = unit.at_place(name), unit.slots[name]
+            digest = unit.host_copies[name].digest if parameter is None else slot.digest(parameter)
+            if digest != packing.source_digest:
+                packing.renewed(slot.parameter, digest)  # refuses, in its words
 
 
 def _bytes_needed(unit: WeightUnit, action: Arrival) -> int:

@@ -175,10 +175,10 @@ class WeightUnit:
         synchronize(self.pool.backend.device)
         digests = {}
         for name in [each for each in self.slots if each not in self._parted]:
-            parameter = self._at_place(name)
+            parameter = self.at_place(name)
             digests[name] = self.host_copies[name].digest if parameter is None else self.slots[name].digest(parameter)
         for piece in (piece for part in self.every for piece in self.pieces(part)):
-            parameter = self._at_place(piece.name)
+            parameter = self.at_place(piece.name)
             stored = self.host_copies[piece.name].tensor if parameter is None else parameter
             digests[piece.key] = piece.digest(piece.of(stored))
         if not self.written:
@@ -296,7 +296,7 @@ class WeightUnit:
         copied = 0
         synchronize(self.pool.backend.device)  # what others wrote, on streams of theirs, before `version` was asked
         for name, slot in self.slots.items():
-            parameter = self._at_place(name)
+            parameter = self.at_place(name)
             if parameter is None:
                 continue  # packed: written through us only
             kept, fingerprint = self.host_copies.get(name), slot.digest(parameter)
@@ -373,7 +373,7 @@ class WeightUnit:
                 slot.put(contents[name])
         self._version_shown = self.version()
 
-    def _at_place(self, name: str) -> torch.Tensor | None:
+    def at_place(self, name: str) -> torch.Tensor | None:
         """Return a full parameter, any shape, as it lies in pages; None: it is packed, absent, or kept by the host."""
         parameter: torch.Tensor = self.slots[name].parameter
         if isinstance(parameter, WeightProxy) and isinstance(parameter.source, RemoteSource):

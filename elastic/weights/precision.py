@@ -19,6 +19,8 @@ class PackedParameter(Protocol):
 
     source_digest: int
     """The digest of the full parameter that it stands for."""
+    from_checkpoint: bool
+    """True if it was read, so that it cannot be renewed."""
 
     @property
     def parts(self) -> Mapping[str, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,7 @@ class ReplacedParameter:
 
     parts: PackedTensors
     source_digest: int
+    from_checkpoint: bool = field(default=True, init=False)
 
     def for_device(self, device: torch.device) -> ReplacedParameter:
         """Return the parameter itself: it has no layout of a device's."""
