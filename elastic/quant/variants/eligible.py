@@ -16,6 +16,9 @@ from elastic.quant.formats.integer import Integers
 from elastic.quant.kernels import integer_format  # noqa: F401  (registers its format)
 from elastic.quant.pruning import sparse_format, structured_format  # noqa: F401  (the same)
 
+NO_MATRICES = "it has none in full precision; load the model without quantization, or wrap it without variants"
+"""Why a layer without any has no variants."""
+
 
 def is_packable(module: nn.Module, parameter: torch.Tensor) -> bool:
     """Return whether a Hugging Face module multiplies its input with this parameter, [..., outputs, inputs]."""

@@ -12,7 +12,7 @@ from elastic.memory.checksum import digest
 from elastic.quant.checkpoints.reader import QuantizedCheckpoint
 from elastic.quant.formats.base import KernelTarget
 from elastic.quant.kernels.integer_format import pack
-from elastic.quant.variants.eligible import LayerParameters, matrices, matrix_of
+from elastic.quant.variants.eligible import NO_MATRICES, LayerParameters, matrices, matrix_of
 from elastic.quant.variants.packed_weight import PackedMatrix
 from elastic.quant.variants.variant import MatrixParameter, Packing, ReplacedParameter
 
@@ -34,11 +34,14 @@ def checkpoint_packer(path: str | Path) -> Callable[[LayerParameters], Mapping[s
         others = {name: _read_plain(checkpoint, layer, name) for name in layer.parameters if name not in packings}
         if packings:
             return packings | _replaced(layer, others)
-        missing = next((name for name, _, _ in matrices(layer) if others[name] is None), None)
-        if missing is not None or not others:
+        full = [name for name, _, _ in matrices(layer)]
+        if not full:
+            raise ConfigError(f"{checkpoint.path}: no matrix of {layer.name} can be replaced: {NO_MATRICES}")
+        missing = [name for name in full if others[name] is None]
+        if missing:
             raise ConfigError(
-                f"{checkpoint.path} has no quantized matrix of {layer.name}, nor {missing}: is it a checkpoint of this "
-                "model?"
+                f"{checkpoint.path} has no quantized matrix of {layer.name}, nor {missing[0]}: is it a checkpoint of "
+                "this model?"
             )
         return {}
 

@@ -19,7 +19,7 @@ from elastic.quant.formats.base import KernelTarget, format_of
 from elastic.quant.formats.kernel_table import MatmulSpec, paths
 from elastic.quant.formats.pruned import Pruned, Structured
 from elastic.quant.variants.channels import pack_channels
-from elastic.quant.variants.eligible import LayerParameters, fitting, matrices, matrix_of
+from elastic.quant.variants.eligible import NO_MATRICES, LayerParameters, fitting, matrices, matrix_of
 from elastic.quant.variants.from_checkpoint import checkpoint_packer
 from elastic.quant.variants.host_block import in_one_block
 from elastic.quant.variants.packed_weight import PackedMatrix
@@ -27,7 +27,6 @@ from elastic.quant.variants.variant import MatrixParameter, PackedLayer, Packing
 from elastic.quant.variants.variant_file import load, save
 
 logger = logging.getLogger(__name__)
-NO_MATRICES = "it has none in full precision; load the model without quantization, or wrap it without variants"
 AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 4))
 """Layers packed at the same time: torch uses several threads for each."""
 

@@ -142,3 +142,16 @@ def test_a_layer_that_a_checkpoint_lacks_is_refused(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=r"no quantized matrix of model.layers.0, nor mlp.up_proj.weight: is it"):
         elastic.wrap(original(GOLDEN / "gptq-4bit"), places=ROOMY, variants=[elastic.Variant("q", checkpoint=folder)])
+
+
+def test_a_model_whose_matrices_are_quantized_already_is_refused() -> None:
+    class Quantized(torch.nn.Parameter):
+        """As other libraries have parameters of their own kind."""
+
+    model = original(GOLDEN / "gptq-4bit")
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight = Quantized(module.weight.detach(), requires_grad=False)
+    variant = elastic.Variant("q", checkpoint=GOLDEN / "gptq-4bit")
+    with pytest.raises(ConfigError, match=r"no matrix of model.layers.0.*load the model without quantization"):
+        elastic.wrap(model, places=ROOMY, variants=[variant])
