@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -173,21 +174,21 @@ def _parse_order(order: str | Path | Profile, layers: Sequence[nn.Module]) -> tu
 def _precision(settings: Policy, slo: SLO | None, order: Sequence[int], weights: ModelWeights) -> PrecisionPolicy:
     sizes = _layer_sizes(weights)
     swappable = [index for index in order if sizes[index].variants]
-    names = dict.fromkeys(name for i in swappable for name in sizes[i].variants)
-    total = {name: sum(sizes[i].variants.get(name, sizes[i].full_bytes) for i in swappable) for name in names}
-    levels = settings.levels or tuple(sorted(total, key=lambda name: -total[name]))
+    packed: dict[str, list[int]] = {}
+    for name, nbytes in (item for i in swappable for item in sizes[i].variants.items()):
+        packed.setdefault(name, []).append(nbytes)
+    levels = settings.levels or tuple(sorted(packed, key=lambda name: -mean(packed[name])))
     _require_falling(settings.levels, [weights.layers[i] for i in swappable])
     return PrecisionPolicy(settings, swappable, levels, sizes, slo)
 
 
 def _require_falling(levels: Sequence[str], layers: Sequence[WeightUnit]) -> None:
-    """Raise `ConfigError` for a level that does not make layers smaller than the one before it."""
-
-    def nbytes(level: str) -> int:
-        return sum(p.nbytes for layer in layers for p in layer.with_variant(level).layout.parameters.values())
-
-    sizes = list(map(nbytes, levels))
-    for (before, larger), (after, smaller) in pairwise(zip(levels, sizes, strict=True)):
+    """Raise `ConfigError` for a level that does not make layers smaller that are packed in it and the one before."""
+    precisions = {level: [layer.with_variant(level) for layer in layers] for level in levels}
+    for before, after in pairwise(levels):
+        pairs = zip(layers, precisions[before], precisions[after], strict=True)
+        both = [(a, b) for layer, a, b in pairs if layer.full not in (a, b)]
+        larger, smaller = (sum(p.nbytes for pair in both for p in pair[i].layout.parameters.values()) for i in (0, 1))
         if smaller >= larger > 0:
             raise ConfigError(
                 f"levels={levels!r} go from fine to coarse; {after!r} has {smaller:,} bytes, {before!r} before it "

@@ -135,6 +135,23 @@ def test_a_layer_that_a_checkpoint_leaves_in_full_precision_stays_so(name: str, 
         assert_same_bits(model, before)
 
 
+def test_policies_go_from_fine_to_coarse_also_where_a_layer_stays_full_in_one(tmp_path: Path, wrapped: Any) -> None:
+    folder = left_full(GOLDEN / "gptq-4bit", tmp_path, "model.layers.0.")
+    options: dict[str, Any] = {"variants": [elastic.Variant("gptq", checkpoint=folder), "int8"], "controller": False}
+    for policy in ("balanced", elastic.Policy(levels=("int8", "gptq"))):
+        model = wrapped(original(GOLDEN / "gptq-4bit"), ROOMY, policy=policy, **options)
+        steps = model.elastic.controller.policy._path
+        assert {(step.layer, step.before, step.after) for step in steps} == {
+            (0, "float32", "int8"),
+            (1, "float32", "int8"),
+            (1, "int8", "gptq"),
+        }
+        elastic.unwrap(model)
+    model, policy = original(GOLDEN / "gptq-4bit"), elastic.Policy(levels=("gptq", "int8"))
+    with pytest.raises(ConfigError, match=r"go from fine to coarse; 'int8' has [0-9,]+ bytes, 'gptq' before it"):
+        elastic.wrap(model, places=ROOMY, policy=policy, **options)
+
+
 def test_a_layer_that_a_checkpoint_lacks_is_refused(tmp_path: Path) -> None:
     folder = left_full(GOLDEN / "gptq-4bit", tmp_path, "model.layers.0.")
     tensors = load_file(folder / "model.safetensors")
