@@ -83,7 +83,7 @@ class WorkerChannel:
             _count(self.model.counters, orders.requests)
         if orders.sequence > self._sequence:
             with self._following:
-                if not self._mapping:
+                if orders.sequence > self._sequence and not self._mapping:  # steps and `settle` are of two threads
                     self._follow(orders)
 
     def report(self) -> StepReport | None:
