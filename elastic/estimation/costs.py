@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 from elastic.errors import ConfigError
@@ -99,6 +100,11 @@ class MeasuredCosts:
     def beside(self, cost: BatchCost, others: int) -> BatchCost:
         """Return a cost while so many others read the same memory."""
         return cost.beside(self.profile.contention * others) if isinstance(cost, LayerCost) else cost
+
+
+def without_replays(cost: BatchCost) -> BatchCost:
+    """Return the cost at one of several ranks, which replay no decode steps."""
+    return replace(cost, replay_saving=0.0) if isinstance(cost, LayerCost) else cost
 
 
 def _link(device: DeviceKind) -> LinearLatency:

@@ -14,7 +14,7 @@ import torch
 
 from elastic.engines.core.kv_state import INT8
 from elastic.errors import ConfigError, is_number, require, require_flag, require_whole
-from elastic.estimation.costs import Costs, MeasuredCosts, SheetCosts
+from elastic.estimation.costs import Costs, MeasuredCosts, SheetCosts, without_replays
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.kv_room import KVBlockCapacity, KVShape, check_kv_form
 from elastic.estimation.model_layout import ModelLayout, layout_of
@@ -25,7 +25,6 @@ from elastic.planning.deployment.placing import MOST_REQUESTS
 from elastic.planning.estimate.configuration import FULL, Configuration, configurations, named_forms
 from elastic.planning.estimate.devices import Device, DeviceKind
 from elastic.planning.estimate.intent import Intent, Objective
-from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.estimate.paper import OUTPUTS, Latency, MemoryParts, estimate_by_parts
 from elastic.planning.estimate.performance import USUAL_LOAD, InstanceCost, Load
 from elastic.planning.estimate.ranking import (
@@ -49,6 +48,7 @@ WEIGHTS = (FULL, "int8", "int4", "2:4")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 KV_INT8 = f"KV {INT8}"
 """What `losses` call keys and values in 8 bits."""
+_PACKED = "layers in a variant are not shared by ranks: packed matrices are not cut in this version; use stages"
 EXCHANGES = 2
 """For each layer that ranks share: heads are gathered, and what the feed-forward network gives is added up."""
 
@@ -124,6 +124,8 @@ class Estimator:
     profile: CostProfile | None = None
     planned: bool = False
     losses: Mapping[str, float] = field(default_factory=dict)
+    any_model: bool = False
+    """Take also a model that the engine refuses, for its shapes."""
 
     def __post_init__(self) -> None:
         """Sort the devices, those with the most memory first. Raises `ConfigError` for unlike kinds."""
@@ -162,14 +164,15 @@ class Estimator:
             try:
                 yield self.candidate(configuration)
             except ConfigError as error:
-                yield Candidate(configuration, self.stages(configuration), (), 0, 0, None, self.costs.basis, str(error))
+                why_not = self.refusal(configuration) or str(error)
+                yield Candidate(configuration, self.stages(configuration), (), 0, 0, None, self.costs.basis, why_not)
 
     def by_paper(self, space: Iterator[Configuration]) -> Iterator[Estimate]:
         """Yield what the paper's methods say of each configuration; of one of which they say nothing, the reason."""
         basis = self.costs.basis
         for configuration in space:
             stages, loss = self.stages(configuration), self.quality_loss(configuration)
-            why_not = "" if self.planned else unserved(configuration)
+            why_not = self.refusal(configuration)
             try:
                 memory, latency = self.memory_parts(configuration), self.paper_latency(configuration)
             except ConfigError as error:
@@ -239,7 +242,7 @@ class Estimator:
             sum(tp * self.request_bytes(room, configuration, each) for room, each in zip(rooms, stages, strict=True)),
             self.instance_cost(configuration, stages),
             self.costs.basis,
-            "" if self.planned else unserved(configuration),
+            self.refusal(configuration),
             self.quality_loss(configuration),
             partial(self.activations, configuration),
         )
@@ -254,6 +257,13 @@ class Estimator:
         share = self.copied_share(configuration, layers)
         held = self.rank(Device("", self.devices[0].kind, 0), layers, configuration, requests)
         return held.used + math.ceil(kept / (1 - share)) + 1  # a share of a whole number of bytes is rounded down
+
+    def refusal(self, configuration: Configuration) -> str:
+        """Say why this version cannot run a configuration; "": it can, or what is planned is estimated as well."""
+        if self.planned:
+            return ""
+        refused = "" if self.any_model else self.layout.refusal
+        return refused or (_PACKED if configuration.tp > 1 and configuration.weights != FULL else "")
 
     def quality_loss(self, configuration: Configuration) -> float | None:
         """Return by how much the mean loss of a token rises; None where it was not said of a form."""
@@ -352,18 +362,6 @@ class Estimator:
         kinds = [Counter(self.layout.kind_of[layer].name for layer in stage) for stage in stages]
         parts = [tuple((beside[kind], count) for kind, count in counts.items()) for counts in kinds]
         return (*parts[:-1], (*parts[-1], (self.costs.beside(rest, others), 1)))
-
-
-def without_replays(cost: BatchCost) -> BatchCost:
-    """Return the cost at one of several ranks, which replay no decode steps."""
-    return replace(cost, replay_saving=0.0) if isinstance(cost, LayerCost) else cost
-
-
-def unserved(configuration: Configuration) -> str:
-    """Say why this version cannot run a configuration; "": it can."""
-    if configuration.tp > 1 and configuration.weights != FULL:
-        return "layers in a variant are not shared by ranks: packed matrices are not cut in this version; use stages"
-    return ""
 
 
 def _check_method(method: str, load: Load, kv: Sequence[str]) -> None:

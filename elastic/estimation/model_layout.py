@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from elastic.engines.continuous.compatibility import refusal
 from elastic.errors import ConfigError
 from elastic.estimation.kv_room import KVShape, kv_shape_of
 from elastic.kvcache.attention_heads import AttentionHeads, attention_heads
@@ -95,13 +96,18 @@ class ModelLayout:
         by_layer = {layer: kind for kind in self.kinds for layer in kind.layers}
         return tuple(by_layer[layer] for layer in range(len(self.decoder.layers)))
 
+    @cached_property
+    def refusal(self) -> str:
+        """Why the engine would not serve it, in its words; "": it would."""
+        return refusal(self.model)
+
 
 def layout_of(source: Any, dtype: torch.dtype | None = None) -> ModelLayout:
     """Return the layout of a model directory, a config, or a model, in a dtype; None: its own.
 
     Of a directory, `config.json` is enough. Raises `ConfigError` for what is no decoder, and for heads that cannot be.
     """
-    model = source if isinstance(source, nn.Module) else meta_model(source, dtype)
+    model = _without_data(source) if isinstance(source, nn.Module) else meta_model(source, dtype)
     decoder = find_decoder(model)
     for heads in attention_heads(decoder.config):
         if heads.queries % heads.keys:
@@ -135,8 +141,16 @@ def meta_model(source: Any, dtype: torch.dtype | None = None) -> Any:
         config, what, "which is not estimated; name the directory of its full weights, or leave quantization_config out"
     )
     with torch.device("meta"), reading(what, "see that its config.json is whole"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype or own)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype or own).eval()
     return model.to("meta")  # some draw parameters by functions that know no default device
+
+
+def _without_data(model: nn.Module) -> nn.Module:
+    """Return a plain copy of a model, maybe a wrapped one, on the meta device."""
+    empty = partial(torch.empty_like, device="meta")
+    shapes: dict[int, Any] = {id(each): empty(each) for each in model.buffers()}
+    shapes |= {id(each): nn.Parameter(empty(each), False) for each in model.parameters()}
+    return copy.deepcopy(model, shapes).eval()
 
 
 def _kinds(decoder: Decoder, slots: list[dict[str, ParameterSlot]]) -> tuple[LayerKind, ...]:

@@ -38,12 +38,22 @@ class ModelSpace:
     step_tokens: int = 512
     block_tokens: int | None = None
     """Of the engine; None: as it has them where nobody has chosen them."""
+    any_model: bool = False
+    """Take also models that the engine refuses, for their shapes."""
 
     def options(self, model: Any, devices: Sequence[Device]) -> tuple[ModelOption, ...]:
         """Return a model's configurations on devices, ranked. Raises `ConfigError` for what cannot be estimated."""
         layout = layout_of(model, torch.float32 if devices[0].kind.type == "cpu" else None)
         sizes = self.step_tokens, self.block_tokens
-        estimator = Estimator(layout, devices, self.load, *sizes, planned=self.planned, losses=self.losses or {})
+        estimator = Estimator(
+            layout,
+            devices,
+            self.load,
+            *sizes,
+            planned=self.planned,
+            losses=self.losses or {},
+            any_model=self.any_model,
+        )
         return options(estimator, self.intent, self.weights, self.kv)
 
 

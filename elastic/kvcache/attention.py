@@ -7,6 +7,7 @@ own, in the module of their class: it is called for everything but an engine's c
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import threading
@@ -184,14 +185,18 @@ def _require_known(stock: Attention, module: nn.Module, *states: torch.Tensor, *
     """Raise `ConfigError` unless a module's `eager` function gives what an engine computes in its place.
 
     It is tried with a few tokens of its own, with large scores, and the heads and sizes of `states`: queries, keys and
-    values, [1, heads, tokens, dim]. A function that is found in the model's file may do anything.
+    values, [1, heads, tokens, dim]. A function that is found in the model's file may do anything. Of a module on the
+    meta device, which has no data, vectors such as sinks are drawn.
     """
-    tokens, spread, scaling = 4, 8.0, kwargs.get("scaling")
+    tokens, spread, scaling, device = 4, 8.0, kwargs.get("scaling"), states[0].device
     random = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(1, s.shape[1], tokens, s.shape[3], dtype=torch.float64, generator=random).to(s.device)
-        for s in states
-    )
+    draw = functools.partial(torch.randn, dtype=torch.float64, generator=random)
+    query, key, value = (draw(1, s.shape[1], tokens, s.shape[3]) for s in states)
+    if device.type != "meta":
+        query, key, value = query.to(device), key.to(device), value.to(device)
+    else:
+        drawn = {id(p): nn.Parameter(draw(p.shape), False) for p in module.parameters() if p.ndim == 1}
+        module, kwargs = copy.deepcopy(module, {**drawn}), {name: drawn.get(id(v), v) for name, v in kwargs.items()}
     query *= spread / (query.shape[3] ** 0.5 * (scaling or query.shape[3] ** -0.5))
     seen = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril_()
     mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, torch.finfo(torch.float32).min)[None, None]

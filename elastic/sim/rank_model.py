@@ -146,6 +146,8 @@ def _by_sheet(table: Table, options: EngineOptions, folder: Path) -> _RankCost:
     assert candidate.cost is not None
     pages = rank_pages(estimator, configuration, range(len(layout.decoder.layers)), devices[0], options.max_requests)
     cut = _divided(estimator, configuration, candidate.cost)
+    if layout.refusal:
+        basis += f"; a model for its shapes alone, as the engine refuses it: {layout.refusal}"
     return _RankCost(SheetSteps.of(candidate.cost), pages, basis, cut, memory)
 
 

@@ -249,6 +249,7 @@ def _space(table: Table, engine: EngineOptions) -> ModelSpace:
         table.flag("planned"),
         step_tokens=engine.max_batch_tokens,
         block_tokens=engine.block_tokens,
+        any_model=True,
     )
 
 

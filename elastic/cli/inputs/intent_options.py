@@ -11,6 +11,7 @@ from elastic.planning.deployment.policies import POLICIES, THETA
 from elastic.planning.estimate.intent import Intent, Objective
 from elastic.planning.estimate.performance import USUAL_LOAD, Load
 
+PLANNED = "also what this version cannot run, such as models that the engine refuses"
 OBJECTIVES = ("latency", "cost", "memory", "gpu-hours")
 
 
@@ -26,7 +27,7 @@ def add_estimate(command: ArgumentParser) -> None:
     command.add_argument(
         "--method", choices=("ours", "paper"), default="ours", help="paper: by iServe's equations, to compare (ours)"
     )
-    command.add_argument("--planned", action="store_true", help="also what this version cannot run")
+    command.add_argument("--planned", action="store_true", help=PLANNED)
     command.add_argument(
         "--characterize",
         action="store_true",
@@ -53,7 +54,7 @@ def add_place(command: ArgumentParser) -> None:
     command.add_argument(
         "--loads", default="", metavar="NAME=X,...", help="how busy devices are already, such as cuda:0=0.4"
     )
-    command.add_argument("--planned", action="store_true", help="also what this version cannot run")
+    command.add_argument("--planned", action="store_true", help=PLANNED)
     command.add_argument("--json", action="store_true", help="print one JSON document")
 
 

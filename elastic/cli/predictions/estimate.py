@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -75,13 +74,15 @@ def _print(options: Namespace, estimates: Sequence[Estimate], *, links: bool) ->
     elif fitting:
         wanted = intent_of(options).objective.replace("_", " ")
         print_whole(_configurations(fitting[: options.top], wanted))
-        if fitting[0].ranks:
-            print_whole(_ranks(fitting[0]))
+    best = estimates[0]
+    if best.ranks and best.requests and not (fitting and options.characterize):
+        print_whole(_ranks(best))
     counted = f"{len(fitting)} of {len(estimates)} configurations fit"
     console.print(f"{counted}; seconds: {basis_words(estimates[0].basis, links=links)}", soft_wrap=True)
     if options.method == "paper":
         console.print(_PAPER, soft_wrap=True)
-    for reason, names in _reasons(estimates)[:_REASONS]:
+    reasons = by_reason((each.configuration, each.why_not) for each in estimates if not each.fits)
+    for reason, names in reasons[:_REASONS]:
         console.print(f"  {names}: {reason}", soft_wrap=True, highlight=False)
 
 
@@ -165,7 +166,7 @@ def _document(each: Estimate) -> dict[str, Any]:
 def _ranks(best: Estimate) -> Table:
     """Tabulate what each rank of a configuration holds, in MiB."""
     names = ("device", "layers", "fixed", "weights", "staging", "batches", "keys,\nvalues", "place")
-    table = Table(*names, title="MiB", collapse_padding=True)
+    table = Table(*names, title=f"{best.configuration}, MiB", collapse_padding=True)
     for number, rank in enumerate(best.ranks):
         layers = best.stages[number // best.configuration.tp]
         parts = (rank.fixed, rank.layers, rank.staging, rank.activations + rank.copied, rank.kv, rank.place_bytes)
@@ -182,12 +183,12 @@ def basis_words(basis: str, *, links: bool = False) -> str:
     return words.get(basis, "assumed of one core; estimate --profile measures")
 
 
-def _reasons(estimates: Sequence[Estimate]) -> list[tuple[str, str]]:
-    """Return the reasons of those that do not fit, each with the configurations that it is of, as text."""
-    without = [each for each in estimates if not each.fits]
-    order = sorted(without, key=lambda each: each.why_not)
-    reasons = []
-    for reason, group in itertools.groupby(order, key=lambda each: each.why_not):
-        names = [str(each.configuration) for each in group]
-        reasons.append((reason, ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")))
-    return reasons
+def by_reason(reasons: Iterable[tuple[object, str]]) -> list[tuple[str, str]]:
+    """Return each reason once, with what it is of, such as configurations, as text."""
+    groups: dict[str, list[str]] = {}
+    for each, why in reasons:
+        groups.setdefault(why, []).append(str(each))
+    return [
+        (why, ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
+        for why, names in groups.items()
+    ]

@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from elastic.cli.inputs.intent_options import intent_of, load_of, losses_of, names_of, numbers_of
-from elastic.cli.predictions.estimate import basis_words, print_whole
+from elastic.cli.predictions.estimate import basis_words, by_reason, print_whole
 from elastic.cli.views.panels import plain_console, tabulated
 from elastic.estimation.estimate import WEIGHTS
 from elastic.estimation.placement import ModelSpace, PlacedModels, numbered, place_models
@@ -21,7 +21,7 @@ from elastic.planning.deployment.placing import Deployment, Refusal
 from elastic.planning.estimate.devices import shown_bytes
 
 _REASONS = 3
-"""Better configurations whose reasons are shown for each model."""
+"""Reasons, of better configurations, that are shown for each model."""
 
 
 def place(options: Namespace) -> int:
@@ -59,8 +59,8 @@ def _print(placed: PlacedModels) -> None:
     for name, outcome in placed.models:
         reasons = outcome.passed_over if isinstance(outcome, Deployment) else outcome.reasons
         what = "preferred" if isinstance(outcome, Deployment) else "no place"
-        for configuration, why in reasons[:_REASONS]:
-            console.print(f"  {name}, {what}: {configuration}: {why}", soft_wrap=True, highlight=False)
+        for why, configurations in by_reason(reasons)[:_REASONS]:
+            console.print(f"  {name}, {what}: {configurations}: {why}", soft_wrap=True, highlight=False)
 
 
 def _models(placed: PlacedModels) -> Table:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic.cli.inputs.checks import require_file_to_write, write_text
+from elastic.cli.predictions.estimate import by_reason
 from elastic.cli.views.panels import plain_console, tabulated
 from elastic.sim.run import Run, SimulationSpeed
 from elastic.sim.scenario import Scenario, read_scenario, shipped
@@ -126,6 +127,9 @@ def _show_placements(console: Console, document: Mapping[str, Any]) -> None:
     for name, placed in document["placements"].items():
         if not placed["placed"]:
             console.print(f"  {name} has no place: {placed['why_not']}", highlight=False)
+    for why, names in by_reason((name, placed["unserved"]) for name, placed in document["placements"].items()):
+        if why:
+            console.print(f"  for their shapes alone, as the engine refuses them: {names}: {why}", highlight=False)
 
 
 def _latencies(document: Mapping[str, Any], name: str) -> tuple[str, ...]:

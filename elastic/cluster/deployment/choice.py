@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from elastic.errors import CapacityError
+from elastic.errors import CapacityError, ConfigError
 from elastic.estimation.estimate import Estimator
 from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.options import ModelOption, options
@@ -105,8 +105,11 @@ class Chooser:
 
     @cached_property
     def layout(self) -> ModelLayout:
-        """The model without weights."""
-        return layout_of(self._path, self._dtype)
+        """The model without weights. Raises `ConfigError` for one that engines refuse, before ranks are started."""
+        layout = layout_of(self._path, self._dtype)
+        if layout.refusal:
+            raise ConfigError(f"MODEL {self._path}: {layout.refusal}")
+        return layout
 
     @cached_property
     def shards(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from elastic.engines.executor.layer_groups import layer_groups
 from elastic.engines.pipeline.forward import Attended, StageForward
 from elastic.engines.pipeline.turn import Turn
 from elastic.errors import ConfigError, require, require_count, require_flag, require_whole
-from elastic.kvcache.attention import attends_for_engines
+from elastic.kvcache.attention import AttentionSwitch, attends_for_engines
 from elastic.kvcache.score_terms import ScoreTerms
 from elastic.kvcache.storage.pool import KVPool
 from elastic.planning.sharding.heads import kv_shards
 from elastic.planning.sharding.numbers import of_layers
 from elastic.runtime.runtime import runtime
-from elastic.weights.decoder import PAGED_CACHE
+from elastic.weights.decoder import PAGED_CACHE, layer_count
 
 _WINDOW_MASK = "create_sliding_window_causal_mask"  # in the Python module of each model that calls it
 
@@ -61,16 +62,41 @@ class _CacheProbe:
         if self._ends:
             raise Attended
         gqa = key.shape[1] != query.shape[1]
-        return scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=gqa).transpose(1, 2)
+        attended = scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=gqa)
+        return attended.transpose(1, 2).contiguous()
+
+
+def refusal(model: Any) -> str:
+    """Say why a model that is not wrapped would not be served, in the words of engines; "": it would be.
+
+    It may be on the meta device, where some operations fail: what would come behind them is not seen then.
+    """
+    switch = AttentionSwitch(model)
+    switch.install()
+    try:
+        kv_shape(model, None)
+    except ConfigError as error:
+        unseen = model.device.type == "meta" and isinstance(error.__cause__, RuntimeError)
+        return "" if unseen else str(error)
+    finally:
+        switch.remove()
+    return ""
 
 
 @torch.no_grad()
-def kv_shape(model: Any) -> tuple[int, int]:
-    """Return the heads of keys and values in every layer of a wrapped model, and the dim of keys; values have no more.
+def kv_shape(model: Any, present: Sequence[int] | None) -> tuple[int, int]:
+    """Return the heads of keys and values in every layer of a model, and the dim of keys; values have no more.
 
-    Raises `ConfigError` for one whose caches do not come in equal blocks, or that attends in a way that is not known.
+    `present` are the layers that a wrapped model has here; None: all of them. Raises `ConfigError` for one whose caches
+    do not come in equal blocks, or that attends in a way that is not known.
     """
     config = model.config.get_text_config(decoder=True)
+    windows = [group.window for group in layer_groups(config) if group.window is not None]
+    if windows and not _masks_windows(model):
+        raise ConfigError(
+            f"sliding_window={windows[0]} is in the config of {type(model).__name__}, and its code makes no mask of "
+            "one, so its tokens do not go by it; use generate instead"
+        )
     attention = config._attn_implementation
     by_itself = ConfigError(
         f"{type(model).__name__} attends by code of its own, or of another library; continuous batching needs "
@@ -85,9 +111,8 @@ def kv_shape(model: Any) -> tuple[int, int]:
         )
     if not getattr(config, "is_causal", True):  # masks are made by it, which engines do not ask for
         raise ConfigError("is_causal=False: this model's tokens see those behind them too; use generate instead")
-    dropped, shards_here = runtime(model).dropped, runtime(model).shards_here
-    present = [layer for layer, parts in enumerate(shards_here) if parts or not dropped]
-    probe = _CacheProbe(ends=bool(dropped))
+    layers = range(layer_count(config) or 0) if present is None else present
+    probe = _CacheProbe(ends=present is not None)
     try:
         _call(model, probe, present)
     except ConfigError:
@@ -97,19 +122,19 @@ def kv_shape(model: Any) -> tuple[int, int]:
     if not probe.shapes:
         raise by_itself
     shapes = set(probe.shapes.values())
-    if len(probe.shapes) == len(present) and len(shapes) == 1:
+    if len(probe.shapes) == len(layers) and len(shapes) == 1:
         (heads, dim), (value_heads, value_dim) = shapes.pop()
         if heads == value_heads and dim >= value_dim:
             return heads, dim
     listed = ", ".join(f"{keys} and {values}" for keys, values in sorted(shapes))
     raise ConfigError(
-        f"continuous batching needs keys of one (heads, dim) in all {len(present)} layers, and values of as many heads "
+        f"continuous batching needs keys of one (heads, dim) in all {len(layers)} layers, and values of as many heads "
         f"that are no larger; {len(probe.shapes)} layers have {listed}"
     )
 
 
-def _call(model: Any, probe: _CacheProbe, present: list[int]) -> None:
-    """Call a model with two tokens, and as far as its layers are there.
+def _call(model: Any, probe: _CacheProbe, present: Sequence[int] | None) -> None:
+    """Call a model with two tokens, and as far as its layers are there; None: all are.
 
     The mask has one element, as those of engines: it has more where attention is called if the model changes it.
     """
@@ -122,7 +147,7 @@ def _call(model: Any, probe: _CacheProbe, present: list[int]) -> None:
         PAGED_CACHE: probe,
         "use_cache": False,
     }
-    if not runtime(model).dropped:
+    if present is None:
         model(**inputs)
         return
     forward = StageForward(model, Turn())
@@ -150,14 +175,9 @@ def require_options(**options: Any) -> None:
 
 def kv_format(model: Any, block_tokens: int | None, block_layout: str, dtype: str) -> KVFormat:
     """Return the form of a wrapped model's blocks. Raises `ConfigError` for a model that cannot have it."""
+    dropped, shards_here = runtime(model).dropped, runtime(model).shards_here
+    heads, dim = kv_shape(model, [layer for layer, parts in enumerate(shards_here) if parts] if dropped else None)
     groups = layer_groups(model.config.get_text_config(decoder=True))
-    windows = [group.window for group in groups if group.window is not None]
-    if windows and not _masks_windows(model):
-        raise ConfigError(
-            f"sliding_window={windows[0]} is in the config of {type(model).__name__}, and its code makes no mask of "
-            "one, so its tokens do not go by it; use generate instead"
-        )
-    heads, dim = kv_shape(model)
     parts = kv_shards(runtime(model).shards, heads)
     if dtype == INT8 and dim % 2:
         raise ConfigError(f"kv_cache_dtype={INT8!r} needs heads of an even size; this model's have {dim}: use 'auto'")

@@ -70,6 +70,7 @@ class SimulatedDeployments:
         self._clock = clock
         self._turns = {device.name: ComputeTurn(SharedHost(clock)) for device in scenario.devices}
         self._options: dict[str, tuple[ModelOption, ...]] = {}
+        self._refusals: dict[str, str] = {}
         names = scenario.names
         for number, (name, config) in enumerate(zip(names, scenario.order, strict=True)):
             clock.at(scenario.deployed_s(number), partial(self._deploy, name, config))
@@ -77,8 +78,8 @@ class SimulatedDeployments:
         self._tick()
 
     def placements(self) -> dict[str, dict[str, Any]]:
-        """Return where each model is, or why it has no place."""
-        return {name: _described(outcome) for name, outcome in self.outcomes.items()}
+        """Return where each model is, or why it has no place; `unserved`: why the engine would refuse it, "": not."""
+        return {name: _described(outcome, self._refusals[name]) for name, outcome in self.outcomes.items()}
 
     def use(self, span_s: float) -> dict[str, dict[str, Any]]:
         """Return what each device has, and the share of so many seconds in which it computed."""
@@ -116,6 +117,7 @@ class SimulatedDeployments:
         options = self._options[config]
         outcome = place(options, self.book.states(), scenario.policy, scenario.theta, scenario.replicas)
         self.outcomes[name] = outcome
+        self._refusals[name] = options[0].estimator.layout.refusal
         if isinstance(outcome, Refusal):
             return
         self.book.reserve(name, _bytes_of(outcome))
@@ -142,11 +144,18 @@ def _bytes_of(deployment: Deployment) -> dict[str, int]:
     return dict(nbytes)
 
 
-def _described(outcome: Deployment | Refusal) -> dict[str, Any]:
+def _described(outcome: Deployment | Refusal, unserved: str) -> dict[str, Any]:
     if isinstance(outcome, Refusal):
-        return {"placed": False, "why_not": str(outcome)}
+        return {"placed": False, "unserved": unserved, "why_not": str(outcome)}
     stages = [
         {"layers": [stage.layers.start, stage.layers.stop], "devices": list(stage.devices), "bytes": stage.nbytes}
         for stage in outcome.stages
     ]
-    return {"placed": True, "configuration": str(outcome.configuration), "stages": stages, "bytes": outcome.nbytes}
+    configuration = str(outcome.configuration)
+    return {
+        "placed": True,
+        "unserved": unserved,
+        "configuration": configuration,
+        "stages": stages,
+        "bytes": outcome.nbytes,
+    }

@@ -21,7 +21,7 @@ from elastic.engines.continuous.chunk_profile import Mix, profile_chunks
 from elastic.engines.executor.kernels.paged_attention import NewTokens, PagedAttention
 from elastic.estimation import profile as profiles
 from elastic.estimation.activations import bound_bytes, peak_bytes
-from elastic.estimation.estimate import without_replays
+from elastic.estimation.costs import without_replays
 from elastic.estimation.fingerprint import take_layers
 from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.profile import CostProfile, engine_for, measure_fingerprints

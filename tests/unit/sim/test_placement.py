@@ -266,6 +266,8 @@ def test_the_shipped_scenario_has_a_place_for_all_21_models() -> None:
     clock.run(3600.0)
     assert all(isinstance(outcome, Deployment) for outcome in deployments.outcomes.values())
     assert len(deployments.outcomes) == 21
+    shapes = {name for name, placed in deployments.placements().items() if placed["unserved"]}
+    assert shapes == {name for name in scenario.names if name.startswith("falcon")}
     for device in deployments.use(3600.0).values():
         assert device["reserved_bytes"] <= device["memory_bytes"]
 

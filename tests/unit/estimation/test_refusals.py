@@ -1,0 +1,111 @@
+"""Models that the engine refuses: estimates say so from the config alone, in its words, and count their bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+
+import elastic
+from elastic.cli.main import main
+from elastic.engines.continuous import ContinuousEngine
+from elastic.errors import ConfigError
+from elastic.estimation.model_layout import layout_of
+from elastic.estimation.placement import ModelSpace, place_models
+from elastic.planning.deployment.placing import Refusal
+from elastic.planning.estimate.performance import Load
+from support import architectures
+from support.serving.generations import SERVED
+
+OTHERS: dict[str, Any] = {
+    "bert": lambda: t.BertConfig(**architectures.SMALL),
+    "not-causal": lambda: t.LlamaConfig(**architectures.GQA, is_causal=False),
+    "diff-llama": lambda: t.DiffLlamaConfig(**architectures.GQA),
+    "moshi": lambda: t.MoshiConfig(**{**architectures.GQA, "ffn_dim": 48}, sliding_window=16),
+    "doge": lambda: t.DogeConfig(**architectures.GQA),
+    "afmoe": lambda: t.AfmoeConfig(**architectures.GQA, **architectures.MOE, head_dim=8, sliding_window=16),
+    "llama-dynamic": lambda: t.LlamaConfig(**architectures.GQA, rope_parameters=DYNAMIC),
+}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+FALCON = t.FalconConfig(**architectures.SMALL)
+WORDS = "FalconForCausalLM attends by code of its own"
+
+
+def engine_says(config: Any) -> str:
+    """What the engine has against a real model, wrapped; "": nothing."""
+    model = t.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    elastic.wrap(model, places=["cpu#refusals=64MiB/4KiB"])
+    try:
+        with ContinuousEngine(model):
+            return ""
+    except ConfigError as error:
+        return str(error)
+    finally:
+        elastic.unwrap(model)
+
+
+@pytest.mark.parametrize("name", [*architectures.CONFIGS, *OTHERS])
+def test_an_estimate_refuses_what_the_engine_refuses_in_its_words(name: str) -> None:
+    make = architectures.CONFIGS.get(name) or OTHERS[name]
+    said = engine_says(make())
+    assert bool(said) == (name not in SERVED | {"afmoe", "llama-dynamic"})
+    estimates = elastic.estimate(make(), "cpu=1GiB", load=Load(16, 4), weights="full")
+    assert {each.why_not for each in estimates} == {said}
+
+
+def test_a_model_is_asked_as_it_is_and_stays_so() -> None:
+    """One in training, that is wrapped, or of weights that are elsewhere is asked without them."""
+    random = torch.get_rng_state()
+    model = architectures.build("gpt-oss").train()
+    assert layout_of(model).refusal == ""
+    assert model.training
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    model.eval()
+    elastic.wrap(model, places=["cpu#asked=64MiB/4KiB"])
+    try:
+        model.elastic.release([1])
+        assert layout_of(model).refusal == ""
+    finally:
+        elastic.unwrap(model)
+    torch.set_rng_state(random)
+    layout_of(architectures.CONFIGS["gpt-oss"]()).refusal  # noqa: B018
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_what_is_refused_has_bytes_and_as_planned_all_figures() -> None:
+    (refused,) = elastic.estimate(FALCON, "h100", weights="full", load=Load(16, 4))
+    (planned,) = elastic.estimate(FALCON, "h100", weights="full", load=Load(16, 4), planned=True)
+    assert refused.why_not.startswith(WORDS)
+    assert (planned.fits, planned.ranks, planned.requests) == (True, refused.ranks, refused.requests)
+    assert planned.memory_bytes > sum(p.nbytes for p in layout_of(FALCON).model.parameters())
+    by_paper = elastic.estimate(FALCON, "h100", weights="full", load=Load(16, 4), method="paper")
+    assert by_paper[0].why_not == refused.why_not
+
+
+def test_what_is_refused_has_no_place_unless_shapes_are_what_is_asked_for() -> None:
+    placed = [
+        place_models({"falcon": FALCON}, "2*h100", ModelSpace(Load(16, 4), **options)).models[0][1]
+        for options in ({}, {"planned": True}, {"any_model": True})
+    ]
+    assert [isinstance(each, Refusal) for each in placed] == [True, False, False]
+    assert WORDS in str(placed[0])
+
+
+def test_commands_say_why_once_and_what_it_would_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    FALCON.save_pretrained(tmp_path)
+    command = [str(tmp_path), "--devices", "2*h100", "--prompt", "16", "--new-tokens", "4"]
+    for name, seen in (("estimate", "TP1 PP1 full, MiB"), ("place", "no place")):
+        assert main([name, *command]) == 2
+        out = capsys.readouterr().out
+        assert out.count(WORDS) == 1
+        assert seen in out
+        assert main([name, *command, "--planned"]) == 0
+        assert WORDS not in capsys.readouterr().out
+    assert main(["estimate", *command, "--json"]) == 2
+    first = json.loads(capsys.readouterr().out)["configurations"][0]
+    assert first["why_not"].startswith(WORDS)
+    assert first["ranks"][0]["layers"] > 0
