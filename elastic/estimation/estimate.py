@@ -136,7 +136,8 @@ class Estimator:
             require_whole(self.block_tokens, "block_tokens")
         kinds = {device.kind.name for device in self.devices}
         if len(kinds) != 1:
-            raise ConfigError(f"devices of kinds {', '.join(sorted(kinds))}: an estimate is for devices of one kind")
+            names = ", ".join(sorted(kinds))
+            raise ConfigError(f"devices of kinds {names}: estimates are of devices of one kind: ask for each by itself")
         most = batch_context_length(self.layout.config)
         if most and self.load.tokens > most:
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections import defaultdict
 from collections.abc import Sequence
@@ -119,14 +120,15 @@ def _document(source: str, before: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return a scenario's tables, with those of the one that it `extends` where it has none of that name."""
     if source in before:
         raise ConfigError(f"scenario {source} extends itself, by {', '.join(before)}")
+    if not source.strip():
+        raise ConfigError(f"scenario {source!r} is no name; give a file, or one of {', '.join(shipped())}")
     try:
         shown = SHIPPED / f"{source}.toml" if source in shipped() else Path(source)
         values = tomllib.loads(shown.read_text(encoding="utf-8"))
     except OSError as error:
-        names = ", ".join(shipped())
-        raise ConfigError(
-            f"scenario {source} cannot be read: {error.strerror}; there come {names} with the package"
-        ) from error
+        near = difflib.get_close_matches(source.removesuffix(".toml"), shipped(), 1)
+        told = f"did you mean {near[0]}?" if near else f"there come {', '.join(shipped())} with the package"
+        raise ConfigError(f"scenario {source[:80]} cannot be read: {error.strerror}; {told}") from error
     except (ValueError, RecursionError) as error:  # also bytes that are no text, and numbers too long to be read
         raise ConfigError(f"scenario {source} is no TOML: {error}") from error
     other = values.pop("extends", None)

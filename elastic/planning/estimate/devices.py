@@ -87,10 +87,16 @@ class Device:
 def sheet(name: str, *, option: str) -> DeviceKind:
     """Return a kind of device by its name. Raises `ConfigError` for an unknown one."""
     if name not in SHEETS:
-        near = difflib.get_close_matches(name, SHEETS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{option}={name!r} is no known kind of device; there are {', '.join(SHEETS)}{hint}")
+        raise ConfigError(f"{option}={name!r} is no known kind of device; there are {', '.join(SHEETS)}{near(name)}")
     return SHEETS[name]
+
+
+def near(name: str) -> str:
+    """Ask whether kinds were meant whose names begin so, or the one that is most alike; "": none is."""
+    lower = name.lower()
+    begin = [kind for kind in SHEETS if lower and kind.startswith(lower)]
+    meant = begin or difflib.get_close_matches(lower, SHEETS, 1)
+    return f"; did you mean {' or '.join(map(repr, meant))}?" if meant else ""
 
 
 def require_memory(kind: DeviceKind, nbytes: int, option: str) -> None:
@@ -105,10 +111,10 @@ def of_cpu(memory_bytes: int, flops_s: float, bytes_s: float, link_bytes_s: floa
     return DeviceKind("cpu", "cpu", "", memory_bytes, flops_s, bytes_s, link_bytes_s, "assumed of one core")
 
 
-def several(kind: DeviceKind, count: int, memory_bytes: int | None = None) -> list[Device]:
-    """Return so many devices of a kind, each with so much memory; None: all that it has."""
+def several(kind: DeviceKind, count: int, memory_bytes: int | None = None, first: int = 0) -> list[Device]:
+    """Return so many devices of a kind, numbered from the first, each with so much memory; None: all that it has."""
     nbytes = kind.memory_bytes if memory_bytes is None else memory_bytes
-    return [Device(f"{kind.name}#{number}", kind, nbytes) for number in range(count)]
+    return [Device(f"{kind.name}#{number}", kind, nbytes) for number in range(first, first + count)]
 
 
 def shown_bytes(nbytes: int) -> str:

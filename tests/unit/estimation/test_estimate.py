@@ -264,8 +264,28 @@ def test_devices_are_places_or_data_sheets() -> None:
         parse_devices("cuda:0=500GiB", "h100")
     with pytest.raises(ConfigError, match="did you mean 'h100'"):
         parse_devices("cuda:0=1GiB", "h10")
-    with pytest.raises(ConfigError, match="devices of one kind"):
+    with pytest.raises(ConfigError, match="devices of one kind: ask for each by itself"):
         estimate(MODEL_DIR, sheets)
+    for text, words in (
+        ("a100-40,a100-80", "'a100-40' is neither .* did you mean 'a100-40gb'"),
+        ("8*a100", "did you mean 'a100-40gb' or 'a100-80gb'"),
+        ("H100", "did you mean 'h100'"),
+        ("cpu#a=1e3GiB", "'1e3GiB' is not a size"),
+        ("", r"'' is neither a data sheet \(a100-40gb, .*\) nor a place$"),
+        ("2*h100,h100=40GiB,h100=80GB", r"devices=\['h100#0'\] names none, or one twice"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            parse_devices(text)
+
+
+def test_devices_of_one_sheet_may_have_several_sizes() -> None:
+    """As where other programs have a part of some: the numbers go on, and the larger ones come first."""
+    devices = parse_devices("h100=1GiB,2*h100=2GiB")
+    assert [(d.name, d.memory_bytes >> 30) for d in devices] == [("h100#0", 1), ("h100#1", 2), ("h100#2", 2)]
+    load = elastic.Load(prompt=64, new=16)
+    by_name = {str(e.configuration): e for e in estimate(str(MODEL_DIR), devices, load=load, weights="full")}
+    assert [rank.device for rank in by_name["TP1 PP3 full"].ranks] == ["h100#1", "h100#2", "h100#0"]
+    assert [rank.total >> 30 for rank in by_name["TP1 PP3 full"].ranks] == [2, 2, 1]
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,14 @@ def test_a_scenario_extends_a_file_beside_it(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="two-ranks"):
         read_scenario(tmp_path / "none.toml")
+    for name, words in (
+        ("", "scenario '' is no name; give a file, or one of amoeba-mix"),
+        (" ", "scenario ' ' is no name"),
+        ("two-rank", "did you mean two-ranks"),
+        ("two-ranks.toml", "did you mean two-ranks"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            read_scenario(name)
     (tmp_path / "bad.toml").write_text("title = ")
     with pytest.raises(ConfigError, match="no TOML"):
         read_scenario(tmp_path / "bad.toml")
