@@ -44,14 +44,15 @@ def large_case(seed: int, *, printed: bool) -> Case:
             choose.randint(0, 40_000),
             choose.choice([1.0, 2.0]),
             choose.uniform(0.3, 1),
-            {other: 100.0 for other in names if other != name},
         )
         for name in names
     ]
     layers = {name: LinearLatency(1e-4 * choose.uniform(1, 2), 1e-5 * choose.uniform(1, 2)) for name in names}
     links = {(a, b): LinearLatency(2e-5, 1e-11) for a in names for b in names if a < b}
     in_seconds = MeasuredCostModel(Calibration(layers, links), 64, 1, 16384)
-    model = HeterogeneousCost(512, 64, 512, {place.name: place for place in places}) if printed else in_seconds
+    speeds = {name: {other: 100.0 for other in names if other != name} for name in names}
+    by_name = {place.name: place for place in places}
+    model = HeterogeneousCost(512, 64, 512, by_name, bandwidths=speeds) if printed else in_seconds
     return Case(Placement.alone(LAYERS, names[0]), [ResourceDemand(1200, 0.001)] * LAYERS, places, model)
 
 

@@ -117,9 +117,10 @@ class MeasuredCostModel(CostModel):
         self.rows = rows
         self.tokens = tokens
         self.token_bytes = token_bytes
-        self._splits: dict[Places, LayerSplit] = {}
-        self._lines: dict[tuple[str, int], LinearLatency] = {}
-        self._links: dict[tuple[str, str], LinearLatency] = {}
+        self.split = cache(self._split)
+        """Splits a layer's rows between a set of places."""
+        self._line = cache(self._row_line)
+        self._link = cache(self._row_link)
 
     def work(self, places: Places) -> float:
         """Return the seconds until the slowest place has computed its rows; within a run none are sent."""
@@ -140,11 +141,7 @@ class MeasuredCostModel(CostModel):
         """Return the seconds of all layers and transitions."""
         return work + crossings
 
-    def split(self, places: Places) -> LayerSplit:
-        """Split a layer's rows between a set of places; worked out once for each set."""
-        split = self._splits.get(places)
-        if split is not None:
-            return split
+    def _split(self, places: Places) -> LayerSplit:
         devices = list(map(_device, places))
         lines = [self._line(place, devices.count(device)) for place, device in zip(places, devices, strict=True)]
         rows = split_rows(self.rows, lines, least=1 if len(places) <= self.rows else 0)
@@ -155,9 +152,7 @@ class MeasuredCostModel(CostModel):
             work_s = max(self._side_by_side([p for p in computing if _device(p[0]) == d]) for d in set(devices))
         sent_s = [self._link(places[0], place)(n) for place, n in zip(places[1:], rows[1:], strict=True) if n]
         elsewhere = sum(device != devices[0] for device, n in zip(devices, rows, strict=True) if n)
-        split = LayerSplit(rows, work_s + elsewhere * self.calibration.handing_s, math.fsum(sent_s))
-        self._splits[places] = split
-        return split
+        return LayerSplit(rows, work_s + elsewhere * self.calibration.handing_s, math.fsum(sent_s))
 
     def _side_by_side(self, computing: Sequence[tuple[str, int]]) -> float:
         """Return the seconds until all (place, rows) of one device are done; the fewer compute, the faster they are."""
@@ -176,22 +171,15 @@ class MeasuredCostModel(CostModel):
             ]
         return seconds
 
-    def _link(self, source: str, target: str) -> LinearLatency:
+    def _row_link(self, source: str, target: str) -> LinearLatency:
         """Return the seconds to send so many rows."""
-        line = self._links.get((source, target))
-        if line is None:
-            link = self.calibration.link(source, target)
-            line = LinearLatency(link.fixed_s, link.each_s * self.tokens * self.token_bytes)
-            self._links[source, target] = line
-        return line
+        link = self.calibration.link(source, target)
+        return LinearLatency(link.fixed_s, link.each_s * self.tokens * self.token_bytes)
 
-    def _line(self, place: str, computing: int) -> LinearLatency:
+    def _row_line(self, place: str, computing: int) -> LinearLatency:
         """Return the seconds to compute so many rows."""
-        line = self._lines.get((place, computing))
-        if line is None:
-            layer = self.calibration.layer(place, computing)
-            line = self._lines[place, computing] = LinearLatency(layer.fixed_s, layer.each_s * self.tokens)
-        return line
+        layer = self.calibration.layer(place, computing)
+        return LinearLatency(layer.fixed_s, layer.each_s * self.tokens)
 
 
 class WeightedCost(CostModel):

@@ -126,7 +126,7 @@ class ResourceDemand:
 
 @dataclass(frozen=True)
 class PlaceCapacity:
-    """The memory, compute and bandwidth that a place offers."""
+    """The memory and the compute that a place offers."""
 
     name: str
     total_bytes: int
@@ -135,8 +135,6 @@ class PlaceCapacity:
     """C, work a second when it has nothing else to do; any unit, the same for all places."""
     idle: float = 1.0
     """Share of it that nobody uses now, from 0 to 1."""
-    bandwidths: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """B, place -> units of data a second; to places not named here nothing has to be copied."""
     margin: float = 0.1
     """Share of memory, and of compute, that planning leaves alone."""
     room_bytes: int = field(init=False, compare=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic.planning.cost_model import CostModel
 from elastic.planning.incremental_cost import IncrementalCost
@@ -28,6 +28,8 @@ class HeterogeneousCost(CostModel):
     tokens: int
     places: Mapping[str, PlaceCapacity]
     even: bool = False
+    bandwidths: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """B, from a place to another: units of data a second. Where none is named nothing has to be copied."""
 
     def shares(self, places: Places) -> list[float]:
         """Return the share of the batch of each of a layer's places."""
@@ -43,7 +45,7 @@ class HeterogeneousCost(CostModel):
 
     def traffic(self, places: Places) -> float:
         """Return Σ_j d · bs_ij · l / B_ij, over the replicas. (Equation 2)"""
-        bandwidths = self.places[places[0]].bandwidths
+        bandwidths = self.bandwidths.get(places[0], {})
         pairs = zip(places[1:], self.shares(places)[1:], strict=True)
         slow = math.fsum([share / bandwidths.get(place, math.inf) for place, share in pairs])
         return self.width * self.rows * self.tokens * slow

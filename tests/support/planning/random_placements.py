@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic.planning.cost_model import CostModel
@@ -27,17 +28,19 @@ def random_case(seed: int, *, printed: bool, layers: int = 6) -> Case:
     count = choose.randint(1, layers)
     speeds = {a: {b: 10 ** choose.uniform(-1, 1.5) for b in NAMES if b != a} for a in NAMES}
     places = [
-        PlaceCapacity(name, 1000, choose.randint(0, 800), choose.choice([0.25, 0.5, 1, 2]), 1.0, speeds[name])
-        for name in NAMES
+        PlaceCapacity(name, 1000, choose.randint(0, 800), choose.choice([0.25, 0.5, 1, 2]), 1.0) for name in NAMES
     ]
     needs = [ResourceDemand(choose.choice([60, 100, 150]), choose.choice([0.0, 0.05])) for _ in range(count)]
     homes = tuple((choose.choice("ab"),) for _ in range(count))
     placement = Placement.alone(count, "a") if choose.random() < 0.7 else Placement(homes)
-    return Case(placement, needs, places, _printed(choose, places) if printed else _in_seconds(choose))
+    return Case(placement, needs, places, _printed(choose, places, speeds) if printed else _in_seconds(choose))
 
 
-def _printed(choose: random.Random, places: list[PlaceCapacity]) -> CostModel:
-    return HeterogeneousCost(choose.choice([4, 16, 64]), 8, 4, {place.name: place for place in places})
+def _printed(
+    choose: random.Random, places: list[PlaceCapacity], speeds: Mapping[str, Mapping[str, float]]
+) -> CostModel:
+    by_name = {place.name: place for place in places}
+    return HeterogeneousCost(choose.choice([4, 16, 64]), 8, 4, by_name, bandwidths=speeds)
 
 
 def _in_seconds(choose: random.Random) -> CostModel:

@@ -99,21 +99,22 @@ def test_max_replicas(free: int, idle: float, need: ResourceDemand, most: int) -
 
 
 PLACES = {
-    "a": PlaceCapacity("a", 100, 0, 4.0, bandwidths={"b": 2.0, "c": 5.0}),
+    "a": PlaceCapacity("a", 100, 0, 4.0),
     "b": PlaceCapacity("b", 100, 0, 12.0),
     "c": PlaceCapacity("c", 100, 0, 4.0),
 }
+BANDWIDTHS = {"a": {"b": 2.0, "c": 5.0}}
 
 
 def test_equations_1_to_3() -> None:
-    model = HeterogeneousCost(10, rows=8, tokens=3, places=PLACES)
+    model = HeterogeneousCost(10, rows=8, tokens=3, places=PLACES, bandwidths=BANDWIDTHS)
     assert model.work(("a",)) == pytest.approx(100 * 8 * 3 / 4)
     assert model.work(("a", "b")) == pytest.approx(100 * 2 * 3 / 4)  # rows 2 and 6, both end together
     assert model.traffic(("a", "b")) == pytest.approx(10 * 6 * 3 / 2)
     work, traffic = 600 + 150 + 150 + 600, 2 * (90 + 90)
     assert cost(model, AB) == pytest.approx(work + traffic)
     assert speedup(model, AB) == pytest.approx(2400 / (work + traffic))
-    even = HeterogeneousCost(10, rows=8, tokens=3, places=PLACES, even=True)
+    even = HeterogeneousCost(10, rows=8, tokens=3, places=PLACES, even=True, bandwidths=BANDWIDTHS)
     assert even.work(("a", "b")) == pytest.approx(100 * 4 * 3 / 4)  # the slower one decides
     assert even.traffic(("a", "b")) == pytest.approx(10 * 4 * 3 / 2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ PARTS = {"mlp": ResourceDemand(60, 0.06), "self_attn": ResourceDemand(30, 0.03)}
 NEED = ResourceDemand(100, 0.1, kv_bytes=50, parts=PARTS)
 
 
+Links = Mapping[str, Mapping[str, float]]
+
+
 def place(name: str, free: int, idle: float = 1.0, **fields: Any) -> PlaceCapacity:
     return PlaceCapacity(name, 1000, free, 1.0, idle, margin=0.0, **fields)
 
@@ -26,9 +30,11 @@ def of(text: str) -> Placement:
     return Placement(tuple(map(tuple, text.split())))
 
 
-def down(layers: str, places: list[PlaceCapacity], shortage: Deficit, **options: Any) -> ScaleDownResult:
+def down(
+    layers: str, places: list[PlaceCapacity], shortage: Deficit, links: Links | None = None, **options: Any
+) -> ScaleDownResult:
     placement = of(layers)
-    model = HeterogeneousCost(64, 8, 1, {p.name: p for p in places})
+    model = HeterogeneousCost(64, 8, 1, {p.name: p for p in places}, bandwidths=links or {})
     return scale_down(placement, [NEED] * len(placement.layers), places, model, shortage, **options)
 
 
@@ -97,8 +103,7 @@ def test_remedies_add_up_in_their_order() -> None:
 def test_the_least_useful_replica_goes_first() -> None:
     """One of the middle of a run would make two more transitions."""
     links = {"a": {"b": 0.05}, "b": {"a": 0.05}}
-    places = [place("a", 0, 0.0, bandwidths=links["a"]), place("b", 1000, bandwidths=links["b"])]
-    found = down("ba ba ba", places, Deficit("a", 100))
+    found = down("ba ba ba", [place("a", 0, 0.0), place("b", 1000)], Deficit("a", 100), links)
     assert found.actions == (Evict((0,), "a"),) or found.actions == (Evict((2,), "a"),)
 
 

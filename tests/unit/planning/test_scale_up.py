@@ -66,8 +66,8 @@ def test_algorithm_1_takes_what_raises_s() -> None:
 
 def test_the_search_finds_runs_that_pay_only_together() -> None:
     """One layer at a third place makes three transitions of two; all layers do not."""
-    places = [place(n, 900, bandwidths={m: 1.0 for m in "abc" if m != n}) for n in "abc"]
-    model = HeterogeneousCost(8, 8, 4, {p.name: p for p in places})
+    places, links = [place(n, 900) for n in "abc"], {n: {m: 1.0 for m in "abc" if m != n} for n in "abc"}
+    model = HeterogeneousCost(8, 8, 4, {p.name: p for p in places}, bandwidths=links)
     placement, needs = Placement.alone(4, "a"), [ResourceDemand(100)] * 4
     printed, searched = (plan(placement, needs, places, model) for plan in (scale_up, plan_up))
     assert speedup(model, printed) < 0.9 * speedup(model, searched)
@@ -174,8 +174,9 @@ def test_the_search_is_within_one_percent_of_every_placement_there_is(printed: b
 def test_two_models_lend_each_other_places() -> None:
     """Each has a place of its own with room for half of the other, and a third is shared in halves."""
     free = {"a": 200, "b": 200, "c": 400}
-    places = [place(name, nbytes, bandwidths={m: 100.0 for m in "abc" if m != name}) for name, nbytes in free.items()]
-    model = HeterogeneousCost(64, 8, 4, {p.name: p for p in places})
+    places = [place(name, nbytes) for name, nbytes in free.items()]
+    links = {n: {m: 100.0 for m in "abc" if m != n} for n in "abc"}
+    model = HeterogeneousCost(64, 8, 4, {p.name: p for p in places}, bandwidths=links)
     needs = (ResourceDemand(100),) * 4
     instances = {
         "first": PlannedModel(Placement.alone(4, "a"), needs, model),
