@@ -133,7 +133,7 @@ def numbers_of(text: str, option: str, example: str) -> dict[str, float]:
         if name in numbers:
             raise ConfigError(f"{option} {text!r} has {name} twice; give one number for each")
         try:
-            numbers[name] = float(value)
+            numbers[name] = float(value if name else "")
         except ValueError as error:
             raise ConfigError(f"{option} {part!r} is no NAME=X, such as {example}") from error
     return numbers

@@ -24,7 +24,7 @@ from elastic.estimation.model_layout import meta_model
 from elastic.estimation.work import chosen_share
 from elastic.kvcache.attention_heads import cached_elements
 from elastic.memory.places import free_bytes
-from elastic.model_files import load_model
+from elastic.model_files import load_weights
 from elastic.planning.assumed_speeds import ExpertShare, assume
 from elastic.planning.cost_model import CostModel, cost, speedup
 from elastic.planning.local_search import PlannedModel, plan_together
@@ -106,13 +106,13 @@ def _request(
     if most and tokens > most:
         raise ConfigError(f"--tokens and --new-tokens are {tokens} together; {path} was made for {most}, give fewer")
     sizes = sizes_of(decoder, model)
-    kv_bytes = [options.batch * (options.tokens + options.new_tokens) * nbytes for nbytes in sizes.kv_token]
+    kv_bytes = [options.batch * tokens * nbytes for nbytes in sizes.kv_token]
     needs = [ResourceDemand(own, kv_bytes=kv) for own, kv in zip(sizes.layers, kv_bytes, strict=True)]
     replica_needs = [ResourceDemand(own, kv_bytes=-(-kv // 2)) for own, kv in zip(sizes.layers, kv_bytes, strict=True)]
     by_name = {capacity.name: capacity for capacity in capacities}
     home, remaining = spread([by_name[place.name] for place in places], needs, sizes.fixed)
     if options.measure:
-        loaded, _ = load_model(path, places[0].device, option="MODEL")
+        loaded = load_weights(path, places[0].device, option="MODEL")
         decoder = find_decoder(loaded.to(places[0].device))
         measured = measure(decoder, places, (1, options.batch, 8 * options.batch))
         calibrations = [measured, measured]

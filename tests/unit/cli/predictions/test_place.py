@@ -87,6 +87,12 @@ def test_a_name_that_has_two_numbers_is_refused(capsys: pytest.CaptureFixture[st
         assert f"{name} '{values}' has {values.partition('=')[0]} twice" in capsys.readouterr().err
 
 
+def test_a_number_without_a_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("--loads", "--losses"):
+        assert main([*COMMAND, "--devices", "cpu=99MiB", name, "=0.5"]) == 2
+        assert f"{name} '=0.5' is no NAME=X, such as " in capsys.readouterr().err
+
+
 def test_what_is_characterized_is_no_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", str(MODEL_DIR), "--devices", "cpu=99MiB", "--characterize", "--json"]) == 2
     assert "--characterize is a table" in capsys.readouterr().err

@@ -169,6 +169,13 @@ def test_plan_measures_if_asked(capsys: Any) -> None:
     assert "speeds are measured here" in text
 
 
+def test_plan_measures_a_model_without_a_tokenizer(capsys: Any, tmp_path: Path) -> None:
+    build("llama-gqa").save_pretrained(tmp_path)
+    options = ("--measure", "--batch", "2", "--tokens", "8", "--new-tokens", "4")
+    code, text = run(capsys, str(tmp_path), "--places", "cpu#a=64MiB,cpu#b=48MiB", *options)
+    assert code == 0, text
+
+
 def test_two_models_lend_each_other_places(capsys: Any) -> None:
     """Each begins at a place of its own, and has replicas at the other's; no place is filled beyond its margin."""
     places = ("--places", "cpu#a=40MiB,cpu#b=40MiB", "--tokens", "64", "--new-tokens", "64")
