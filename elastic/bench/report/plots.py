@@ -46,7 +46,11 @@ def draw(results: Sequence[Result], path: Path) -> None:
     panels: list[Panel] = [_arrivals, _kv, _layers, _ttft_over_time, ttft_cdf, tpot_cdf]
     with png_figure(path, 3, 2, figsize=(13, 11)) as (figure, axes):
         for panel, panel_axes in zip(panels, axes.flat, strict=True):
-            panel(panel_axes, results)
+            try:
+                panel(panel_axes, results)
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                files = ", ".join(result.name for result in results)
+                raise ConfigError(f"{files}: an array is not as --save-detailed writes it: {error!r}") from error
             panel_axes.grid(alpha=0.3)
         lines = [axes.flat[1].plot([], [], **style)[0] for style, _ in _styled(results)]
         names = [result.name for result in results]

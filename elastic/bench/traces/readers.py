@@ -119,7 +119,7 @@ def _count(path: Path, number: int, row: Row, name: str) -> int:
         raise ConfigError(f"{path}, line {number}: {name} is missing") from error
     except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"{path}, line {number}: {name} {row[name]!r} is not a number of tokens") from error
-    if not 0 <= count < 2**63 or (isinstance(row[name], float) and count != row[name]):
+    if not 0 <= count < 2**63 or isinstance(row[name], bool) or (isinstance(row[name], float) and count != row[name]):
         words = "must be a whole number, not below 0, of 64 bits"
         raise ConfigError(f"{path}, line {number}: {name} {repr(row[name])[:40]} {words}")
     return count

@@ -136,6 +136,24 @@ def test_without_matplotlib_the_extra_is_named(
         draw([real("run")], tmp_path / "x.png")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda summary: summary.update(start_times=5),
+        lambda summary: summary.update(ttfts=[]),
+        lambda summary: summary["elastic"].update(state_timeline=None),
+        lambda summary: summary["elastic"].update(state_timeline=[{}]),
+    ],
+)
+def test_arrays_that_cannot_be_drawn_are_refused_in_words(
+    change: Callable[[dict[str, Any]], object], real: Callable[..., Result], tmp_path: Path
+) -> None:
+    other = real("other")
+    change(other.summary)
+    with pytest.raises(ConfigError, match="other: an array is not as --save-detailed writes it: "):
+        draw([other], tmp_path / "x.png")
+
+
 def test_what_is_drawn_is_what_was_measured() -> None:
     arrays = {
         "start_times": [0.0, 0.5, 3.5, 4.0],

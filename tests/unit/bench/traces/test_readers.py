@@ -105,6 +105,7 @@ GOOD_MOONCAKE = json.dumps({"timestamp": 1, "input_length": 1, "output_length": 
         (GOOD_MOONCAKE + '{"timestamp": 1, "input_length": 1}\n', "line 2: output_length is missing"),
         (GOOD_MOONCAKE + '{"input_length": 1, "output_length": 1}\n', "line 2: timestamp is missing"),
         (GOOD_MOONCAKE.replace(": 1}", ": 1.5}"), "line 1: output_length 1.5 must be a whole number"),
+        (GOOD_MOONCAKE.replace(": 1}", ": true}"), "line 1: output_length True must be a whole number"),
         (GOOD_MOONCAKE.replace(": 1}", ": Infinity}"), "line 1: output_length inf is not a number of tokens"),
         (GOOD_MOONCAKE.replace(": 1,", ": [],", 1), r"line 1: timestamp \[\] is not a time"),
     ],
