@@ -14,10 +14,12 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from elastic.directories import CACHE, cache_directory
+from elastic.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 DISABLE = "ELASTIC_DISABLE_COMPILE"
@@ -31,24 +33,25 @@ class CompileError(Exception):
 
 
 @cache
-def compiled_library(source: Path, without: str) -> ctypes.CDLL | None:
+def compiled_library(source: Path, without: str, *functions: str) -> ctypes.CDLL | None:
     """Return the library of a C++ file; None: there is none, which is logged once, with what becomes of it.
 
     Nor is there one where its `is_supported` says that the processor lacks the instructions that it is written in.
+    `functions` are those that it has for every processor.
     """
     try:
-        library = load_compiled(source)
+        library = load_compiled(source, *functions)
     except CompileError as error:
         logger.warning("%s: %s", without, error)
         return None
     return library if getattr(library, "is_supported", lambda: True)() else None
 
 
-def load_compiled(source: Path) -> ctypes.CDLL:
+def load_compiled(source: Path, *functions: str) -> ctypes.CDLL:
     """Load the shared library of a C++ file; compile it where that was not done before.
 
     It lies in the directory for caches, one for each source, compiler and processor. Raises `CompileError`, also where
-    `ELASTIC_DISABLE_COMPILE` is 1.
+    it lacks one of these functions, or `ELASTIC_DISABLE_COMPILE` is 1.
     """
     if os.environ.get(DISABLE, "0") not in ("", "0"):
         raise CompileError(f"{DISABLE} is set")
@@ -56,13 +59,22 @@ def load_compiled(source: Path) -> ctypes.CDLL:
     key = hashlib.sha256("\0".join([source.read_text(), *command, _processor()]).encode()).hexdigest()
     library = _private_directory() / f"{source.stem}-{key[:16]}.so"
     try:
-        return ctypes.CDLL(str(library))
-    except OSError:  # there is none, or a damaged one
+        return _loaded(library, functions)
+    except (OSError, AttributeError):  # there is none, or a damaged one
         _compile(command, source, library)
     try:
-        return ctypes.CDLL(str(library))
-    except OSError as error:
-        raise CompileError(f"what {command[0]} made of {source.name} cannot be loaded: {error}") from error
+        return _loaded(library, functions)
+    except (OSError, AttributeError) as error:
+        made = f"what {command[0]} made of {source.name} cannot be loaded: {error}"
+        raise CompileError(f"{made}; set CXX to another compiler") from error
+
+
+def _loaded(path: Path, functions: Sequence[str]) -> ctypes.CDLL:
+    """Load a library. Raises `OSError` where it is none, `AttributeError` where it lacks one of its functions."""
+    library = ctypes.CDLL(str(path))
+    for function in functions:
+        library[function]
+    return library
 
 
 def _private_directory() -> Path:
@@ -71,7 +83,9 @@ def _private_directory() -> Path:
         directory = cache_directory() / "kernels"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
-    except (OSError, RuntimeError) as error:  # no permission; no home
+    except ConfigError as error:
+        raise CompileError(str(error)) from error
+    except OSError as error:
         raise CompileError(f"{error}; set {CACHE} to a directory that can be written") from error
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise CompileError(

@@ -8,13 +8,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+from elastic.errors import ConfigError, require_path
+
 CACHE = "ELASTIC_CACHE"
 
 
 def cache_directory() -> Path:
-    """Return the directory that `ELASTIC_CACHE` names, else the user's. It need not exist."""
+    """Return the directory that `ELASTIC_CACHE` names, else the user's. It need not exist.
+
+    Raises `ConfigError` where that is in a home that there is not.
+    """
     named = os.environ.get(CACHE)
-    return Path(os.path.expanduser(named)) if named else Path.home() / ".cache" / "elastic"
+    if named:
+        return require_path(named, CACHE)
+    try:
+        return Path.home() / ".cache" / "elastic"
+    except RuntimeError as error:
+        raise ConfigError(f"{error}; set {CACHE} to a directory that can be written") from error
 
 
 @contextmanager

@@ -18,7 +18,8 @@ TESTS = Path(__file__).parents[1]
 MOST_FILES = 12
 
 FLOORS = (  # from the ground; rooms of one floor do not know each other; "" is `elastic` itself
-    ("errors", "types", "assets", "clock", "directories", "openmp"),
+    ("errors", "types", "assets", "clock", "openmp"),
+    ("directories",),
     ("config", "compiler"),
     ("memory", "planning"),
     ("weights", "model_files"),

@@ -14,10 +14,17 @@ import torch
 from elastic.compiler import CompileError, compiled_library, load_compiled
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.executor.block_layout import layout_of
-from elastic.engines.executor.kernels.paged_attention import compiled_attention
+from elastic.engines.executor.kernels.elementwise import elementwise_library
+from elastic.engines.executor.kernels.paged_attention import attention_library, compiled_attention
+from elastic.errors import ConfigError
+from elastic.estimation.profiles.store import ProfileStore
+from elastic.quant.kernels.compiled import integer_matmul
+from elastic.weights.prepacked import small_linear
+from elastic.weights.shards import transposed_linear
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 CXX = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+LIBRARIES = integer_matmul._library, small_linear._library, transposed_linear._library
 compiles = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")
 
 
@@ -83,6 +90,48 @@ def test_one_that_makes_no_library_is_named(source: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("CXX", shlex.join([sys.executable, "-c", writes]))
     with pytest.raises(CompileError, match=r"what .* made of answer.cpp cannot be loaded"):
         load_compiled(source)
+
+
+@compiles
+def test_a_library_without_its_functions_is_made_again_or_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source.write_text("")
+    load_compiled(source)
+    (empty,) = libraries(source)
+    source.write_text(SOURCE)
+    load_compiled(source)
+    (library,) = set(libraries(source)) - {empty}
+    empty.replace(library)
+    assert load_compiled(source, "answer").answer() == 42
+    monkeypatch.setenv("CXX", f"{CXX} -fvisibility=hidden")
+    with pytest.raises(CompileError, match=r"made of answer.cpp cannot be loaded: .*answer; set CXX to another"):
+        load_compiled(source, "answer")
+
+
+@compiles
+def test_every_kernel_does_without_a_library_that_lacks_it(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", f"{CXX} -fvisibility=hidden")
+    for cached in (compiled_library, *LIBRARIES):
+        cached.cache_clear()
+    try:
+        assert [library() for library in LIBRARIES for _ in range(2)] == [None] * 2 * len(LIBRARIES)
+        assert elementwise_library() is attention_library(torch.float32, 64, "cpu") is None
+    finally:
+        for cached in (compiled_library, *LIBRARIES):
+            cached.cache_clear()
+    assert len(caplog.records) == len(LIBRARIES) + 2
+
+
+@pytest.mark.parametrize("named", ["~nobody-of-this-name/x", "~nobody-of-this-name"])
+def test_a_cache_in_the_home_of_nobody_is_named(source: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    monkeypatch.chdir(source.parent)
+    monkeypatch.setenv("ELASTIC_CACHE", named)
+    with pytest.raises(CompileError, match=r"ELASTIC_CACHE='~nobody-of-this-name.*there is no such user"):
+        load_compiled(source)
+    with pytest.raises(ConfigError, match=r"ELASTIC_CACHE='~nobody-of-this-name.*there is no such user"):
+        ProfileStore()
+    assert list(source.parent.iterdir()) == [source]
 
 
 def test_where_nothing_can_be_compiled_the_remedy_is_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

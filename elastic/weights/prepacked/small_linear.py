@@ -94,7 +94,8 @@ def _is_faster_by_onednn(shape: tuple[int, int], threads: int) -> bool:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = compiled_library(SOURCE, "products with small matrices are torch's, up to twice as long")
+    without = "products with small matrices are torch's, up to twice as long"
+    library = compiled_library(SOURCE, without, "is_supported", "lanes", "multiply")
     if library is None:
         return None
     library.multiply.argtypes = [_PTR, _INT, _INT, _PTR, _INT, _PTR, _PTR, ctypes.c_int]

@@ -69,9 +69,8 @@ def _is_for_kernel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = compiled_library(
-        SOURCE, "products with parts of feed-forward networks are oneDNN's, up to four times as long"
-    )
+    without = "products with parts of feed-forward networks are oneDNN's, up to four times as long"
+    library = compiled_library(SOURCE, without, "is_supported", "multiply")
     if library is None:
         return None
     library.multiply.argtypes = [_PTR, _INT, _INT, _INT, _PTR, _INT, _PTR, _PTR, ctypes.c_int]

@@ -73,7 +73,7 @@ class ElementwiseProgram:
 
 def elementwise_library() -> ctypes.CDLL | None:
     """Return what runs programs; None: it cannot be compiled here."""
-    return compiled_library(SOURCE, "replays call all operators of torch's one by one")
+    return compiled_library(SOURCE, "replays call all operators of torch's one by one", "run")
 
 
 def translate(

@@ -145,9 +145,9 @@ def attention_library(dtype: torch.dtype, dim: int, device: str) -> ctypes.CDLL 
     """Return what has the kernels for heads of `dim` elements on a type of device, "cpu" or "cuda"; None: nothing."""
     if device != "cpu" or dtype not in _DTYPES or dim % LANES:
         return None
-    return compiled_library(
-        SOURCE, "attention is computed by torch's operators, that of decode steps up to six times as long"
-    )
+    without = "attention is computed by torch's operators, that of decode steps up to six times as long"
+    attend = (f"attend_{name}{stored}" for name in _DTYPES.values() for stored in ("", "_int8"))
+    return compiled_library(SOURCE, without, "write", *attend)
 
 
 def _with_rows(states: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,8 @@ def multiplies_rows(outputs: int) -> bool:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = compiled_library(SOURCE, "products with int8 and int4 are torch's operators', some up to twice as long")
+    without = "products with int8 and int4 are torch's operators', some up to twice as long"
+    library = compiled_library(SOURCE, without, "is_supported")  # which has all else where it is
     if library is None:
         return None
     matrix = (ctypes.POINTER(_NibbleMatrix), _PTR, _PTR, _PTR, _INT)  # layout, planes, scales and their step
