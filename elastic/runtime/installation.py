@@ -51,7 +51,7 @@ class Installation:
 
     def guard(self, model: nn.Module) -> None:
         """Have the memory given back when the model goes without `unwrap`."""
-        self._forsaken = call_at_death(model, janitor.submit, self.abandon)
+        self._forsaken = call_at_death(model, janitor.submit, partial(janitor.run_beside, self.abandon))
 
     def take_off(self) -> None:
         """Leave the model as it was. Raises `StateError` where that cannot be now."""

@@ -1,10 +1,14 @@
-"""The end of a process: forks refuse to run, and workers and daemon threads stop before the interpreter does."""
+"""The end of a wrapped model: who still uses it, and the end of its process.
+
+Forks refuse to run, and workers and daemon threads stop before the interpreter does.
+"""
 
 from __future__ import annotations
 
 import atexit
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 FORKED = (
@@ -14,6 +18,21 @@ FORKED = (
 EXIT_TIMEOUT_S = 10
 running: weakref.WeakSet[Any] = weakref.WeakSet()
 """The runtimes of this process that were started."""
+
+
+class Occupation:
+    """The use of a model by somebody who does not want it to be unwrapped."""
+
+    def __init__(self, by: str, among: list[Occupation]) -> None:
+        """`among`: all of the model."""
+        self.by, self._among = by, among
+        self.end_dropped: Callable[[], bool] = lambda: False
+        """Has a user leave who is himself dropped, if he can now, and returns whether he has."""
+        among.append(self)
+
+    def end(self) -> None:
+        """Let the model be unwrapped."""
+        self._among.remove(self)
 
 
 def nothing() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +32,7 @@ from elastic.memory.backends.streams import require_no_capture
 from elastic.memory.host_store import host
 from elastic.memory.rate_limit import YieldingPace
 from elastic.runtime import lifecycle
+from elastic.runtime.lifecycle import Occupation
 from elastic.runtime.parts import ModelParts
 from elastic.runtime.verbs import Layers, LayerVerbs
 from elastic.types import (
@@ -97,7 +98,7 @@ class Runtime(LayerVerbs):
         self._one_of_several = agreement.several
         self._executor = ActionExecutor(parts.gate, parts.handlers, self._log.record, agreement)
         self.job_listeners = self._executor.listeners
-        self._occupied: list[str] = []
+        self._occupied: list[Occupation] = []
         self._pid = os.getpid()
 
     # -- what there is
@@ -288,10 +289,9 @@ class Runtime(LayerVerbs):
         """Set whether the hooks count generations into `counters`. An engine that counts its requests says False."""
         self.generations.observer = self.counters if generations else None
 
-    def occupy(self, by: str) -> Callable[[], None]:
-        """Refuse to be unwrapped, with these words, until the returned function is called."""
-        self._occupied.append(by)
-        return partial(self._occupied.remove, by)
+    def occupy(self, by: str) -> Occupation:
+        """Refuse to be unwrapped, with these words, until that is ended."""
+        return Occupation(by, self._occupied)
 
     def pages_came_free(self) -> None:
         """Try deferred actions again. Called under the mapping lock of a place, so it only queues a job."""
@@ -331,8 +331,8 @@ class Runtime(LayerVerbs):
         """Finish the actions that were asked for; then hold forward passes while the model is unwrapped."""
         if self.gate.inside:
             raise StateError("a model cannot be unwrapped inside one of its forward passes")
-        if self._occupied:
-            raise StateError(f"the model is in use by {self._occupied[0]}")
+        for by in (each.by for each in tuple(self._occupied) if not each.end_dropped()):
+            raise StateError(f"the model is in use by {by}")
         if self.dropped:
             raise StateError(f"layers {self.dropped} are dropped; have them back first: rt.fetch, or rt.restore")
         self.close()

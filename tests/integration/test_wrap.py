@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -18,6 +19,7 @@ from torch import nn
 import elastic
 from elastic import CapacityError, ConfigError, StateError
 from elastic.memory import places
+from elastic.memory.pages.background import janitor
 from support.architectures import CONFIGS, GQA, build, prompt
 from support.child_process import wait_for_the_janitor
 from support.wrapped_model import pickled, small
@@ -147,6 +149,26 @@ def test_parts_of_a_model_that_is_gone_compute_or_say_why_not(absent: bool) -> N
     other.model = part
     with pytest.raises(StateError, match="load them again if it is gone"):
         elastic.wrap(other)
+
+
+def test_a_part_that_computes_as_its_model_goes_holds_up_nothing_else() -> None:
+    model = elastic.wrap(build("llama-gqa"), places="cpu=64MiB")
+    part, inside, go_on, others = model.model, threading.Event(), threading.Event(), threading.Event()
+    part.norm.register_forward_pre_hook(lambda *_: (inside.set(), go_on.wait(240))[:0] or None)
+    thread = threading.Thread(target=part, args=(prompt()["input_ids"],))
+    thread.start()
+    assert inside.wait(60)
+    del model
+    gc.collect()
+    janitor.submit(others.set)
+    try:
+        assert others.wait(60)
+        assert "cpu" in places._open
+    finally:
+        go_on.set()
+        thread.join()
+    wait_for_the_janitor()
+    assert "cpu" not in places._open
 
 
 def test_nothing_is_kept_of_a_wrap_that_was_undone() -> None:

@@ -167,7 +167,10 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 def wait_for_the_janitor() -> None:
-    """Return when all that was left for the background thread until now is done."""
+    """Return when all that was left for the background thread until now is done, beside it too."""
     done = threading.Event()
     janitor.submit(done.set)
     assert done.wait(timeout=60)
+    for thread in tuple(janitor._beside):
+        thread.join(timeout=60)
+        assert not thread.is_alive()

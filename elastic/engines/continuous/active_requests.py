@@ -53,6 +53,9 @@ class ActiveRequests:
     def __contains__(self, request: str) -> bool:
         return request in self._requests
 
+    def __len__(self) -> int:
+        return len(self._requests)
+
     def waiting_before(self, request: Request) -> int:
         """Count the others that were not in a step yet, without parts of this one's parent."""
         with self._lock:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
-import weakref
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -16,6 +14,7 @@ from typing import Any
 from elastic.engines.base import GrammarCompiler, Listener, Request
 from elastic.engines.continuous.active_requests import ActiveRequests
 from elastic.engines.continuous.compatibility import kv_format, one_pool, require_options
+from elastic.engines.continuous.lifetime import EngineLifetime
 from elastic.engines.continuous.moves import MovingRequests, one_request
 from elastic.engines.continuous.ranks.cohorts import Cohorts
 from elastic.engines.continuous.ranks.home_kv import HomeKV
@@ -58,7 +57,7 @@ from elastic.planning.arrangement.step_pages import StepPages
 from elastic.runtime.runtime import Runtime, runtime
 from elastic.weights.decoder import batch_context_length
 
-_engines: weakref.WeakSet[ContinuousEngine] = weakref.WeakSet()
+IN_USE = "a continuous batching engine; stop it first (one that was dropped ends with its last request)"
 
 
 class ContinuousEngine:
@@ -74,7 +73,8 @@ class ContinuousEngine:
     keep these busy); `step_budget` says how many tokens each step may have, by what they cost (None:
     `max_batch_tokens`); `grammars` serves structured output. Decode steps on a CPU are captured and replayed, to the
     same bits (`executor.graphs`), on a GPU with `cuda_graphs`; with `enforce_eager` the model is called at every step.
-    Fleets ask its parts: `reports`, `moves`, `stages`, `exchange`, `ranks`, `cohorts`, `recovery`, `kv`.
+    An engine that is dropped ends with its last request. Fleets ask its parts: `reports`, `moves`, `stages`,
+    `exchange`, `ranks`, `cohorts`, `recovery`, `kv`.
     Raises `StateError` for a model that is not wrapped, `ConfigError` for one that it cannot serve.
     """
 
@@ -106,9 +106,10 @@ class ContinuousEngine:
         """`shards`: into how many each decoder layer is cut; 1: layers are whole."""
         self._model, self._config = model, model.config.get_text_config(decoder=True)
         self._max_queue, self._max_batch_tokens, self._grammars = max_queue, max_batch_tokens, grammars
-        self._lock, self._stack, self._state = threading.Lock(), ExitStack(), "new"
+        self._lock, self._state = threading.Lock(), "new"
         with ExitStack() as stack:
-            stack.callback(self.runtime.occupy("a continuous batching engine; stop it first"))
+            occupation = self.runtime.occupy(IN_USE)
+            stack.callback(occupation.end)
             self.runtime.observe(False)  # it counts its requests itself
             stack.callback(self.runtime.observe, True)
             kv = one_pool(model)
@@ -122,7 +123,7 @@ class ContinuousEngine:
             gate = self.runtime.gate if not enforce_eager and (cuda_graphs or model.device.type == "cpu") else None
             runner = self._runner = ModelRunner(model, memory, form, grammars, gate)
             stack.callback(runner.close)
-            self._variants = VariantRecorder(self.runtime, self._is_own_thread)
+            self._variants = VariantRecorder(self.runtime, lambda: False)
             self._requests = ActiveRequests(self.counters, self._variants)
             scheduler = RestartingScheduler(
                 self._blocks, max_requests=max_requests, max_batch_tokens=max_batch_tokens, cohorts=cohorts or 1
@@ -135,7 +136,8 @@ class ContinuousEngine:
             kv.pool.listeners.append(self._loop.wake)
             stack.callback(kv.pool.listeners.remove, self._loop.wake)
             stack.callback(self.moves.close)
-            self._stack = stack.pop_all()
+            occupation.end_dropped = self._lifetime.end_dropped
+            self._lifetime.begin(self, stack.pop_all())
 
     def _put_together(self, scheduler: RestartingScheduler, cohorts: int | None) -> None:
         """Make the parts that the engine has besides its scheduler and the runner of its steps."""
@@ -164,8 +166,10 @@ class ContinuousEngine:
             self.runtime, loop, home, kv, self.stages, self.exchange, self.ranks, self.cohorts, self.moves
         )
         """How it goes on when another rank is lost."""
+        self._lifetime = EngineLifetime(self.runtime, loop, home, self._requests)
         loop.before_steps, loop.when_stuck = self.cohorts.fill_stages, self.moves.end_crowded_out
-        loop.when_idle = lambda: not self.stages.by_home and home.prepare()
+        loop.when_idle = partial(_prepare_steps, self.stages, home)
+        self._variants.counts = partial(_computes, loop, home)
 
     @property
     def weights(self) -> tuple[tuple[str, ...], ...]:
@@ -189,7 +193,6 @@ class ContinuousEngine:
                 raise StateError(f"the engine is {self._state}; make a new one")
             self._state = "serving"
             self.reports.begin()
-            _engines.add(self)
             self._loop.start()
         release_threads()
 
@@ -286,22 +289,11 @@ class ContinuousEngine:
         require_flag(drain, "drain")
         if timeout_s is not None:
             require_seconds(timeout_s, "timeout_s")
-        thread = self._loop.thread
-        if threading.current_thread() is thread:
+        if threading.current_thread() is self._loop.thread:
             raise StateError("the engine cannot be stopped by a listener, on its own thread; use another one")
         with self._lock:
             self._state = "stopped"
-        if thread is not None:
-            self._loop.stop(drain=drain)
-            if not drain:
-                self._home.abort()
-            thread.join(timeout_s)
-            if thread.is_alive():
-                self._loop.stop(drain=False)
-                self._home.abort()
-                thread.join()
-        with self._lock:  # also by a later call, if this one is interrupted before
-            self._stack.close()
+        self._lifetime.end(drain=drain, timeout_s=timeout_s)
 
     def check(self) -> None:
         """Recount the blocks of all sequences, of those that were handed over or may come, and of other instances."""
@@ -347,9 +339,7 @@ class ContinuousEngine:
     # -- inside
 
     def _is_own_thread(self) -> bool:
-        """Return whether the present thread computes the engine's own steps."""
-        thread = threading.current_thread()
-        return thread is self._loop.thread or thread in self._home.threads.started
+        return self._variants.counts()
 
     def _add(
         self, states: Sequence[SequenceState], listener: Listener, received: Mapping[str, ReceivedKV] | None = None
@@ -390,11 +380,12 @@ class ContinuousEngine:
             self._grammars.matcher(request.grammar)  # it is compiled now, and kept: the executor's is made at once
 
 
-def _stop_all() -> None:
-    """Stop all engines at exit: a thread that is in torch when the interpreter ends would abort it."""
-    for engine in list(_engines):
-        if not engine.runtime.in_forked_child:
-            engine.stop(drain=False, timeout_s=10)
+def _computes(loop: StepLoop, home: HomeExecutor) -> bool:
+    """Return whether the present thread computes an engine's own steps."""
+    thread = threading.current_thread()
+    return thread is loop.thread or thread in home.threads.started
 
 
-atexit.register(_stop_all)
+def _prepare_steps(stages: HostedStages, home: HomeExecutor) -> bool:
+    """Use idle time, unless layers of other instances are computed here; return whether there is more to do."""
+    return not stages.by_home and home.prepare()

@@ -22,12 +22,12 @@ class VariantRecorder(Hook):
         self.current = 0
         """Of the present step, or of the last one."""
         self._runtime = runtime
-        self._counts = counts
+        self.counts = counts
         self.weights = WeightsRecorder(runtime.weights, runtime.gate).weights
         """Returns how often layers got other variants, and a name for those that they have."""
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         # the pass is behind the gate: no layer changes until it has ended
-        if self._counts():
+        if self.counts():
             self.current = self.forms.setdefault(self._runtime.form(), len(self.forms))
             self.weights()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -24,6 +25,7 @@ class BackgroundThread:
         self._waiting: set[Callable[[], object]] = set()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._beside: set[threading.Thread] = set()
 
     def start(self) -> None:
         """Start the daemon thread if it does not run."""
@@ -38,12 +40,21 @@ class BackgroundThread:
             self._waiting.add(task)
             self._tasks.put(task)
 
+    def run_beside(self, task: Callable[[], object]) -> None:
+        """Have a task called on a thread of its own, as it may wait for others than the tasks behind it."""
+        thread = threading.Thread(target=self._call_beside, args=(task,), name="elastic-janitor-beside", daemon=True)
+        self._beside.add(thread)
+        thread.start()
+
     def finish(self, timeout_s: float = 10) -> None:
         """Do what was submitted, then stop: a thread that is in torch when the interpreter ends would abort it."""
+        end_s = time.monotonic() + timeout_s
         thread = self._thread
         if thread is not None and thread.is_alive():
             self._tasks.put(None)
             thread.join(timeout_s)
+        for thread in tuple(self._beside):
+            thread.join(max(0.0, end_s - time.monotonic()))
 
     def _work(self) -> None:
         while True:
@@ -51,12 +62,22 @@ class BackgroundThread:
             if task is None:
                 return
             self._waiting.discard(task)  # before the call: what is submitted from now on may be news to it
-            try:
-                task()
-            except Exception:  # the thread must outlive any task; the fault is logged with its traceback
-                logger.exception("a background task of the memory ledger failed; it is tried again when next needed")
+            _call(task)
             del task
             release_threads()
+
+    def _call_beside(self, task: Callable[[], object]) -> None:
+        try:
+            _call(task)
+        finally:
+            self._beside.discard(threading.current_thread())
+
+
+def _call(task: Callable[[], object]) -> None:
+    try:
+        task()
+    except Exception:  # the thread must outlive any task; the fault is logged with its traceback
+        logger.exception("a background task of the memory ledger failed; it is tried again when next needed")
 
 
 janitor = BackgroundThread()
