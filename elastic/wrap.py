@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -123,11 +123,16 @@ def _check(model: nn.Module, *, loads: bool = False) -> Decoder:
 
 def _require_own_layers(model: nn.Module, decoder: Decoder) -> None:
     _require_unwrapped(model)
-    if any(isinstance(hook, EnterLayer) for layer in decoder.layers for hook in layer._forward_pre_hooks.values()):
+    if _are_in_pages(decoder.layers):
         raise StateError(
             f"layers of this {type(model).__name__} are those of another model that is wrapped; unwrap that one first, "
             "or load them again if it is gone"
         )
+
+
+def _are_in_pages(layers: Iterable[nn.Module]) -> bool:
+    """Return whether there are layers of a wrapped model among these modules."""
+    return any(isinstance(hook, EnterLayer) for layer in layers for hook in layer._forward_pre_hooks.values())
 
 
 def _require_unwrapped(model: nn.Module) -> None:
@@ -157,10 +162,13 @@ def unwrap(model: Model) -> Model:
     """
     from elastic.runtime.installation import installations
 
+    kind = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise StateError(f"{kind} is not a model; unwrap takes what wrap returned")
     with _alone(model):
+        if model not in installations and _are_in_pages(model.modules()):
+            raise StateError(f"this {kind} is around, or a shallow copy of a wrapped model; unwrap that one")
         runtime(model)
-        if model not in installations:  # `copy.copy`
-            raise StateError(f"this {type(model).__name__} is a shallow copy of a wrapped model; unwrap that one")
         installations[model].take_off()
         del installations[model]
     return model

@@ -1,18 +1,25 @@
-"""The base of all hooks, which stay with the model that they were installed on, and their view of its KV cache."""
+"""The base of all hooks, which copies of a model do not have, and their view of its KV cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
+from elastic.hooks import forward_override, uncompiled
 from elastic.hooks.forward_gate import ForwardGate
 from elastic.hooks.forward_state import ForwardState
 from elastic.hooks.interceptor import Args, Kwargs
 from elastic.hooks.request_tracking import CacheRequestTracker
 from elastic.weights.model import ModelWeights
+
+_REDUCE = "__reduce_ex__"
+"""Of an instance: what `deepcopy` and pickle ask first."""
 
 
 class CacheProvider(Protocol):
@@ -45,21 +52,35 @@ class HookContext:
     requests: CacheRequestTracker
 
 
-class InertHook:
-    """A hook on a copy of a model, made by deepcopy or pickle: it does nothing, as the copy is not wrapped."""
-
-    def __call__(self, *args: Any) -> None:
-        return None
-
-
 class Hook:
-    """A hook that stays with the module it was installed on."""
+    """A hook that stays with the module it was installed on, which has a `copy_plainly`."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
-        return InertHook()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return InertHook, ()
+def copy_plainly(module: nn.Module, *names: str) -> None:
+    """Have copies and pickles of a module lack its hooks of Elastic's, and what it has by these names."""
+    module.__dict__[_REDUCE] = partial(_reduce_plainly, module, {*names, _REDUCE})
+
+
+def copy_as_usual(module: nn.Module) -> None:
+    """Undo `copy_plainly`. Can be called twice."""
+    module.__dict__.pop(_REDUCE, None)
+
+
+def _reduce_plainly(module: nn.Module, left_out: Collection[str], protocol: Any) -> Any:
+    """Return what `deepcopy` and pickle make a copy of."""
+    reduced: Any = type(module).__reduce_ex__(module, protocol)
+    constructor, arguments, state, *more = reduced
+    plain = {name: value for name, value in state.items() if name not in left_out and not _is_override(value)}
+    tables = {name: value for name, value in plain.items() if isinstance(value, OrderedDict)}
+    keys = {key for table in tables.values() for key, hook in table.items() if isinstance(hook, Hook)}
+    for name, table in tables.items():
+        if not keys.isdisjoint(table):
+            plain[name] = OrderedDict((key, value) for key, value in table.items() if key not in keys)
+    return constructor, arguments, plain, *more
+
+
+def _is_override(value: Any) -> bool:
+    return forward_override.is_dispatcher(value) or uncompiled.is_uncompiled_call(value)
 
 
 def any_requires_grad(args: Args, kwargs: Kwargs) -> bool:

@@ -82,4 +82,9 @@ def remove_override(layer: nn.Module) -> None:
 
 def dispatches(layer: nn.Module) -> bool:
     """Return whether this module's own forward can be left out."""
-    return getattr(layer.__dict__.get("forward"), "__func__", None) in _dispatchers.values()
+    return is_dispatcher(layer.__dict__.get("forward"))
+
+
+def is_dispatcher(value: Any) -> bool:
+    """Return whether an attribute is what `install_override` puts on a module."""
+    return getattr(value, "__func__", None) in _dispatchers.values()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from elastic.hooks import forward_override, uncompiled
-from elastic.hooks.base import HookContext, InertHook
+from elastic.hooks.base import HookContext, copy_as_usual, copy_plainly
 from elastic.hooks.layer_hooks import AsInTheCheckpoint, EnterLayer, LeaveLayer
 from elastic.hooks.root_hooks import EnterRoot, LeaveRoot
 from elastic.weights.decoder import Decoder, between_layers
@@ -62,10 +62,13 @@ class ModelHooks:
         for module in modules:
             if forward_override.install_override(module):
                 self._undo.append((forward_override.remove_override, weakref.ref(module)))
+                self._keep_copies_plain(module)
 
     def _add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):  # those of a copied model
-            for key in [key for key, hook in hooks.items() if isinstance(hook, InertHook)]:
-                del hooks[key]
+        self._keep_copies_plain(module)
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _keep_copies_plain(self, module: nn.Module) -> None:
+        copy_plainly(module)
+        self._undo.append((copy_as_usual, weakref.ref(module)))

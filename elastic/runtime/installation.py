@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from elastic.errors import StateError
-from elastic.hooks.base import HookContext
+from elastic.hooks.base import HookContext, copy_as_usual, copy_plainly
 from elastic.hooks.install import ModelHooks
 from elastic.kvcache.attention import AttentionSwitch
 from elastic.kvcache.decode_table import FILE, measure_ahead, table
@@ -133,6 +133,7 @@ def _put_on(
     attention.install()
     parts.kv.attention_follows = attention.follows_cache
     model.elastic = runtime  # type: ignore[assignment]
+    copy_plainly(model, "elastic")
     stack.callback(_detach, weakref.ref(model))
 
 
@@ -140,3 +141,4 @@ def _detach(model: weakref.ref[nn.Module]) -> None:
     alive = model()
     if alive is not None:
         del alive.elastic
+        copy_as_usual(alive)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as t
+from torch import nn
 
 import elastic
 from elastic import CapacityError, ConfigError, StateError
@@ -201,6 +202,20 @@ def test_a_released_model_is_saved_copied_and_printed_as_if_it_were_whole(wrappe
     assert "host memory" in repr(layers(model)[0].mlp.up_proj.weight)
     assert str(model) == str(build("llama-gqa"))
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in build("llama-gqa").parameters())
+
+
+def test_another_parameter_has_a_copy_of_a_released_weight(wrapped: Any) -> None:
+    rt = wrapped(model := build("llama-gqa"), variants=("int8",)).elastic
+    weight = model.model.layers[1].mlp.up_proj.weight
+    before = weight.detach().clone()
+    for action in (elastic.Release((1,)), elastic.Swap((1,), "int8")):
+        rt.apply(action)
+        with pytest.raises(StateError, match=r"of model.layers.1, which is in .*give that a copy, as .detach\(\)"):
+            nn.Parameter(weight)
+        assert torch.equal(nn.Parameter(weight.detach()), before)
+        assert torch.equal(nn.Parameter(weight.data), before)
+        rt.restore()
+    assert torch.equal(nn.Parameter(weight), before)
 
 
 @pytest.mark.parametrize("released", [(), (0, 1, 2)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 import weakref
 from contextlib import nullcontext
@@ -71,6 +72,16 @@ def test_save_pretrained_of_a_wrapped_model_is_the_models_own(wrapped: Any, tmp_
     assert torch.equal(loaded(**prompt()).logits, model(**prompt()).logits)
 
 
+class Heard:
+    """A hook that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *args: Any) -> None:
+        self.calls += 1
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_is_a_plain_model_that_can_be_wrapped_itself(how: str, wrapped: Any) -> None:
     model = wrapped(build("llama-gqa"))
@@ -88,6 +99,34 @@ def test_a_copy_is_a_plain_model_that_can_be_wrapped_itself(how: str, wrapped: A
     elastic.unwrap(other)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in other.modules())
     assert other.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "from a file"])
+@pytest.mark.parametrize("places", [["cpu=64MiB"], ["cpu#a=64MiB", "cpu#b=64MiB"]], ids=["one place", "two places"])
+def test_a_copy_has_nothing_of_elastic(how: str, places: list[str], wrapped: Any) -> None:
+    """Nor does its pickle need Elastic where it is read. Hooks of others come along."""
+    model, heard = build("llama-gqa"), Heard()
+    model.model.layers[1].register_forward_hook(heard)
+    before, expected = fingerprint(model), model(**prompt()).logits
+    wrapped(model, places, variants=("int8",))
+    model.elastic.swap([0], "int8")
+    model.elastic.release([1])
+    with elastic.ContinuousEngine(model):
+        if how == "deepcopy":
+            other = copy.deepcopy(model)
+        else:
+            assert b"elastic" not in pickle.dumps(model)
+            other = pickle.loads(pickle.dumps(model)) if how == "pickle" else pickled(model)
+    after = fingerprint(other)
+    assert [shape for _, *shape in after.pop("parameters")] == [shape for _, *shape in before.pop("parameters")]
+    assert_same(before, after)
+    assert {type(parameter) for parameter in other.parameters()} == {nn.Parameter}
+    assert torch.equal(other(**prompt()).logits, expected)
+    (copied,) = other.model.layers[1]._forward_hooks.values()
+    assert copied is not heard
+    assert copied.calls == heard.calls + 1
+    with pytest.raises(AttributeError, match="no attribute 'elastic'"):
+        _ = other.elastic
 
 
 def test_caches_of_any_kind_outlive_unwrap(wrapped: Any) -> None:
@@ -335,6 +374,8 @@ def test_a_shallow_copy_is_not_unwrapped(wrapped: Any) -> None:
 def test_a_plain_model_is_not_unwrapped() -> None:
     with pytest.raises(StateError, match="not wrapped"):
         elastic.unwrap(build("llama-gqa"))
+    with pytest.raises(StateError, match="int is not a model; unwrap takes what wrap returned"):
+        elastic.unwrap(5)  # type: ignore[type-var]
     with pytest.raises(ConfigError, match="not wrapped"):
         elastic.ElasticCache(build("llama-gqa"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,12 +42,15 @@ class LayerCopy:
         for module in original.modules():
             tensors = [*module._parameters.values(), *module._buffers.values()]
             memo |= {id(t): t for t in (*tensors, getattr(module, "config", None)) if t is not None}
-            memo |= {id(hooks): OrderedDict() for name in _HOOKS if (hooks := module.__dict__.get(name)) is not None}
+            tables = [module.__dict__.get(name) or {} for name in _HOOKS]
+            memo |= {id(hook): () for table in tables for hook in table.values() if callable(hook)}
             memo |= {id(value): () for name in _ACCELERATE if (value := module.__dict__.get(name)) is not None}
         self.module: nn.Module = copy.deepcopy(original, memo)
         for module in self.module.modules():
             for name in _ACCELERATE:
                 module.__dict__.pop(name, None)
+            for name in _HOOKS:
+                module.__dict__.get(name, {}).clear()
         self._children = [(module._modules, dict(module._modules)) for module in original.modules()]
         self._copies: dict[nn.Module, nn.Module] = dict(zip(original.modules(), self.module.modules(), strict=True))
 

@@ -8,6 +8,7 @@ register kernels; all others see the value, a plain tensor. Writing in place is 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -151,6 +152,11 @@ class WeightProxy(torch.Tensor):
             return kernel(function, args, kwargs)
         if function in _NEED_MEMORY:
             return function(*_plain(args), **_plain(kwargs))
+        if function is torch.Tensor.detach and sys._getframe(1).f_code is _NEW_PARAMETER:  # it wants a proxy back
+            raise StateError(
+                f"a weight {args[0].source.describe()}, cannot be the data of another Parameter, which would share its "
+                "memory; give that a copy, as .detach() gives"
+            )
         if function in _ADDRESSES:
             raise StateError(
                 f"a weight {args[0].source.describe()} has no address; use a copy of it, as .detach() gives"
@@ -227,6 +233,7 @@ _NEED_MEMORY = frozenset(
 _ADDRESSES = frozenset(
     (torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor.share_memory_)
 )
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
 _WRITE = frozenset((torch.Tensor.__setitem__, torch.Tensor.data.__set__))  # type: ignore[attr-defined]
 
 
