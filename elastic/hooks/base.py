@@ -17,6 +17,7 @@ from elastic.hooks.forward_state import ForwardState
 from elastic.hooks.interceptor import Args, Kwargs
 from elastic.hooks.request_tracking import CacheRequestTracker
 from elastic.weights.model import ModelWeights
+from elastic.weights.proxy import conversion
 
 _REDUCE = "__reduce_ex__"
 """Of an instance: what `deepcopy` and pickle ask first."""
@@ -80,7 +81,8 @@ def _reduce_plainly(module: nn.Module, left_out: Collection[str], protocol: Any)
 
 
 def _is_override(value: Any) -> bool:
-    return forward_override.is_dispatcher(value) or uncompiled.is_uncompiled_call(value)
+    ours = forward_override.is_dispatcher, uncompiled.is_uncompiled_call, conversion.is_conversion
+    return any(is_ours(value) for is_ours in ours)
 
 
 def any_requires_grad(args: Args, kwargs: Kwargs) -> bool:

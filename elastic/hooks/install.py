@@ -19,6 +19,7 @@ from elastic.hooks.base import HookContext, copy_as_usual, copy_plainly
 from elastic.hooks.layer_hooks import AsInTheCheckpoint, EnterLayer, LeaveLayer
 from elastic.hooks.root_hooks import EnterRoot, LeaveRoot
 from elastic.weights.decoder import Decoder, between_layers
+from elastic.weights.proxy import conversion
 from elastic.weights.shards.transposed_linear import has_kernel
 
 
@@ -36,7 +37,8 @@ class ModelHooks:
             enter = EnterRoot(root, self._context, between_layers(decoder) if root is decoder.roots[-1] else ())
             self._add(root, enter, LeaveRoot(enter))
             uncompiled.install(root)
-            self._undo.append((uncompiled.remove, weakref.ref(root)))
+            conversion.install(root)
+            self._undo += [(undo, weakref.ref(root)) for undo in (uncompiled.remove, conversion.remove)]
         for index, layer in enumerate(decoder.layers):
             self._add(layer, EnterLayer(index, self._context), LeaveLayer(index, self._context))
             unit = self._context.weights.layers[index]

@@ -61,6 +61,8 @@ class EnterRoot(Hook):
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if torch.compiler.is_compiling():
             refuse_compilation()
+        if torch._C._is_tracing():
+            refuse_compilation("traced")
         if self._gpus and batch_context.thread.graphs is None and capturing():
             _refuse_capture()
         outermost = self.gate.enter(id(module), sys._getframe(2))  # that of the module's call, which outlasts its hooks

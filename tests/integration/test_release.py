@@ -218,6 +218,22 @@ def test_another_parameter_has_a_copy_of_a_released_weight(wrapped: Any) -> None
     assert torch.equal(nn.Parameter(weight), before)
 
 
+@pytest.mark.parametrize("name", ["half", "share_memory", "double"])
+@pytest.mark.parametrize("action", [elastic.Release((1,)), elastic.Swap((1,), "int8")], ids=["released", "packed"])
+def test_a_cast_or_a_move_is_refused_as_a_whole(action: Any, name: str, wrapped: Any) -> None:
+    rt = wrapped(model := build("llama-gqa"), variants=("int8",)).elastic
+    rt.apply(action)
+    expected, addresses = (
+        model(**prompt()).logits,
+        [model.lm_head.weight.data_ptr(), model.model.norm.weight.data_ptr()],
+    )
+    with pytest.raises(StateError, match=r"of model.layers.1, which is in .*unwrap"):
+        getattr(model, name)()
+    assert torch.equal(model.float().cpu()(**prompt()).logits, expected)
+    assert [model.lm_head.weight.data_ptr(), model.model.norm.weight.data_ptr()] == addresses
+    getattr(elastic.unwrap(model), name)()
+
+
 @pytest.mark.parametrize("released", [(), (0, 1, 2)])
 def test_load_state_dict_writes_what_is_released_too(released: tuple[int, ...], wrapped: Any) -> None:
     model, other = build("llama-gqa"), build("llama-gqa", seed=7)

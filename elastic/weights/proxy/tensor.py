@@ -159,10 +159,11 @@ class WeightProxy(torch.Tensor):
             )
         if function in _ADDRESSES:
             raise StateError(
-                f"a weight {args[0].source.describe()} has no address; use a copy of it, as .detach() gives"
+                f"a weight {args[0].source.describe()}, has no address; use a copy of it, as .detach() gives; to share "
+                "or dispatch the model, unwrap it first"
             )
         if function in _WRITE and args[0] is not args[1]:
-            raise _refusal("assignment", args[0] if isinstance(args[0], WeightProxy) else args[1])
+            raise refusal("assignment", args[0] if isinstance(args[0], WeightProxy) else args[1])
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
@@ -186,7 +187,7 @@ class WeightProxy(torch.Tensor):
             written = argument.alias_info is not None and argument.alias_info.is_write
             for weight in target if isinstance(target, list | tuple) else (target,):
                 if written and isinstance(weight, WeightProxy):
-                    raise _refusal(str(function), weight)
+                    raise refusal(str(function), weight)
         return function(*_plain(args), **_plain(kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -253,7 +254,8 @@ def _plain(tree: Any) -> Any:
     return tree_map_only(WeightProxy, lambda proxy: proxy.source.value(), tree)
 
 
-def _refusal(what: str, weight: WeightProxy) -> StateError:
+def refusal(what: str, weight: WeightProxy) -> StateError:
+    """Make the error of whoever would write a weight, any shape, that is not plain."""
     return StateError(
         f"{what} would write into a weight {weight.source.describe()}; restore its layer first "
         "(model.elastic.restore()), or write with copy_ or load_state_dict; to move, cast or train the model, or if it "

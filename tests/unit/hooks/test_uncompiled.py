@@ -90,6 +90,15 @@ def test_what_is_not_wrapped_is_compiled(how: str, wrapped: Any) -> None:
     assert "_compiled_call" in vars(other)
 
 
+@pytest.mark.parametrize("layers", [(), (1,)])
+def test_a_trace_is_refused_in_words(layers: tuple[int, ...], wrapped: Any) -> None:
+    model = wrapped(build("llama-gqa"))
+    model.elastic.release(layers)
+    with pytest.raises(StateError, match="cannot be traced; unwrap it first"):
+        torch.jit.trace(lambda ids: model(ids, use_cache=False).logits, (prompt()["input_ids"],))  # type: ignore[no-untyped-call]
+    assert torch.is_tensor(model(**prompt()).logits)
+
+
 def test_a_capture_in_a_cuda_graph_is_refused_in_words(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = wrapped(build("llama-gqa"))
     for hook in model._forward_pre_hooks.values():

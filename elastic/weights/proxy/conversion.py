@@ -1,0 +1,41 @@
+"""Casts and moves of a whole model: with weights that are not plain, these are refused before any other has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic.weights.proxy.tensor import WeightProxy, refusal
+
+_NAME = "_apply"
+
+
+def convert(root: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """Do what `to`, `half`, `share_memory` and their like ask of a module: `function` of each tensor, of any shape."""
+    with torch.no_grad():
+        for weight in root.parameters():
+            if isinstance(weight, WeightProxy) and function(weight) is not weight:
+                raise refusal("a cast or move of the model", weight)
+    kind: Any = type(root)
+    return kind._apply(root, function, recurse)  # type: ignore[no-any-return]
+
+
+def install(root: nn.Module) -> None:
+    """Have a module's conversions be refused as a whole, unless its instance has some of its own."""
+    if _NAME not in root.__dict__:
+        root.__dict__[_NAME] = MethodType(convert, root)
+
+
+def remove(root: nn.Module) -> None:
+    """Undo `install`. Can be called twice."""
+    if is_conversion(root.__dict__.get(_NAME)):
+        del root.__dict__[_NAME]
+
+
+def is_conversion(value: Any) -> bool:
+    """Return whether an attribute is what `install` puts on a module."""
+    return getattr(value, "__func__", None) is convert
