@@ -30,7 +30,7 @@ from elastic.runtime.options import (
     parse_rate,
     parse_variants,
 )
-from elastic.runtime.runtime import Runtime, runtime
+from elastic.runtime.runtime import Runtime
 from elastic.weights.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -166,9 +166,12 @@ def unwrap(model: Model) -> Model:
     if not isinstance(model, nn.Module):
         raise StateError(f"{kind} is not a model; unwrap takes what wrap returned")
     with _alone(model):
-        if model not in installations and _are_in_pages(model.modules()):
-            raise StateError(f"this {kind} is around, or a shallow copy of a wrapped model; unwrap that one")
-        runtime(model)
+        if model not in installations:  # which knows more than the attribute, that anybody can set
+            if _are_in_pages(model.modules()):
+                raise StateError(
+                    f"this {kind} is around, a part, or a shallow copy of a wrapped model; unwrap that one"
+                )
+            raise StateError(f"{kind} is not wrapped; call elastic.wrap(model) first")
         installations[model].take_off()
         del installations[model]
     return model

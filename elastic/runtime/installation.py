@@ -140,5 +140,5 @@ def _put_on(
 def _detach(model: weakref.ref[nn.Module]) -> None:
     alive = model()
     if alive is not None:
-        del alive.elastic
+        alive.__dict__.pop("elastic", None)
         copy_as_usual(alive)

@@ -371,6 +371,25 @@ def test_a_shallow_copy_is_not_unwrapped(wrapped: Any) -> None:
     model.elastic.check()
 
 
+@pytest.mark.parametrize(
+    "lose", [lambda model: delattr(model, "elastic"), lambda model: setattr(model, "elastic", None)]
+)
+def test_a_model_whose_attribute_is_lost_is_unwrapped(lose: Any) -> None:
+    model = build("llama-gqa")
+    before = fingerprint(model)
+    elastic.wrap(model, places="cpu=64MiB")
+    lose(model)
+    assert elastic.unwrap(model) is model
+    assert_same(before, fingerprint(model))
+
+
+@pytest.mark.parametrize("part", ["model", "model.layers.0"])
+def test_a_part_is_not_unwrapped(part: str, wrapped: Any) -> None:
+    model = wrapped(build("llama-gqa"))
+    with pytest.raises(StateError, match="a part, or a shallow copy of a wrapped model; unwrap that one"):
+        elastic.unwrap(model.get_submodule(part))
+
+
 def test_a_plain_model_is_not_unwrapped() -> None:
     with pytest.raises(StateError, match="not wrapped"):
         elastic.unwrap(build("llama-gqa"))
