@@ -199,13 +199,20 @@ class Chooser:
     def now(self, load: Load, intent: Intent, present: Deployment) -> Estimate:
         """Return what is expected of the worst instance that is there, with other requests or another intent.
 
-        It says why it cannot stay so; what it has may also be of no option any more, as where it was not measured.
+        It says why it cannot stay so. Layers in a form that it may not have, as after the loss of a rank or a swap by
+        hand, are taken for the first one of those that it may.
         """
-        candidates = self.options(load.shared(len(present.instances)), intent, present.configuration.kv)
-        option = next(each for each in candidates if each.configuration == present.configuration)
+        own = present.configuration
+        is_allowed = own.weights in self.weights
+        taken = own if is_allowed else replace(own, weights=self.weights[0])
+        candidates = self.options(load.shared(len(present.instances)), intent, own.kv)
+        option = next(each for each in candidates if each.configuration == taken)
         requests = max(present.requests, option.estimate.running)
         estimates = [option.judge(stages, requests) for stages in present.instances]
-        return max(estimates, key=lambda each: (not each.fits, each.latency_s))
+        worst = max(estimates, key=lambda each: (not each.fits, each.latency_s))
+        if is_allowed:
+            return worst
+        return replace(worst, configuration=own, why_not=f"it may have {' or '.join(self.weights)}")
 
     def rank_bytes(
         self, estimator: Estimator, configuration: Configuration, layers: range, nbytes: int, running: int

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -16,20 +14,19 @@ from elastic.cluster.deployment.devices import DeviceBook
 from elastic.cluster.deployment.hysteresis import Hysteresis, Replanning
 from elastic.cluster.deployment.load_meter import LoadMeter
 from elastic.cluster.deployment.price import priced
+from elastic.cluster.deployment.ranks import DeployedRanks, RankViews, forms_in
 from elastic.cluster.deployment.status import DeploymentStatus, Replanned, TransitionStep, links_of, stages_of
-from elastic.cluster.deployment.steps import as_begun, same, steps_between, whole
-from elastic.cluster.deployment.transition import DeploymentTransition, forms_at, observed
-from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.deployment.steps import as_seen, same, steps_between, whole
+from elastic.cluster.fleet.ticks import Attempts
 from elastic.errors import ConfigError, ElasticError, StateError
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.profiles.store import ProfileStore
-from elastic.planning.deployment.devices import Stage
 from elastic.planning.deployment.placing import Deployment, Refusal
 from elastic.planning.deployment.replicas import ReplicaRange, best_deployment, most_served
 from elastic.planning.estimate.configuration import FULL, Configuration, forms_of
 from elastic.planning.estimate.intent import Intent
 from elastic.planning.estimate.performance import Load
-from elastic.planning.estimate.ranking import Estimate
+from elastic.planning.estimate.ranking import Estimate, RankBytes
 
 
 class Deployed:
@@ -58,12 +55,7 @@ class Deployed:
         self._book, self._settings = book, settings
         self._lock = threading.RLock()  # one change at a time
         self._kept_bytes = chooser.kept_bytes()
-        self._numbers = itertools.count()
-        self._ranks: dict[str, str] = {}
-        self._places: dict[str, str] = {}  # device -> the place of its rank
-        self._forms: frozenset[str] = frozenset()  # that layers were in at the last look
         self._begin_s: float | None = None  # that ranks took to begin
-        self._above_limits = False  # whether ranks had more keys and values than their limits when these were set
         self.meter = LoadMeter(load)
         states = book.states(name, self._kept_bytes)
 
@@ -75,6 +67,7 @@ class Deployed:
         if isinstance(chosen, Refusal):
             raise no_place(name, chosen)
         self.plan = chosen
+        self._carried_out: dict[str, str] = {}  # device -> the rank with which the plan was; none: it was not
         free, needed = book.free(name), chooser.begin_bytes(self.load) + self._kept_bytes
         self._fixed = any(free[device] < needed for device in chosen.devices)  # for all layers in full weights
         alike = len({tuple(stage.layers for stage in stages) for stages in chosen.instances}) == 1
@@ -83,9 +76,11 @@ class Deployed:
             why = "replicas that begin with their shares need room for the same layers in each stage"
             raise no_place(name, Refusal(((chosen.configuration, why),)))
         self._check_follows(replicas)
-        self.fleet = self._make_fleet(dict(fleet_options))
-        self._transition = DeploymentTransition(self.fleet, self._ranks, self._places, self._place)
+        self.ranks = DeployedRanks(name, book, path, chosen.devices, self._options(dict(fleet_options)))
+        self.fleet = self.ranks.fleet
         self.hysteresis = Hysteresis(settings, time.monotonic())
+        self.looks = Attempts(f"deployment {name} cannot be planned anew")
+        """Looks whether it should change: what one raises ends no other."""
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -97,11 +92,6 @@ class Deployed:
         """The requests that it is planned for: those of the last minute, and no less than is expected."""
         return self.chooser.bounded(self.meter.load)
 
-    @property
-    def ranks(self) -> dict[str, str]:
-        """Device -> the rank that is there."""
-        return dict(self._ranks)
-
     def start(self) -> None:
         """Start the ranks, and have them be as is planned. Raises what they raise; then nothing is left."""
         with self._lock:
@@ -109,21 +99,16 @@ class Deployed:
             try:
                 self.fleet.start()
                 self._begin_s = time.monotonic() - began_s
-                self._transition.follow()
+                self.ranks.follow()
                 begun = whole(self.plan)
                 if self._by_shares:  # these begin without limits
                     begun = replace(self.plan, stages=tuple(replace(stage, nbytes=0) for stage in self.plan.stages))
                 for step in steps_between(begun, self.plan):
                     self._do(step, self.plan)
             except BaseException:
-                self.stop(drain=False)
+                self.ranks.stop(drain=False)
                 raise
-            self.hysteresis.changed(time.monotonic(), "it was deployed")
-
-    def stop(self, *, drain: bool = True) -> None:
-        """End its ranks, with `drain` when its requests have ended; what it had of devices is free then."""
-        self.fleet.stop(drain=drain)
-        self._book.release(self.name)
+            self._become(self.plan, "it was deployed")
 
     def measured(self, profile: CostProfile) -> None:
         """Estimate it by what was measured from now on."""
@@ -131,10 +116,13 @@ class Deployed:
             self.chooser.profile = profile
             self.plan = replace(self.plan, estimate=self.estimate())
 
-    def observed(self) -> Configuration:
-        """Return the configuration that its ranks are in now, as they say."""
+    def observed(self, views: RankViews | None = None) -> Configuration:
+        """Return the configuration that its ranks are in now, as they say: of several forms one that is not planned."""
         with self._lock:
-            return replace(self._seen(self._ranks), kv=self.plan.configuration.kv)
+            planned, forms = self.plan.configuration, _forms(self.ranks.look() if views is None else views)
+            others = sorted(set[str]().union(*forms.values()) - {planned.weights})
+            tp, pp = self.ranks.degrees(self.ranks.by_device)
+            return replace(planned, tp=tp, pp=pp, weights=next(iter(others), planned.weights))
 
     def estimate(self, load: Load | None = None, intent: Intent | None = None) -> Estimate:
         """Return what is expected of it as it is."""
@@ -176,57 +164,58 @@ class Deployed:
         """
         with self._lock:
             self._check_follows(replicas or self.replicas)
-            has_begun = self._catch_up()
-            best = self.best(load, intent, replicas)
+            views = self.ranks.look()
+            present, best = self._present(views), self.best(load, intent, replicas)
             if isinstance(best, Refusal):
                 raise no_place(self.name, best)
-            seen = self.plan
-            if not has_begun:
-                self._note_form(best.configuration.weights)
-            if not dry_run:
-                self.intent, self.replicas = intent, replicas or self.replicas
-                return self._become(best, why)
-            told, before, self.plan = self._priced(best), self.plan, seen
-            status: Literal["planned", "unchanged"] = "unchanged" if same(before, best) else "planned"
-            seconds = sum(step.seconds for step in told)
-            return Replanned(status, *_names(before, best), told, why, seconds, _moved(told))
+            steps = self._steps(present, best, views)
+            if dry_run:
+                seconds = sum(step.seconds for step in steps)
+                status: Literal["planned", "unchanged"] = "planned" if _changes(steps) else "unchanged"
+                return Replanned(status, *_names(present, best), steps, why, seconds, _moved(steps))
+            self.intent, self.replicas = intent, replicas or self.replicas
+            return self._carry_out(present, best, steps, why)
 
     def give_back(self) -> None:
         """Give back what live requests had above the limits of ranks, where they have ended since."""
         with self._lock:
-            if self._above_limits and not self._transition.awaited:
-                self._do(TransitionStep("limit", self.plan.devices), self.plan)
+            if self.ranks.above_limits and self._carried_out == self.ranks.by_device and not self.ranks.awaited:
+                self.ranks.limit(self._shares(self.plan), wait_s=0.0)
 
-    def look(self, now_s: float) -> Replanned | None:
-        """Look whether it should change by itself, and do that; None: it stays as it is."""
+    def look(self, now_s: float, views: RankViews) -> Replanned | None:
+        """Look whether it should change by itself, and do that; None: it stays as it is. `views`: of its ranks."""
         with self._lock:
             self.meter.tell(now_s, self.fleet.counters.read())
-            if self._transition.awaited:
+            if self.ranks.awaited:
                 return None
-            wanted = self.plan
-            if self._catch_up():
-                steps = steps_between(self.plan, wanted) or (TransitionStep("limit", wanted.devices),)
-                return self._carry_out(wanted, steps, "a rank was lost, and replaced")
-            present, best = self.estimate(), self._best_now()
-            moved = isinstance(best, Deployment) and not (present.fits and same(self.plan, best))
-            wants = self.hysteresis.look(now_s, self.plan, present, best, self.intent, moved=moved)
-            return self._become(best, self.hysteresis.reason) if wants and isinstance(best, Deployment) else None
+            present = self._present(views)
+            if self._carried_out != self.ranks.by_device:
+                why = "a rank was lost, and replaced" if self._carried_out else "a change was interrupted"
+                return self._carry_out(present, self.plan, self._steps(present, self.plan, views), why)
+            self.plan = present
+            estimate, best = self.estimate(), self._best_now()
+            moved = isinstance(best, Deployment) and not (estimate.fits and same(present, best))
+            wants = self.hysteresis.look(now_s, present, estimate, best, self.intent, moved=moved)
+            if not wants or isinstance(best, Refusal):
+                return None
+            return self._carry_out(present, best, self._steps(present, best, views), self.hysteresis.reason)
 
     def status(self) -> DeploymentStatus:
         """Return what it is."""
+        plan = self.plan
         return DeploymentStatus(
             self.name,
             self.path,
-            str(self.plan.configuration),
-            stages_of(self.plan),
+            str(plan.configuration),
+            stages_of(plan),
             self.intent,
             self.load,
-            self.plan.estimate,
+            plan.estimate,
             self.hysteresis.reason,
             self.changes,
-            len(self.plan.instances),
+            len(plan.instances),
             str(self.replicas),
-            links_of(self.plan, self.chooser.estimator(Load(1, 1)).costs),
+            links_of(plan, self.chooser.estimator(Load(1, 1)).costs),
         )
 
     # -- inside
@@ -248,16 +237,30 @@ class Deployed:
         more = most_served(within, load, lambda count, load: self._best_of(count, load, intent), present)
         return more or best
 
-    def _become(self, best: Deployment, why: str) -> Replanned:
-        """Become what is best, by actions; where nothing is to be done for that, say so."""
-        if told := self._priced(best):
-            return self._carry_out(best, told, why)
-        self.hysteresis.changed(time.monotonic(), why)
-        return Replanned("unchanged", *_names(self.plan, best), (), why)
+    def _present(self, views: RankViews) -> Deployment:
+        """Return the plan as it is now, where ranks were lost, or layers swapped by hand, since it was carried out.
 
-    def _priced(self, best: Deployment) -> tuple[TransitionStep, ...]:
-        steps = steps_between(self.plan, best)
-        return priced(steps, self.chooser, self.plan.configuration, best, self._begin_s)
+        Raises `StateError` where that is not known yet, and where no rank is left.
+        """
+        if rank := self.ranks.awaited:
+            raise StateError(f"rank {rank} of {self.name!r} was lost, and another one begins in its place; try again")
+        if not self.ranks.by_device:
+            raise StateError(f"no rank of {self.name!r} is left, and none comes; remove it, and deploy it anew")
+        if self._carried_out != self.ranks.by_device:
+            return as_seen(self.plan, self.observed(views), self.ranks.by_device, self.ranks.degrees)
+        planned, forms = self.plan.configuration, _forms(views)
+        if not forms or any(planned.weights in each for each in forms.values()):
+            return self.plan
+        weights = self.observed(views).weights
+        present = replace(self.plan, configuration=replace(planned, weights=weights))
+        return replace(present, estimate=self.chooser.now(self.load, self.intent, present))
+
+    def _steps(self, present: Deployment, best: Deployment, views: RankViews) -> tuple[TransitionStep, ...]:
+        """Return what is to be done for the best, with prices; ranks that were replaced have no limits yet."""
+        steps = steps_between(present, best, _forms(views))
+        if not steps and self._carried_out != self.ranks.by_device:
+            steps = (TransitionStep("limit", best.devices),)
+        return priced(steps, self.chooser, present.configuration, best, self._begin_s)
 
     def _check_follows(self, replicas: ReplicaRange) -> None:
         if replicas.follows and self._fixed:
@@ -266,127 +269,77 @@ class Deployed:
                 "device has no room for a rank with all of its layers; give a number"
             )
 
-    def _make_fleet(self, options: dict[str, Any]) -> Fleet:
+    def _options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of the fleet."""
         chosen = self.plan.configuration
         engine = {"kv_cache_dtype": "auto" if chosen.kv == FULL else chosen.kv}
         variants = () if self._by_shares else tuple(form for form in self.chooser.weights if form != FULL)
         stages = tuple(len(stage.layers) for stage in self.plan.instances[0])
-        self._book.reserve_all(self.name, self.plan.devices)
-        return Fleet(
-            self.path,
-            ranks=[[self._place(device)] for device in self.plan.devices],
-            shards=self.chooser.shards,
-            tp=chosen.tp if self._by_shares else 1,
-            pp=stages if self._by_shares and len(stages) > 1 else 1,
-            wrap={"variants": variants, **options.pop("wrap", {})},
-            engine={**engine, **options.pop("engine", {})},
+        return {
+            "shards": self.chooser.shards,
+            "tp": chosen.tp if self._by_shares else 1,
+            "pp": stages if self._by_shares and len(stages) > 1 else 1,
+            "wrap": {"variants": variants, **options.pop("wrap", {})},
+            "engine": {**engine, **options.pop("engine", {})},
             **options,
-        )
+        }
 
-    def _catch_up(self) -> bool:
-        """See what became of lost ranks, have the plan say what there is, and return whether it did not.
+    def _become(self, plan: Deployment, why: str) -> None:
+        """Note what it is now, with the ranks that there are."""
+        self.plan, self._carried_out = plan, dict(self.ranks.by_device)
+        self.hysteresis.changed(time.monotonic(), why)
 
-        Raises `StateError` where that is not known yet, and where no rank is left.
-        """
-        if rank := self._transition.awaited:
-            raise StateError(f"rank {rank} of {self.name!r} was lost, and another one begins in its place; try again")
-        before = dict(self._ranks)
-        self._transition.follow()
-        if not self._ranks:
-            raise StateError(f"no rank of {self.name!r} is left, and none comes; remove it, and deploy it anew")
-        self._forms = forms_at(self.fleet, self._ranks.values())
-        if before == self._ranks and set(before) == set(self.plan.devices):
-            if self.plan.configuration.weights not in self._forms:
-                self._note_form(self.plan.configuration.weights)
-            return False
-        self.plan = as_begun(self.plan, self._ranks.keys(), self._seen)
-        return True
-
-    def _note_form(self, wanted: str) -> None:
-        """Have the plan say in which form layers are, as after a swap by hand; of several not in the `wanted` one."""
-        seen = self._forms & {*self.chooser.weights}
-        forms = sorted(seen - {wanted}) or sorted(seen)
-        if forms and forms[0] != self.plan.configuration.weights:
-            self.plan = replace(self.plan, configuration=replace(self.plan.configuration, weights=forms[0]))
-            self.plan = replace(self.plan, estimate=self.estimate())
-
-    def _seen(self, devices: Iterable[str]) -> Configuration:
-        """Return the configuration that the ranks of some devices are in; without any, that of one that begins."""
-        ranks = [self._ranks[device] for device in devices if device in self._ranks]
-        return observed(self.fleet, ranks) if ranks else Configuration()
-
-    def _place(self, device: str) -> str:
-        """Return a place on a device of its own, with all that is free there."""
-        base, _, label = device.partition("#")
-        slug = re.sub(r"\W", "_", self.name, flags=re.ASCII)
-        own = f"{label}_{slug}_{next(self._numbers)}".lstrip("_")
-        self._places[device] = f"{base}#{own}={self._book.free(self.name)[device]}"
-        return self._places[device]
-
-    def _carry_out(self, best: Deployment, steps: Sequence[TransitionStep], why: str) -> Replanned:
-        began_s, before = time.monotonic(), self.plan
+    def _carry_out(self, present: Deployment, best: Deployment, steps: Sequence[TransitionStep], why: str) -> Replanned:
+        began_s, names, self._carried_out = time.monotonic(), _names(present, best), {}
         try:
-            self._book.reserve_all(self.name, [*self.plan.devices, *best.devices])
+            if steps:
+                self._book.reserve_all(self.name, [*present.devices, *best.devices])
             for step in steps:
                 self._do(step, best)
         except ElasticError as error:
             with suppress(ElasticError):  # a rank is lost meanwhile: the next look sees what there is
-                self._stay(before, best)
-            self.hysteresis.changed(time.monotonic(), f"stopped on the way to {best.configuration}: {error}")
+                present = self._stopped(present, best)
+                if all(stage.nbytes for stage in present.stages):  # it is what it was, or as it was to be
+                    self.ranks.limit(self._shares(present))
+            self._become(present, f"stopped on the way to {best.configuration}: {error}")
             seconds = time.monotonic() - began_s
-            return Replanned("partial", *_names(before, self.plan), tuple(steps), str(error), seconds)
-        moved, names, seconds = not same(before, best), _names(before, best), time.monotonic() - began_s
-        self.plan = best
+            return Replanned("partial", names[0], str(present.configuration), tuple(steps), str(error), seconds)
+        moved = _changes(steps)
         self.changes += moved
-        self.hysteresis.changed(time.monotonic(), why)
+        self._become(best, why)
+        seconds = time.monotonic() - began_s
         return Replanned("applied" if moved else "unchanged", *names, tuple(steps), why, seconds, _moved(steps))
 
     def _do(self, step: TransitionStep, wanted: Deployment) -> None:
-        transition = self._transition
         if step.kind == "limit":
-            self._limit(wanted)
-            return
-        if step.kind in ("part", "share", "drop"):  # keys and values are copied: for that, there is more room
-            free = self._book.free(self.name)
-            for device in step.devices:
-                left = free[device] - transition.held_bytes(device)
-                transition.limit(device, None if transition.budget(device) <= free[device] else max(0, left))
-        transition.do(step)
+            self.ranks.limit(self._shares(wanted))
+        else:
+            self.ranks.do(step)
 
-    def _limit(self, wanted: Deployment) -> None:
-        """Give ranks what they are to have for keys and values, and give the rest of the devices back.
-
-        What live requests have above a limit is given back when they have ended.
-        """
-        estimator, free = self.chooser.estimator(self.load), self._book.free(self.name)
-        transition = self._transition
-        others, limits = dict[str, int](), dict[str, int]()
+    def _shares(self, wanted: Deployment) -> dict[str, RankBytes]:
+        """Return what the rank of each device is to have."""
+        estimator, shares = self.chooser.estimator(self.load), dict[str, RankBytes]()
         for stage in wanted.stages:
-            share = self.chooser.rank_bytes(
-                estimator, wanted.configuration, stage.layers, stage.nbytes, wanted.requests
-            )
-            for device in stage.devices:
-                others[device] = transition.held_bytes(device) + share.activations + share.copied
-                limits[device] = max(0, min(share.kv, free[device] - others[device]))
-                transition.limit(device, limits[device])
-        kept = {device: max(limit, transition.settle(device, limit)) for device, limit in limits.items()}
-        self._above_limits = kept != limits
-        self._book.reserve(self.name, {device: min(free[device], others[device] + kept[device]) for device in kept})
+            about = wanted.configuration, stage.layers, stage.nbytes, wanted.requests
+            shares |= dict.fromkeys(stage.devices, self.chooser.rank_bytes(estimator, *about))
+        return shares
 
-    def _stay(self, before: Deployment, best: Deployment) -> None:
-        """Have the plan say what there is, where a change was stopped on the way to the best."""
-        self._transition.follow()
+    def _stopped(self, before: Deployment, best: Deployment) -> Deployment:
+        """Return what there is where a change was stopped on the way to the best."""
         seen = self.observed()
-        if not self._ranks or (seen == before.configuration and set(self._ranks) == set(before.devices)):
-            return
-        if seen.ranks == 1:
-            stages = tuple(Stage(range(before.stages[-1].layers.stop), (device,), 0) for device in self._ranks)
-            self.plan = replace(before, configuration=seen, stages=stages)
-            return
-        for plan in (before, best):
-            degrees = plan.configuration.tp, plan.configuration.pp
-            if (seen.tp, seen.pp) == degrees and set(self._ranks) == set(plan.devices):
-                self.plan = replace(plan, configuration=seen)
+        degrees = best.configuration.tp, best.configuration.pp
+        plan = best if seen.ranks > 1 and (seen.tp, seen.pp) == degrees else before
+        return as_seen(plan, seen, self.ranks.by_device, self.ranks.degrees)
+
+
+def _forms(views: RankViews) -> dict[str, frozenset[str]]:
+    """Return the forms that layers are in on each device of which that is known."""
+    return {device: forms for (device, _), view in views.items() if (forms := forms_in(view))}
+
+
+def _changes(steps: Sequence[TransitionStep]) -> bool:
+    """Return whether steps lead to another configuration, not only to other limits."""
+    return any(step.kind != "limit" for step in steps)
 
 
 def _moved(steps: Sequence[TransitionStep]) -> int:

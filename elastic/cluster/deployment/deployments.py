@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ from elastic.cluster.deployment.deployed import Deployed
 from elastic.cluster.deployment.devices import DeviceBook
 from elastic.cluster.deployment.harvest import Harvester
 from elastic.cluster.deployment.hysteresis import Replanning
+from elastic.cluster.deployment.ranks import RankViews
 from elastic.cluster.deployment.status import DeploymentStatus, DeviceStatus, Replanned
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.ticks import TickThread
@@ -273,11 +275,12 @@ class Deployments:
     def _tick(self) -> None:
         with self._lock:  # what has come while it was waited for is told of before it is measured
             now_s, deployed = time.monotonic(), list(self._deployed.values())
-            self._book.busy.tell(now_s, *_busy(deployed))
+            views = {each.name: each.ranks.look() for each in deployed}
+            self._book.busy.tell(now_s, *_busy(views))
             if self._harvester is not None:
                 self._harvester.tick(now_s, deployed)
             for each in deployed:
-                self._look(each, now_s)
+                each.looks.attempt(partial(self._look, each, now_s, views[each.name]))
 
     def _begin(self, name: str, deployed: Deployed) -> DeploymentStatus:
         """Start a deployment, beside changes of others; it is one of them when it serves."""
@@ -287,7 +290,7 @@ class Deployments:
                 if not self._ended:
                     self._deployed[name] = deployed
                     return deployed.status()
-            deployed.stop(drain=False)  # whoever stopped all may have looked before it could be ended
+            deployed.ranks.stop(drain=False)  # whoever stopped all may have looked before it could be ended
             raise StateError(f"the deployments were stopped while {name!r} began")
         finally:
             with self._lock:
@@ -299,20 +302,17 @@ class Deployments:
         if deployed is None:
             return  # somebody else has ended it
         try:
-            deployed.stop(drain=drain)
+            deployed.ranks.stop(drain=drain)
         except ElasticError:
             self._deployed[name] = deployed
             raise
         finally:
             self._ending.pop(name, None)
 
-    def _look(self, deployed: Deployed, now_s: float) -> None:
-        try:
-            deployed.give_back()
-            changed = deployed.look(now_s) if self._watches else None
-        except ElasticError as error:  # it serves on as it is
-            logger.warning("deployment %s cannot be planned anew: %s", deployed.name, error)
-            return
+    def _look(self, deployed: Deployed, now_s: float, views: RankViews) -> None:
+        """Look at a deployment; where that fails it serves on as it is, and others are looked at."""
+        deployed.give_back()
+        changed = deployed.look(now_s, views) if self._watches else None
         if changed is not None:
             logger.info("%s: %s to %s, %s", deployed.name, changed.before, changed.after, changed.why)
 
@@ -360,16 +360,15 @@ def describe(intent: Intent) -> str:
     return ", ".join([f"the least {intent.objective}", *kept])
 
 
-def _busy(deployed: Sequence[Deployed]) -> tuple[dict[tuple[str, str, str], float], dict[str, float]]:
-    """Return for how long each rank has computed, by its device, model and name; and how busy devices are, by NVML."""
+def _busy(views: Mapping[str, RankViews]) -> tuple[dict[tuple[str, str, str], float], dict[str, float]]:
+    """Return for how long each rank has computed, by its device, model and name; and how busy devices are, by NVML.
+
+    `views` are those of each model's ranks.
+    """
     told, utilization = {}, dict[str, float]()
-    for each in deployed:
-        for device, rank in each.ranks.items():
-            try:
-                view = each.fleet.look(rank)
-            except ElasticError:  # it has just gone
-                continue
-            told[device, each.name, rank] = view.times.busy_s
+    for model, ranks in views.items():
+        for (device, rank), view in ranks.items():
+            told[device, model, rank] = view.times.busy_s
             if view.utilization is not None:
                 utilization[device] = max(view.utilization, utilization.get(device, 0.0))
     return told, utilization

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from elastic.cluster.deployment.status import StepKind, TransitionStep
 from elastic.planning.deployment.devices import Stage
@@ -16,34 +17,40 @@ def same(now: Deployment, wanted: Deployment) -> bool:
     return now.configuration == wanted.configuration and _cut(now.stages) == _cut(wanted.stages)
 
 
-def steps_between(now: Deployment, wanted: Deployment) -> tuple[TransitionStep, ...]:
+def steps_between(
+    now: Deployment, wanted: Deployment, forms: Mapping[str, Collection[str]] = MappingProxyType({})
+) -> tuple[TransitionStep, ...]:
     """Return what is to be done, in order. While it is done, all requests are served by the ranks that are there.
+
+    `forms` says of devices in which forms the layers of their ranks are, where that is not the configuration's.
 
     Ranks that are needed come first. Ranks of which the layers are shared, or in stages, compute whole models in full
     weights again before some of them leave, or share them otherwise: their requests then have where to go. Only full
     weights are shared or dropped; then each rank swaps what it has. Instances that stay as they are are not touched.
     """
-    if same(now, wanted):
-        return (TransitionStep("limit", wanted.devices),) if now.stages != wanted.stages else ()
     there, then = _layers(now), _layers(wanted)
-    form, other = wanted.configuration.weights, now.configuration.weights != wanted.configuration.weights
-    kept = {
-        name for stages in wanted.instances if _cut(stages) in _cuts(now) for each in stages for name in each.devices
-    }
-    parted = [name for name in there if name not in kept] if now.configuration.ranks > 1 else []
-    restored = [name for name in there if name in parted or (name in then and (other or name not in kept))]
-    swapped = _step("swap", [name for name in then if other or name not in kept], then, form)
+    form = wanted.configuration.weights
+    seen = {name: {*forms.get(name, (now.configuration.weights,))} for name in there}
+    parts = now.configuration.ranks > 1 and wanted.configuration.ranks == 1  # also what a stopped change left shared
+    alike = [stages for stages in wanted.instances if not parts and _cut(stages) in _cuts(now)]
+    stay = {name for stages in alike for each in stages for name in each.devices}
+    other = [name for name in then if name not in stay or not seen[name] <= {form}]
+    if not other and there.keys() == then.keys():
+        return (TransitionStep("limit", wanted.devices),) if now.stages != wanted.stages else ()
+    parted = [name for name in there if name not in stay] if now.configuration.ranks > 1 else []
+    restored = [name for name in there if not seen[name] <= {FULL} and (name in parted or name in other)]
+    swapped = _step("swap", other, then, form) if form != FULL else []
     steps = [
         *_step("add", [name for name in then if name not in there]),
-        *(_step("restore", restored, there) if now.configuration.weights != FULL else ()),
+        *_step("restore", restored, there),
         *_step("part", parted),
-        *(swapped if form != FULL and wanted.configuration.ranks == 1 else ()),
+        *(swapped if wanted.configuration.ranks == 1 else ()),
         *_step("remove", [name for name in there if name not in then]),
     ]
     for stages in wanted.instances:
-        if _cut(stages) not in _cuts(now):
+        if stages not in alike:
             steps += grouping(stages)
-    if form != FULL and wanted.configuration.ranks > 1:
+    if wanted.configuration.ranks > 1:
         steps += swapped
     return (*steps, TransitionStep("limit", wanted.devices))
 
@@ -63,25 +70,26 @@ def whole(wanted: Deployment) -> Deployment:
     return replace(wanted, configuration=replace(wanted.configuration, tp=1, pp=1, weights=FULL), stages=stages)
 
 
-def as_begun(
-    plan: Deployment, present: Collection[str], seen: Callable[[Collection[str]], Configuration]
+def as_seen(
+    plan: Deployment,
+    seen: Configuration,
+    present: Collection[str],
+    degrees: Callable[[Collection[str]], tuple[int, int]],
 ) -> Deployment:
-    """Return a plan with ranks that took the place of lost ones, and those that these left, as they begin.
+    """Return a plan with the ranks that there are: instances that are not what they were to be are ranks by themselves.
 
-    Instances whose ranks began with their shares are what they were, and so are those that lost none. Ranks of no
-    instance are there where a change was stopped. `present` are the devices with ranks; `seen` says in which
-    configuration those of some devices are.
+    So are ranks of no instance, as where a change was stopped, and those that took the place of lost ones, unless they
+    began with their shares. `seen` is the configuration that the ranks of all `present` devices are in, `degrees` says
+    which TP and PP some of them have.
     """
     wanted, stages = plan.configuration, list[Stage]()
     for instance in plan.instances:
         names = {name for stage in instance for name in stage.devices}
-        now, whole_yet = seen(names), names.issubset(present)
-        stays = wanted.ranks > 1 and whole_yet and (now.tp, now.pp) == (wanted.tp, wanted.pp)
-        stages += instance if stays else apart(instance)
+        stays = names.issubset(present) and degrees(names) == (wanted.tp, wanted.pp)
+        stages += instance if stays else [each for each in apart(instance) if each.devices[0] in present]
     every = range(plan.stages[-1].layers.stop)
-    stages = [stage for stage in stages if set(stage.devices).issubset(present)]
     stages += [Stage(every, (name,), 0) for name in present if all(name not in each.devices for each in stages)]
-    return replace(whole(plan) if wanted.ranks == 1 else plan, stages=tuple(stages))
+    return replace(plan, configuration=seen, stages=tuple(stages))
 
 
 def apart(stages: Sequence[Stage]) -> list[Stage]:

@@ -18,7 +18,7 @@ from elastic.cluster.deployment.choice import Chooser, FleetOption, settled
 from elastic.cluster.deployment.deployed import Deployed
 from elastic.cluster.deployment.deployments import Deployments
 from elastic.cluster.deployment.devices import DeviceBook
-from elastic.cluster.deployment.transition import forms_at
+from elastic.cluster.deployment.ranks import forms_in
 from elastic.engines.base import Request
 from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.estimation.device_list import parse_devices
@@ -112,16 +112,15 @@ def test_a_swap_by_hand_is_seen_and_undone_by_the_next_change(
     fleet.deploy(paths["qwen3"], intent, load=LOAD, name="model", replicas=2)
     deployed = fleet._named("model")
     assert deployed.plan.configuration.weights == "full"
-    rank = list(deployed.ranks.values())[1]
+    rank = list(deployed.ranks.by_device.values())[1]
     fleet["model"].apply(rank, Swap(swapped, "int8"))
-    deployed.look(time.monotonic())
+    deployed.look(time.monotonic(), deployed.ranks.look())
     seen = deployed.plan
     told = fleet.intend("model", intent, dry_run=True)
     assert (told.status, [step.kind for step in told.steps]) == ("planned", ["restore", "limit"])
     assert deployed.plan is seen
     assert fleet.intend("model", intent).status == "applied"
-    assert forms_at(fleet["model"], [rank]) == {"full"}
-    assert forms_at(fleet["model"], ["gone"]) == frozenset()
+    assert forms_in(fleet["model"].look(rank)) == {"full"}
     sent = requests()
     assert tokens(serve(fleet["model"], sent), sent) == expected["qwen3"]
     assert fleet.intend("model", intent).status == "unchanged"
@@ -132,9 +131,42 @@ def test_status_tells_the_form_that_all_layers_were_swapped_to_by_hand(fleet: De
     deployed = fleet._named("model")
     layers = tuple(range(fleet["model"].look("r0").status.layers))
     fleet["model"].apply("r0", Swap(layers, "int8"))
-    deployed.look(time.monotonic())
+    deployed.look(time.monotonic(), deployed.ranks.look())
     (status,) = fleet.status()
     assert (status.configuration, str(status.estimate.configuration)) == ("TP1 PP1 int8", "TP1 PP1 int8")
+
+
+def test_a_form_that_it_may_not_have_cannot_stay(paths: Any) -> None:
+    engine = {**OPTIONS["fleet"], "wrap": {"variants": ("int4",)}}
+    with Deployments(DEVICES, **{**OPTIONS, "fleet": engine}) as fleet:
+        fleet.deploy(paths["qwen3"], load=LOAD, name="model")
+        deployed = fleet._named("model")
+        began_s = time.monotonic()
+        layers = range(fleet["model"].look("r0").status.layers)
+        fleet["model"].apply("r0", Swap(tuple(layers), "int4"))
+        assert deployed.look(began_s, deployed.ranks.look()) is None
+        assert fleet.status()[0].configuration == "TP1 PP1 int4"
+        assert deployed.estimate().why_not == "it may have full"
+        done = deployed.look(began_s + 11, deployed.ranks.look())
+        assert done is not None
+        assert (done.status, done.after) == ("applied", "TP1 PP1 full")
+        assert forms_in(fleet["model"].look("r0")) == {"full"}
+
+
+def test_what_a_stopped_change_had_taken_of_devices_is_given_back(
+    fleet: Deployments, paths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.deploy(paths["qwen3"], "latency", load=LOAD, name="model")
+    before, ranks = [device.free_bytes for device in fleet.devices()], fleet._named("model").ranks
+
+    def refuse(*_: Any) -> None:
+        raise StateError("not now")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ranks, "do", refuse)
+        stopped = fleet.intend("model", Intent("latency", quality_loss=0.0))
+    assert (stopped.status, stopped.before, stopped.after) == ("partial", "TP1 PP1 int8", "TP1 PP1 int8")
+    assert [device.free_bytes for device in fleet.devices()] == before
 
 
 def test_an_intent_changes_the_configuration_under_requests(fleet: Deployments, paths: Any) -> None:
@@ -187,7 +219,7 @@ def test_ranks_come_go_and_share_layers_and_every_token_is_the_models(
         monkeypatch.setattr(Chooser, "choose", lambda *_, wanted=wanted: wanted)
         assert fleet.intend("model").status == "applied"
         assert deployed.observed() == configuration
-        assert {device[-1] for device in deployed.ranks} == set(devices)
+        assert {device[-1] for device in deployed.ranks.by_device} == set(devices)
     heard.wait([request.id for request in sent])
     assert tokens(heard, sent) == expected["qwen3"] * 6
     fleet["model"].check()
@@ -211,11 +243,11 @@ def test_replicas_share_the_requests_and_changes_of_the_intent_keep_them(
     assert (fleet.status()[0].replicas, deployed.observed()) == (2, Configuration())
     assert done.status in ("applied", "unchanged")
     assert fleet.intend("model", replicas=3).status == "applied"
-    assert len(deployed.ranks) == fleet.status()[0].replicas == 3
+    assert len(deployed.ranks.by_device) == fleet.status()[0].replicas == 3
     with pytest.raises(CapacityError, match="replica 4 of 4: 1 devices are needed, of 0"):
         fleet.intend("model", replicas=4)
     assert fleet.intend("model", replicas=1).status == "applied"
-    (kept,) = deployed.ranks
+    (kept,) = deployed.ranks.by_device
     assert [device.name for device in fleet.devices() if device.free_bytes < device.memory_bytes] == [kept]
     heard.wait([request.id for request in sent])
     assert {len(got) for got in tokens(heard, sent)} == {NEW}
@@ -247,7 +279,7 @@ def test_replicas_that_share_layers_come_and_go_beside_one_that_stays(
         done = fleet.intend("model", replicas=1)
         assert [step.kind for step in done.steps] == ["part", "remove", "limit"]
         (group,) = fleet["model"].groups()
-        assert set(group.members) == set(deployed.ranks.values())
+        assert set(group.members) == set(deployed.ranks.by_device.values())
         heard.wait([request.id for request in sent])
         assert tokens(heard, sent) == expected["qwen3"]
         assert fleet.intend("model", replicas=2).status == "applied"
@@ -300,7 +332,7 @@ def test_stages_are_in_a_variant_and_take_full_weights_back(
         assert (done.status, done.moved_bytes) == ("applied", told.moved_bytes)
         assert deployed.observed() == configuration
         for stage in deployed.plan.stages:
-            homes = fleet["model"].look(deployed.ranks[stage.devices[0]]).status.residencies.values()
+            homes = fleet["model"].look(deployed.ranks.by_device[stage.devices[0]]).status.residencies.values()
             form = "float32" if configuration.weights == "full" else configuration.weights
             assert [home.variant for (home,) in homes if home.place != "dropped"] == [form] * len(stage.layers)
     heard.wait([request.id for request in sent])
@@ -329,7 +361,7 @@ def test_a_change_that_is_stopped_on_the_way_loses_no_request(
         stopped = fleet.intend("model")
     assert (stopped.status, stopped.why) == ("partial", "the ranks cannot reach each other")
     assert deployed.observed() == Configuration()
-    assert len(deployed.ranks) == 2, "the rank that came stays, and serves"
+    assert len(deployed.ranks.by_device) == 2, "the rank that came stays, and serves"
     assert "stopped on the way to TP2 PP1 full" in fleet.status()[0].reason
     assert fleet.intend("model").status == "applied"
     assert deployed.observed() == Configuration(2)
@@ -479,10 +511,10 @@ def test_load_and_memory_change_a_deployment_by_themselves(paths: Any) -> None:
         deployed, heard, sent = fleet._named("model"), Collector(), requests(2)
         for request in sent:
             fleet["model"].submit(request, heard)
-        (home,) = deployed.ranks
+        (home,) = deployed.ranks.by_device
         fleet.resize(home, "64KiB")
         wait_until(lambda: fleet.status()[0].changes == 1, fleet)
-        assert home not in deployed.ranks
+        assert home not in deployed.ranks.by_device
         heard.wait([request.id for request in sent])
         assert {heard.ends[request.id].finish for request in sent} == {"length"}
         assert not next(device for device in fleet.devices() if device.name == home).models
@@ -507,13 +539,13 @@ def test_a_look_at_what_has_not_changed_estimates_nothing_anew(
         return cost(self, configuration, *args)
 
     monkeypatch.setattr(Estimator, "instance_cost", counted)
-    deployed.look(began_s)
+    deployed.look(began_s, deployed.ranks.look())
     first = len(asked)
-    looks = [deployed.look(began_s + seconds) for seconds in range(1, 4)]
+    looks = [deployed.look(began_s + seconds, deployed.ranks.look()) for seconds in range(1, 4)]
     assert looks == [None] * 3
     assert 0 < first == len(asked)
     deployed.meter.expected = replace(LOAD, rate=1.3)
-    deployed.look(began_s + 4)
+    deployed.look(began_s + 4, deployed.ranks.look())
     second = len(asked)
     assert second > first, "another load"
     kinds = deployed.chooser.layout.kinds
@@ -529,7 +561,7 @@ def test_more_load_gets_more_room_without_another_configuration(fleet: Deploymen
     deployed = fleet._named("model")
     before = sum(device.free_bytes for device in fleet.devices())
     deployed.meter.expected = replace(LOAD, prompt=300, new=200)
-    looks = (deployed.look(time.monotonic() + seconds) for seconds in (0, 20))
+    looks = (deployed.look(time.monotonic() + seconds, deployed.ranks.look()) for seconds in (0, 20))
     assert [changed and changed.status for changed in looks] == [None, "unchanged"]
     assert sum(device.free_bytes for device in fleet.devices()) < before
     assert deployed.estimate().fits
@@ -549,11 +581,11 @@ def test_instances_come_and_go_with_the_load(
     def instances_at(rate: float) -> int:
         deployed.meter.expected = replace(LOAD, rate=rate)
         began_s = next(times)
-        assert deployed.look(began_s) is None, "not for a moment's load"
+        assert deployed.look(began_s, deployed.ranks.look()) is None, "not for a moment's load"
         sent.extend(more := requests())
         for request in more:
             fleet["model"].submit(request, heard)
-        changed = deployed.look(began_s + 20)
+        changed = deployed.look(began_s + 20, deployed.ranks.look())
         assert changed is None or changed.status == "applied", changed
         return fleet.status()[0].replicas
 
@@ -579,7 +611,7 @@ def test_instances_come_and_go_with_the_load(
     assert tokens(heard, sent) == expected["qwen3"] * 6
     fleet["model"].check()
     assert fleet.intend("model", replicas="2-3").status == "applied"
-    assert len(deployed.ranks) == fleet.status()[0].replicas == 2, "the least that was asked for"
+    assert len(deployed.ranks.by_device) == fleet.status()[0].replicas == 2, "the least that was asked for"
 
 
 @pytest.mark.slow
@@ -597,10 +629,10 @@ def test_a_rank_that_takes_the_place_of_a_lost_stage_gets_its_layers_in_the_vari
     assert deployed.observed() == wanted
     fleet["model"].kill("r1")
     wait_until(lambda: [r.name for r in fleet["model"].status().ranks if r.state == "serving"] == ["r0", "r2"], fleet)
-    told = deployed.look(time.monotonic())
+    told = deployed.look(time.monotonic(), deployed.ranks.look())
     assert told is not None
     assert (told.status, told.why) == ("applied", "a rank was lost, and replaced")
-    assert (deployed.observed(), set(deployed.ranks.values())) == (wanted, {"r0", "r2"})
+    assert (deployed.observed(), set(deployed.ranks.by_device.values())) == (wanted, {"r0", "r2"})
     sent = requests()
     assert {len(got) for got in tokens(serve(fleet["model"], sent), sent)} == {NEW}
     fleet["model"].check()
@@ -613,9 +645,9 @@ def test_a_rank_that_takes_the_place_of_a_lost_one_gets_the_configuration(fleet:
     limit = fleet["model"].look("r0").status.kv[0].limit_bytes
     fleet["model"].kill("r0")
     wait_until(lambda: [r.name for r in fleet["model"].status().ranks if r.state == "serving"] == ["r1"], fleet)
-    told = deployed.look(time.monotonic())
+    told = deployed.look(time.monotonic(), deployed.ranks.look())
     assert told is not None
     assert (told.status, told.why) == ("applied", "a rank was lost, and replaced")
     assert deployed.observed() == Configuration(weights="int8")
-    assert deployed.ranks == {"cpu#a": "r1"}
+    assert deployed.ranks.by_device == {"cpu#a": "r1"}
     assert fleet["model"].look("r1").status.kv[0].limit_bytes == limit

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +16,7 @@ from elastic.cluster.deployment.hysteresis import Hysteresis, Replanning
 from elastic.cluster.deployment.load_meter import LoadMeter, _upward
 from elastic.controller.snapshot import RequestStats
 from elastic.engines.pipeline.turn import StageTimes
-from elastic.errors import CapacityError, ConfigError, StateError
+from elastic.errors import CapacityError, ConfigError
 from elastic.planning.deployment.devices import Stage
 from elastic.planning.deployment.placing import Deployment, Refusal
 from elastic.planning.estimate.configuration import Configuration
@@ -175,16 +173,11 @@ def test_a_device_is_as_busy_as_the_larger_of_what_ranks_and_nvml_say() -> None:
 
 
 def test_utilization_comes_to_the_book_with_a_look_at_each_rank() -> None:
-    class Fleet:
-        def look(self, rank: str) -> RuntimeView:
-            if rank == "gone":
-                raise StateError("it has gone")
-            utilization = {"r0": 0.3, "r1": 0.6, "r2": None}[rank]
-            return RuntimeView(None, None, times=StageTimes(busy_s=2.0), utilization=utilization)
+    def view(utilization: float | None) -> RuntimeView:
+        return RuntimeView(None, None, times=StageTimes(busy_s=2.0), utilization=utilization)
 
-    ranks = {"one": {"a": "r0", "b": "r2", "c": "gone"}, "two": {"a": "r1"}}
-    deployed: list[Any] = [SimpleNamespace(name=name, ranks=each, fleet=Fleet()) for name, each in ranks.items()]
-    seconds, utilization = _busy(deployed)
+    views = {"one": {("a", "r0"): view(0.3), ("b", "r2"): view(None)}, "two": {("a", "r1"): view(0.6)}}
+    seconds, utilization = _busy(views)
     assert seconds == {("a", "one", "r0"): 2.0, ("b", "one", "r2"): 2.0, ("a", "two", "r1"): 2.0}
     assert utilization == {"a": 0.6}
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from elastic.cluster.deployment.deployments import Deployments
+from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.instance import Instance
 from elastic.engines.base import Request
 from elastic.errors import StateError
@@ -65,10 +66,10 @@ def test_a_change_waits_until_a_lost_rank_is_replaced(fleet: Deployments, path: 
     with pytest.raises(StateError, match="rank r0 of 'model' was lost, and another one begins in its place; try again"):
         fleet.intend("model", replicas=2)
     deployed = fleet._named("model")
-    assert deployed.look(time.monotonic()) is None
-    wait_until(lambda: not deployed._transition.awaited)
+    assert deployed.look(time.monotonic(), deployed.ranks.look()) is None
+    wait_until(lambda: not deployed.ranks.awaited)
     assert fleet.intend("model", replicas=2).status == "applied"
-    assert set(deployed.ranks.values()) == serving(fleet) == {"r1", "r2"}
+    assert set(deployed.ranks.by_device.values()) == serving(fleet) == {"r1", "r2"}
 
 
 def test_a_rank_that_is_lost_in_the_middle_of_a_change_leaves_none_that_nobody_knows(
@@ -87,12 +88,12 @@ def test_a_rank_that_is_lost_in_the_middle_of_a_change_leaves_none_that_nobody_k
     stopped = fleet.intend("model", replicas=2)
     assert stopped.status == "partial"
     monkeypatch.undo()
-    wait_until(lambda: not deployed._transition.awaited)
+    wait_until(lambda: not deployed.ranks.awaited)
     assert fleet.intend("model", replicas=2).status in ("applied", "unchanged")
     assert len(serving(fleet)) == fleet.status()[0].replicas == 2
-    assert set(deployed.ranks.values()) == serving(fleet)
+    assert set(deployed.ranks.by_device.values()) == serving(fleet)
     assert fleet.intend("model", replicas=1).status == "applied"
-    assert set(deployed.ranks.values()) == serving(fleet)
+    assert set(deployed.ranks.by_device.values()) == serving(fleet)
     heard = serve(engine, [Request(PROMPT, 8, id="last", ignore_eos=True)])
     assert heard.tokens["last"] == continuation(architectures.build("llama-gqa"), PROMPT, 8)
 
@@ -101,10 +102,10 @@ def test_ranks_that_none_replaces_are_forgotten_and_others_come(fleet: Deploymen
     fleet.deploy(path, load=LOAD, name="model", replicas=2, fleet={"replace": False})
     deployed = fleet._named("model")
     fleet["model"].kill("r1")
-    told = deployed.look(time.monotonic())
+    told = deployed.look(time.monotonic(), deployed.ranks.look())
     assert told is not None
     assert (told.status, [step.kind for step in told.steps]) == ("applied", ["add", "limit"])
-    assert set(deployed.ranks.values()) == serving(fleet) == {"r0", "r2"}
+    assert set(deployed.ranks.by_device.values()) == serving(fleet) == {"r0", "r2"}
     fleet["model"].kill("r0")
     fleet["model"].kill("r2")
     with pytest.raises(StateError, match="no rank of 'model' is left, and none comes; remove it, and deploy it anew"):
@@ -125,3 +126,89 @@ def test_requests_of_a_lost_rank_are_finished_by_the_next_one_where_their_deploy
     fleet.remove("model")
     assert heard.ends["last"].finish == "length"
     assert heard.tokens["last"] == continuation(architectures.build("llama-gqa"), PROMPT, 60)
+
+
+def test_a_rank_that_is_lost_as_it_begins_is_told_in_words(
+    fleet: Deployments, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Fleet.start
+
+    def start_and_lose(engine: Fleet) -> None:
+        start(engine)
+        engine.kill("r0")
+
+    monkeypatch.setattr(Fleet, "start", start_and_lose)
+    with pytest.raises(StateError, match=r"the rank of 'model' on cpu#\w was lost meanwhile; try again"):
+        fleet.deploy(path, load=LOAD, name="model", weights=("int8",), replicas=2)
+    assert fleet.names() == ()
+    assert all(device.free_bytes == device.memory_bytes for device in fleet.devices())
+
+
+@pytest.mark.parametrize("weights", [("int8",), ("full", "int8")])
+def test_a_dry_run_leaves_a_replaced_rank_to_get_the_configuration(
+    weights: tuple[str, ...], fleet: Deployments, path: str
+) -> None:
+    """It begins with full weights, which may be a form that the deployment may not have."""
+    fleet.deploy(path, "latency", load=LOAD, name="model", weights=weights)
+    deployed = fleet._named("model")
+    assert deployed.plan.configuration.weights == "int8"
+    fleet["model"].kill("r0")
+    wait_until(lambda: not deployed.ranks.awaited)
+    told = fleet.intend("model", dry_run=True)
+    assert (told.status, told.before, told.after) == ("planned", "TP1 PP1 full", "TP1 PP1 int8")
+    done = deployed.look(time.monotonic(), deployed.ranks.look())
+    assert done is not None
+    assert (done.status, done.why) == ("applied", "a rank was lost, and replaced")
+    assert deployed.observed().weights == "int8"
+
+
+def test_a_rank_that_is_lost_while_requests_have_more_than_its_limit_gets_the_configuration(
+    fleet: Deployments, path: str
+) -> None:
+    fleet.deploy(path, load=Load(64, 64, 8.0), name="model")
+    engine, deployed, heard = fleet["model"], fleet._named("model"), Collector()
+    for number in range(8):
+        engine.submit(Request(PROMPT, 80, id=str(number), ignore_eos=True), heard)
+    heard.wait_for_tokens("0", 2)
+    fleet.intend("model", load=Load(1, 1, 0.1))
+    deployed.ranks.above_limits = True  # as where requests take long
+    engine.kill("r0")
+    wait_until(lambda: not deployed.ranks.awaited)
+    fleet._look(deployed, time.monotonic(), deployed.ranks.look())
+    told = deployed.look(time.monotonic(), deployed.ranks.look())
+    assert told is not None
+    assert told.why == "a rank was lost, and replaced"
+    assert set(deployed.ranks.by_device.values()) == serving(fleet) == {"r1"}
+    heard.wait([str(number) for number in range(8)])
+    assert {end.finish for end in heard.ends.values()} == {"length"}
+
+
+def test_a_change_that_was_interrupted_is_put_right(
+    fleet: Deployments, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.deploy(path, load=LOAD, name="model")
+    engine, deployed = fleet["model"], fleet._named("model")
+    add = engine.add
+
+    def add_and_interrupt(*places: Any) -> str:
+        add(*places)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "add", add_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        fleet.intend("model", replicas=2)
+    told = deployed.look(time.monotonic(), deployed.ranks.look())
+    assert told is not None
+    assert (told.why, [step.kind for step in told.steps]) == ("a change was interrupted", ["remove", "limit"])
+    assert set(deployed.ranks.by_device.values()) == serving(fleet) == {"r0"}
+    assert sorted(device.free_bytes == device.memory_bytes for device in fleet.devices()) == [False, True]
+
+
+def test_one_look_at_a_rank_suffices_for_a_tick(fleet: Deployments, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet.deploy(path, load=LOAD, name="model", replicas=2)
+    engine, looks = fleet["model"], list[str]()
+    look = engine.look
+    monkeypatch.setattr(engine, "look", lambda rank: (looks.append(rank), look(rank))[1])
+    monkeypatch.setattr(fleet, "_watches", True)
+    fleet._tick()
+    assert sorted(looks) == ["r0", "r1"]

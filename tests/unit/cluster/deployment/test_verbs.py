@@ -14,6 +14,7 @@ import elastic
 from elastic.cluster.deployment.deployed import Deployed
 from elastic.cluster.deployment.deployments import Deployments
 from elastic.cluster.deployment.hysteresis import Replanning
+from elastic.cluster.deployment.ranks import DeployedRanks, RankViews
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.errors import ConfigError, NotFound, StateError
 from elastic.planning.estimate.performance import Load
@@ -97,17 +98,17 @@ def test_one_that_ends_holds_up_no_other_and_stopping_all_does_not_wait_for_its_
 ) -> None:
     fleet.deploy(path, load=LOAD, name="ends")
     fleet.deploy(path, load=LOAD, name="stays")
-    stop, begun, may_end = Deployed.stop, threading.Event(), threading.Event()
+    stop, begun, may_end = DeployedRanks.stop, threading.Event(), threading.Event()
 
-    def patient(deployed: Deployed, *, drain: bool = True) -> None:
+    def patient(ranks: DeployedRanks, *, drain: bool) -> None:
         if drain:
             begun.set()
             may_end.wait(20)
         else:
             may_end.set()  # as a fleet cancels the requests for which another call waits
-        stop(deployed, drain=False)
+        stop(ranks, drain=False)
 
-    monkeypatch.setattr(Deployed, "stop", patient)
+    monkeypatch.setattr(DeployedRanks, "stop", patient)
     ending = threading.Thread(target=fleet.remove, args=("ends",))
     ending.start()
     assert begun.wait(30)
@@ -202,7 +203,7 @@ def test_two_that_begin_at_once_both_find_room(path: Path, monkeypatch: pytest.M
 def test_a_fault_in_a_look_ends_no_later_ones(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
 
-    def look(deployed: Deployed, now_s: float) -> None:
+    def look(deployed: Deployed, now_s: float, views: RankViews) -> None:
         looks.append(now_s)
         raise ValueError("a fault")
 
