@@ -122,7 +122,7 @@ def forced(deployed: Deployed, configuration: Configuration, load: Load) -> bool
     placed = settled(found[0], placed, states)
     deployed.chooser.choose = lambda *_, **__: placed  # type: ignore[method-assign]
     try:
-        deployed.change(Intent(), load, "measured")
+        deployed.change(Intent(), load)
     finally:
         del deployed.chooser.choose  # type: ignore[method-assign]
     return True

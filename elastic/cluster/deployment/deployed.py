@@ -27,6 +27,8 @@ from elastic.planning.estimate.configuration import FULL, Configuration, forms_o
 from elastic.planning.estimate.intent import Intent
 from elastic.planning.estimate.performance import Load
 from elastic.planning.estimate.ranking import Estimate, RankBytes
+from elastic.quant.variants.variant import Variant
+from elastic.runtime.options import one_or_several
 
 
 class Deployed:
@@ -153,18 +155,23 @@ class Deployed:
         return best_deployment(within, load, intent.objective, of, present=present, slack=slack, better=better)
 
     def change(
-        self, intent: Intent, load: Load, why: str, *, replicas: ReplicaRange | None = None, dry_run: bool = False
+        self,
+        intent: Intent | None = None,
+        load: Load | None = None,
+        replicas: ReplicaRange | None = None,
+        *,
+        dry_run: bool = False,
     ) -> Replanned:
         """Have it be as is best for an intent and a load, by actions, while it serves; with `dry_run`, say how.
 
-        It has so many `replicas` then; None: as many as were said last.
-
-        Raises `CapacityError` with the reasons where nothing fits; then it stays as it is, with the intent it had. One
-        that is stopped on the way is `partial`, and stays so until it is changed again.
+        What is None is what it was last. Raises `CapacityError` with the reasons where nothing fits; then it stays as
+        it is, with the intent it had. One that is stopped on the way is `partial`, and stays so until it is changed
+        again.
         """
         with self._lock:
-            self._check_follows(replicas or self.replicas)
-            views = self.ranks.look()
+            intent, replicas = intent or self.intent, replicas or self.replicas
+            self._check_follows(replicas)
+            views, why = self.ranks.look(), f"the intent is {_in_words(intent)}"
             present, best = self._present(views), self.best(load, intent, replicas)
             if isinstance(best, Refusal):
                 raise no_place(self.name, best)
@@ -173,7 +180,7 @@ class Deployed:
                 seconds = sum(step.seconds for step in steps)
                 status: Literal["planned", "unchanged"] = "planned" if _changes(steps) else "unchanged"
                 return Replanned(status, *_names(present, best), steps, why, seconds, _moved(steps))
-            self.intent, self.replicas = intent, replicas or self.replicas
+            self.intent, self.replicas, self.meter.expected = intent, replicas, load or self.meter.expected
             return self._carry_out(present, best, steps, why)
 
     def give_back(self) -> None:
@@ -273,13 +280,17 @@ class Deployed:
         """Return the options of the fleet."""
         chosen = self.plan.configuration
         engine = {"kv_cache_dtype": "auto" if chosen.kv == FULL else chosen.kv}
-        variants = () if self._by_shares else tuple(form for form in self.chooser.weights if form != FULL)
+        wrap = {"variants": (), **options.pop("wrap", {})}
+        if not self._by_shares:
+            said = one_or_several(wrap["variants"], (str, Variant), "variants", "'int4'")
+            names = {FULL, *(getattr(each, "name", each) for each in said)}
+            wrap["variants"] = (*said, *(form for form in self.chooser.weights if form not in names))
         stages = tuple(len(stage.layers) for stage in self.plan.instances[0])
         return {
             "shards": self.chooser.shards,
             "tp": chosen.tp if self._by_shares else 1,
             "pp": stages if self._by_shares and len(stages) > 1 else 1,
-            "wrap": {"variants": variants, **options.pop("wrap", {})},
+            "wrap": wrap,
             "engine": {**engine, **options.pop("engine", {})},
             **options,
         }
@@ -330,6 +341,12 @@ class Deployed:
         degrees = best.configuration.tp, best.configuration.pp
         plan = best if seen.ranks > 1 and (seen.tp, seen.pp) == degrees else before
         return as_seen(plan, seen, self.ranks.by_device, self.ranks.degrees)
+
+
+def _in_words(intent: Intent) -> str:
+    bounds = {"latency, s": intent.latency_s, "GiB s": intent.cost, "nats of loss": intent.quality_loss}
+    kept = [f"at most {value:g} {name}" for name, value in bounds.items() if value is not None]
+    return ", ".join([f"the least {intent.objective}", *kept])
 
 
 def _forms(views: RankViews) -> dict[str, frozenset[str]]:

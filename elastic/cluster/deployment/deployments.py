@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import logging
+import os
 import threading
 import time
 import weakref
@@ -21,10 +22,11 @@ from elastic.cluster.deployment.hysteresis import Replanning
 from elastic.cluster.deployment.ranks import RankViews
 from elastic.cluster.deployment.status import DeploymentStatus, DeviceStatus, Replanned
 from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.ticks import TickThread
 from elastic.cluster.rank.spec import options_of
 from elastic.config import parse_bytes
-from elastic.errors import ConfigError, ElasticError, NotFound, StateError, require, require_flag
+from elastic.errors import CapacityError, ConfigError, ElasticError, NotFound, StateError, require, require_flag
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import KV_INT8, check_losses
 from elastic.estimation.profile import CostProfile
@@ -101,6 +103,7 @@ class Deployments:
         self._lock = threading.RLock()  # of changes
         self._one_begins = threading.Lock()  # which has all that is free of its devices, until it serves
         self._started = self._ended = False
+        self._process = os.getpid()
         failed = "deployments could not be looked after"
         self._ticks = TickThread(self._tick, self._replanning.tick_s, "elastic-deployments", failed)
 
@@ -115,6 +118,7 @@ class Deployments:
     def stop(self, *, drain: bool = True) -> None:
         """End all deployments; with `drain` when their requests have ended. Can be called twice."""
         require_flag(drain, "drain")
+        _require_no_listener()
         self._ended = True
         self._ticks.stop()
         with self._lock:
@@ -165,8 +169,9 @@ class Deployments:
         """
         is_path = isinstance(path, str | Path) and "\0" not in str(path)
         require(is_path, "path", path, "the directory of a model")
-        name = name or Path(path).resolve().name
-        require(isinstance(name, str), "name", name, "a text")
+        name = Path(path).resolve().name if name is None else name
+        is_name = isinstance(name, str) and bool(name.strip()) and name.isprintable()
+        require(is_name, "name", name, "a text that is not empty and can be printed")
         wanted, count = Intent.of(intent), ReplicaRange.of(replicas)
         require(load is None or isinstance(load, Load), "load", load, "an elastic.Load, or None")
         options = {**self._fleet_options, **_options(fleet)}
@@ -174,6 +179,7 @@ class Deployments:
             named_forms(self._weights if weights is None else weights, "weights"),
             named_forms(self._kv if kv is None else kv, "kv"),
         )
+        _require_no_listener()
         with self._lock:
             self._require_new(name)
         with self._one_begins:
@@ -205,23 +211,22 @@ class Deployments:
         It keeps as many replicas as it was to have, unless it is to have others. Its requests go on meanwhile, and none
         is lost. With `dry_run` nothing is done: the answer says what would be,
         and about what it takes. Raises `ConfigError` for an unknown name, `CapacityError` where nothing fits; then it
-        stays as it is.
+        stays as it is. While another deployment begins, which has all that is free of its devices, it is waited for
+        before anything is refused for room.
         """
+        wanted = None if intent is None else Intent.of(intent)
         count = None if replicas is None else ReplicaRange.of(replicas)
         require(load is None or isinstance(load, Load), "load", load, "an elastic.Load, or None")
         require_flag(dry_run, "dry_run")
+        _require_no_listener()
         with self._lock:
-            deployed = self._named(name)
-            wanted = deployed.intent if intent is None else Intent.of(intent)
-            before, expected = deployed.meter.expected, load if load is not None else deployed.load
-            if load is not None and not dry_run:
-                deployed.meter.expected = load
             try:
-                why = f"the intent is {describe(wanted)}"
-                return deployed.change(wanted, expected, why, replicas=count, dry_run=dry_run)
-            except BaseException:
-                deployed.meter.expected = before
-                raise
+                return self._named(name).change(wanted, load, count, dry_run=dry_run)
+            except CapacityError:
+                if not self._beginning:
+                    raise
+        with self._one_begins, self._lock:
+            return self._named(name).change(wanted, load, count, dry_run=dry_run)
 
     def plan(self, name: str) -> Deployment | Refusal:
         """Return what would be best for a deployment as things are now, whether or not it is that."""
@@ -230,6 +235,7 @@ class Deployments:
     def remove(self, name: str, *, drain: bool = True) -> None:
         """End a deployment; with `drain` when its requests have ended. Raises `ConfigError` for an unknown name."""
         require_flag(drain, "drain")
+        _require_no_listener()
         with self._lock:
             self._ending[name] = self._named(name)
             del self._deployed[name]
@@ -284,6 +290,7 @@ class Deployments:
 
     def _begin(self, name: str, deployed: Deployed) -> DeploymentStatus:
         """Start a deployment, beside changes of others; it is one of them when it serves."""
+        stopped = StateError(f"the deployments were stopped while {name!r} began")
         try:
             deployed.start()
             with self._lock:
@@ -291,19 +298,23 @@ class Deployments:
                     self._deployed[name] = deployed
                     return deployed.status()
             deployed.ranks.stop(drain=False)  # whoever stopped all may have looked before it could be ended
-            raise StateError(f"the deployments were stopped while {name!r} began")
+            raise stopped
+        except ElasticError:
+            if self._ended:
+                raise stopped from None
+            raise
         finally:
             with self._lock:
                 del self._beginning[name]
 
     def _end(self, name: str, drain: bool) -> None:
-        """End what is to end, beside changes of others; where it may not end here (in a listener), it stays."""
+        """End what is to end, beside changes of others; where that fails, or is interrupted, it can be ended again."""
         deployed = self._ending.get(name)
         if deployed is None:
             return  # somebody else has ended it
         try:
             deployed.ranks.stop(drain=drain)
-        except ElasticError:
+        except BaseException:
             self._deployed[name] = deployed
             raise
         finally:
@@ -353,11 +364,10 @@ def _options(fleet: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(fleet or {})
 
 
-def describe(intent: Intent) -> str:
-    """Return an intent in words."""
-    bounds = {"latency, s": intent.latency_s, "GiB s": intent.cost, "nats of loss": intent.quality_loss}
-    kept = [f"at most {value:g} {name}" for name, value in bounds.items() if value is not None]
-    return ", ".join([f"the least {intent.objective}", *kept])
+def _require_no_listener() -> None:
+    """Raise `StateError` on a thread that tells listeners: it is the one that reads what ranks answer."""
+    if Delivery.on_this_thread():
+        raise StateError("deployments cannot be changed by a listener; use another thread")
 
 
 def _busy(views: Mapping[str, RankViews]) -> tuple[dict[tuple[str, str, str], float], dict[str, float]]:
@@ -376,7 +386,8 @@ def _busy(views: Mapping[str, RankViews]) -> tuple[dict[tuple[str, str, str], fl
 
 def _stop_all() -> None:
     for deployments in list(_open):
-        deployments.stop(drain=False)
+        if deployments._process == os.getpid():
+            deployments.stop(drain=False)
 
 
 atexit.register(_stop_all)

@@ -34,7 +34,7 @@ class DeviceBook:
     def resize(self, device: str, nbytes: int) -> None:
         """Have more or less of a device from now on. Raises `ConfigError` for an unknown one."""
         with self._lock:
-            if device not in self._memory:
+            if not isinstance(device, str) or device not in self._memory:
                 raise ConfigError(f"there is no device {device!r}; there are: {', '.join(self._memory)}")
             if nbytes < 0:
                 raise ConfigError(f"{device}={nbytes} bytes cannot be; give 0 or more")

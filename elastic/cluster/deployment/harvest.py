@@ -26,7 +26,8 @@ REST_S = 10.0
 CONTEXT = 512
 LINKS = "links"
 """Instead of a form: what two ranks do to each other."""
-_WHO = "a guest that measures"
+_WHO = "a guest that measures\n"
+"""In the book of devices; no deployment has a name that cannot be printed."""
 Starter = Callable[[str, Sequence[str], str], GuestProcess]
 
 

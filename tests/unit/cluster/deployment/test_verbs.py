@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 
 import elastic
+from elastic.cluster.deployment import deployments
 from elastic.cluster.deployment.deployed import Deployed
 from elastic.cluster.deployment.deployments import Deployments
 from elastic.cluster.deployment.hysteresis import Replanning
 from elastic.cluster.deployment.ranks import DeployedRanks, RankViews
 from elastic.cluster.fleet.records.delivery import Delivery
+from elastic.engines.base import Output, Request
 from elastic.errors import ConfigError, NotFound, StateError
 from elastic.planning.estimate.performance import Load
 from support import architectures
@@ -62,8 +65,11 @@ def test_arguments_that_cannot_be_are_refused_and_nothing_has_changed(fleet: Dep
     for wrong in (None, 5, "model\0"):
         with pytest.raises(ConfigError, match=r"path=.* cannot be; it must be the directory of a model"):
             fleet.deploy(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="name=5 cannot be"):
-        fleet.deploy(path, name=5)  # type: ignore[arg-type]
+    for name in (5, "", " ", "a\nb", "\ud800"):
+        with pytest.raises(ConfigError, match=r"name=.* cannot be; it must be a text that is not empty"):
+            fleet.deploy(path, name=name)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="there is no device"):
+        fleet.resize(["cpu#verbs1"], 1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no option 'ranks' can be said here"):
         fleet.deploy(path, fleet={"ranks": 2})
     fleet.deploy(path, load=LOAD)
@@ -91,6 +97,86 @@ def test_what_may_not_be_ended_here_stays_deployed(
     assert (fleet.names(), fleet["model"].serving) == (("model",), True)
     fleet.remove("model")
     assert all(device.free_bytes == device.memory_bytes for device in fleet.devices())
+
+
+def test_a_listener_is_refused_to_change_deployments(fleet: Deployments, path: Path) -> None:
+    """It would wait for what a rank answers on the thread that reads it."""
+    fleet.deploy(path, load=LOAD)
+    refused, heard = list[str](), threading.Event()
+
+    def hear(output: Output) -> None:
+        verbs = (lambda: fleet.deploy(path, name="other"), lambda: fleet.intend("model"), fleet.stop)
+        for verb in (*verbs, lambda: fleet.remove("model")) if output.finish else ():
+            with pytest.raises(StateError, match="by a listener; use another thread") as error:
+                verb()
+            refused.append(str(error.value))
+        if output.finish:
+            heard.set()
+
+    fleet["model"].submit(Request((5, 6, 7), 4), hear)
+    assert heard.wait(60)
+    assert len(refused) == 4
+    assert fleet.deploy(path, load=LOAD, name="other").name == "other"
+
+
+def test_what_is_interrupted_as_it_ends_can_be_ended_again(
+    fleet: Deployments, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.deploy(path, load=LOAD)
+    with monkeypatch.context() as interrupted:
+
+        def interrupt(*_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+        interrupted.setattr(fleet["model"], "_drain", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fleet.remove("model")
+    assert fleet.names() == ("model",)
+    fleet.remove("model")
+    assert fleet.names() == ()
+    assert all(device.free_bytes == device.memory_bytes for device in fleet.devices())
+
+
+def test_a_fork_that_ends_ends_no_deployment_of_its_parent(fleet: Deployments, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = list[Deployments]()
+    monkeypatch.setattr(Deployments, "stop", lambda self, **_: stopped.append(self))
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: -1)
+        deployments._stop_all()
+    assert stopped == []
+    deployments._stop_all()
+    assert fleet in stopped
+
+
+def test_ranks_have_the_forms_of_the_deployment_beside_variants_of_the_users(path: Path) -> None:
+    options = {**OPTIONS, "fleet": {"wrap": {"variants": ("int4",)}}}
+    with Deployments(DEVICES, weights=("full", "int8"), **options) as fleet:
+        fleet.deploy(path, load=LOAD)
+        assert set(fleet["model"].look("r0").variants) == {"int4", "int8"}
+
+
+def test_a_change_waits_for_room_that_one_that_begins_has(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, begun, may_begin = Deployed.start, threading.Event(), threading.Event()
+
+    def slow(deployed: Deployed) -> None:
+        begun.set()
+        assert may_begin.wait(30)
+        start(deployed)
+
+    with Deployments("cpu#verbs4=24MiB,cpu#verbs5=24MiB", **OPTIONS) as fleet:
+        fleet.deploy(path, "memory", load=LOAD)
+        monkeypatch.setattr(Deployed, "start", slow)
+        wide = {"load": LOAD, "name": "wide", "replicas": 2}
+        threads = [threading.Thread(target=fleet.deploy, args=(path, "memory"), kwargs=wide)]
+        threads.append(threading.Thread(target=fleet.intend, args=("model",), kwargs={"replicas": 2}))
+        threads[0].start()
+        assert begun.wait(30)
+        threads[1].start()
+        threads[1].join(0.2)
+        may_begin.set()
+        for thread in threads:
+            thread.join(60)
+        assert [each.replicas for each in fleet.status()] == [2, 2]
 
 
 def test_one_that_ends_holds_up_no_other_and_stopping_all_does_not_wait_for_its_requests(
