@@ -328,11 +328,12 @@ class Deployed:
             self.ranks.do(step)
 
     def _shares(self, wanted: Deployment) -> dict[str, RankBytes]:
-        """Return what the rank of each device is to have."""
-        estimator, shares = self.chooser.estimator(self.load), dict[str, RankBytes]()
+        """Return what the rank of each device is to have: all that is free where a stopped change has left it."""
+        estimator, free, shares = self.chooser.estimator(self.load), self._book.free(self.name), dict[str, RankBytes]()
         for stage in wanted.stages:
-            about = wanted.configuration, stage.layers, stage.nbytes, wanted.requests
-            shares |= dict.fromkeys(stage.devices, self.chooser.rank_bytes(estimator, *about))
+            for device in stage.devices:
+                about = wanted.configuration, stage.layers, stage.nbytes or free[device], wanted.requests
+                shares[device] = self.chooser.rank_bytes(estimator, *about)
         return shares
 
     def _stopped(self, before: Deployment, best: Deployment) -> Deployment:

@@ -98,6 +98,31 @@ def test_a_rank_that_is_lost_in_the_middle_of_a_change_leaves_none_that_nobody_k
     assert heard.tokens["last"] == continuation(architectures.build("llama-gqa"), PROMPT, 8)
 
 
+def test_ranks_that_a_stopped_change_left_serve_when_one_of_them_is_replaced(
+    fleet: Deployments, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has planned what they are to have for keys and values."""
+    fleet.deploy(path, load=LOAD, name="model")
+    engine, deployed = fleet["model"], fleet._named("model")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise StateError("not now")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "apply", refuse)
+        assert fleet.intend("model", replicas=2).status == "partial"
+    assert set(deployed.ranks.by_device.values()) == {"r0", "r1"}
+    engine.kill("r1")
+    wait_until(lambda: not deployed.ranks.awaited)
+    told = deployed.look(time.monotonic(), deployed.ranks.look())
+    assert told is not None
+    assert told.why == "a rank was lost, and replaced"
+    assert all(engine.look(rank).status.kv[0].limit_bytes for rank in serving(fleet))
+    engine.kill("r0")
+    heard = serve(engine, [Request(PROMPT, 8, id="last", ignore_eos=True)])
+    assert heard.ends["last"].finish == "length"
+
+
 def test_ranks_that_none_replaces_are_forgotten_and_others_come(fleet: Deployments, path: str) -> None:
     fleet.deploy(path, load=LOAD, name="model", replicas=2, fleet={"replace": False})
     deployed = fleet._named("model")
