@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from elastic.bench.replay.http_target import HTTPTarget
 from elastic.bench.replay.open_loop import ReplayOptions, replay
+from elastic.bench.replay.recorder import Recorder
 from elastic.bench.replay.run import ReplayRun
 from elastic.bench.replay.sse import parse
 from elastic.bench.report.summary import summarize
@@ -124,6 +127,23 @@ def test_every_bad_end_is_written_down(answer: Any, finish: str, words: str) -> 
     assert [r.finish for r in run.records] == [finish] * 2
     assert words in (run.records[0].error or "")
     assert summarize(run)["elastic"]["slo_attainment"] == 0.0
+
+
+def test_a_stream_is_read_to_its_end_behind_an_error() -> None:
+    """A generator of httpx that is left early ends when the event loop has gone, and warns."""
+    end = []
+
+    class Response:
+        async def aiter_lines(self) -> AsyncIterator[str]:
+            yield 'data: {"error": {"message": "out of pages"}}'
+            yield 'data: {"choices": [{"text": "", "finish_reason": "length"}]}'
+            end.append("read")
+
+    recorder = Recorder("r", TraceRequest(0.0, 4, 3), 0.0, threading.Semaphore(0))
+    with stub() as server, HTTPTarget(server.url) as target:
+        asyncio.run(target._record_stream(Response(), recorder))
+    assert end == ["read"]
+    assert (recorder.record().finish, recorder.record().error) == ("failed", "out of pages")
 
 
 def test_a_request_that_takes_too_long_is_hung_up_on() -> None:
