@@ -7,7 +7,8 @@ tensor parallelism that changes while it serves (AMOEBA, section 3); migrated, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from elastic import clock
@@ -58,7 +59,7 @@ class Groups:
         self._staging, self.dry_runs = Staging(self.ranks), DryRuns(self.ranks, log)
         self.registry = GroupRegistry(self.ranks, self._staging, log)
         self.verbs = clock.make_lock()
-        """Held by the verb that runs."""
+        """Held by the verb that runs; see `verb`."""
         self._layer_bytes: tuple[int, ...] = ()
         self._following = False  # whether it is no verb that runs, but caps that change
 
@@ -116,7 +117,14 @@ class Groups:
     def _alone(self) -> list[str]:
         return [each.name for each in self.ranks.serving() if self.registry.group_of(each.name) is None]
 
-    # -- verbs: those of a fleet hold `verbs`
+    # -- verbs
+
+    @contextmanager
+    def verb(self, names: Collection[str] | None = None) -> Iterator[None]:
+        """Have a verb run alone, and not before groups of its ranks (None: all groups) that lost one are repaired."""
+        with self.verbs:
+            self.registry.settle(names)
+            yield
 
     def plan(self, needed: int, *, whole: bool, most: int | None) -> DropPlan:
         """Plan a drop that frees so many bytes; see `Fleet.drop`. Raises `CapacityError` where none does."""
@@ -185,7 +193,7 @@ class Groups:
     def form(self, shares: Mapping[str, Share]) -> None:
         """Have ranks that begin with their shares of the model compute it together. Raises what they raise."""
         target_of = partial(targets.shared_out, shares=shares)
-        with self.verbs:
+        with self.verb(shares):
             done, _ = self.change(tuple(shares), target_of, FORM_S, LIVE, "formed", "all of its ranks are there")
             if done.status != "applied":
                 raise StateError(f"{', '.join(shares)} do not compute together ({done.status}): {done.why}")

@@ -48,13 +48,13 @@ class Ranks:
     def serving(self) -> list[Instance]:
         """List the instances that take requests."""
         with self.dispatcher.lock:
-            return self.dispatcher.serving()
+            return [instance for instance in self.dispatcher.serving() if not instance.client.lost]
 
     def present(self) -> dict[str, Instance]:
         """Return the instances that take requests, or will when they are put together."""
         with self.dispatcher.lock:
-            states = ("starting", "serving")
-            return {name: each for name, each in self.dispatcher.instances.items() if each.state in states}
+            there = {name: each for name, each in self.dispatcher.instances.items() if not each.client.lost}
+        return {name: each for name, each in there.items() if each.state in ("starting", "serving")}
 
     def there(self, rank: str) -> bool:
         """Return whether a rank has not gone."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 from elastic import clock
+from elastic.cluster.control.stage_questions import MeasureRoom
 from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.groups.caps.reach import note_reach
 from elastic.cluster.fleet.groups.caps.staging import Staging
@@ -20,7 +21,7 @@ from elastic.cluster.fleet.groups.transition import Books
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.cluster.fleet.refusals import not_there
-from elastic.errors import ConfigError, StateError
+from elastic.errors import ConfigError, RankLost, StateError
 
 
 class GroupRegistry:
@@ -30,6 +31,7 @@ class GroupRegistry:
         self._ranks, self._dispatcher, self._staging, self._log = ranks, ranks.dispatcher, staging, log
         self.groups: tuple[Group, ...] = ()
         self._lock = clock.make_lock()  # while the groups and the repairs are changed
+        self._changed = clock.make_condition(self._lock)
         self._claims = RankClaims()
         self._repairs: list[clock.Thread] = []
         self._closed = False
@@ -74,6 +76,30 @@ class GroupRegistry:
             units = [unit for unit in group.shape.units() if name in unit] if group is not None else [(name,)]
             partners |= dict.fromkeys(units[0])
         return tuple(partners)
+
+    def settle(self, names: Collection[str] | None) -> None:
+        """Wait until groups of ranks (None: all groups) that have lost one are repaired.
+
+        Whoever is about to be noticed as lost counts: all are asked. Raises `StateError` if the fleet ends meanwhile.
+        """
+        while True:
+            with self._lock:
+                self._changed.wait_for(lambda: self._closed or all(map(self._is_whole, self._concerned(names))))
+                if self._closed:
+                    raise StateError("the fleet ends: no layers change their rank any more")
+                members = {name for group in self._concerned(names) for name in group.members}
+            there = self._ranks.present()
+            asked = there if names is None else [name for name in there if name in members.union(names)]
+            with suppress(RankLost):
+                self._ranks.answers([(name, MeasureRoom(name)) for name in asked])
+            if all(map(self._is_whole, self._concerned(names))):
+                return
+
+    def _concerned(self, names: Collection[str] | None) -> list[Group]:
+        return [group for group in self.groups if names is None or not set(names).isdisjoint(group.members)]
+
+    def _is_whole(self, group: Group) -> bool:
+        return all(map(self._ranks.there, group.members))
 
     @contextmanager
     def acting(self, names: Iterable[str]) -> Iterator[None]:
@@ -165,6 +191,7 @@ class GroupRegistry:
             for group in new:
                 group.killed |= killed.intersection(group.members)
             self.groups = (*(group for group in self.groups if group not in old), *new)
+            self._changed.notify_all()
         together = {name for group in new for name in group.members}
         alone = [name for group in old for name in group.members if name not in together]
         with self._dispatcher.lock:
@@ -216,7 +243,9 @@ class GroupRegistry:
 
     def close(self) -> None:
         """Repair nothing any more: the ranks end."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
+            self._changed.notify_all()
         for thread in self._repairs:
             thread.join()
         for group in self.groups:

@@ -34,7 +34,10 @@ TIMEOUT_S = 60.0
 
 
 class GroupVerbs(VerbChecks):
-    """Each verb blocks its caller and waits for the one before; requests are served on meanwhile. Not for listeners."""
+    """Each verb blocks its caller, and waits for the one before and for the repair of groups that have lost a rank.
+
+    Requests are served on meanwhile. Not for listeners.
+    """
 
     _groups: Groups
 
@@ -94,11 +97,11 @@ class GroupVerbs(VerbChecks):
             require(isinstance(layers, Mapping), "layers", layers, "a mapping from ranks to the layers that each drops")
             wanted = {rank: frozenset(layer_numbers(each)) for rank, each in layers.items()}
             names, target_of = tuple(wanted), partial(targets.dropped_by_hand, layers=wanted)
-            with self._groups.verbs:
+            with self._groups.verb(names):
                 done, freed = self._groups.change(names, target_of, timeout_s, form, "dropped", why, dry_run=dry_run)
             return Dropped(**vars(done), freed_bytes=freed)
         needed = 0 if plan is not None else parse_bytes(need, option="need")  # type: ignore[arg-type]
-        with self._groups.verbs:
+        with self._groups.verb():
             plan = plan if plan is not None else self._groups.plan(needed, whole=whole, most=most)
             return self._drop(plan, timeout_s, form, why, dry_run=dry_run)
 
@@ -125,7 +128,7 @@ class GroupVerbs(VerbChecks):
         if rank is not None:
             self._require_verb(rank=rank)
         form = ExchangeForm(exchange, coordinated, layers_per_step)
-        with self._groups.verbs:
+        with self._groups.verb(None if rank is None else (rank,)):
             groups = self._groups.registry.groups_of(rank)
             if rank is not None and not groups:
                 return Restored("planned" if dry_run else "applied", members=(rank,))
@@ -143,7 +146,7 @@ class GroupVerbs(VerbChecks):
         for rank in ranks:
             self._require_verb(rank=rank)
         registry = self._groups.registry
-        with self._groups.verbs, registry.acting(ranks):
+        with self._groups.verb(ranks), registry.acting(ranks):
             before = [group for group in registry.groups if not set(ranks).isdisjoint(group.members)]
             group = registry.merged(ranks)
             try:
@@ -183,7 +186,7 @@ class GroupVerbs(VerbChecks):
         form, why = ExchangeForm(exchange, coordinated, layers_per_step), f"layers of {home} to {rank}"
         chosen = tuple(sorted(set(layer_numbers(layers))))
         target_of = partial(targets.migrated, home=home, layers=chosen, rank=rank)
-        with self._groups.verbs:
+        with self._groups.verb((home, rank)):
             done, _ = self._groups.change((home, rank), target_of, timeout_s, form, "migrated", why, dry_run=dry_run)
         return Migrated(**vars(done), home=home, rank=rank, layers=chosen)
 
@@ -203,7 +206,7 @@ class GroupVerbs(VerbChecks):
         self._begin(home=home, rank=rank, timeout_s=timeout_s, dry_run=dry_run)
         chosen, why = tuple(sorted(set(layer_numbers(layers)))), f"layers of {home} at {rank}"
         target_of = partial(targets.replicated, home=home, layers=chosen, rank=rank)
-        with self._groups.verbs:
+        with self._groups.verb((home, rank)):
             done, _ = self._groups.change((home, rank), target_of, timeout_s, LIVE, "replicated", why, dry_run=dry_run)
             there = chosen if dry_run else tuple(layer for layer in self._replicas(home) if layer in chosen)
         return Replicated(**vars(done), home=home, rank=rank, layers=there)
@@ -217,7 +220,7 @@ class GroupVerbs(VerbChecks):
         self._begin(home=home, timeout_s=timeout_s)
         wanted = None if layers is None else layer_numbers(layers)
         registry, why = self._groups.registry, f"replicas of {home}"
-        with self._groups.verbs, registry.acting((home,)):
+        with self._groups.verb((home,)), registry.acting((home,)):
             self._groups.ranks.instance(home)  # it is there
             targets.require_layers(len(self._groups.layer_bytes()), home, wanted or ())
             group, replicas = registry.group_of(home), self._replicas(home)
@@ -258,7 +261,7 @@ class GroupVerbs(VerbChecks):
         is_names = is_list(names, lambda name: isinstance(name, str))
         require(is_names, "instances", instances, "the name of an instance, or a list of them")
         form, groups = ExchangeForm(exchange, coordinated, layers_per_step), self._groups
-        with groups.verbs:
+        with groups.verb(names):
             members = groups.registry.with_partners(names)
             targets.require_shards(groups.ranks.measure(members), tp)
             target_of = partial(targets.sharded, units=targets.units_of(members, tp))
@@ -283,6 +286,7 @@ class GroupVerbs(VerbChecks):
         require(is_list(degrees, lambda _: True), "degrees", degrees, "a list of whole numbers, at least 1")
         for degree in degrees:
             require(is_integer(degree) and degree >= 1, "degrees", degree, "whole numbers, at least 1")
+        self._groups.registry.settle(None)
         ranks = self._groups.ranks
         formats = {instance.name: instance.kv_format for instance in ranks.serving()}
         return largest_instances(ranks.measure(formats), formats, degrees)

@@ -36,6 +36,7 @@ class PricedVerbs(GroupVerbs, RankVerbs):
         """
         self._require_started()
         needed, settings = parse_bytes(need, option="need"), Overload()
+        self._groups.registry.settle(None)
         now = FleetReadings(self._dispatcher).read(self.groups(), self.layer_bytes())
         if now is None:
             raise StateError("no rank serves now; try again when one does")

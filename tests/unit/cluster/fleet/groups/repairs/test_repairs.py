@@ -132,27 +132,6 @@ def test_a_verb_waits_for_the_repair_of_its_ranks(served: tuple[Fleet, list[Grou
         rank.check()
 
 
-def test_a_verb_that_comes_before_the_repair_is_refused_in_words(
-    served: tuple[Fleet, list[GroupRank]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a group whose lost rank it does not name: that was a KeyError."""
-    fleet, (a, b, c, _) = served
-    fleet.drop(layers=FIRST)
-    repair, begins = fleet._groups.registry._repair, threading.Event()
-    monkeypatch.setattr(fleet._groups.registry, "_repair", lambda rank: begins.wait(20) and repair(rank))
-    b.die()
-    wanted = {"r0": range(3, LAYERS), "r2": range(3)}
-    with pytest.raises(StateError, match="rank 'r1', with which r0, r2 would be one group, was lost"):
-        fleet.drop(layers=wanted)
-    with pytest.raises(StateError, match="rank 'r1'"):
-        fleet.replicate("r2", [0], "r0")
-    begins.set()
-    until(lambda: recovered(fleet) == ["r0,r1"])
-    assert fleet.drop(layers=wanted).status == "applied"
-    for rank in (a, c):
-        rank.check()
-
-
 def test_a_rank_that_waits_for_pages_waits_no_more_when_its_group_has_lost_one(
     served: tuple[Fleet, list[GroupRank]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
