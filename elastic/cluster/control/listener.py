@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 
 from elastic.cluster.control.connection import SocketConnection, hang_up
 from elastic.cluster.control.handshake import HANDSHAKE_S, compare_protocols, prove
+from elastic.cluster.control.records import require_record
 from elastic.errors import ConfigError, ElasticError, is_integer, require
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,8 @@ class Listener:
     """Listens on an address from its making to `close`, or `end`, on threads of its own.
 
     `accepted` is called with the connection of each that has proven the key and speaks this protocol, on a thread of
-    the listener; it returns soon. `refused` gets, in words, who was turned away and why. At most `most` handshakes run
+    the listener; it returns soon. With `hello`, a class of records, one of these is to come next, in the same time, and
+    is given to `accepted`, too. `refused` gets, in words, who was turned away and why. At most `most` handshakes run
     at a time: one more ends the one that has lasted longest, so that silent ones cannot keep others out.
     """
 
@@ -33,8 +35,9 @@ class Listener:
         self,
         address: tuple[str, int],
         key: bytes,
-        accepted: Callable[[SocketConnection], None],
+        accepted: Callable[..., None],
         *,
+        hello: type | None = None,
         refused: Callable[[str], None] | None = None,
         handshake_s: float = HANDSHAKE_S,
         most: int = MOST_HANDSHAKES,
@@ -43,6 +46,7 @@ class Listener:
         require(isinstance(address[0], str), "host", address[0], "the name or address of a network interface")
         require(is_integer(address[1]) and 0 <= address[1] < 65536, "port", address[1], "from 0 to 65535; 0: any")
         self._key, self._accepted, self._refused = key, accepted, refused or logger.warning
+        self._hello = hello
         self._handshake_s, self._most = handshake_s, most
         try:
             family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -119,24 +123,24 @@ class Listener:
 
     def _shake_hands(self, stream: socket.socket, peer: str) -> None:
         connection: SocketConnection | None = None
-        proven, wrong = False, ""
+        heard, wrong = None, ""
         try:
             with self._lock:  # a stream is cut or closed, not both at a time
                 connection = SocketConnection(stream)
             prove(connection, self._key, first=True)
             compare_protocols(connection)
-            proven = True
-        except (ElasticError, OSError) as error:  # OSError: there are no descriptors left
-            wrong = str(error)
+            heard = () if self._hello is None else (require_record(connection.receive(), self._hello),)
+        except (ElasticError, OSError, EOFError) as error:  # OSError: there are no descriptors left
+            wrong = str(error) or "its connection ended"
         with self._lock:
             late = self._pending.pop(stream, None) is None
-            if connection is not None and (late or not proven):
+            if connection is not None and (late or heard is None):
                 connection.close()
-        if connection is None or late or not proven:
+        if connection is None or late or heard is None:
             self._refused(f"{peer} was refused: {'it took too long' if late else wrong}")
             return
         try:
-            self._accepted(connection)
+            self._accepted(connection, *heard)
         except Exception:  # the fleet's own fault: others may still come
             connection.close()
             logger.exception("%s could not be taken", peer)

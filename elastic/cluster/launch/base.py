@@ -8,9 +8,10 @@ from typing import Protocol
 from elastic.cluster.control.connection import Connection
 from elastic.cluster.control.messages import Hello, Refused
 from elastic.cluster.control.processes import RankProcess
+from elastic.cluster.control.records import require_record
 from elastic.cluster.rank.client import RankClient
 from elastic.cluster.rank.spec import RankSpec
-from elastic.errors import StateError
+from elastic.errors import ElasticError, StateError
 
 __all__ = ["Launcher", "RankSpec", "await_hello"]
 START_S = 600.0
@@ -40,12 +41,10 @@ def await_hello(connection: Connection, process: RankProcess | None, name: str, 
     late.daemon = True
     late.start()
     try:
-        first = connection.receive()
-        if isinstance(first, Refused):
-            raise first.error
-        if not isinstance(first, Hello):
-            raise StateError(f"rank {name!r} began with a {type(first).__name__}; it must be another program")
-        return RankClient(connection, first, process)
+        first: Hello | Refused = require_record(connection.receive(), Hello, Refused)
+        if isinstance(first, Hello):
+            return RankClient(connection, first, process)
+        raise first.error if isinstance(first.error, ElasticError) else StateError(repr(first.error))
     except BaseException as error:
         connection.close()
         ended = None

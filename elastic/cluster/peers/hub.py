@@ -74,7 +74,7 @@ class PeerHub:
         self._others = OtherMemories(self._connect_memory)
         self._numbers = itertools.count()
         self._closed = False
-        self._listener = Listener(address, key, self._accept)
+        self._listener = Listener(address, key, self._accept, hello=PeerHello)
         self.address: Address = self._listener.address
         """Where other ranks find it."""
 
@@ -261,17 +261,10 @@ class PeerHub:
             log.lost(reason)
         return log
 
-    def _accept(self, connection: SocketConnection) -> None:
+    def _accept(self, connection: SocketConnection, hello: PeerHello) -> None:
         """Take a connection that another rank has made; on a thread of the listener."""
-        if not connection.pipe.poll(handshake.HANDSHAKE_S):
-            connection.close()
-            return
-        try:
-            hello = connection.receive()
-        except (EOFError, StateError):
-            hello = None
         with self._changed:
-            if not isinstance(hello, PeerHello) or self._closed or hello.rank in self._lost:
+            if self._closed or hello.rank in self._lost:
                 connection.close()
                 return
             if hello.kind == "log":

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from elastic.engines.base import Request
 from elastic.errors import ConfigError, StateError
 from support.architectures import build
 from support.child_process import Forked
+from support.cluster.fake_rank import FakeRank
 from support.processes import wait_for_end, wait_until
 from support.serving.fleet_side import FleetSide
 from support.serving.generations import Collector, continuation
@@ -115,6 +117,25 @@ def test_one_that_cannot_start_is_passed_over(
     whole.close()
     assert "its model is not there" in caplog.text
     broken.close()
+
+
+@pytest.mark.parametrize("first", [replace(FakeRank("r0").hello, model=None), Refused("", ValueError("no")), "GET /"])  # type: ignore[arg-type]
+def test_one_that_begins_with_something_else_is_refused_in_one_line(
+    first: object, launcher: JoinLauncher, join: Callable[[str], None], key_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A Hello with other fields ended a thread with a traceback, when the fleet read it."""
+    with closing(connect(launcher.address, read_key(key_file))) as stranger:
+        stranger.send(first)
+        with pytest.raises(EOFError):
+            stranger.receive()
+    wait_until(lambda: caplog.records)
+    (record,) = caplog.records
+    assert "a rank that wanted to join could not start" in record.getMessage()
+    assert record.exc_info is None
+    join("r0")
+    client = launcher.start(ANY)
+    assert client.hello.name == "r0"
+    client.close()
 
 
 def test_a_close_lets_one_go_that_still_loads(launcher: JoinLauncher, key_file: Path) -> None:

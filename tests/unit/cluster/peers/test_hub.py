@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from elastic.cluster.control.connection import SocketConnection
 from elastic.cluster.control.handshake import connect
 from elastic.cluster.control.status import Wire
 from elastic.cluster.peers import receiver
-from elastic.cluster.peers.hub import PeerHub
+from elastic.cluster.peers.hub import PeerHello, PeerHub
 from elastic.cluster.peers.transport import PeerTransport, TrafficCounter
 from elastic.engines.pipeline.transport import Key, StepFailure
 from elastic.errors import RankLost, StateError
@@ -329,7 +330,7 @@ def test_a_log_whose_rank_is_lost_ends_at_once(stack: ExitStack) -> None:
 CHILD = """
 import sys, threading, torch
 from elastic.cluster.peers import receiver
-from elastic.cluster.peers.hub import PeerHub
+from elastic.cluster.peers.hub import PeerHello, PeerHub
 from elastic.engines.pipeline.transport import Key
 hub = PeerHub("b", {key!r})
 hub.meet({{"a": {address!r}}})
@@ -434,3 +435,32 @@ def test_a_stranger_with_the_key_who_says_something_else_is_turned_away(stack: E
     b.transport("a").send("a", LIKE, Key(0, 0))
     assert isinstance(a.transport("a"), PeerTransport)
     assert torch.equal(a.transport("a").receive("b", LIKE, Key(0, 0)), LIKE)
+
+
+@pytest.mark.parametrize(
+    "hello", [PeerHello(["b"], "a", "log", 0), PeerHello("b", "a", "logs", 0), PeerHello.__new__(PeerHello), None]
+)
+def test_a_hello_with_other_fields_is_refused_in_one_line(
+    hello: Any, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That ended in a traceback, or was a connection that nobody took."""
+    a, _ = hubs(stack)
+    with closing(connect(a.address, KEY)) as stranger:
+        stranger.send(hello)
+        with pytest.raises(EOFError):
+            stranger.receive()
+    wait_until(lambda: caplog.records)
+    (record,) = caplog.records
+    assert "was refused: it began with a" in record.getMessage()
+    assert record.exc_info is None
+
+
+def test_strangers_that_stop_within_their_hello_hold_up_nobody(stack: ExitStack) -> None:
+    """Each held a thread of the listener for good: so many, and no rank came through, and no hub could be closed."""
+    a, b = hubs(stack)
+    for _ in range(40):
+        stranger = stack.enter_context(closing(connect(a.address, KEY)))
+        os.write(stranger.pipe.fileno(), struct.pack("!i", 1000) + b"half")
+    b.transport("a").send("a", LIKE, Key(0, 0))
+    assert torch.equal(a.transport("a").receive("b", LIKE, Key(0, 0)), LIKE)
+    a.close()
