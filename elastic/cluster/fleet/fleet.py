@@ -156,7 +156,7 @@ class Fleet(PricedVerbs):
         """Start the ranks and compare what they serve; return when all do.
 
         Raises what a rank raised that cannot start, `ConfigError` for one with other weights; then none is left.
-        `StateError` if the fleet was started before.
+        `StateError` if the fleet was started before, or is stopped meanwhile.
         """
         with self._lock:
             if self._state != "new":
@@ -170,10 +170,14 @@ class Fleet(PricedVerbs):
             self._supervisor.start()
             self._policies.start()
         except BaseException as error:
+            with self._lock:
+                is_stopped = self._state != "starting"
             try:
                 self.stop(drain=False)
             except Exception as failed:  # what went wrong first is told
                 error.add_note(f"what had been started could not be ended: {failed!r}")
+            if is_stopped and isinstance(error, ElasticError):
+                raise StateError("the fleet was stopped while it started; make a new one") from error
             raise
         with self._lock:
             if self._state == "starting":

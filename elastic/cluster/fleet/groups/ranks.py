@@ -66,10 +66,11 @@ class Ranks:
         """Return an instance. Raises `RankLost` for one that has gone, `NotFound` for a name that none ever had."""
         with self.dispatcher.lock:
             instance = self.dispatcher.instances.get(rank)
+            there = tuple(self.dispatcher.instances)
             if instance is None and rank not in self.dispatcher.gone:
-                raise not_there(f"rank {rank!r}", self.dispatcher.instances)
+                raise not_there(f"rank {rank!r}", there)
         if instance is None:
-            raise RankLost(f"rank {rank!r} is not there any more", rank=rank)
+            raise RankLost(f"rank {rank!r} is not there any more; there are: {', '.join(there) or 'none'}", rank=rank)
         return instance
 
     def ask(self, rank: str, question: Question) -> Any:

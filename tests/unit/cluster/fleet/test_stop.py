@@ -168,6 +168,26 @@ def test_a_rank_that_loads_in_the_place_of_another_is_ended(caplog: pytest.LogCa
     assert not caplog.records
 
 
+def test_a_start_says_that_the_fleet_was_stopped_meanwhile() -> None:
+    """It told what became of the first rank, and to start that again."""
+    launcher, loads, closed = FakeLauncher(), threading.Event(), threading.Event()
+    close = launcher.close
+
+    def load(spec: RankSpec) -> Any:
+        loads.set()
+        assert closed.wait(20), "it is ended by who started it"
+        raise StateError("it was ended while it was loading; start the rank again")
+
+    launcher.start = load  # type: ignore[method-assign]
+    launcher.close = lambda: (closed.set(), close())  # type: ignore[method-assign, assign, return-value]
+    fleet = Fleet("no model", launch=launcher)
+    stopping = threading.Thread(target=lambda: (loads.wait(20), fleet.stop(drain=False)))
+    stopping.start()
+    with pytest.raises(StateError, match="the fleet was stopped while it started; make a new one"):
+        fleet.start()
+    stopping.join(20)
+
+
 def test_one_that_begins_while_ranks_end_returns_when_they_have(world: World) -> None:
     entered, go_on, order = threading.Event(), threading.Event(), []
     close = world.launcher.close
