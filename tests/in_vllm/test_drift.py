@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from elastic import ConfigError
 
 USED: dict[str, dict[str, list[str]]] = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base": {
@@ -44,6 +48,7 @@ USED: dict[str, dict[str, list[str]]] = {
         "get_kv_cache_groups": ["vllm_config", "kv_cache_spec"],
     },
     "vllm.v1.core.sched.scheduler": {
+        "Scheduler.finish_requests": ["request_ids", "finished_status"],
         "Scheduler.schedule": ["throttle_prefills"],
         "Scheduler.reset_prefix_cache": ["reset_running_requests", "reset_connector"],
     },
@@ -87,3 +92,43 @@ def test_a_step_ends_with_the_events_of_the_connector() -> None:
 
     source = inspect.getsource(Scheduler.update_from_output)
     assert source.index("self.connector.take_events()") > source.index("self._free_request(")
+
+
+def test_the_scheduler_is_the_one_that_vllm_would_take() -> None:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    from elastic.engines.vllm.scheduler import ElasticAsyncScheduler, ElasticScheduler
+
+    def made(**config: Any) -> type:
+        ahead = config.pop("ahead", False)
+        settings = SimpleNamespace(
+            scheduler_config=SimpleNamespace(async_scheduling=ahead), model_config=SimpleNamespace(model="m"), **config
+        )
+        return type(ElasticScheduler.__new__(ElasticScheduler, vllm_config=settings))
+
+    assert made() is ElasticScheduler
+    assert made(ahead=True) is ElasticAsyncScheduler
+    assert ElasticAsyncScheduler._update_after_schedule is AsyncScheduler._update_after_schedule
+    with pytest.raises(ConfigError, match="m generates by diffusion"):
+        made(diffusion_config=object())
+
+
+def test_a_pause_of_new_requests_keeps_those_that_run() -> None:
+    """Those that wait are left alone by it while nothing has changed that could let one in."""
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler.schedule)
+    assert source.count("self._pause_state") == source.count("PauseState.") == 3
+    assert "self._pause_state == PauseState.UNPAUSED:\n                    request_queue = self.waiting" in source
+    assert {state.name for state in PauseState} == {"UNPAUSED", "PAUSED_NEW", "PAUSED_ALL"}
+
+
+def test_the_tokens_of_a_request_are_one_list() -> None:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    request = Request("r", [1, 2], SamplingParams(), None)
+    output = request._output_token_ids
+    request.append_output_token_ids(5)
+    assert (output, request._output_token_ids is output) == ([5], True)

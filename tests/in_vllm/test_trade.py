@@ -20,6 +20,12 @@ from support.vllm_engine.engine import (
 )
 
 
+def test_what_waits_ends_without_steps_where_no_blocks_are_moved() -> None:
+    with elastic_engine("16MiB", move_blocks=False) as llm:
+        assert not coordinator(llm).moving
+        abort_what_layers_wait_for(llm)
+
+
 @pytest.fixture(scope="module")
 def tight(reference: list[list[int]]) -> Iterator[Any]:
     with elastic_engine("16MiB") as llm:
@@ -81,12 +87,13 @@ def test_another_thread_acts_while_the_engine_falls_idle_and_wakes(tight: Any, r
     rt.check()
 
 
-def test_what_waits_for_requests_ends_when_they_are_aborted(tight: Any) -> None:
+def abort_what_layers_wait_for(llm: Any) -> None:
+    """Have layers come back that wait for the blocks of requests, when these are aborted; no step follows."""
     from vllm import SamplingParams
 
-    rt, engine = elastic.vllm.runtime(tight), tight.llm_engine
+    rt, engine = elastic.vllm.runtime(llm), llm.llm_engine
     rt.release(range(6))
-    wait_for(lambda: coordinator(tight).mapped == 10)  # what requests are promised, layers must wait for
+    wait_for(lambda: coordinator(llm).mapped == 10)  # what requests are promised, layers must wait for
     sampling = SamplingParams(max_tokens=200, ignore_eos=True)
     for number in range(6):
         engine.add_request(f"a{number}", {"prompt": "import os"}, sampling)
@@ -96,6 +103,10 @@ def test_what_waits_for_requests_ends_when_they_are_aborted(tight: Any) -> None:
     engine.abort_request([f"a{number}" for number in range(6)])
     wait_for(lambda: set(rt.form()) == {"float32"})
     rt.check()
+
+
+def test_what_waits_for_requests_ends_when_they_are_aborted(tight: Any) -> None:
+    abort_what_layers_wait_for(tight)
 
 
 def test_use_and_capacity_are_the_schedulers(tight: Any) -> None:

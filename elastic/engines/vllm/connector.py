@@ -65,9 +65,8 @@ class ElasticConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Tell the scheduler's side what changed with this step."""
         return self.channel.report() if self.channel else None
 
-    def has_connector_metadata(self) -> bool:
-        """Return False: no layer is to wait for keys and values, or to save them."""
-        return False
+    has_connector_metadata = staticmethod(bool)
+    """Returns False, as `bool()` does: no layer is to wait for keys and values. Each asks, so it is no Python code."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Load nothing."""
@@ -136,7 +135,7 @@ class ElasticConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def take_events(self) -> tuple[()]:
         """Report no events; vLLM calls this at the end of a step, when the blocks of ended requests are free."""
-        if self.scheduler:
+        if self.scheduler is not None and not self.scheduler.requests:
             self.scheduler.step_ended()
         return ()
 
@@ -152,7 +151,8 @@ class ElasticConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> CapacityStats | None:
         """Return the figures that have changed, None if none has."""
-        return self.scheduler.new_figures() if self.scheduler else None
+        side = self.scheduler
+        return side.new_figures() if side is not None and side.figures_due else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, int] | None = None) -> CapacityStats:

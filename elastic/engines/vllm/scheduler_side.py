@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_sh
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.request import Request, RequestStatus
 
-from elastic.engines.vllm.agreement import Coordinator
+from elastic.engines.vllm.agreement import ActionOrders, Coordinator
 from elastic.engines.vllm.kv.admission import GroupDemand, PromiseLedger
 from elastic.engines.vllm.kv.capacity import BlockCapacity
 from elastic.engines.vllm.kv.coordinator import CapacityCoordinator
@@ -29,15 +29,19 @@ from elastic.memory.backends.shared_file import OpenFile, open_shared
 logger = logging.getLogger(__name__)
 IDLE_S = 0.005
 """Between the steps of an engine without requests that waits for a rank."""
+DECIDE_S = 0.05
+"""After so long orders are decided anew, though nothing is known to have changed; until then tokens wait to be told."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Told:
     """A request that lives, and what was told of it."""
 
     request: Request
     wakes: int
     """How often ranks had asked to be looked at when it came."""
+    output: Sequence[int]
+    """Its tokens, which vLLM appends to."""
     tokens: int = 0
     preemptions: int = 0
 
@@ -45,18 +49,33 @@ class _Told:
 class SchedulerSide:
     """What is kept beside vLLM's scheduler: the coordinator, the requests that live, and what is told of them.
 
-    `lock` keeps apart the thread that steps and, in an idle engine, the one that settles what a step would.
+    `lock` keeps apart the thread that steps and, in an idle engine, the one that settles what a step would. Whatever
+    changes what is decided, or who may enter, ends `quiet`; a step that finds it gives the orders of the last one.
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._wake_files: list[OpenFile] = []  # of ranks; their lengths count: times would be too coarse
         self._ledger = promise_ledger(vllm_config, kv_cache_config, binding=bool(extra.get("promise", True)))
-        self._requests: dict[str, _Told] = {}  # those that live
+        self.requests: dict[str, _Told] = {}
+        """Those that live."""
+        self._running: dict[str, _Told] = {}  # those of them that have entered
         self._unheard: list[Request] = []  # refused in this step, as `may_enter` says
         self._prefixes = PrefixSharing()
         self._events: list[RequestEvent | StepTokens] = []
         self._told_figures = (0, 0, 0, 0, 0)
+        self.figures_due = True
+        """Whether `new_figures` may have some."""
+        self.quiet = False
+        """Whether nothing has changed since the last decision."""
+        self.decisions = 0
+        """Those that were not the last one again."""
+        self.refused = 0
+        """Requests for which there was no room, since whoever counts them set this to 0."""
+        self._orders = StepOrders()  # the last ones, without what was for one step
+        self._decided_s = 0.0
+        self.movable = bool(extra.get("move_blocks", True))
+        """Whether blocks may be moved where that can be done."""
         self._idle = True
         self._local: WorkerChannel | None = None
         self._agreement = Coordinator(vllm_config.parallel_config.world_size)
@@ -82,6 +101,7 @@ class SchedulerSide:
             self._local = channel
             channel.on_change = self.settle
         self._follow_weights()
+        self._end_quiet()
 
     # -- requests
 
@@ -89,11 +109,12 @@ class SchedulerSide:
         """Note a request before it has any block."""
         with self.lock:
             self._idle = False
-            self._requests[request.request_id] = _Told(request, self._wakes())
+            self.requests[request.request_id] = _Told(request, self._wakes(), request._output_token_ids)
             self._follow_weights()
             self._prefixes.arrive(request)
             arrived_s = time.perf_counter() - max(0.0, time.time() - request.arrival_time)
             self._tell("arrived", request, request.num_prompt_tokens, arrived_s)
+            self._end_quiet()
 
     def may_enter(self, request: Request) -> bool:
         """Whether all that live, and this one, can still get every block that they may need.
@@ -109,10 +130,14 @@ class SchedulerSide:
         return may
 
     def _may_enter(self, request: Request) -> bool:
-        arrival = self._requests.get(request.request_id)
+        arrival = self.requests.get(request.request_id)
         if arrival is None:  # queued, and about to be noted, while another thread steps
             return False
+        waiting = len(self._ledger.waiting)
         if not self._ledger.may_enter(request.request_id, _tokens(request), self.coordinator.room):
+            self.refused += 1
+            if len(self._ledger.waiting) > waiting:  # the first that waits has a say in how many blocks there should be
+                self._end_quiet()
             return False
         self._follow_weights()
         told = self._local is not None or arrival.wakes <= self.coordinator.wakes
@@ -122,25 +147,35 @@ class SchedulerSide:
         """Note that a request has its first blocks, or again some after it was preempted."""
         self._ledger.enter(request.request_id, _tokens(request))
         self._prefixes.enter(request.request_id)
+        self._running[request.request_id] = self.requests[request.request_id]
         self._tell("scheduled", request)
+        self._end_quiet()
 
     def left(self, request: Request) -> None:
         """Note that a request ends; its blocks are freed after this."""
         self._ledger.leave(request.request_id)
         self._prefixes.leave(request.request_id)
-        told = self._requests.pop(request.request_id, None)
+        self._running.pop(request.request_id, None)
+        told = self.requests.pop(request.request_id, None)
         if told is not None:
-            self._tell_progress([told])
+            self._tell_tokens({request.request_id: told})
+            self._tell_preemptions([told])
         aborted = request.status is RequestStatus.FINISHED_ABORTED
         self._tell("cancelled" if aborted else "completed", request)
+        self._end_quiet()
 
     # -- steps
 
     def next_orders(self, *, idle: bool) -> StepOrders:
         """Decide what the ranks do before the step that was just scheduled."""
+        while self._unheard:
+            self._unheard.pop().skip_reading_prefix_cache = True
+        if self._tell_tokens(self._running) < self._decided_s + DECIDE_S and self.quiet and not idle:
+            taken = self.coordinator.taken
+            if taken != self._orders.used_blocks:
+                self._orders, self.figures_due = self._orders._replace(used_blocks=taken), True
+            return self._orders
         with self.lock:
-            while self._unheard:
-                self._unheard.pop().skip_reading_prefix_cache = True
             before = self.coordinator.sequence
             orders = self._decide()
         if idle and orders.sequence == before:
@@ -155,10 +190,11 @@ class SchedulerSide:
                     self._agreement.receive(rank, state.actions)
             self.coordinator.receive(report)
             self._follow_weights()
+            self._end_quiet()
 
     def step_ended(self) -> None:
         """Note the end of a step: without requests, what would need more steps is settled here."""
-        if not self._requests:
+        if not self.requests:
             self._idle = True
             self.settle()
 
@@ -188,6 +224,7 @@ class SchedulerSide:
                 report = channel.report()
                 if report is not None:
                     self.coordinator.receive(report)
+                    self._end_quiet()
                 elif self.coordinator.sequence == before:
                     return
 
@@ -208,7 +245,7 @@ class SchedulerSide:
 
     def new_figures(self) -> CapacityStats | None:
         """Return the figures for vLLM's metrics, None if they are as they were told last."""
-        books = self.coordinator
+        books, self.figures_due = self.coordinator, False
         now = books.capacity.usable, books.taken, books.mapped, books.moved_blocks, books.sequence
         if now == self._told_figures:
             return None
@@ -224,10 +261,21 @@ class SchedulerSide:
 
     def _decide(self) -> StepOrders:
         """Return the next orders, with what happened since the last ones."""
+        was_quiet, self.quiet, self.figures_due = self.quiet, True, True  # what changes from here on ends it again
+        self._decided_s = time.perf_counter()
         wakes = self._wakes()
-        self._tell_progress(self._requests.values())
+        self._tell_preemptions(self._running.values())
         events, self._events = self._events, []
-        return self.coordinator.next_orders(actions=self._agreement.orders(), requests=events, wakes=wakes)
+        orders = self.coordinator.next_orders(actions=self._agreement.orders(), requests=events, wakes=wakes)
+        before, self._orders = self._orders, orders._replace(actions=ActionOrders(), requests=())
+        self.decisions += not was_quiet or self._orders != before
+        if not self.coordinator.at_rest:
+            self.quiet = False
+        return orders
+
+    def _end_quiet(self) -> None:
+        """Have the next step decide. Called when what has changed can be seen."""
+        self.quiet, self.figures_due = False, True
 
     def _follow_weights(self) -> None:
         """Have nothing found in the prefix cache that was computed with other weights than the ranks have now.
@@ -242,18 +290,24 @@ class SchedulerSide:
         """Count how often ranks have asked to be looked at."""
         return sum(file.nbytes for file in self._wake_files)
 
-    def _tell_progress(self, requests: Iterable[_Told]) -> None:
-        """Tell of the tokens and preemptions of requests that were not told of yet."""
-        produced: dict[str, int] = {}
-        for told in requests:
-            request, tokens, preemptions = told.request, told.tokens, told.preemptions
-            told.tokens, told.preemptions = request.num_output_tokens, request.num_preemptions
-            if told.tokens > tokens:
-                produced[request.request_id] = told.tokens - tokens
-            if told.preemptions > preemptions:
-                self._tell("preempted", request)
+    def _tell_tokens(self, requests: Mapping[str, _Told]) -> float:
+        """Tell of the tokens of requests that were not told of yet; return the time. The next decision sends it."""
+        produced, at_s = {}, time.perf_counter()
+        for name, told in requests.items():
+            tokens = len(told.output)
+            if tokens > told.tokens:
+                produced[name] = tokens - told.tokens
+            told.tokens = tokens
         if produced:
-            self._events.append(StepTokens(produced, time.perf_counter()))
+            self._events.append(StepTokens(produced, at_s))
+        return at_s
+
+    def _tell_preemptions(self, requests: Iterable[_Told]) -> None:
+        """Tell of the requests that have lost their blocks."""
+        for told in requests:
+            if told.request.num_preemptions > told.preemptions:
+                self._tell("preempted", told.request)
+            told.preemptions = told.request.num_preemptions
 
     def _tell(self, what: Occurrence, request: Request, tokens: int = 0, at_s: float | None = None) -> None:
         at_s = time.perf_counter() if at_s is None else at_s

@@ -61,11 +61,6 @@ def worker_name() -> str:
     return f"elastic.engines.vllm.worker.{kind}"
 
 
-def scheduler_name() -> str | None:
-    """Return the scheduler class that moves blocks; None on CUDA, where vLLM schedules ahead and none can move."""
-    return "elastic.engines.vllm.scheduler.ElasticScheduler" if _platform().is_cpu() else None
-
-
 def _platform() -> Any:
     return importlib.import_module("vllm.platforms").current_platform
 

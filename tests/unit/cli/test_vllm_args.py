@@ -17,7 +17,6 @@ from elastic.errors import ConfigError
 def known_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "require_vllm", lambda: "0.32.0")
     monkeypatch.setattr(support, "worker_name", lambda: "worker")
-    monkeypatch.setattr(support, "scheduler_name", lambda: "scheduler")
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
@@ -53,9 +52,8 @@ def test_a_connector_of_the_user_is_one_of_two(capsys: pytest.CaptureFixture[str
     words = printed(capsys, "--budget", "1GiB", "--connector", theirs, "--no-promise", "--no-moves")
     config: dict[str, Any] = json.loads(words["--kv-transfer-config"])
     first, second = config["kv_connector_extra_config"]["connectors"]
-    assert first["kv_connector_extra_config"]["promise"] is False
+    assert first["kv_connector_extra_config"] == {"promise": False, "move_blocks": False}
     assert second == json.loads(theirs)
-    assert "--scheduler-cls" not in words
 
 
 @pytest.mark.parametrize("wrong", ["no json", "[1]", "{}"])

@@ -18,6 +18,7 @@ CONNECTOR = {
     "kv_connector_module_path": "elastic.engines.vllm.connector",
     "kv_role": "kv_both",
 }
+SCHEDULER = "elastic.engines.vllm.scheduler.ElasticScheduler"
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def options(
 
     Raises `ConfigError` for what cannot work, `BackendUnavailable` where vLLM is absent or not known.
     """
-    from elastic.engines.vllm.support import require_vllm, scheduler_name, worker_name
+    from elastic.engines.vllm.support import require_vllm, worker_name
 
     require_vllm()
     require(slo is None or isinstance(slo, SLO), "slo", slo, "an elastic.SLO, or None")
@@ -114,22 +115,20 @@ def options(
         copy_rate=copy_rate,
         page_bytes=None if page_bytes is None else parse_bytes(page_bytes, option="page_bytes"),
     )
-    name = scheduler_name() if move_blocks else None
-    scheduler = {"scheduler_cls": name} if name else {}
     return {
         "quantization": "elastic",
         "worker_cls": worker_name(),
-        **scheduler,
-        "kv_transfer_config": _transfer(promise, connector),
+        "scheduler_cls": SCHEDULER,
+        "kv_transfer_config": _transfer(connector, promise=promise, move_blocks=move_blocks),
         "additional_config": {KEY: settings.to_json()},
     }
 
 
-def _transfer(promise: bool, connector: Mapping[str, Any] | None) -> dict[str, Any]:
+def _transfer(connector: Mapping[str, Any] | None, **ours_extra: bool) -> dict[str, Any]:
     """Return the config of our connector, or of vLLM's `MultiConnector` over ours and the user's."""
     from elastic.engines.vllm.kv.orders import refuse_connector
 
-    ours = {**CONNECTOR, "kv_connector_extra_config": {"promise": promise}}
+    ours = {**CONNECTOR, "kv_connector_extra_config": ours_extra}
     if connector is None:
         return ours
     refuse_connector(connector)

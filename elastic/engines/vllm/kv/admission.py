@@ -44,7 +44,7 @@ class PromiseLedger:
         self._longest = longest
         self._lookahead = lookahead
         self._promised: dict[str, int] = {}
-        self._waiting: dict[str, int] = {}
+        self.waiting: dict[str, int] = {}
         """Those that found no room, the first of them first, and the blocks that they need."""
         self._overtaken = 0  # how often the first of them was
         self.binding = binding
@@ -60,20 +60,22 @@ class PromiseLedger:
         """
         if self._promised:
             return 0 if self.binding else max(self._promised.values())
-        return next(iter(self._waiting.values()), 0)
+        return next(iter(self.waiting.values()), 0)
 
     def demand(self, tokens: int) -> int:
         """Count the blocks that a request of so many tokens, prompt and output, may come to hold."""
-        tokens = min(tokens + self._lookahead, self._longest)
-        return sum(group.blocks(tokens) for group in self._groups)
+        tokens, blocks = min(tokens + self._lookahead, self._longest), 0
+        for group in self._groups:
+            blocks += group.blocks(tokens)
+        return blocks
 
     def may_enter(self, request: str, tokens: int, room: int) -> bool:
         """Whether a request may enter where there is room for so many blocks in all. One that entered before may."""
-        demand, first = self.demand(tokens), next(iter(self._waiting), request)
-        aside = self._waiting[first] if first != request and self._overtaken >= PATIENCE else 0
+        demand, first = self.demand(tokens), next(iter(self.waiting), request)
+        aside = self.waiting[first] if first != request and self._overtaken >= PATIENCE else 0
         if request in self._promised or self.total + demand + aside <= room:
             return True
-        self._waiting.setdefault(request, demand)
+        self.waiting.setdefault(request, demand)
         return not self.binding
 
     def enter(self, request: str, tokens: int) -> None:
@@ -81,11 +83,11 @@ class PromiseLedger:
         self.leave(request)
         self._promised[request] = self.demand(tokens)
         self.total += self._promised[request]
-        self._overtaken += bool(self._waiting)
+        self._overtaken += bool(self.waiting)
 
     def leave(self, request: str) -> None:
         """Take a promise back. Can be called twice."""
         self.total -= self._promised.pop(request, 0)
-        if request == next(iter(self._waiting), None):
+        if request == next(iter(self.waiting), None):
             self._overtaken = 0
-        self._waiting.pop(request, None)
+        self.waiting.pop(request, None)

@@ -48,7 +48,7 @@ class BlockCapacity:
     @property
     def used(self) -> int:
         """Blocks that requests have."""
-        return self.usable - self.pool.get_num_free_blocks()
+        return self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
 
     @property
     def end(self) -> int:

@@ -88,7 +88,8 @@ class CapacityCoordinator:
     @property
     def wanted(self) -> int:
         """Sectors for new requests: what every rank's limit allows, or what one alone needs."""
-        return max(1, self._target, min(self._sectors(self.ledger.alone), self._most))
+        alone = self.ledger.alone
+        return max(1, self._target, min(self._sectors(alone), self._most) if alone else 0)
 
     @property
     def needed(self) -> int:
@@ -99,6 +100,11 @@ class CapacityCoordinator:
     def room(self) -> int:
         """Blocks for all requests together, if one more enters."""
         return min(self.capacity.limit, self.wanted * self.blocks_per_sector) - 1
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether the next decision is the last one again, if ranks tell nothing and no request comes or goes."""
+        return self.settled and not self.capacity.leaving
 
     @property
     def busy(self) -> bool:

@@ -173,7 +173,6 @@ def known_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(support, "require_vllm", lambda: "0.32.0")
     monkeypatch.setattr(support, "worker_name", lambda: "worker")
-    monkeypatch.setattr(support, "scheduler_name", lambda: "scheduler")
 
 
 @pytest.mark.usefixtures("known_vllm")
@@ -184,8 +183,9 @@ def test_settings_reach_the_workers_as_they_were_given() -> None:
     assert again.to_policy() == asked
     assert again.to_slo() == SLO(ttft_s=2.0)
     assert (again.budget_bytes, again.variants, again.page_bytes) == (30 * 2**30, ("int4",), 4096)
-    assert (made["quantization"], made["worker_cls"], made["scheduler_cls"]) == ("elastic", "worker", "scheduler")
-    assert made["kv_transfer_config"]["kv_connector_extra_config"]["promise"] is True
+    assert (made["quantization"], made["worker_cls"]) == ("elastic", "worker")
+    assert made["scheduler_cls"].endswith("ElasticScheduler")
+    assert made["kv_transfer_config"]["kv_connector_extra_config"] == {"promise": True, "move_blocks": True}
 
 
 @pytest.mark.usefixtures("known_vllm")
@@ -193,7 +193,9 @@ def test_a_connector_of_the_user_comes_after_ours() -> None:
     theirs = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     config = options("1GiB", connector=theirs, move_blocks=False)["kv_transfer_config"]
     assert config["kv_connector"] == "MultiConnector"
-    names = [child["kv_connector"] for child in config["kv_connector_extra_config"]["connectors"]]
+    children = config["kv_connector_extra_config"]["connectors"]
+    names = [child["kv_connector"] for child in children]
+    assert children[0]["kv_connector_extra_config"]["move_blocks"] is False
     assert names == [settings.CONNECTOR["kv_connector"], "OffloadingConnector"]
 
 
