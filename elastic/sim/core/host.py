@@ -17,8 +17,13 @@ class Computer(Protocol):
     shared: bool
     """Whether what others compute meanwhile makes a step take longer."""
 
-    def compute(self, seconds: float, done: Callable[[], object], more: float = 0.0) -> None:
-        """Have something computed that takes so long by itself; by `more` longer beside others than most."""
+    def compute(
+        self, seconds: float, done: Callable[[], object], more: float = 0.0, core: object | None = None
+    ) -> None:
+        """Have something computed that takes so long by itself; by `more` longer beside others than most.
+
+        What is computed on one `core` at a time has it in short turns; None: on one of its own.
+        """
 
 
 @dataclass(frozen=True)
@@ -51,19 +56,22 @@ class SharedHost:
         self.sharing = sharing
         self.shared = bool(sharing)
         self._clock = clock
-        self._tasks: list[_Task] = []
-        self._at_s = 0.0  # until when their progress is counted
+        self._tasks: dict[object, list[_Task]] = {}  # by their cores
         self._frontend_left_s = 0.0  # that the fleet's process has to compute
+        self._frontend_at_s = 0.0  # until when that is counted
         self._frontend_due: ScheduledEvent | None = None
 
-    def compute(self, seconds: float, done: Callable[[], object], more: float = 0.0) -> None:
+    def compute(
+        self, seconds: float, done: Callable[[], object], more: float = 0.0, core: object | None = None
+    ) -> None:
         """Have a rank begin something that takes so long by itself."""
-        if not self.shared:
+        if not self.shared and core is None:
             self._clock.after(seconds, done)
             return
-        self._advance()
-        self._tasks.append(_Task(seconds, self.sharing.contention + more, done))
-        self._share_out()
+        task = _Task(seconds, self.sharing.contention + more, done, core or object(), self._clock.now)
+        self._advance(task.core)
+        self._tasks.setdefault(task.core, []).append(task)
+        self._share_out(task.core)
 
     def take_message(self) -> None:
         """Have the fleet's process take a message of a rank."""
@@ -73,23 +81,34 @@ class SharedHost:
             self._share_out()
 
     def _end(self, task: _Task) -> None:
-        self._advance()
-        self._tasks.remove(task)
-        self._share_out()
+        self._advance(task.core)
+        beside = self._tasks[task.core]
+        beside.remove(task)
+        if not beside:
+            del self._tasks[task.core]
+        self._share_out(task.core)
         task.done()
 
-    def _advance(self) -> None:
-        """Count what was done since somebody began or ended."""
-        seconds, self._at_s = self._clock.now - self._at_s, self._clock.now
-        for task in self._tasks:
-            task.left_s = max(0.0, task.left_s - seconds / self._slowdown(task))
-        self._frontend_left_s = max(0.0, self._frontend_left_s - seconds)
+    def _slowed(self, core: object | None) -> list[_Task]:
+        """Return what is slower or faster when something begins or ends on a core."""
+        if not self.shared:
+            return self._tasks.get(core, [])
+        return [task for tasks in self._tasks.values() for task in tasks]
 
-    def _share_out(self) -> None:
+    def _advance(self, core: object | None = None) -> None:
+        """Count what was done since somebody began or ended."""
+        now = self._clock.now
+        for task in self._slowed(core):
+            task.left_s = max(0.0, task.left_s - (now - task.at_s) / self._slowdown(task))
+            task.at_s = now
+        self._frontend_left_s = max(0.0, self._frontend_left_s - (now - self._frontend_at_s))
+        self._frontend_at_s = now
+
+    def _share_out(self, core: object | None = None) -> None:
         if self._frontend_due is not None:
             self._frontend_due.cancel()
         self._frontend_due = self._clock.after(self._frontend_left_s, self._go_on) if self._frontend_left_s else None
-        for task in self._tasks:
+        for task in self._slowed(core):
             if task.due is not None:
                 task.due.cancel()
             task.due = self._clock.after(task.left_s * self._slowdown(task), partial(self._end, task))
@@ -101,9 +120,9 @@ class SharedHost:
         self._share_out()
 
     def _slowdown(self, task: _Task) -> float:
-        ranks, cores = len(self._tasks), self.sharing.cores
-        slower = 1.0 + task.contention * (ranks - 1)
-        return slower * ranks / (cores - 1) if self._frontend_left_s and ranks >= cores else slower
+        busy, cores = len(self._tasks), self.sharing.cores
+        slower = (1.0 + task.contention * (busy - 1)) * len(self._tasks[task.core])
+        return slower * busy / (cores - 1) if self._frontend_left_s and busy >= cores else slower
 
 
 @dataclass(eq=False)
@@ -113,6 +132,9 @@ class _Task:
     left_s: float
     contention: float
     done: Callable[[], object]
+    core: object
+    at_s: float
+    """Until when its progress is counted."""
     due: ScheduledEvent | None = None
 
 
@@ -134,9 +156,11 @@ class ComputeTurn:
         """Whether nothing is computed, and nobody waits."""
         return not self._taken and not self._asked and not self.hangs
 
-    def compute(self, seconds: float, done: Callable[[], object], more: float = 0.0) -> None:
+    def compute(
+        self, seconds: float, done: Callable[[], object], more: float = 0.0, core: object | None = None
+    ) -> None:
         """Have something computed; one that hangs never does."""
-        self.take(lambda: self._host.compute(seconds, partial(self._end, done), self._more + more))
+        self.take(lambda: self._host.compute(seconds, partial(self._end, done), self._more + more, core or self))
 
     def take(self, begin: Callable[[], object]) -> None:
         """Have something begin when it is its turn; `give_back` ends that."""
@@ -172,7 +196,9 @@ class SharedDevices:
     def __init__(self, clock: VirtualClock, turns: Sequence[ComputeTurn]) -> None:
         self._clock, self._turns = clock, turns
 
-    def compute(self, seconds: float, done: Callable[[], object], more: float = 0.0) -> None:
+    def compute(
+        self, seconds: float, done: Callable[[], object], more: float = 0.0, core: object | None = None
+    ) -> None:
         """Have a step computed, which nothing slows down.
 
         All devices are asked at once, so that no two steps wait for each other.

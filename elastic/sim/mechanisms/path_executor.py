@@ -33,7 +33,7 @@ class Leg:
     exchanges: int = 0
     """That its ranks have behind it, if they are several."""
     beside: bool = False
-    """Whether it is home's work beside its turn."""
+    """Whether it is work beside the ranks' turns."""
 
 
 def legs_of(path: LayerPath, parts: StepParts, factor: Callable[[str, int], float], handovers: Handovers) -> list[Leg]:
@@ -42,7 +42,7 @@ def legs_of(path: LayerPath, parts: StepParts, factor: Callable[[str, int], floa
     `handovers` are what stages and exchanges take of each of their ranks' own time.
 
     Embedding and head are at home, and count behind the last layer. Ranks that share layers exchange twice in each:
-    heads, and what their parts of the network give. Before each exchange is a leg, so that others compute in between;
+    heads, and what their parts of the network give. They send and receive beside their turns, while others compute;
     of a run of many layers several exchanges are one.
     """
     legs: list[Leg] = []
@@ -57,8 +57,11 @@ def legs_of(path: LayerPath, parts: StepParts, factor: Callable[[str, int], floa
             continue
         exchanges = 2 * len(layers)
         count = min(exchanges, MOST_LEGS)
-        leg = {rank: (each + exchanges * handovers.exchange_s) / count for rank, each in seconds.items()}
-        legs += [Leg(leg, exchanges * (i + 1) // count - exchanges * i // count) for i in range(count)]
+        leg = {rank: each / count for rank, each in seconds.items()}
+        for number in range(count):
+            times = exchanges * (number + 1) // count - exchanges * number // count
+            exchange = Leg(dict.fromkeys(holders, times * handovers.exchange_s), times, beside=True)
+            legs += [Leg(leg), exchange] if handovers.exchange_s else [Leg(leg, times)]
     if set(legs[-1].seconds) == {path.home}:
         legs[-1] = Leg({path.home: legs[-1].seconds[path.home] + parts.rest_s})
     else:
@@ -149,7 +152,7 @@ class PathExecutor:
             return
         leg = legs[0]
         ranks, seconds = tuple(leg.seconds), 0.0
-        if len(ranks) > 1:
+        if leg.exchanges:
             seconds = self._wires.hidden_s(ranks, nbytes * (len(ranks) - 1), leg.exchanges)
         self._clock.after(seconds, partial(self._go, step, future, legs[1:], ranks, nbytes))
 

@@ -18,7 +18,7 @@ class StageTurn(ComputeTurn):
         super().__init__(host, more)
         self._clock = clock
         self._expected = 0  # steps in flight that have a part here
-        self._beside = False  # whether who has it does something else than compute
+        self._beside = 0  # steps that its rank works on beside its turn
         self._busy_s = self._bubble_s = self._counted_s = 0.0
 
     @property
@@ -33,13 +33,10 @@ class StageTurn(ComputeTurn):
         self._expected += steps
 
     def work_beside(self, seconds: float, done: Callable[[], object]) -> None:
-        """Have its rank work on a step beside its turn: on the same core, but it is not counted as computing."""
-
-        def begin() -> None:
-            self._beside = True
-            self._host.compute(seconds, partial(self._end, done), self._more)
-
-        self.take(begin)
+        """Have its rank work on a step beside its turn: at once, on the core of whoever has the turn."""
+        if not self.hangs:
+            self._work(1)
+            self._host.compute(seconds, partial(self._end_beside, done), self._more, self)
 
     def take(self, begin: Callable[[], object]) -> None:
         """See `ComputeTurn`."""
@@ -49,13 +46,20 @@ class StageTurn(ComputeTurn):
     def give_back(self) -> None:
         """See `ComputeTurn`."""
         self._count()
-        self._beside = False
         super().give_back()
 
     def _count(self) -> None:
         """Count the time since something changed last."""
         past_s, self._counted_s = self._clock.now - self._counted_s, self._clock.now
-        if self._taken and not self._beside:
+        if self._taken:
             self._busy_s += past_s
-        elif self._expected > self._beside:  # that of home's own step does not wait
+        elif self._expected > self._beside:
             self._bubble_s += past_s
+
+    def _work(self, steps: int) -> None:
+        self._count()
+        self._beside += steps
+
+    def _end_beside(self, done: Callable[[], object]) -> None:
+        self._work(-1)
+        done()
