@@ -7,23 +7,23 @@ with what else runs on the same machine: so requests that calibrate are served j
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from sim_runs import ENGINE, HIDDEN, LAYERS, TimedStep
+from sim_runs import ENGINE, HIDDEN, TimedStep
 
 from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.least_squares import not_negative
-from elastic.planning.pipeline.chunk_cost import BatchTiming
+from elastic.planning.pipeline.chunk_cost import BatchTiming, Chunk
 from elastic.sim.core.host import HostSharing
 from elastic.sim.core.step_seconds import WARM, BehindPrompt, MeasuredPace, MeasuredStep
-from elastic.sim.mechanisms.model import LayeredModel, Links
+from elastic.sim.mechanisms.model import Links
 
 CONTENTIONS = tuple(0.05 * number for number in range(13))
 """That are tried."""
@@ -36,13 +36,47 @@ MOST_TAKEN = 0.8
 """Of a step, that messages can have taken."""
 FEW = 0.1
 """Of its time, while another step is computed: it is taken to be by itself."""
-REST = LayeredModel.rest
 STAGE_LINKS = Links(bytes_s=1e9, hop_s=3e-4)
 """Of ranks of which nobody measured what is between them."""
 MOST_BYTES_S = 1e12
 WARM_BEHIND = 16
 """Steps of single tokens behind a prompt, after which caches have the weights again."""
 MOST_KEPT = 0.9
+
+
+@dataclass(frozen=True)
+class DividedCost:
+    """What two ranks divide of a step whose layers they share: attention, and a share of the products.
+
+    Networks are cut, other matrices are not; nor is what home does beside its turn.
+    """
+
+    cost: LayerCost
+    """Of a step of one rank."""
+    share: float
+    beside_s: float = 0.0
+    beside_chunk_s: float = 0.0
+
+    def batch(self, chunks: Sequence[Chunk]) -> float:
+        """Return the seconds of a batch."""
+        products_s, attention_s = self.parts(chunks)
+        return self.share * products_s + attention_s
+
+    def parts(self, chunks: Sequence[Chunk]) -> tuple[float, float]:
+        """Return the seconds of a batch's products with weights, and of attention, as far as ranks compute them."""
+        whole_s = self.cost.batch(chunks)
+        attention_s = replace(self.cost, matrices=tuple((n, 0.0) for n, _ in self.cost.matrices), chunk=0.0).batch(
+            chunks
+        )
+        return max(0.0, whole_s - attention_s - self.home_s(chunks)), attention_s
+
+    def home_s(self, chunks: Sequence[Chunk]) -> float:
+        """Return what home does of a step beside its turn."""
+        return self.beside_s + self.beside_chunk_s * (len(chunks) - 1)
+
+    def times(self, factor: float) -> DividedCost:
+        """Return so many times these seconds."""
+        return DividedCost(self.cost.times(factor), self.share, factor * self.beside_s, factor * self.beside_chunk_s)
 
 
 @dataclass(frozen=True)
@@ -58,7 +92,7 @@ class Fitted:
     """Calibration -> how many times as long steps took there."""
     behind_prompt: BehindPrompt = WARM
     """What steps of single tokens take longer behind a prompt, at the pace of the first calibration."""
-    cut: LayerCost | None = None
+    cut: DividedCost | None = None
     """What ranks that share layers divide among them."""
     hop_s: float = 3e-4
     """An exchange of ranks that share layers: what they wait for,"""
@@ -222,11 +256,11 @@ class Beside(NamedTuple):
 
 def _alone_s(step: TimedStep, beside: Beside, sharing: HostSharing) -> float:
     """Return what a step takes by itself."""
-    seconds = step.seconds - _taken_s(step, beside.share + beside.ended, sharing)
+    seconds = step.seconds - taken_s(step, beside.share + beside.ended, sharing)
     return seconds * (1 - beside.share * sharing.contention / (1 + sharing.contention))
 
 
-def _taken_s(step: TimedStep, messages: float, sharing: HostSharing) -> float:
+def taken_s(step: TimedStep, messages: float, sharing: HostSharing) -> float:
     """Return what messages take from a step while ranks compute on all cores: a part of each, as of all ranks."""
     return min(MOST_TAKEN * step.seconds, messages * sharing.frontend_s / CORES)
 
@@ -268,44 +302,14 @@ def messages_s(arrivals_s: Sequence[float], steps: Sequence[TimedStep]) -> list[
     return found
 
 
-def with_shared_layers(fitted: Fitted, calibrations: Mapping[str, Sequence[TimedStep]]) -> Fitted:
-    """Fit what ranks that share layers divide, and their exchanges, to steps of one request at a time, and of two.
-
-    Attention is divided by heads; of products a share is, as networks are cut and other matrices are not. A straight
-    line over the seconds of products tells it, and what a step takes longer by its exchanges. What of these the ranks
-    wait for, two instances wait for at the same time; the rest keeps each rank busy, for one of them after the other.
-    """
-    rows, paired = [], []
-    for name, steps in calibrations.items():
-        at_pace = fitted.at_pace_of([name])
-        here = at_pace.cost.times(1 + fitted.sharing.contention)
-        for shared, others, behind in zip(steps, beside(steps), since_prompts(steps), strict=True):
-            taken_s = _taken_s(shared, 1 + others.ended, fitted.sharing)  # both ranks compute, whosoever step it is
-            taken_s += 0.0 if behind is None else at_pace.behind_prompt.more_s(behind)
-            step = replace(shared, end_s=max(shared.begin_s + 1e-6, shared.end_s - taken_s))
-            row = _shared_row(here, step) if others.share < FEW else []
-            rows += [row] if row else []
-            paired += [(here, step)] if others.share > 1 - FEW else []
-    kept, exchanged_s = not_negative(rows)
-    share = min(1.0, max(0.0, 2 * (1 - kept)))
-    decoded = [(cost, step) for cost, step in paired if [count for _, count in step.chunks] == [1]]
-    busy_s = [step.seconds / 2 - _shared_s(cost, share, step) for cost, step in decoded]
-    core_s = min(exchanged_s, max(0.0, statistics.median(busy_s))) if busy_s else 0.0
-    exchanges = 2 * LAYERS
-    return replace(
-        fitted, cut=cut(fitted.cost, share), hop_s=(exchanged_s - core_s) / exchanges, core_s=core_s / exchanges
-    )
-
-
 def with_stages(fitted: Fitted, calibrations: Mapping[str, StagedSteps]) -> Fitted:
     """Fit what is between two stages, and around each, to steps of one request at a time.
 
     Steps of one token tell what is fixed, those of prompts what there is for each token. Of what is fixed stages
     compute what they were busy longer than one rank would have been; the rest is waited for. What steps of one token
     take longer while both instances have one is what their ranks take from each other. What home does beside its turn
-    was measured.
+    was measured: `with_home`.
     """
-    fitted = _with_home(fitted, calibrations)
     fixed_s, token_s, busy_s = [], [], []
     for name, (steps, bubbles, *_) in calibrations.items():
         costs_s = fitted.at_pace_of([name]).costs_s(steps)
@@ -329,14 +333,24 @@ def with_stages(fitted: Fitted, calibrations: Mapping[str, StagedSteps]) -> Fitt
     return replace(fitted, stage_links=links, sharing=replace(fitted.sharing, stages=more))
 
 
-def _with_home(fitted: Fitted, calibrations: Mapping[str, StagedSteps]) -> Fitted:
-    """Fit what home does beside its turn, a straight line over chunks."""
-    rows = []
-    for name, (steps, _, *others) in calibrations.items():
-        for step in [*steps, *itertools.chain(*others)]:
-            seconds = (step.seconds - step.turn_s) / fitted.paces[name]
-            rows += [[1 / seconds, (len(step.chunks) - 1) / seconds]] if step.turn_s and seconds > 0 else []
-    beside_s, beside_chunk_s = not_negative(rows) if rows else (0.0, 0.0)
+def with_home(fitted: Fitted, calibrations: Mapping[str, Sequence[TimedStep]]) -> Fitted:
+    """Fit what home does of a step beside its turn, a straight line over chunks.
+
+    While another instance has steps the core is shared with these. By how much longer home takes then is told by steps
+    of one chunk.
+    """
+    alone_s, both_s = defaultdict(list), defaultdict(list)  # by chunks after the first
+    for name, steps in calibrations.items():
+        for step, others in zip(steps, beside(steps), strict=True):
+            if step.turn_s and not FEW <= others.share <= 1 - FEW:
+                each_s = alone_s if others.share < FEW else both_s
+                each_s[len(step.chunks) - 1].append((step.seconds - step.turn_s) / fitted.paces[name])
+    if not alone_s[0]:
+        return fitted
+    slower = max(1.0, statistics.mean(both_s[0]) / statistics.mean(alone_s[0])) if both_s[0] else 1.0
+    means_s = [(further, statistics.mean(each)) for further, each in alone_s.items()]
+    means_s += [(further, statistics.mean(each) / slower) for further, each in both_s.items() if each]
+    beside_s, beside_chunk_s = not_negative([[1 / seconds, further / seconds] for further, seconds in means_s])
     return replace(fitted, beside_s=beside_s, beside_chunk_s=beside_chunk_s)
 
 
@@ -345,25 +359,6 @@ def _slower(fitted: Fitted, name: str, pairs: Sequence[TimedStep], links: Links)
     costs_s, slower = fitted.at_pace_of([name]).costs_s(pairs), []
     for step, others, cost_s in zip(pairs, beside(pairs), costs_s, strict=True):
         if others.share > 1 - FEW and [count for _, count in step.chunks] == [1]:
-            waited_s = 2 * links.hop_s + _taken_s(step, 1 + others.ended, fitted.sharing)
+            waited_s = 2 * links.hop_s + taken_s(step, 1 + others.ended, fitted.sharing)
             slower.append((step.seconds - waited_s) / (cost_s + 2 * links.stage_s) - 1)
     return slower
-
-
-def _shared_s(cost: LayerCost, share: float, step: TimedStep) -> float:
-    """Return what each of two ranks computes of the steps of two instances, for each of these; without exchanges."""
-    alone, divided = cost.batch(step.as_chunks), cut(cost, share).batch(step.as_chunks)
-    return alone * (1 - REST / 2) - divided / 2
-
-
-def _shared_row(cost: LayerCost, step: TimedStep) -> list[float]:
-    """Return the products of a shared step, and 1, over what it took besides other terms; [] where that is nothing."""
-    alone, attention, with_products = (c.batch(step.as_chunks) for c in (cost, cut(cost, 0.0), cut(cost, 1.0)))
-    products = with_products - attention
-    left = step.seconds - (alone - products - attention / 2)
-    return [products / left, 1 / left] if left > 0 else []
-
-
-def cut(cost: LayerCost, share: float) -> LayerCost:
-    """Return what of a step ranks divide that share its layers: attention, and a share of the products."""
-    return replace(cost, matrices=tuple((tokens, share * seconds) for tokens, seconds in cost.matrices), chunk=0.0)

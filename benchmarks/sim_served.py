@@ -64,7 +64,7 @@ FIGURES = ("tokens_per_s", "p50_ttft_s", "p50_tpot_s", "kv_use", "p95_ttft_s", "
 ALONE = tuple(0.9 * number for number in range(4))
 """Seconds at which requests come that calibrate shared layers, and stages: each has ended before the next comes."""
 SEVERAL = 12
-"""Requests that come at once to stages, for what there is to do for each."""
+"""Requests that come at once to two ranks that compute together, for what there is to do for each."""
 MOST_OTHERS = 0.05
 RESTORED_S = 30.0
 
@@ -212,7 +212,7 @@ class Served:
     def _calibrate_together(self, engine: elastic.Fleet, system: System, name: str, folder: Path) -> None:
         """Have ranks calibrate that share layers, or are stages: by one request at a time, by two, and by several."""
         if system.tp > 1:
-            every = [self._played(engine, few_at_once(count, name), folder)[1] for count in (1, 2)]
+            every = [self._played(engine, few_at_once(count, name), folder)[1] for count in (1, 2, SEVERAL)]
             self.measured.shared[name] = [step for steps in every for step in steps]
         if system.stages > 1:
             run, steps = self._played(engine, few_at_once(1, name), folder)

@@ -38,7 +38,7 @@ from typing import Any
 
 from common import arguments, finish, table
 from sim_behaviour import LIMITS, Behaviour, above_limits, actions, bubble_share, most_off, off
-from sim_fit import Fitted, fit, messages_s, with_shared_layers, with_stages
+from sim_fit import Fitted, fit, messages_s, with_home, with_stages
 from sim_runs import (
     ENGINE,
     HIDDEN,
@@ -58,6 +58,7 @@ from sim_served import (
     Served,
     figures,
 )
+from sim_shared import with_shared_layers
 
 from elastic.bench.traces.trace import Trace
 from elastic.cluster.fleet.planning.policies import chosen
@@ -102,8 +103,9 @@ def fitted_to(measured: Measured) -> dict[str, Fitted]:
     """Return costs with attention and without."""
     found = {}
     frontend_s = statistics.median(measured.frontends_s) if measured.frontends_s else 0.0
+    together = measured.shared | {name: [*s.steps, *s.pairs, *s.several] for name, s in measured.staged.items()}
     for name, attention in (("simulated", True), ("without attention", False)):
-        each = fit(measured.alone, frontend_s, attention=attention)
+        each = with_home(fit(measured.alone, frontend_s, attention=attention), together)
         each = with_shared_layers(each, measured.shared) if measured.shared else each
         found[name] = with_stages(each, measured.staged) if measured.staged else each
     return found

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
-from sim_fit import Fitted, StagedSteps, fit, messages_s, with_shared_layers, with_stages
-from sim_runs import HIDDEN, LAYERS, TimedStep
+from sim_fit import Fitted, StagedSteps, fit, messages_s, with_home, with_stages
+from sim_runs import HIDDEN, TimedStep
 
 from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.pipeline.chunk_cost import Chunk
@@ -16,33 +17,10 @@ from elastic.sim.core.step_seconds import BehindPrompt
 
 COST = LayerCost(((1, 0.004), (256, 0.024)), chunk=0.0, pair=0.0, prefix=0.0, seen=1e-6, block=1)
 FITTED = Fitted(COST, HostSharing(), (), {"run": 1.0})
-EXCHANGES = 2 * LAYERS
 
 
 def decoded(rank: int, begin_s: float, seconds: float, seen: int = 999) -> TimedStep:
     return TimedStep(rank, begin_s, begin_s + seconds, ((seen, 1),))
-
-
-def shared_s(tokens: int) -> float:
-    """What one rank computes of a step whose products are whole at both."""
-    return COST.batch([TimedStep(0, 0.0, 1.0, ((0, tokens),)).as_chunks[0]])
-
-
-@pytest.mark.parametrize(("core_s", "hop_s"), [(5e-4, 0.0), (2e-4, 3e-4), (0.0, 5e-4)])
-def test_what_exchanges_keep_busy_and_what_they_wait_for_is_told_apart_by_two_instances(
-    core_s: float, hop_s: float
-) -> None:
-    alone_s = 0.004 + 1e-3 / 2  # products whole at both, attention divided
-    single = [decoded(1, float(i), alone_s + EXCHANGES * (core_s + hop_s)) for i in range(20)]
-    chunks = [
-        TimedStep(1, 100.0 + i, 100.0 + i + shared_s(n) + EXCHANGES * (core_s + hop_s), ((0, n),))
-        for i, n in enumerate((64, 128, 256))
-    ]
-    rest_s = 0.05 * 0.005
-    pair = [decoded(rank, 200.0 + i, 2 * (alone_s + EXCHANGES * core_s) - rest_s) for i in range(20) for rank in (1, 2)]
-    found = with_shared_layers(FITTED, {"run": [*single, *chunks, *pair]})
-    assert found.core_s == pytest.approx(core_s, abs=2e-5)
-    assert found.hop_s == pytest.approx(hop_s, abs=2e-5)
 
 
 def test_what_stages_take_from_each_other_is_told_by_steps_of_two_instances() -> None:
@@ -74,9 +52,9 @@ def test_what_stages_compute_and_what_they_wait_for_is_told_apart_by_their_bubbl
     ]
     busy_s = sum(alone_s) + (2 * stage_s - home_s) * len(steps)
     bubbles = 1 - busy_s / sum(2 * seconds - home_s for seconds in all_s)  # home waits for nobody meanwhile
-    with_home = with_stages(FITTED, {"run": StagedSteps(steps, bubbles)})
-    found = with_home.stage_links
-    assert with_home.beside_s == pytest.approx(home_s, abs=1e-6)
+    fitted = with_home(FITTED, {"run": steps})
+    found = with_stages(fitted, {"run": StagedSteps(steps, bubbles)}).stage_links
+    assert fitted.beside_s == pytest.approx(home_s, abs=1e-6)
     assert (found.stage_s, found.hop_s) == pytest.approx((stage_s, hop_s), abs=1e-6)
     assert 4 * HIDDEN / found.bytes_s == pytest.approx(token_s, rel=0.02)
 
@@ -88,7 +66,18 @@ def test_what_home_does_beside_its_turn_is_a_line_over_chunks() -> None:
         TimedStep(1, 100.0 + i, 100.02 + i, ((32, 1),) * count, 0.02 - 4e-4 - 1e-4 * (count - 1))
         for i, count in enumerate((1, 2, 4, 8))
     ]
-    found = with_stages(FITTED, {"run": StagedSteps([*steps, prompt], 0.5, (), several)})
+    found = with_home(FITTED, {"run": [*steps, prompt, *several]})
+    assert (found.beside_s, found.beside_chunk_s) == pytest.approx((4e-4, 1e-4), rel=1e-3)
+
+
+def test_what_home_does_while_its_core_is_shared_is_no_longer_for_that() -> None:
+    alone = [replace(decoded(1, float(i), 0.005), turn_s=0.005 - 4e-4) for i in range(20)]
+    both = [
+        TimedStep(rank, 100.0 + i, 100.02 + i, ((32, 1),) * count, 0.02 - 2 * (4e-4 + 1e-4 * (count - 1)))
+        for i, count in enumerate((1, 2, 4, 8))
+        for rank in (1, 2)
+    ]
+    found = with_home(FITTED, {"run": [*alone, *both]})
     assert (found.beside_s, found.beside_chunk_s) == pytest.approx((4e-4, 1e-4), rel=1e-3)
 
 
