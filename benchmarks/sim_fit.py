@@ -348,9 +348,12 @@ def with_home(fitted: Fitted, calibrations: Mapping[str, Sequence[TimedStep]]) -
     if not alone_s[0]:
         return fitted
     slower = max(1.0, statistics.mean(both_s[0]) / statistics.mean(alone_s[0])) if both_s[0] else 1.0
-    means_s = [(further, statistics.mean(each)) for further, each in alone_s.items()]
-    means_s += [(further, statistics.mean(each) / slower) for further, each in both_s.items() if each]
-    beside_s, beside_chunk_s = not_negative([[1 / seconds, further / seconds] for further, seconds in means_s])
+    rows = []
+    for times, by_chunks in ((1.0, alone_s), (slower, both_s)):
+        for further, each in by_chunks.items():
+            seconds = statistics.mean(each or [math.inf]) / times
+            rows += len(each) * [[1 / seconds, further / seconds]]
+    beside_s, beside_chunk_s = not_negative(rows)
     return replace(fitted, beside_s=beside_s, beside_chunk_s=beside_chunk_s)
 
 
