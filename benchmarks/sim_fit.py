@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from sim_runs import ENGINE, HIDDEN, TimedStep
+from sim_runs import ENGINE, TimedStep
 
 from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.least_squares import not_negative
@@ -302,37 +302,6 @@ def messages_s(arrivals_s: Sequence[float], steps: Sequence[TimedStep]) -> list[
     return found
 
 
-def with_stages(fitted: Fitted, calibrations: Mapping[str, StagedSteps]) -> Fitted:
-    """Fit what is between two stages, and around each, to steps of one request at a time.
-
-    Steps of one token tell what is fixed, those of prompts what there is for each token. Of what is fixed stages
-    compute what they were busy longer than one rank would have been; the rest is waited for. What steps of one token
-    take longer while both instances have one is what their ranks take from each other. What home does beside its turn
-    was measured: `with_home`.
-    """
-    fixed_s, token_s, busy_s = [], [], []
-    for name, (steps, bubbles, *_) in calibrations.items():
-        costs_s = fitted.at_pace_of([name]).costs_s(steps)
-        more_s = [
-            (sum(count for _, count in step.chunks), step.seconds - cost_s)
-            for step, cost_s in zip(steps, costs_s, strict=True)
-        ]
-        decoded_s = statistics.median(seconds for tokens, seconds in more_s if tokens == 1)
-        fixed_s.append(decoded_s)
-        token_s += [(seconds - decoded_s) / tokens for tokens, seconds in more_s if tokens > 1]
-        home_s = math.fsum(step.seconds - step.turn_s for step in steps if step.turn_s)
-        whole_s = math.fsum(step.seconds for step in steps)
-        computed_s = whole_s - math.fsum(seconds for _, seconds in more_s) - home_s  # by one rank
-        busy_s.append(((1 - bubbles) * (2 * whole_s - home_s) - computed_s) / len(steps))
-    each_s, each_token_s = max(0.0, statistics.mean(fixed_s)) / 2, max(0.0, statistics.median(token_s)) / 2
-    stage_s = min(each_s, max(0.0, statistics.mean(busy_s) / 2))
-    bytes_s = min(MOST_BYTES_S, 4 * HIDDEN / max(each_token_s, 1e-12))
-    links = Links(bytes_s, each_s - stage_s, stage_s=stage_s)
-    beside_s = [each for name, told in calibrations.items() for each in _slower(fitted, name, told.pairs, links)]
-    more = max(0.0, statistics.median(beside_s) - fitted.sharing.contention) if beside_s else 0.0
-    return replace(fitted, stage_links=links, sharing=replace(fitted.sharing, stages=more))
-
-
 def with_home(fitted: Fitted, calibrations: Mapping[str, Sequence[TimedStep]]) -> Fitted:
     """Fit what home does of a step beside its turn, a straight line over chunks.
 
@@ -355,13 +324,3 @@ def with_home(fitted: Fitted, calibrations: Mapping[str, Sequence[TimedStep]]) -
             rows += len(each) * [[1 / seconds, further / seconds]]
     beside_s, beside_chunk_s = not_negative(rows)
     return replace(fitted, beside_s=beside_s, beside_chunk_s=beside_chunk_s)
-
-
-def _slower(fitted: Fitted, name: str, pairs: Sequence[TimedStep], links: Links) -> list[float]:
-    """Return by how much steps of one token take longer in stages while those of another instance go the same way."""
-    costs_s, slower = fitted.at_pace_of([name]).costs_s(pairs), []
-    for step, others, cost_s in zip(pairs, beside(pairs), costs_s, strict=True):
-        if others.share > 1 - FEW and [count for _, count in step.chunks] == [1]:
-            waited_s = 2 * links.hop_s + taken_s(step, 1 + others.ended, fitted.sharing)
-            slower.append((step.seconds - waited_s) / (cost_s + 2 * links.stage_s) - 1)
-    return slower

@@ -62,7 +62,7 @@ BUSY = (0.2, 1.2, 0.4, 0.7)
 """Of the time of ranks, what is asked of them while they calibrate, for a fourth of the time each."""
 FIGURES = ("tokens_per_s", "p50_ttft_s", "p50_tpot_s", "kv_use", "p95_ttft_s", "p95_tpot_s", "p99_ttft_s", "p99_tpot_s")
 ALONE = tuple(0.9 * number for number in range(4))
-"""Seconds at which requests come that calibrate shared layers, and stages: each has ended before the next comes."""
+"""Seconds at which requests come that calibrate shared layers, and stages; one has ended before the next comes."""
 SEVERAL = 12
 """Requests that come at once to two ranks that compute together, for what there is to do for each."""
 MOST_OTHERS = 0.05
@@ -132,7 +132,7 @@ def calibration(seconds: float, ranks: int, seed: int, cost: LayerCost | None) -
 
 
 def few_at_once(count: int, seed: str) -> Trace:
-    """Return requests of which so many come at once, for as many instances; they end before others come."""
+    """Return requests of which so many come at once; one or two have ended before the next ones come."""
     choose = random.Random(f"{SEED} {seed}")
     found = []
     for at_s in ALONE:

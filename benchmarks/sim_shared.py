@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
 from sim_fit import FEW, DividedCost, Fitted, beside, since_prompts, taken_s
-from sim_runs import ENGINE, LAYERS, TimedStep
+from sim_runs import ENGINE, HIDDEN, LAYERS, TimedStep
 
 from elastic.engines.core.step import ScheduledChunk, Step
 from elastic.engines.pipeline.path import LayerPath
@@ -29,7 +29,7 @@ from elastic.sim.mechanisms.wires import Wires
 
 EXCHANGES = 2 * LAYERS
 GROUP = 8
-"""Steps that are fitted to in all: what disturbs one of them is no small part of its own seconds."""
+"""Steps, or more, that are fitted to in all: what disturbs one of them is no small part of its own seconds."""
 ROUNDS = 3
 """In which terms are changed by what the simulator makes of them."""
 IDLE_S = 5e-4
@@ -72,13 +72,14 @@ def with_shared_layers(fitted: Fitted, calibrations: Mapping[str, Sequence[Timed
         made = with_terms(fitted, terms)
         again = {name: replayed(made, name, steps) for name, steps in calibrations.items()}
         off = zip(terms, told, shared_terms(fitted, again), strict=True)
-        terms = SharedTerms(*(max(0.0, term + real - simulated) for term, real, simulated in off))
+        kept, core_s, hop_s = (max(0.0, term + real - simulated) for term, real, simulated in off)
+        terms = SharedTerms(min(1.0, max(0.5, kept)), core_s, hop_s)
     return with_terms(fitted, terms)
 
 
 def with_terms(fitted: Fitted, terms: SharedTerms) -> Fitted:
     """Return what has these terms."""
-    share = min(1.0, max(0.0, 2 * (1 - terms.kept)))
+    share = 2 * (1 - min(1.0, max(0.5, terms.kept)))
     exchange = {"hop_s": terms.hop_s / EXCHANGES, "core_s": terms.core_s / EXCHANGES}
     return replace(fitted, cut=_divided(fitted, share), **exchange)
 
@@ -96,17 +97,30 @@ def shared_terms(fitted: Fitted, calibrations: Mapping[str, Sequence[TimedStep]]
     )
 
 
-def replayed(fitted: Fitted, name: str, steps: Sequence[TimedStep]) -> list[TimedStep]:
+def shared_path(home: str, names: Sequence[str]) -> LayerPath:
+    """Return the path of an instance whose ranks share all layers."""
+    return LayerPath(home, tuple([*names] * LAYERS), shards=2)
+
+
+def replayed(
+    fitted: Fitted,
+    name: str,
+    steps: Sequence[TimedStep],
+    path_of: Callable[[str, Sequence[str]], LayerPath] = shared_path,
+) -> list[TimedStep]:
     """Return the steps of a calibration as the simulator computes them: each behind the one before of its rank, or
-    when it began if that rank had nothing to do before."""
+    when it began if that rank had nothing to do before. Paths are of an instance at home, and of both ranks."""
     clock, found, made = VirtualClock(), list[TimedStep](), fitted.at_pace_of([name])
     pids = sorted({step.rank for step in steps})
     names = [str(pid) for pid in pids] + ["other"] * (len(pids) == 1)
     rank = RankModel(EngineOptions(**ENGINE), PAGES, made.cost, cut=made.cut, behind_prompt=made.behind_prompt)
     home = {"beside_s": made.beside_s, "beside_chunk_s": made.beside_chunk_s}
-    layered = LayeredModel(rank, 2, 2, token_bytes=0, links=Links(hop_s=made.hop_s, core_s=made.core_s), **home)
-    host = SharedHost(clock, replace(made.sharing, stages=0.0))
-    turns = {each: StageTurn(host, clock) for each in names}
+    shards = path_of(names[0], names).shards
+    shared = Links(hop_s=made.hop_s, core_s=made.core_s)
+    token_bytes, links = (0, shared) if shards > 1 else (4 * HIDDEN, made.stage_links)
+    layered = LayeredModel(rank, shards, shards, token_bytes=token_bytes, links=links, **home)
+    host = SharedHost(clock, made.sharing)
+    turns = {each: StageTurn(host, clock, 0.0 if shards > 1 else made.sharing.stages) for each in names}
 
     def begin(executor: PathExecutor, left: deque[TimedStep]) -> None:
         step, begin_s = left.popleft(), clock.now
@@ -125,8 +139,8 @@ def replayed(fitted: Fitted, name: str, steps: Sequence[TimedStep]) -> list[Time
 
     first_s = min(step.begin_s for step in steps)
     for pid in pids:
-        path = LayerPath(str(pid), tuple(names * LAYERS), shards=2)
-        wires, noise = Wires(clock, layered.links), Noise(0.0, random_stream(0, ""))
+        path = path_of(str(pid), names)
+        wires, noise = Wires(clock, layered.links), Noise(made.steps or 0.0, random_stream(0, str(pid)))
         executor = PathExecutor(clock, layered, wires, turns, AnswerEnds({}), noise, lambda *_: 1.0, path)
         own = deque(step for step in steps if step.rank == pid)
         clock.at(own[0].begin_s - first_s, partial(begin, executor, own))
@@ -153,8 +167,9 @@ def _rows(fitted: Fitted, name: str, steps: Sequence[TimedStep]) -> list[list[fl
     slower = 1 + fitted.sharing.contention  # than exchanges are by themselves: so are those in the simulator
     rows = []
     for every in groups.values():
-        for at in range(0, len(every), GROUP):
-            products_s, exchanges, waits, left_s = map(math.fsum, zip(*every[at : at + GROUP], strict=True))
+        count = max(1, len(every) // GROUP)
+        for at in range(count):
+            products_s, exchanges, waits, left_s = map(math.fsum, zip(*every[at::count], strict=True))
             rows += [[products_s / left_s, slower * exchanges / left_s, waits / left_s]] if left_s > 0 else []
     return rows
 

@@ -38,7 +38,7 @@ from typing import Any
 
 from common import arguments, finish, table
 from sim_behaviour import LIMITS, Behaviour, above_limits, actions, bubble_share, most_off, off
-from sim_fit import Fitted, fit, messages_s, with_home, with_stages
+from sim_fit import Fitted, fit, messages_s, with_home
 from sim_runs import (
     ENGINE,
     HIDDEN,
@@ -59,6 +59,7 @@ from sim_served import (
     figures,
 )
 from sim_shared import with_shared_layers
+from sim_stages import with_stages
 
 from elastic.bench.traces.trace import Trace
 from elastic.cluster.fleet.planning.policies import chosen

@@ -28,8 +28,7 @@ class Links:
     hop_s: float = 1e-5
     """For a message, besides its bytes."""
     core_s: float = 0.0
-    """For each exchange of ranks that share a layer: each of them computes nothing else meanwhile, as where one core
-    sends, receives and computes."""
+    """For each exchange of ranks that share a layer, of the core of each of them, which computes besides."""
     stage_s: float = 0.0
     """For each run of layers that a step has at one rank of several: to take the step there, and to hand it on."""
     answer_s: float = 5e-4

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 from elastic.engines.core.step import Step, StepResult
 from elastic.engines.pipeline.path import LayerPath
@@ -32,8 +33,8 @@ class Leg:
     """Of each rank that has a part in it."""
     exchanges: int = 0
     """That its ranks have behind it, if they are several."""
-    beside: bool = False
-    """Whether it is work beside the ranks' turns."""
+    kind: Literal["compute", "exchange", "engine"] = "compute"
+    """What its ranks do; the latter two beside their turns."""
 
 
 def legs_of(path: LayerPath, parts: StepParts, factor: Callable[[str, int], float], handovers: Handovers) -> list[Leg]:
@@ -60,13 +61,13 @@ def legs_of(path: LayerPath, parts: StepParts, factor: Callable[[str, int], floa
         leg = {rank: each / count for rank, each in seconds.items()}
         for number in range(count):
             times = exchanges * (number + 1) // count - exchanges * number // count
-            exchange = Leg(dict.fromkeys(holders, times * handovers.exchange_s), times, beside=True)
+            exchange = Leg(dict.fromkeys(holders, times * handovers.exchange_s), times, "exchange")
             legs += [Leg(leg), exchange] if handovers.exchange_s else [Leg(leg, times)]
     if set(legs[-1].seconds) == {path.home}:
         legs[-1] = Leg({path.home: legs[-1].seconds[path.home] + parts.rest_s})
     else:
         legs.append(Leg({path.home: parts.rest_s}))
-    return [*legs, Leg({path.home: parts.beside_s}, beside=True)] if parts.beside_s else legs
+    return [*legs, Leg({path.home: parts.beside_s}, kind="engine")] if parts.beside_s else legs
 
 
 def _layer_s(path: LayerPath, parts: StepParts, rank: str, layer: int) -> float:
@@ -145,7 +146,8 @@ class PathExecutor:
     def _compute(self, leg: Leg, waiting: Countdown) -> None:
         for rank, seconds in leg.seconds.items():
             turn = self._turns[rank]
-            (turn.work_beside if leg.beside else turn.compute)(seconds, waiting)
+            verbs = {"compute": turn.compute, "exchange": turn.exchange, "engine": turn.work_beside}
+            verbs[leg.kind](seconds, waiting)
 
     def _done(self, step: Step, future: Future[StepResult], legs: list[Leg], nbytes: int) -> None:
         if future not in self._in_flight:

@@ -18,7 +18,8 @@ class StageTurn(ComputeTurn):
         super().__init__(host, more)
         self._clock = clock
         self._expected = 0  # steps in flight that have a part here
-        self._beside = 0  # steps that its rank works on beside its turn
+        self._own = 0  # steps that its rank's engine works on
+        self._behind: list[Callable[[], object]] = []  # that asked for the turn meanwhile
         self._busy_s = self._bubble_s = self._counted_s = 0.0
 
     @property
@@ -32,16 +33,34 @@ class StageTurn(ComputeTurn):
         self._count()
         self._expected += steps
 
-    def work_beside(self, seconds: float, done: Callable[[], object]) -> None:
-        """Have its rank work on a step beside its turn: at once, on the core of whoever has the turn."""
+    @property
+    def idle(self) -> bool:
+        """See `ComputeTurn`."""
+        return super().idle and not self._behind
+
+    def exchange(self, seconds: float, done: Callable[[], object]) -> None:
+        """Have its rank send and receive beside its turn: at once, on the core of whoever has the turn."""
         if not self.hangs:
-            self._work(1)
-            self._host.compute(seconds, partial(self._end_beside, done), self._more, self)
+            self._host.compute(seconds, done, self._more, self)
+
+    def work_beside(self, seconds: float, done: Callable[[], object]) -> None:
+        """Have its rank's engine work on a step beside its turn, on the same core; that step waits for nobody then.
+
+        It begins at once, also while others compute. Who asks for the turn meanwhile has it behind that: in a real rank
+        it would not come to the interpreter.
+        """
+        if not self.hangs:
+            self._count()
+            self._own += 1
+            self._host.compute(seconds, partial(self._end_work, done), self._more, self)
 
     def take(self, begin: Callable[[], object]) -> None:
         """See `ComputeTurn`."""
         self._count()
-        super().take(begin)
+        if self._own:
+            self._behind.append(begin)
+        else:
+            super().take(begin)
 
     def give_back(self) -> None:
         """See `ComputeTurn`."""
@@ -53,13 +72,13 @@ class StageTurn(ComputeTurn):
         past_s, self._counted_s = self._clock.now - self._counted_s, self._clock.now
         if self._taken:
             self._busy_s += past_s
-        elif self._expected > self._beside:
+        elif self._expected > self._own:
             self._bubble_s += past_s
 
-    def _work(self, steps: int) -> None:
+    def _end_work(self, done: Callable[[], object]) -> None:
         self._count()
-        self._beside += steps
-
-    def _end_beside(self, done: Callable[[], object]) -> None:
-        self._work(-1)
+        self._own -= 1
+        behind, self._behind = (self._behind, []) if not self._own else ([], self._behind)
+        for begin in behind:
+            super().take(begin)
         done()

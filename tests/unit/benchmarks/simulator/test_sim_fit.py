@@ -6,8 +6,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from sim_fit import Fitted, StagedSteps, fit, messages_s, with_home, with_stages
-from sim_runs import HIDDEN, TimedStep
+from sim_fit import Fitted, fit, messages_s, with_home
+from sim_runs import TimedStep
 
 from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.pipeline.chunk_cost import Chunk
@@ -21,42 +21,6 @@ FITTED = Fitted(COST, HostSharing(), (), {"run": 1.0})
 
 def decoded(rank: int, begin_s: float, seconds: float, seen: int = 999) -> TimedStep:
     return TimedStep(rank, begin_s, begin_s + seconds, ((seen, 1),))
-
-
-def test_what_stages_take_from_each_other_is_told_by_steps_of_two_instances() -> None:
-    single = [decoded(1, float(i), 0.005 + 2 * 7e-4) for i in range(20)]
-    bubbles = 1 - (0.005 + 2 * 5e-4) / (2 * (0.005 + 2 * 7e-4))
-    beside_s = (0.005 + 2 * 5e-4) * 1.4 + 2 * 2e-4
-    prompt = TimedStep(1, 30.0, 30.0 + COST.batch([Chunk("", 0, 64)]) + 2 * 7e-4, ((0, 64),))
-    pairs = [decoded(rank, 50.0 + i, beside_s) for i in range(20) for rank in (1, 2)]
-    found = with_stages(FITTED, {"run": StagedSteps([*single, prompt], bubbles, pairs)})
-    assert found.sharing.stages == pytest.approx(0.4, abs=0.02)
-
-
-@pytest.mark.parametrize(
-    ("stage_s", "hop_s", "home_s"), [(5e-4, 3e-4, 0.0), (0.0, 5e-4, 0.0), (4e-4, 0.0, 0.0), (4e-4, 2e-4, 6e-4)]
-)
-def test_what_stages_compute_and_what_they_wait_for_is_told_apart_by_their_bubbles(
-    stage_s: float, hop_s: float, home_s: float
-) -> None:
-    token_s = 2e-6
-    shapes = [(1, 64 * i) for i in range(20)] + [(128, 0), (256, 0)]
-    alone_s = [COST.batch([Chunk("", start, count)]) for count, start in shapes]
-    all_s = [
-        cost_s + 2 * (stage_s + hop_s + (count - 1) * token_s)
-        for (count, _), cost_s in zip(shapes, alone_s, strict=True)
-    ]
-    steps = [
-        TimedStep(1, float(i), i + seconds, ((start, count),), seconds - home_s if home_s else 0.0)
-        for i, ((count, start), seconds) in enumerate(zip(shapes, all_s, strict=True))
-    ]
-    busy_s = sum(alone_s) + (2 * stage_s - home_s) * len(steps)
-    bubbles = 1 - busy_s / sum(2 * seconds - home_s for seconds in all_s)  # home waits for nobody meanwhile
-    fitted = with_home(FITTED, {"run": steps})
-    found = with_stages(fitted, {"run": StagedSteps(steps, bubbles)}).stage_links
-    assert fitted.beside_s == pytest.approx(home_s, abs=1e-6)
-    assert (found.stage_s, found.hop_s) == pytest.approx((stage_s, hop_s), abs=1e-6)
-    assert 4 * HIDDEN / found.bytes_s == pytest.approx(token_s, rel=0.02)
 
 
 def test_what_home_does_beside_its_turn_is_a_line_over_chunks() -> None:

@@ -158,31 +158,37 @@ def test_what_home_does_beside_its_turn_is_part_of_the_step_and_no_computing() -
 
 
 @pytest.mark.parametrize("sharing", [HostSharing(), HostSharing(contention=0.5)])
-def test_a_rank_that_works_beside_its_turn_shares_its_core_with_the_steps_of_others(sharing: HostSharing) -> None:
+@pytest.mark.parametrize("engine_first", [False, True])
+def test_an_engine_shares_its_core_with_who_has_the_turn_and_goes_before_who_asks_for_it(
+    sharing: HostSharing, engine_first: bool
+) -> None:
     clock, ended = VirtualClock(), list[tuple[str, float]]()
     turn = StageTurn(SharedHost(clock, sharing), clock)
     turn.expect(2)
-    turn.work_beside(0.004, lambda: ended.append(("beside", clock.now)))
-    turn.compute(0.002, lambda: ended.append(("turn", clock.now)))
+    begins = [
+        lambda: turn.compute(0.002, lambda: ended.append(("turn", clock.now))),
+        lambda: turn.work_beside(0.004, lambda: ended.append(("engine", clock.now))),
+    ]
+    for begin in reversed(begins) if engine_first else begins:
+        begin()
+    assert not turn.idle
     clock.run()
-    assert ended == [("turn", pytest.approx(0.004)), ("beside", pytest.approx(0.006))]
-    assert turn.times == StageTimes(pytest.approx(0.004), pytest.approx(0.002))
+    first, last = ("engine", "turn") if engine_first else ("turn", "engine")
+    assert ended == [(first, pytest.approx(0.004)), (last, pytest.approx(0.006))]
+    busy_s = 0.002 if engine_first else 0.004
+    assert turn.times == StageTimes(pytest.approx(busy_s), pytest.approx(0.006 - busy_s))
 
 
-def test_a_step_of_one_token_passes_a_prompt_while_that_exchanges() -> None:
-    free = model(shards=2, kv_shards=2, links=Links(bytes_s=1e12, hop_s=0.0))
-
-    def small_s(core_s: float) -> float:
-        clock, done = VirtualClock(), list[float]()
-        layered = replace(free, links=replace(free.links, core_s=core_s))
-        turns = {rank: StageTurn(SharedHost(clock), clock) for rank in RANKS}
-        made = [executor(layered, LayerPath(home, tuple("abababab"), shards=2), clock, turns) for home in "ab"]
-        made[0].execute(step(0, 100))
-        made[1].execute(step(0, 10)).add_done_callback(lambda _: done.append(clock.now))
-        clock.run()
-        return done[0]
-
-    assert small_s(0.003) < small_s(0.0) + 2 * 8 * 0.003  # that both exchange one after the other
+def test_ranks_that_share_layers_have_bubbles_while_they_exchange() -> None:
+    free = model(shards=2, kv_shards=2, links=Links(bytes_s=1e12, hop_s=1e-4, core_s=0.003))
+    layered, clock, turns = replace(free, beside_s=0.01), VirtualClock(), dict[str, StageTurn]()
+    turns.update({rank: StageTurn(SharedHost(clock), clock) for rank in RANKS})
+    executor(layered, LayerPath("a", tuple("abababab"), shards=2), clock, turns).execute(step(0, 50))
+    clock.run()
+    for rank, beside_s in (("a", 0.01), ("b", 0.0)):
+        times = turns[rank].times
+        assert times.busy_s + times.bubble_s == pytest.approx(clock.now - beside_s)
+        assert times.bubble_s > 8 * 0.003
 
 
 def test_what_two_cores_compute_takes_no_longer_for_that_unless_they_share_memory() -> None:
