@@ -37,6 +37,8 @@ WITHOUT_OPTIONS = {
     "sim_fit",
     "sim_runs",
     "sim_served",
+    "sim_shared",
+    "sim_stages",
     "tuning",
 }
 
