@@ -5,6 +5,7 @@ No header of Python's or torch's is needed, so it takes two seconds and a C++ co
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import hashlib
 import logging
@@ -72,8 +73,12 @@ def load_compiled(source: Path, *functions: str) -> ctypes.CDLL:
 def _loaded(path: Path, functions: Sequence[str]) -> ctypes.CDLL:
     """Load a library. Raises `OSError` where it is none, `AttributeError` where it lacks one of its functions."""
     library = ctypes.CDLL(str(path))
-    for function in functions:
-        library[function]
+    try:
+        for function in functions:
+            library[function]
+    except AttributeError:
+        _ctypes.dlclose(library._handle)  # else its path would stand for it for as long as the process lives
+        raise
     return library
 
 
