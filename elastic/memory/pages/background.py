@@ -25,7 +25,7 @@ class BackgroundThread:
         self._waiting: set[Callable[[], object]] = set()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._beside: set[threading.Thread] = set()
+        self._beside: list[threading.Thread] = []
 
     def start(self) -> None:
         """Start the daemon thread if it does not run."""
@@ -41,10 +41,14 @@ class BackgroundThread:
             self._tasks.put(task)
 
     def run_beside(self, task: Callable[[], object]) -> None:
-        """Have a task called on a thread of its own, as it may wait for others than the tasks behind it."""
-        thread = threading.Thread(target=self._call_beside, args=(task,), name="elastic-janitor-beside", daemon=True)
-        self._beside.add(thread)
-        thread.start()
+        """As a task of this thread, call one on a thread of its own, as it may wait for others than those behind it."""
+        thread = threading.Thread(target=_call, args=(task,), name="elastic-janitor-beside", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the process can have no more threads: the tasks behind it wait
+            task()
+            return
+        self._beside = [*filter(threading.Thread.is_alive, self._beside), thread]
 
     def finish(self, timeout_s: float = 10) -> None:
         """Do what was submitted, then stop: a thread that is in torch when the interpreter ends would abort it."""
@@ -53,7 +57,7 @@ class BackgroundThread:
         if thread is not None and thread.is_alive():
             self._tasks.put(None)
             thread.join(timeout_s)
-        for thread in tuple(self._beside):
+        for thread in self._beside:
             thread.join(max(0.0, end_s - time.monotonic()))
 
     def _work(self) -> None:
@@ -66,18 +70,12 @@ class BackgroundThread:
             del task
             release_threads()
 
-    def _call_beside(self, task: Callable[[], object]) -> None:
-        try:
-            _call(task)
-        finally:
-            self._beside.discard(threading.current_thread())
-
 
 def _call(task: Callable[[], object]) -> None:
     try:
         task()
     except Exception:  # the thread must outlive any task; the fault is logged with its traceback
-        logger.exception("a background task of the memory ledger failed; it is tried again when next needed")
+        logger.exception("a background task of Elastic failed")
 
 
 janitor = BackgroundThread()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -68,3 +69,31 @@ def test_a_task_that_fails_may_be_submitted_again(thread: BackgroundThread) -> N
     thread.submit(fail)
     thread.finish()
     assert len(calls) == 2
+
+
+def test_where_no_thread_can_start_a_task_beside_is_called_in_its_turn(
+    thread: BackgroundThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    thread.start()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        thread.submit(partial(thread.run_beside, lambda: calls.append("beside")))
+        thread.submit(lambda: calls.append("behind"))
+        thread.finish()
+    assert calls == ["beside", "behind"]
+
+
+def test_what_is_done_beside_is_finished_too(thread: BackgroundThread) -> None:
+    counted = Counted()
+    thread.start()
+    for _ in range(2):
+        counted.may_end.release()
+        thread.submit(partial(thread.run_beside, counted.task))
+        assert counted.began.acquire(timeout=60)
+    thread.finish()
+    assert counted.calls == 2
+
+
+def refuse(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
