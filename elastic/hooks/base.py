@@ -19,6 +19,20 @@ from elastic.hooks.request_tracking import CacheRequestTracker
 from elastic.weights.model import ModelWeights
 from elastic.weights.proxy import conversion
 
+HOOK_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""The attributes of a module in which torch keeps its hooks, by numbers that no two hooks of a process share."""
 _REDUCE = "__reduce_ex__"
 """Of an instance: what `deepcopy` and pickle ask first."""
 
@@ -54,7 +68,16 @@ class HookContext:
 
 
 class Hook:
-    """A hook that stays with the module it was installed on, which has a `copy_plainly`."""
+    """A hook that stays with the module it was installed on; a copy of it does nothing.
+
+    With `copy_plainly`, copies of the module have none, unless its class makes them in its own way.
+    """
+
+    def __call__(self, *args: Any) -> Any:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, ()
 
 
 def copy_plainly(module: nn.Module, *names: str) -> None:
@@ -70,13 +93,14 @@ def copy_as_usual(module: nn.Module) -> None:
 def _reduce_plainly(module: nn.Module, left_out: Collection[str], protocol: Any) -> Any:
     """Return what `deepcopy` and pickle make a copy of."""
     reduced: Any = type(module).__reduce_ex__(module, protocol)
+    if len(reduced) < 3 or not isinstance(reduced[2], dict):  # its class has a way of its own
+        return reduced
     constructor, arguments, state, *more = reduced
     plain = {name: value for name, value in state.items() if name not in left_out and not _is_override(value)}
-    tables = {name: value for name, value in plain.items() if isinstance(value, OrderedDict)}
+    tables = {name: plain[name] for name in HOOK_TABLES if plain.get(name)}
     keys = {key for table in tables.values() for key, hook in table.items() if isinstance(hook, Hook)}
     for name, table in tables.items():
-        if not keys.isdisjoint(table):
-            plain[name] = OrderedDict((key, value) for key, value in table.items() if key not in keys)
+        plain[name] = OrderedDict((key, value) for key, value in table.items() if key not in keys)
     return constructor, arguments, plain, *more
 
 

@@ -10,22 +10,10 @@ import torch
 from torch import nn
 
 from elastic.errors import ConfigError
+from elastic.hooks.base import HOOK_TABLES
 from elastic.hooks.forward_override import dispatches
 from elastic.weights.parameter_slot import Content, ParameterSlot
 
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 _ACCELERATE = ("forward", "_old_forward", "_hf_hook")
 """The attributes that accelerate's `add_hook_to_module` leaves; inputs are sent by whoever calls a replica."""
 
@@ -42,14 +30,14 @@ class LayerCopy:
         for module in original.modules():
             tensors = [*module._parameters.values(), *module._buffers.values()]
             memo |= {id(t): t for t in (*tensors, getattr(module, "config", None)) if t is not None}
-            tables = [module.__dict__.get(name) or {} for name in _HOOKS]
-            memo |= {id(hook): () for table in tables for hook in table.values() if callable(hook)}
+            tables = [module.__dict__.get(name) or {} for name in HOOK_TABLES]
+            memo |= {id(hook): hook for table in tables for hook in table.values() if not isinstance(hook, nn.Module)}
             memo |= {id(value): () for name in _ACCELERATE if (value := module.__dict__.get(name)) is not None}
         self.module: nn.Module = copy.deepcopy(original, memo)
         for module in self.module.modules():
             for name in _ACCELERATE:
                 module.__dict__.pop(name, None)
-            for name in _HOOKS:
+            for name in HOOK_TABLES:
                 module.__dict__.get(name, {}).clear()
         self._children = [(module._modules, dict(module._modules)) for module in original.modules()]
         self._copies: dict[nn.Module, nn.Module] = dict(zip(original.modules(), self.module.modules(), strict=True))

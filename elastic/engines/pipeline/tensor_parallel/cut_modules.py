@@ -13,6 +13,7 @@ from elastic.engines.pipeline.tensor_parallel.exchange import StepExchange
 from elastic.engines.pipeline.tensor_parallel.experts import Experts
 from elastic.engines.pipeline.tensor_parallel.matrices import InnerMatrix, OuterMatrix, Parts
 from elastic.errors import ConfigError
+from elastic.hooks.base import copy_as_usual, copy_plainly
 from elastic.hooks.forward_override import dispatches, install_override, own_forward, remove_override
 from elastic.planning.sharding.cut_plan import FFNCut
 from elastic.weights.model import ModelWeights
@@ -68,12 +69,15 @@ class CutModules:
     def close(self) -> None:
         """Leave the modules as they were. Can be called twice."""
         while self._installed:
-            remove_override(self._installed.pop())
+            module = self._installed.pop()
+            remove_override(module)
+            copy_as_usual(module)
 
     def _install(self) -> None:
         for module in self._modules:
             if install_override(module):
                 self._installed.append(module)
+                copy_plainly(module)
             elif not dispatches(module):
                 raise ConfigError(
                     f"another library has replaced the forward method of a {type(module).__name__} in a feed-forward "
