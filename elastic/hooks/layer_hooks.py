@@ -43,6 +43,8 @@ class EnterLayer(Hook):
         if self._thread.plain and not torch.is_grad_enabled():
             return None
         if not self._thread.keys:  # it is called by itself
+            if torch._C._is_tracing():
+                refuse_compilation("traced")
             self._gate.enter(id(module), sys._getframe(2))
             if self._gate.closed:
                 self._gate.leave(id(module))

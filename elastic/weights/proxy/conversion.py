@@ -17,11 +17,12 @@ _NAME = "_apply"
 def convert(root: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
     """Do what `to`, `half`, `share_memory` and their like ask of a module: `function` of each tensor, of any shape."""
     with torch.no_grad():
-        for weight in root.parameters():
+        for weight in root.parameters(recurse):
             if isinstance(weight, WeightProxy) and function(weight) is not weight:
                 raise refusal("a cast or move of the model", weight)
     kind: Any = type(root)
-    return kind._apply(root, function, recurse)  # type: ignore[no-any-return]
+    options = {} if recurse else {"recurse": False}  # classes may have an `_apply` of a function alone
+    return kind._apply(root, function, **options)  # type: ignore[no-any-return]
 
 
 def install(root: nn.Module) -> None:

@@ -99,6 +99,20 @@ def test_a_trace_is_refused_in_words(layers: tuple[int, ...], wrapped: Any) -> N
     assert torch.is_tensor(model(**prompt()).logits)
 
 
+@pytest.mark.parametrize("layers", [(), (1,)])
+def test_a_trace_of_a_layer_alone_is_refused_in_words(layers: tuple[int, ...], wrapped: Any) -> None:
+    model = wrapped(build("llama-gqa"))
+    expected = model(**prompt()).logits
+    model.elastic.release(layers)
+    hidden = torch.randn(1, 3, model.config.hidden_size)
+    embeddings = model.model.rotary_emb(hidden, torch.arange(3)[None])
+    layer = model.model.layers[1]
+    with torch.no_grad(), pytest.raises(StateError, match="cannot be traced; unwrap it first"):
+        torch.jit.trace(lambda hidden: layer(hidden, position_embeddings=embeddings), (hidden,))  # type: ignore[no-untyped-call]
+    assert not model.elastic.gate.inside
+    assert torch.equal(model(**prompt()).logits, expected)
+
+
 def test_a_capture_in_a_cuda_graph_is_refused_in_words(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = wrapped(build("llama-gqa"))
     for hook in model._forward_pre_hooks.values():
