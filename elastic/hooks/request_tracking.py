@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
+from collections.abc import Collection
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -41,9 +42,15 @@ class RequestObserver(Protocol):
 class CacheRequestTracker:
     """Reports caches as requests to an observer. While there is none, nothing is looked at."""
 
-    def __init__(self) -> None:
-        self.observer: RequestObserver | None = None
+    def __init__(self, observer: RequestObserver | None, users: Collection[object] = ()) -> None:
+        """`users`: those of the model who count their requests themselves; while there is one, nobody observes."""
+        self._observer, self._users = observer, users
         self._live: weakref.WeakKeyDictionary[Any, TrackedRequest] = weakref.WeakKeyDictionary()
+
+    @property
+    def observer(self) -> RequestObserver | None:
+        """Whom requests are reported to now."""
+        return None if self._users else self._observer
 
     def begin(self, cache: Any, tokens: torch.Tensor | None) -> TrackedRequest | None:
         """Report a forward pass that begins, with ids [batch, tokens] or embeddings [batch, tokens, hidden].

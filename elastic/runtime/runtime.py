@@ -82,9 +82,9 @@ class Runtime(LayerVerbs):
         self.forward = parts.forward
         """What the layers do beside computing: set by actions, at safe points."""
         self.counters = RequestMetrics()
-        """What requests experience: told by the hooks, or by an engine that said `observe(False)` first."""
-        self.generations = CacheRequestTracker()
-        self.generations.observer = self.counters
+        """What requests experience: told by the hooks, or by an engine that occupies the model."""
+        self._occupied: list[Occupation] = []
+        self.generations = CacheRequestTracker(self.counters, self._occupied)
         self.monitor: Monitor
         """What `snapshot` reads; set by `connect`, as are the two below."""
         self.controller: Controller | None = None
@@ -98,7 +98,6 @@ class Runtime(LayerVerbs):
         self._one_of_several = agreement.several
         self._executor = ActionExecutor(parts.gate, parts.handlers, self._log.record, agreement)
         self.job_listeners = self._executor.listeners
-        self._occupied: list[Occupation] = []
         self._pid = os.getpid()
 
     # -- what there is
@@ -285,12 +284,11 @@ class Runtime(LayerVerbs):
 
     # -- for engines, and for what the model is connected to
 
-    def observe(self, generations: bool) -> None:
-        """Set whether the hooks count generations into `counters`. An engine that counts its requests says False."""
-        self.generations.observer = self.counters if generations else None
-
     def occupy(self, by: str) -> Occupation:
-        """Refuse to be unwrapped, with these words, until that is ended."""
+        """Refuse to be unwrapped, with these words, until that is ended.
+
+        Meanwhile the hooks count no generations into `counters`: who occupies the model counts its requests itself.
+        """
         return Occupation(by, self._occupied)
 
     def pages_came_free(self) -> None:

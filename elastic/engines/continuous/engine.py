@@ -73,8 +73,8 @@ class ContinuousEngine:
     keep these busy); `step_budget` says how many tokens each step may have, by what they cost (None:
     `max_batch_tokens`); `grammars` serves structured output. Decode steps on a CPU are captured and replayed, to the
     same bits (`executor.graphs`), on a GPU with `cuda_graphs`; with `enforce_eager` the model is called at every step.
-    An engine that is dropped ends with its last request. Fleets ask its parts: `reports`, `moves`, `stages`,
-    `exchange`, `ranks`, `cohorts`, `recovery`, `kv`.
+    An engine that is dropped ends with its last request, unless its model refers to it: then it has to be stopped.
+    Fleets ask its parts: `reports`, `moves`, `stages`, `exchange`, `ranks`, `cohorts`, `recovery`, `kv`.
     Raises `StateError` for a model that is not wrapped, `ConfigError` for one that it cannot serve.
     """
 
@@ -110,8 +110,6 @@ class ContinuousEngine:
         with ExitStack() as stack:
             occupation = self.runtime.occupy(IN_USE)
             stack.callback(occupation.end)
-            self.runtime.observe(False)  # it counts its requests itself
-            stack.callback(self.runtime.observe, True)
             kv = one_pool(model)
             self.kv_format = form = kv_format(model, block_tokens, block_layout, kv_cache_dtype)
             open_memory = partial(BlockMemory, kv, block_groups(form))
@@ -190,7 +188,7 @@ class ContinuousEngine:
         """Begin to serve, on a thread of its own. Raises `StateError` if it was started before."""
         with self._lock:
             if self._state != "new":
-                raise StateError(f"the engine is {self._state}; make a new one")
+                raise StateError(f"the engine is {'serving' if self.serving else 'stopped'}; make a new one")
             self._state = "serving"
             self.reports.begin()
             self._loop.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import weakref
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from elastic.memory.pages.background import janitor
 from elastic.memory.pages.finalizers import call_at_death, cancel
 from elastic.runtime.runtime import Runtime
 
+logger = logging.getLogger(__name__)
 _lifetimes: weakref.WeakSet[EngineLifetime] = weakref.WeakSet()
 
 
@@ -36,7 +38,10 @@ class EngineLifetime:
         _lifetimes.add(self)
 
     def end(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
-        """Finish its requests (`drain`, for `timeout_s` at the most), or cancel them. Can be called twice."""
+        """Finish its requests (`drain`, for `timeout_s` at the most), or cancel them. Can be called twice.
+
+        In a fork of its process nothing is done: the engine is the parent's.
+        """
         if self._runtime.in_forked_child:
             return
         thread = self._loop.thread
@@ -68,10 +73,13 @@ class EngineLifetime:
             self._home.abort()
 
 
-def _end_all() -> None:
+def _stop_all() -> None:
     """End all engines at exit: a thread that is in torch when the interpreter ends would abort it."""
     for lifetime in list(_lifetimes):
-        lifetime.end(drain=False, timeout_s=10)
+        try:
+            lifetime.end(drain=False, timeout_s=10)
+        except Exception:  # the process ends, and the other engines with it
+            logger.exception("an engine could not be ended with its process")
 
 
-atexit.register(_end_all)
+atexit.register(_stop_all)

@@ -11,9 +11,10 @@ import pytest
 
 import elastic
 from elastic import ContinuousEngine, Output, Request, StateError
+from elastic.engines.continuous import lifetime
 from elastic.memory import places
 from support.architectures import build
-from support.child_process import TESTS, in_fork, wait_for_the_janitor
+from support.child_process import TESTS, end_of_fork, wait_for_the_janitor
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_a_model_that_is_dropped_with_its_engine_is_gone(started: bool) -> None:
 
 
 def test_a_process_ends_with_an_engine_that_was_dropped_in_the_middle_of_a_request() -> None:
-    told = in_fork(f"""
+    status, said, errors = end_of_fork(f"""
         import threading, sys
         sys.path.append({TESTS!r})
         import elastic
@@ -79,4 +80,24 @@ def test_a_process_ends_with_an_engine_that_was_dropped_in_the_middle_of_a_reque
         del engine
         print("ends")
     """)
-    assert told == "ends\n"
+    assert (status, said, errors) == (0, "ends\n", "")
+
+
+def test_an_engine_that_cannot_end_with_its_process_does_not_keep_others_from_it(
+    wrapped: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    models = [wrapped(build("llama-gqa")) for _ in range(2)]
+    engines = [ContinuousEngine(model) for model in models]
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a fault")
+
+    for engine in engines:
+        engine.start()
+    with monkeypatch.context() as patched:
+        for engine in engines:
+            patched.setattr(engine._lifetime, "end", fail)
+        lifetime._stop_all()
+    assert [record.getMessage() for record in caplog.records] == ["an engine could not be ended with its process"] * 2
+    for engine in engines:
+        engine.stop()

@@ -10,7 +10,7 @@ import elastic
 from elastic.memory import places
 from elastic.runtime.installation import installations
 
-STOPS = ("elastic.cluster.deployment.deployments", "elastic.cluster.fleet.fleet", "elastic.engines.continuous.engine")
+STOPS = ("elastic.cluster.deployment.deployments", "elastic.cluster.fleet.fleet", "elastic.engines.continuous.lifetime")
 """Modules whose threads and processes end by `_stop_all`; one that was not imported has started none."""
 
 

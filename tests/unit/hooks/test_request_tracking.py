@@ -70,10 +70,11 @@ def test_a_forward_that_fails_ends_it_and_the_next_one_is_another(wrapped: Any) 
 
 def test_an_engine_that_counts_by_itself_switches_it_off(wrapped: Any) -> None:
     model = wrapped(build("llama-gqa"))
-    model.elastic.observe(False)
+    first, second = model.elastic.occupy("a"), model.elastic.occupy("b")
+    first.end()  # as an engine that was dropped, under the next one
     model.generate(**prompt(1), max_new_tokens=3, do_sample=False)
     assert traffic(model).arrived == 0
-    model.elastic.observe(True)
+    second.end()
     model.generate(**prompt(1), max_new_tokens=3, do_sample=False)
     assert traffic(model).arrived == 1
 
@@ -99,10 +100,10 @@ class Tells:
 
 
 def test_nothing_is_remembered_while_nobody_observes() -> None:
-    generations, cache = CacheRequestTracker(), Cache()
+    observer, users, cache = Tells(), ["an engine"], Cache()
+    generations = CacheRequestTracker(observer, users)  # type: ignore[arg-type]
     assert generations.begin(cache, torch.ones(2, 3, dtype=torch.long)) is None
-    observer = Tells()
-    generations.observer = observer  # type: ignore[assignment]
+    users.clear()
     assert generations.begin(cache, None) is None
     assert generations.begin(cache, torch.ones(3)) is None
     assert observer.heard == []
@@ -112,6 +113,6 @@ def test_nothing_is_remembered_while_nobody_observes() -> None:
     generations.end(cache, request, failed=False)
     assert [name for name, *_ in observer.heard] == ["arrived", "scheduled", "produced"]
     assert observer.heard[2] == ("produced", 2)
-    generations.observer = None  # an engine that counts by itself came meanwhile
+    users.append("one that came meanwhile")
     generations.end(cache, request, failed=True)
     assert len(observer.heard) == 3
