@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import pairwise
+from itertools import combinations
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -174,18 +174,18 @@ def _parse_order(order: str | Path | Profile, layers: Sequence[nn.Module]) -> tu
 def _precision(settings: Policy, slo: SLO | None, order: Sequence[int], weights: ModelWeights) -> PrecisionPolicy:
     sizes = _layer_sizes(weights)
     swappable = [index for index in order if sizes[index].variants]
-    packed: dict[str, list[int]] = {}
-    for name, nbytes in (item for i in swappable for item in sizes[i].variants.items()):
-        packed.setdefault(name, []).append(nbytes)
+    packed: dict[str, list[float]] = {}  # in parts of the full bytes: layers may be of unlike sizes
+    for name, part in ((n, b / sizes[i].full_bytes) for i in swappable for n, b in sizes[i].variants.items()):
+        packed.setdefault(name, []).append(part)
     levels = settings.levels or tuple(sorted(packed, key=lambda name: -mean(packed[name])))
     _require_falling(settings.levels, [weights.layers[i] for i in swappable])
     return PrecisionPolicy(settings, swappable, levels, sizes, slo)
 
 
 def _require_falling(levels: Sequence[str], layers: Sequence[WeightUnit]) -> None:
-    """Raise `ConfigError` for a level that does not make layers smaller that are packed in it and the one before."""
+    """Raise `ConfigError` for a level that does not make layers smaller that are packed in it and one before."""
     precisions = {level: [layer.with_variant(level) for layer in layers] for level in levels}
-    for before, after in pairwise(levels):
+    for before, after in combinations(levels, 2):
         pairs = zip(layers, precisions[before], precisions[after], strict=True)
         both = [(a, b) for layer, a, b in pairs if layer.full not in (a, b)]
         larger, smaller = (sum(p.nbytes for pair in both for p in pair[i].layout.parameters.values()) for i in (0, 1))
