@@ -106,7 +106,7 @@ def wrap(
 
 
 def _install(model: Model, options: WrapOptions) -> Model:
-    from elastic.runtime.installation import install  # imports transformers, which `import elastic` does not
+    from elastic.runtime.installation import install
 
     with _alone(model):
         _require_own_layers(model, options.decoder)
@@ -122,7 +122,10 @@ def _check(model: nn.Module, *, loads: bool = False) -> Decoder:
 
 
 def _require_own_layers(model: nn.Module, decoder: Decoder) -> None:
-    _require_unwrapped(model)
+    from elastic.runtime.installation import installations  # imports transformers, which `import elastic` does not
+
+    if model in installations or isinstance(getattr(model, "elastic", None), Runtime):
+        raise StateError(f"{type(model).__name__} is already wrapped; unwrap it first")
     if _are_in_pages(decoder.layers):
         raise StateError(
             f"layers of this {type(model).__name__} are those of another model that is wrapped; unwrap that one first, "
@@ -133,11 +136,6 @@ def _require_own_layers(model: nn.Module, decoder: Decoder) -> None:
 def _are_in_pages(layers: Iterable[nn.Module]) -> bool:
     """Return whether there are layers of a wrapped model among these modules."""
     return any(isinstance(hook, EnterLayer) for layer in layers for hook in layer._forward_pre_hooks.values())
-
-
-def _require_unwrapped(model: nn.Module) -> None:
-    if isinstance(getattr(model, "elastic", None), Runtime):
-        raise StateError(f"{type(model).__name__} is already wrapped; unwrap it first")
 
 
 @contextmanager
@@ -169,7 +167,8 @@ def unwrap(model: Model) -> Model:
         if model not in installations:  # which knows more than the attribute, that anybody can set
             if _are_in_pages(model.modules()):
                 raise StateError(
-                    f"this {kind} is around, a part, or a shallow copy of a wrapped model; unwrap that one"
+                    f"this {kind} is around, a part, or a shallow copy of a wrapped model; unwrap that one, or load it "
+                    "again if it is gone"
                 )
             raise StateError(f"{kind} is not wrapped; call elastic.wrap(model) first")
         installations[model].take_off()

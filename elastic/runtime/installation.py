@@ -140,5 +140,6 @@ def _put_on(
 def _detach(model: weakref.ref[nn.Module]) -> None:
     alive = model()
     if alive is not None:
-        alive.__dict__.pop("elastic", None)
+        if isinstance(alive.__dict__.get("elastic"), Runtime | None):
+            alive.__dict__.pop("elastic", None)
         copy_as_usual(alive)

@@ -93,7 +93,7 @@ def check_model(model: nn.Module, *, loads: bool = False) -> Decoder:
             "the weights were made under torch.inference_mode(), so nobody is told when they are written; "
             "load the model outside of it"
         )
-    if any(hasattr(module, "quantization_scheme") for module in model.modules()):
+    if any(getattr(module, "quantization_scheme", None) is not None for module in model.modules()):
         raise ConfigError(
             "compressed-tensors expands the weights of this model in its forward passes, where they would be exchanged "
             "in their pages; load it with quantization_config=CompressedTensorsConfig(dequantize=True)"

@@ -379,14 +379,22 @@ def test_a_model_whose_attribute_is_lost_is_unwrapped(lose: Any) -> None:
     before = fingerprint(model)
     elastic.wrap(model, places="cpu=64MiB")
     lose(model)
+    with pytest.raises(StateError, match="already wrapped; unwrap it first"):
+        elastic.wrap(model)
     assert elastic.unwrap(model) is model
     assert_same(before, fingerprint(model))
+
+
+def test_what_a_user_sets_in_its_place_is_the_users() -> None:
+    model = elastic.wrap(build("llama-gqa"), places="cpu=64MiB")
+    model.elastic = "mine"  # type: ignore[assignment]
+    assert elastic.unwrap(model).elastic == "mine"
 
 
 @pytest.mark.parametrize("part", ["model", "model.layers.0"])
 def test_a_part_is_not_unwrapped(part: str, wrapped: Any) -> None:
     model = wrapped(build("llama-gqa"))
-    with pytest.raises(StateError, match="a part, or a shallow copy of a wrapped model; unwrap that one"):
+    with pytest.raises(StateError, match=r"a part, or a shallow copy of a wrapped .*that one, or load it again"):
         elastic.unwrap(model.get_submodule(part))
 
 
@@ -434,6 +442,8 @@ def test_weights_made_under_inference_mode_are_refused_with_the_remedy() -> None
 
 def test_what_compressed_tensors_expands_in_forward_passes_is_refused_with_the_remedy() -> None:
     model = build("llama-gqa")
+    model.model.layers[1].mlp.up_proj.quantization_scheme = None  # as it leaves modules that it does not quantize
+    elastic.unwrap(elastic.wrap(model, places="cpu=64MiB"))
     model.model.layers[1].mlp.up_proj.quantization_scheme = object()
     refused(model, ConfigError, "compressed-tensors expands.*dequantize=True")
 
