@@ -14,9 +14,12 @@ import elastic
 from elastic.cli.main import main
 from elastic.engines.continuous import ContinuousEngine
 from elastic.errors import ConfigError
+from elastic.estimation.device_list import parse_devices
+from elastic.estimation.estimate import Estimator
 from elastic.estimation.model_layout import layout_of
 from elastic.estimation.placement import ModelSpace, place_models
 from elastic.planning.deployment.placing import Refusal
+from elastic.planning.estimate.configuration import FULL, Configuration
 from elastic.planning.estimate.performance import Load
 from support import architectures
 from support.serving.generations import SERVED
@@ -109,3 +112,26 @@ def test_commands_say_why_once_and_what_it_would_hold(tmp_path: Path, capsys: py
     first = json.loads(capsys.readouterr().out)["configurations"][0]
     assert first["why_not"].startswith(WORDS)
     assert first["ranks"][0]["layers"] > 0
+
+
+@pytest.mark.parametrize(
+    ("configuration", "words"),
+    [
+        (Configuration(2, 2, "int4"), "not shared by ranks"),
+        (Configuration(2, 2, FULL), ""),
+        (Configuration(1, 2, "int8"), ""),
+        (Configuration(2, 1, "int8"), "not shared by ranks"),
+        (Configuration(1, 1, "int8"), ""),
+        (Configuration(4, 1, FULL), ""),
+        (Configuration(1, 3, FULL), ""),
+    ],
+)
+def test_what_a_fleet_cannot_have_is_said_in_words(configuration: Configuration, words: str) -> None:
+    layout = layout_of(architectures.CONFIGS["llama-gqa"]())
+    ours, planned = (
+        Estimator(layout, parse_devices("4*h100"), Load(16, 4), 64, None, planned=planned).refusal(configuration)
+        for planned in (False, True)
+    )
+    assert words in ours
+    assert bool(words) == bool(ours)
+    assert planned == ""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.cluster.deployment.steps import same, steps_between, whole
-from elastic.estimation.estimate import unserved
 from elastic.planning.deployment.devices import Stage
 from elastic.planning.deployment.placing import Deployment
 from elastic.planning.estimate.configuration import FULL, Configuration
@@ -137,20 +135,3 @@ def test_stages_in_a_variant_swap_what_they_have_and_take_full_weights_back_befo
     ):
         told = [(step.kind, step.layers, step.weights) for step in steps_between(now, wanted)]
         assert told == [*steps, ("limit", (), "")]
-
-
-@pytest.mark.parametrize(
-    ("configuration", "words"),
-    [
-        (Configuration(2, 2, "int4"), "not shared by ranks"),
-        (Configuration(2, 2), ""),
-        (Configuration(1, 2, "int8"), ""),
-        (Configuration(2, 1, "int8"), "not shared by ranks"),
-        (Configuration(1, 1, "int8"), ""),
-        (Configuration(4, 1), ""),
-        (Configuration(1, 3), ""),
-    ],
-)
-def test_what_a_fleet_cannot_have_is_said_in_words(configuration: Configuration, words: str) -> None:
-    assert words in unserved(configuration)
-    assert bool(words) == bool(unserved(configuration))
