@@ -19,10 +19,12 @@ from elastic.kvcache.attention_heads import AttentionHeads, attention_heads
 from elastic.memory.weight_layout import LayerLayout
 from elastic.model_files import read_config, reading, require_full_weights
 from elastic.quant.variants.eligible import LayerParameters, head_sizes
+from elastic.runtime.runtime import Runtime
 from elastic.weights.decoder import Decoder, find_decoder
 from elastic.weights.eligible import held_outside, layer_slots
 from elastic.weights.paging import stored_layout
 from elastic.weights.parameter_slot import ParameterSlot
+from elastic.weights.proxy.tensor import WeightProxy
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +64,15 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """A model whose parameters have shapes, and no data."""
+    """A model whose parameters may have no data, and what its config makes of it."""
 
     model: Any
     decoder: Decoder
     kinds: tuple[LayerKind, ...]
     fixed: Mapping[str, int]
     """Bytes of what stays in ordinary tensors, by owner: embedding, head, norms, buffers."""
+    trial: Callable[[], Any]
+    """Gives the model on the meta device that stands for it where engines try what they can serve."""
 
     @property
     def config(self) -> Any:
@@ -98,8 +102,12 @@ class ModelLayout:
 
     @cached_property
     def refusal(self) -> str:
-        """Why the engine would not serve it, in its words; "": it would."""
-        return refusal(self.model)
+        """Why the engine would not serve it, in its words; "": it would, or its config does not make its class."""
+        try:
+            model = self.trial()
+        except ConfigError:
+            return ""
+        return refusal(model)
 
 
 def layout_of(source: Any, dtype: torch.dtype | None = None) -> ModelLayout:
@@ -107,7 +115,10 @@ def layout_of(source: Any, dtype: torch.dtype | None = None) -> ModelLayout:
 
     Of a directory, `config.json` is enough. Raises `ConfigError` for what is no decoder, and for heads that cannot be.
     """
-    model = _without_data(source) if isinstance(source, nn.Module) else meta_model(source, dtype)
+    model = source if isinstance(source, nn.Module) else meta_model(source, dtype)
+    trial = partial(_as_configured, source) if model is source else lambda: model
+    if isinstance(getattr(model, "elastic", None), Runtime):
+        model = _without_data(model)
     decoder = find_decoder(model)
     for heads in attention_heads(decoder.config):
         if heads.queries % heads.keys:
@@ -120,7 +131,7 @@ def layout_of(source: Any, dtype: torch.dtype | None = None) -> ModelLayout:
     for held in held_outside(model, decoder, slots).values():
         for owner, nbytes in held.items():
             fixed[owner] = fixed.get(owner, 0) + nbytes
-    return ModelLayout(model, decoder, _kinds(decoder, slots), fixed)
+    return ModelLayout(model, decoder, _kinds(decoder, slots), fixed, trial)
 
 
 def meta_model(source: Any, dtype: torch.dtype | None = None) -> Any:
@@ -140,17 +151,37 @@ def meta_model(source: Any, dtype: torch.dtype | None = None) -> Any:
     require_full_weights(
         config, what, "which is not estimated; name the directory of its full weights, or leave quantization_config out"
     )
+    return _on_meta(AutoModelForCausalLM.from_config, config, dtype or own, what)
+
+
+def _on_meta(make: Callable[..., Any], config: Any, dtype: torch.dtype, what: str) -> Any:
+    """Make a model of a config on the meta device. Raises `ConfigError` where that fails."""
     with torch.device("meta"), reading(what, "see that its config.json is whole"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype or own).eval()
+        model = make(config, dtype=dtype).eval()
     return model.to("meta")  # some draw parameters by functions that know no default device
 
 
+def _as_configured(model: nn.Module) -> Any:
+    """Make the model that the config of a model makes of its class: no weights, adapters, hooks or quantized layers.
+
+    Raises `ConfigError` for a class that its config does not make.
+    """
+    from transformers import PreTrainedModel
+
+    plain = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+    if plain is None:
+        raise ConfigError(f"{type(model).__name__} has no model of transformers in it; give its config")
+    dtype = torch.get_default_dtype()  # another one would be that of all threads meanwhile
+    return _on_meta(plain._from_config, copy.deepcopy(plain.config), dtype, type(plain).__name__)
+
+
 def _without_data(model: nn.Module) -> nn.Module:
-    """Return a plain copy of a model, maybe a wrapped one, on the meta device."""
+    """Return a plain copy of a wrapped model on the meta device, but for parameters of other libraries' kinds."""
     empty = partial(torch.empty_like, device="meta")
     shapes: dict[int, Any] = {id(each): empty(each) for each in model.buffers()}
-    shapes |= {id(each): nn.Parameter(empty(each), False) for each in model.parameters()}
-    return copy.deepcopy(model, shapes).eval()
+    plain = nn.Parameter, WeightProxy
+    shapes |= {id(p): nn.Parameter(empty(p), False) if type(p) in plain else p for p in model.parameters()}
+    return copy.deepcopy(model, shapes)
 
 
 def _kinds(decoder: Decoder, slots: list[dict[str, ParameterSlot]]) -> tuple[LayerKind, ...]:

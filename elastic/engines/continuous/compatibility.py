@@ -67,17 +67,18 @@ class _CacheProbe:
 
 
 def refusal(model: Any) -> str:
-    """Say why a model that is not wrapped would not be served, in the words of engines; "": it would be.
+    """Say why a model on the meta device, not wrapped, would not be served, in the words of engines; "": it would be.
 
-    It may be on the meta device, where some operations fail: what would come behind them is not seen then.
+    Operations may fail there alone, in many ways: what would come behind them is not seen then.
     """
     switch = AttentionSwitch(model)
     switch.install()
     try:
         kv_shape(model, None)
     except ConfigError as error:
-        unseen = model.device.type == "meta" and isinstance(error.__cause__, RuntimeError)
-        return "" if unseen else str(error)
+        cause = error.__cause__
+        of_signature = isinstance(cause, TypeError) and "argument" in str(cause)
+        return str(error) if cause is None or of_signature else ""
     finally:
         switch.remove()
     return ""

@@ -64,7 +64,9 @@ def test_a_model_is_asked_as_it_is_and_stays_so() -> None:
     """One in training, that is wrapped, or of weights that are elsewhere is asked without them."""
     random = torch.get_rng_state()
     model = architectures.build("gpt-oss").train()
+    drawn = torch.get_rng_state()
     assert layout_of(model).refusal == ""
+    assert torch.equal(torch.get_rng_state(), drawn)
     assert model.training
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
     model.eval()
@@ -77,6 +79,68 @@ def test_a_model_is_asked_as_it_is_and_stays_so() -> None:
     torch.set_rng_state(random)
     layout_of(architectures.CONFIGS["gpt-oss"]()).refusal  # noqa: B018
     assert torch.equal(torch.get_rng_state(), random)
+
+
+class Quantized(torch.nn.Parameter):
+    """A parameter of another library's kind, whose module reads more of it than there is without data."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.empty_like:
+            raise NotImplementedError("no kernel for meta")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class QuantizedLinear(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight.codes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("places", [None, ["cpu#asked=64MiB/4KiB"]])
+def test_a_model_that_another_library_quantized_or_holds_tensors_of_is_tried_by_its_config(places: Any) -> None:
+    model = architectures.build("llama-gqa")
+    up_proj = model.model.layers[0].mlp.up_proj
+    up_proj.weight = Quantized(up_proj.weight.detach(), requires_grad=False)
+    up_proj.weight.codes = up_proj.weight.detach().as_subclass(torch.Tensor)
+    up_proj.__class__ = QuantizedLinear
+    held = layout_of(model).fixed
+    if places:
+        elastic.wrap(model, places=places)
+        model.elastic.release([1])
+    else:
+        model.derived = torch.ones(1, requires_grad=True) * 2  # no copy can be made of what was computed
+    try:
+        layout = layout_of(model)
+        assert (layout.refusal, layout.fixed) == ("", held)
+        assert elastic.estimate(model, "cpu=1GiB", load=Load(16, 4), weights="full")[0].fits
+    finally:
+        if places:
+            elastic.unwrap(model)
+
+
+class OnHost(t.LlamaForCausalLM):
+    def forward(self, input_ids: Any, cache: Any = None, use_cache: Any = None, **inputs: Any) -> Any:
+        return super().forward(torch.from_numpy(input_ids.numpy()), cache=cache, use_cache=use_cache, **inputs)
+
+
+class WithSize(t.LlamaForCausalLM):
+    def __init__(self, config: Any, size: int) -> None:
+        super().__init__(config)
+
+
+class NoPositions(t.LlamaForCausalLM):
+    def forward(self, input_ids: Any, cache: Any = None, use_cache: Any = None) -> Any:
+        return super().forward(input_ids)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "words"),
+    [(OnHost, (), ""), (WithSize, (4,), ""), (NoPositions, (), "got an unexpected keyword argument")],
+)
+def test_what_only_a_model_without_data_cannot_do_is_not_held_against_it(kind: Any, size: Any, words: str) -> None:
+    said = layout_of(kind(architectures.CONFIGS["llama-gqa"](), *size)).refusal
+    assert words in said
+    assert bool(said) == bool(words)
 
 
 def test_what_is_refused_has_bytes_and_as_planned_all_figures() -> None:
