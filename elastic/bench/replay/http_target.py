@@ -156,7 +156,7 @@ class HTTPTarget:
             raise
 
     async def _record_stream(self, response: Any, recorder: Recorder) -> None:
-        """Read a stream to its end, behind an error too: a generator left early may outlive the event loop."""
+        """Read a stream to its end; behind an error too, hung up on: generators left early may outlive the loop."""
         finish: str | None = None
         async for line in response.aiter_lines():
             event = parse(line)
@@ -169,6 +169,7 @@ class HTTPTarget:
                 recorder.counted(event.output_tokens)
             if event.kind == "error":
                 recorder.end("failed", now_s, event.error)
+                await response.aclose()  # for the server to stop
             finish = event.finish or finish
         if finish is None:
             recorder.end("failed", time.perf_counter(), "the stream ended without a reason (finish_reason)")

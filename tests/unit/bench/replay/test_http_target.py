@@ -139,11 +139,29 @@ def test_a_stream_is_read_to_its_end_behind_an_error() -> None:
             yield 'data: {"choices": [{"text": "", "finish_reason": "length"}]}'
             end.append("read")
 
+        async def aclose(self) -> None:
+            end.append("closed")
+
     recorder = Recorder("r", TraceRequest(0.0, 4, 3), 0.0, threading.Semaphore(0))
     with stub() as server, HTTPTarget(server.url) as target:
         asyncio.run(target._record_stream(Response(), recorder))
-    assert end == ["read"]
+    assert end == ["closed", "read"]
     assert (recorder.record().finish, recorder.record().error) == ("failed", "out of pages")
+
+
+def test_a_server_is_hung_up_on_at_a_line_that_cannot_be_read(recwarn: pytest.WarningsRecorder) -> None:
+    def answer(handler: Handler, body: dict[str, Any]) -> None:
+        handler.begin()
+        handler.say("data: {\n\n")
+        while True:
+            handler.piece("more")
+
+    with stub(answer) as server, HTTPTarget(server.url) as remote:
+        trace = offered(1)
+        run = replay(remote, trace, random_prompts(trace, 50), SLO(30.0), options=ReplayOptions(timeout_s=30))
+        assert server.gone.acquire(timeout=30)
+    assert (run.records[0].finish, run.records[0].error) == ("failed", "the server sent what is not JSON: '{'")
+    assert not recwarn.list
 
 
 def test_a_request_that_takes_too_long_is_hung_up_on() -> None:
