@@ -39,18 +39,13 @@ def draw(results: Sequence[Result], path: Path) -> None:
     """
     require_matplotlib()
     for result in results:
-        if any(name not in result.summary for name in NEEDED):
-            raise ConfigError(f"{result.name} has no arrays to draw; run it with --save-detailed")
+        _require_drawable(result)
     ttft_cdf = partial(_latency_cdf, "TTFT", "s", lambda result: [ttft for _, ttft in ttfts(result)])
     tpot_cdf = partial(_latency_cdf, "TPOT", "ms", tpots)
     panels: list[Panel] = [_arrivals, _kv, _layers, _ttft_over_time, ttft_cdf, tpot_cdf]
     with png_figure(path, 3, 2, figsize=(13, 11)) as (figure, axes):
         for panel, panel_axes in zip(panels, axes.flat, strict=True):
-            try:
-                panel(panel_axes, results)
-            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-                files = ", ".join(result.name for result in results)
-                raise ConfigError(f"{files}: an array is not as --save-detailed writes it: {error!r}") from error
+            panel(panel_axes, results)
             panel_axes.grid(alpha=0.3)
         lines = [axes.flat[1].plot([], [], **style)[0] for style, _ in _styled(results)]
         names = [result.name for result in results]
@@ -103,9 +98,41 @@ def cdf(sample: Sequence[float]) -> tuple[list[float], list[float]]:
     return ordered, [(i + 1) / len(ordered) for i in range(len(ordered))]
 
 
+def kv_states(result: Result) -> list[tuple[float, float, float]]:
+    """Return seconds, and MiB of keys and values that are used and that there is room for, where that is known."""
+    states = [s for s in result.elastic["state_timeline"] if s["kv_capacity_bytes"]]
+    return [(float(s["t_s"]), s["kv_used_bytes"] / 2**20, s["kv_capacity_bytes"] / 2**20) for s in states]
+
+
+def layer_states(result: Result) -> list[tuple[float, int]]:
+    """Return seconds, and the number of decoder layers that are not in full precision."""
+    return [(float(s["t_s"]), swapped_layers(s)) for s in result.elastic["state_timeline"]]
+
+
 def swapped_layers(state: dict[str, Any]) -> int:
     """Count the decoder layers that are not in full precision."""
     return sum(count for variant, count in state["layers"].items() if variant not in FULL)
+
+
+def slo_bound(result: Result, key: str) -> float | None:
+    """Return a bound of a run by its key; None: it had none."""
+    slo = result.elastic.get("slo")
+    return float(slo[key]) if slo and slo[key] is not None else None
+
+
+def _require_drawable(result: Result) -> None:
+    """Raise `ConfigError` where a panel could not read a result."""
+    if any(name not in result.summary for name in NEEDED):
+        raise ConfigError(f"{result.name} has no arrays to draw; run it with --save-detailed")
+    readers: list[Callable[[Result], object]] = [arrivals_per_second, ttfts, tpots, kv_states, layer_states]
+    readers += [partial(slo_bound, key=key) for key in ("ttft_s", "tpot_s")]
+    try:
+        for read in readers:
+            read(result)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{result.name}: what is drawn of it is not as --save-detailed writes it ({error!r}); run it anew with it"
+        ) from error
 
 
 def _arrivals(axes: Any, results: Sequence[Result]) -> None:
@@ -122,18 +149,17 @@ def _arrivals(axes: Any, results: Sequence[Result]) -> None:
 
 def _kv(axes: Any, results: Sequence[Result]) -> None:
     for style, result in _styled(results):
-        states = [s for s in result.elastic["state_timeline"] if s["kv_capacity_bytes"]]
-        times = [s["t_s"] for s in states]
-        axes.plot(times, [s["kv_used_bytes"] / 2**20 for s in states], **style)
-        capacity = [s["kv_capacity_bytes"] / 2**20 for s in states]
-        axes.plot(times, capacity, color=style["color"], linewidth=0.8, alpha=0.7)
+        states = kv_states(result)
+        times = [t for t, _, _ in states]
+        axes.plot(times, [used for _, used, _ in states], **style)
+        axes.plot(times, [capacity for _, _, capacity in states], color=style["color"], linewidth=0.8, alpha=0.7)
     axes.set(xlabel="time (s)", ylabel="MiB", title="KV cache: used, and (thin) capacity", ylim=(0, None))
 
 
 def _layers(axes: Any, results: Sequence[Result]) -> None:
     for style, result in _styled(results):
-        states = result.elastic["state_timeline"]
-        axes.step([s["t_s"] for s in states], [swapped_layers(s) for s in states], where="post", **style)
+        states = layer_states(result)
+        axes.step([t for t, _ in states], [layers for _, layers in states], where="post", **style)
     axes.set(xlabel="time (s)", ylabel="layers", title="Layers not in full precision")
     axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
 
@@ -169,8 +195,7 @@ def _label_logarithms(axis: Any) -> None:
 
 def _draw_slo(line: Callable[..., Any], results: Sequence[Result], key: str, factor: float) -> None:
     """Draw a line at each bound of the runs, times a factor."""
-    bounds = {result.elastic["slo"][key] for result in results if result.elastic.get("slo")} - {None}
-    for bound in bounds:
+    for bound in {bound for result in results if (bound := slo_bound(result, key)) is not None}:
         line(bound * factor, color="0.4", linestyle=":", linewidth=1)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from elastic.bench.replay.open_loop import replay
 from elastic.bench.replay.timeline import EngineState
+from elastic.bench.report import plots
 from elastic.bench.report.compare import Result, read_results, rows, warnings
 from elastic.bench.report.plots import arrivals_per_second, cdf, draw, swapped_layers, tpots, ttfts
 from elastic.bench.report.summary import summarize
@@ -143,6 +144,9 @@ def test_without_matplotlib_the_extra_is_named(
         lambda summary: summary.update(ttfts=[]),
         lambda summary: summary["elastic"].update(state_timeline=None),
         lambda summary: summary["elastic"].update(state_timeline=[{}]),
+        lambda summary: summary["elastic"]["state_timeline"][1].update(layers=None),
+        lambda summary: summary.update(itls=[["a"]] * len(summary["itls"])),
+        lambda summary: summary["elastic"].update(slo={"ttft_s": 1.0}),
     ],
 )
 def test_arrays_that_cannot_be_drawn_are_refused_in_words(
@@ -150,8 +154,21 @@ def test_arrays_that_cannot_be_drawn_are_refused_in_words(
 ) -> None:
     other = real("other")
     change(other.summary)
-    with pytest.raises(ConfigError, match="other: an array is not as --save-detailed writes it: "):
-        draw([other], tmp_path / "x.png")
+    words = r"^other: what is drawn of it is not as --save-detailed writes it \(.*\); run it anew with it$"
+    with pytest.raises(ConfigError, match=words):
+        draw([real("good"), other], tmp_path / "x.png")
+
+
+@pytest.mark.slow
+def test_a_fault_of_the_drawing_is_not_a_files(
+    real: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise TypeError("no")
+
+    monkeypatch.setattr(plots, "_arrivals", fail)
+    with pytest.raises(TypeError, match="no"):
+        draw([real("good")], tmp_path / "x.png")
 
 
 def test_what_is_drawn_is_what_was_measured() -> None:
