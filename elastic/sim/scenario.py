@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from elastic.cluster.fleet.planning.router import Routing
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, require_whole
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import WEIGHTS
 from elastic.estimation.placement import ModelSpace
@@ -142,6 +142,8 @@ def _document(source: str, before: tuple[str, ...] = ()) -> dict[str, Any]:
 
 def parse_scenario(values: dict[str, Any], folder: Path = Path(), *, seed: int | None = None) -> Scenario:
     """Return the scenario of a document. Files in it are relative to `folder`. Raises `ConfigError`."""
+    if seed is not None:
+        require_whole(seed, "seed", least=0)
     table = Table(values, "")
     try:
         return _scenario(table, folder, seed)

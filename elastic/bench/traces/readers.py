@@ -106,8 +106,10 @@ def _request(path: Path, number: int, row: Row, columns: _Columns) -> TraceReque
         raise ConfigError(f"{path}, line {number}: {columns.time} is missing") from error
     except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"{path}, line {number}: {columns.time} {row[columns.time]!r} is not a time") from error
-    if not math.isfinite(arrival_s) or arrival_s < 0:
-        raise ConfigError(f"{path}, line {number}: {columns.time} {row[columns.time]!r} must be finite, not below 0")
+    if not math.isfinite(arrival_s) or arrival_s < 0 or isinstance(row[columns.time], bool):
+        raise ConfigError(
+            f"{path}, line {number}: {columns.time} {row[columns.time]!r} must be a finite number, not below 0"
+        )
     prompt, output = (_count(path, number, row, name) for name in (columns.prompt, columns.output))
     return TraceRequest(arrival_s, prompt, output)
 

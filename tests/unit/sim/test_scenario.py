@@ -56,6 +56,12 @@ def test_the_same_seed_gives_the_same_document_another_one_does_not() -> None:
     assert first["requests"]["completed"] == first["requests"]["arrived"] > 30
 
 
+@pytest.mark.parametrize("seed", [-1, 1.5, True])
+def test_a_seed_that_a_scenario_could_not_have_is_refused(seed: Any) -> None:
+    with pytest.raises(ConfigError, match=f"seed={seed} cannot be; it must be a whole number, at least 0"):
+        parse_scenario(tomllib.loads(TWO_RANKS), seed=seed)
+
+
 def test_where_no_token_came_the_span_is_nothing() -> None:
     text = TWO_RANKS.replace('lengths = "lognormal"', 'lengths = "fixed"\nprompt_tokens = 5000\nanswer_tokens = 4')
     drawn = ("prompt_median", "prompt_sigma", "answer_median", "answer_sigma")

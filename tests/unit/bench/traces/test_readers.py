@@ -98,8 +98,8 @@ GOOD_MOONCAKE = json.dumps({"timestamp": 1, "input_length": 1, "output_length": 
         (AZURE_HEADER + "2023-11-16 18:17:03,1,2,3\n", "line 2: it has not as many columns"),
         (AZURE_HEADER + f"2023-11-16 18:17:03,1,{'9' * 400}\n", "line 2: GeneratedTokens '9{39} must be .* 64 bits"),
         (BURSTGPT + "soon,ChatGPT,1,2,3,API log\n", "line 7: Timestamp 'soon' is not a time"),
-        (BURSTGPT + "-1,ChatGPT,1,2,3,API log\n", "line 7: Timestamp '-1' must be finite, not below 0"),
-        (BURSTGPT + "nan,ChatGPT,1,2,3,API log\n", "line 7: Timestamp 'nan' must be finite"),
+        (BURSTGPT + "-1,ChatGPT,1,2,3,API log\n", "line 7: Timestamp '-1' must be a finite number, not below 0"),
+        (BURSTGPT + "nan,ChatGPT,1,2,3,API log\n", "line 7: Timestamp 'nan' must be a finite number"),
         (GOOD_MOONCAKE + "{oops\n", "line 2: it is not JSON"),
         (GOOD_MOONCAKE + "7\n", "line 2: '7' is not a JSON object"),
         (GOOD_MOONCAKE + '{"timestamp": 1, "input_length": 1}\n', "line 2: output_length is missing"),
@@ -107,6 +107,7 @@ GOOD_MOONCAKE = json.dumps({"timestamp": 1, "input_length": 1, "output_length": 
         (GOOD_MOONCAKE.replace(": 1}", ": 1.5}"), "line 1: output_length 1.5 must be a whole number"),
         (GOOD_MOONCAKE.replace(": 1}", ": true}"), "line 1: output_length True must be a whole number"),
         (GOOD_MOONCAKE.replace(": 1}", ": Infinity}"), "line 1: output_length inf is not a number of tokens"),
+        (GOOD_MOONCAKE.replace(": 1,", ": true,", 1), "line 1: timestamp True must be a finite number, not below 0"),
         (GOOD_MOONCAKE.replace(": 1,", ": [],", 1), r"line 1: timestamp \[\] is not a time"),
     ],
 )
