@@ -127,7 +127,8 @@ def _show_placements(console: Console, document: Mapping[str, Any]) -> None:
     for name, placed in document["placements"].items():
         if not placed["placed"]:
             console.print(f"  {name} has no place: {placed['why_not']}", highlight=False)
-    for why, names in by_reason((name, placed["unserved"]) for name, placed in document["placements"].items()):
+    by_shapes = ((name, each["unserved"]) for name, each in document["placements"].items() if each["placed"])
+    for why, names in by_reason(by_shapes):
         if why:
             console.print(f"  for their shapes alone, as the engine refuses them: {names}: {why}", highlight=False)
 

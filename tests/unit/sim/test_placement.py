@@ -12,6 +12,8 @@ import torch
 from transformers import DeepseekV3Config, LlamaConfig
 
 from elastic.cli.main import main
+from elastic.cli.predictions import simulate as command
+from elastic.cli.views.panels import plain_console
 from elastic.errors import ConfigError
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import Estimator
@@ -270,6 +272,17 @@ def test_the_shipped_scenario_has_a_place_for_all_21_models() -> None:
     assert shapes == {name for name in scenario.names if name.startswith("falcon")}
     for device in deployments.use(3600.0).values():
         assert device["reserved_bytes"] <= device["memory_bytes"]
+
+
+def test_the_command_says_of_placed_models_alone_that_they_are_there_for_their_shapes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    placed = {"placed": True, "unserved": "odd", "configuration": "TP1", "stages": [], "bytes": 1}
+    placements = {"a": placed, "b": {"placed": False, "unserved": "odd", "why_not": "no room"}}
+    command._show_placements(plain_console(), {"placements": placements, "by_model": {}, "devices": {}})
+    out = capsys.readouterr().out
+    assert "for their shapes alone, as the engine refuses them: a: odd\n" in out
+    assert "b has no place: no room\n" in out
 
 
 def test_the_command_tells_models_and_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
