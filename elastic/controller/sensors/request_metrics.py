@@ -91,7 +91,7 @@ class RequestMetrics:
         The figures have them when they are read, or sooner: behind a forward pass every line of code is a cache miss.
         """
         self._pending.append((tokens, clock.now() if at_s is None else at_s))
-        if len(self._pending) * len(tokens) >= MOST_PENDING:
+        if len(self._pending) * max(1, len(tokens)) >= MOST_PENDING:
             with self._lock:
                 self._count_pending()
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elastic.controller.sensors.request_metrics import TIMES, RequestMetrics
+from elastic.controller.sensors.request_metrics import MOST_PENDING, TIMES, RequestMetrics
 from elastic.controller.sensors.sliding_window import BUCKET_S, BUCKETS, LARGEST_S, RATIO, SMALLEST_S
 from elastic.controller.snapshot import Quantiles, RequestStats
 
@@ -225,6 +225,13 @@ def test_threads_lose_nothing() -> None:
     traffic = counters.read()
     assert (traffic.arrived, traffic.completed, traffic.waiting, traffic.running) == (1200, 1200, 0, 0)
     assert (traffic.generated_tokens, traffic.stalls, traffic.preemptions) == (3600, 1200, 2400)
+
+
+def test_steps_without_tokens_do_not_pile_up() -> None:
+    counters = RequestMetrics()
+    for step in range(3 * MOST_PENDING):
+        counters.produced_together({}, float(step))
+        assert len(counters._pending) < MOST_PENDING
 
 
 def test_what_is_refused_arrived_and_brought_no_tokens() -> None:
