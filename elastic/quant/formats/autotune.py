@@ -9,7 +9,7 @@ from itertools import cycle
 import torch
 
 from elastic.memory.backends.device_time import seconds_of
-from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, format_of
+from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, bind, format_of
 from elastic.quant.formats.kernel_table import BUCKETS, KernelTable, MatmulSpec
 
 ROTATED_BYTES = 2**26
@@ -30,12 +30,13 @@ def measure(
     *,
     buckets: Iterable[int] = BUCKETS,
     rounds: int = 3,
+    rebinds: bool = False,
 ) -> dict[int, str]:
     """Decide on the fastest path for every number of tokens that the table does not have yet; return them by bucket.
 
     Activations are [bucket, inputs] of `dtype`, on the device of the parts, of which only the shapes matter; the number
     of threads is the current one. A config that is `dynamic` admits products with activations rounded to int8 (cpu.py
-    states their error).
+    states their error). With `rebinds`, parts are bound for each product, as those of an expert are; else once.
     """
     product = MatmulSpec.of(config, parts, matrix, target, dtype)
     paths = dict(format_of(config).paths(config, parts, matrix, target))
@@ -43,7 +44,7 @@ def measure(
     tried = {name: path for name, path in paths.items() if name not in NEVER or (dynamic and name == "dynamic")}
     missing = sorted(set(buckets) - table.chosen(product).keys())
     if tried and missing:
-        table.add(product, _fastest(tried, parts, matrix, dtype, missing, rounds))
+        table.add(product, _fastest(tried, parts, matrix, dtype, missing, rounds, rebinds))
     return table.chosen(product)
 
 
@@ -54,19 +55,22 @@ def _fastest(
     dtype: torch.dtype,
     buckets: list[int],
     rounds: int,
+    rebinds: bool,
 ) -> dict[int, str]:
     """Choose a path for each bucket, in ascending order.
 
     No path gets faster with more tokens, so one that took longer for fewer than the best does now is left out.
     """
     count = min(math.ceil(ROTATED_BYTES / sum(part.nbytes for part in parts.values())), 64)
-    copies = cycle([parts, *({name: part.clone() for name, part in parts.items()} for _ in range(count - 1))])
+    copies = [parts, *({name: part.clone() for name, part in parts.items()} for _ in range(count - 1))]
+    fix = (lambda path, copy: lambda x: path(x, copy)) if rebinds else bind
+    products = {name: cycle([fix(path, copy) for copy in copies]) for name, path in paths.items()}
     seconds = dict.fromkeys(paths, 0.0)
     chosen = {}
 
     def time_path(name: str, x: torch.Tensor) -> float:
         """Time a product of x: [tokens, inputs], each with another copy of the matrix."""
-        return seconds_of(lambda: paths[name](x, next(copies)), x.device, IN_A_ROW)
+        return seconds_of(lambda: next(products[name])(x), x.device, IN_A_ROW)
 
     device = parts["packed"].device
     generator = torch.Generator(device).manual_seed(0)  # the program's own numbers stay as they are

@@ -68,6 +68,11 @@ def obtain(
     packed = (
         load(path, variant, layers) if path and cached else build(layers, variant, _packer(variant, layers, inputs))
     )
+    if not any(layer.packings for layer in packed):
+        raise ConfigError(
+            f"variants: {variant.checkpoint} has all layers of this model in full precision, so {variant.name!r} would "
+            "change nothing; give a checkpoint with quantized layers, or a name such as 'int4'"
+        )
     for device in {layer.device for layer in layers}:
         measure_paths([p for layer, p in zip(layers, packed, strict=True) if layer.device == device], device)
     if path and not cached:
@@ -143,6 +148,6 @@ def measure_paths(layers: Iterable[PackedLayer], device: torch.device) -> None:
                 kinds.setdefault(packing.packed.spec(packing.packed.dtype), packing.packed)
     for packed in kinds.values():
         packed = packed if packed.experts is None else packed.expert(0)
-        packed = packed.for_target(KernelTarget.of(device))
+        packed, rebinds = packed.for_target(KernelTarget.of(device)), packed.of_experts
         parts = {name: part.to(device) for name, part in packed.parts.items()}
-        measure(paths, packed.config, parts, packed.matrix, packed.target, packed.dtype)
+        measure(paths, packed.config, parts, packed.matrix, packed.target, packed.dtype, rebinds=rebinds)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from elastic import ConfigError
+from elastic.quant.formats import autotune
 from elastic.quant.formats.autotune import measure
 from elastic.quant.formats.base import KernelTarget, MatrixShape, PackedTensors, format_of
 from elastic.quant.formats.integer import Integers, round_to_nearest
@@ -142,3 +143,31 @@ def test_measuring_leaves_the_program_its_random_numbers() -> None:
     packed = pack(CONFIG, round_to_nearest(torch.zeros(32, 128), CONFIG), TARGET)
     measure(KernelTable(), CONFIG, packed, MATRIX, TARGET, torch.float32, buckets=(1,), rounds=1)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("rebinds", [False, True])
+def test_parts_are_bound_before_products_are_timed_as_they_are_served(
+    rebinds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Path:
+        """Notes when parts are bound, and when it is called with some."""
+
+        def __call__(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
+            return self.bind(parts)(x)
+
+        def bind(self, parts: PackedTensors) -> Any:
+            bound.append(timed)
+            return lambda x: x
+
+    def take(work: Any, *_: Any) -> float:
+        nonlocal timed
+        timed = True
+        work()
+        timed = False
+        return 1.0
+
+    bound, timed = list[bool](), False
+    monkeypatch.setattr(autotune, "seconds_of", take)
+    half = {"packed": torch.zeros(autotune.ROTATED_BYTES // 2, dtype=torch.int8)}
+    autotune._fastest({"packed": Path()}, half, MATRIX, torch.float32, [1, 2], 3, rebinds)
+    assert bound == ([True] * 4 if rebinds else [False] * 2)

@@ -108,6 +108,12 @@ def left_full(folder: Path, target: Path, layer: str) -> Path:
     return target
 
 
+def test_a_checkpoint_that_quantizes_no_layer_is_refused(tmp_path: Path) -> None:
+    folder = left_full(GOLDEN / "gptq-4bit", tmp_path / "full", "model.layers.")
+    with pytest.raises(ConfigError, match="full has all layers of this model in full precision"):
+        elastic.wrap(original(GOLDEN / "gptq-4bit"), places=ROOMY, variants=[elastic.Variant("q", checkpoint=folder)])
+
+
 @pytest.mark.parametrize("name", ["gptq-4bit", "awq-gemm"])
 def test_a_layer_that_a_checkpoint_leaves_in_full_precision_stays_so(name: str, tmp_path: Path, wrapped: Any) -> None:
     folder = left_full(GOLDEN / name, tmp_path / "checkpoint", "model.layers.0.")
