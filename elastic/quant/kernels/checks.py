@@ -76,12 +76,14 @@ class CheckedKernel:
                 problem = f"part {name!r} is {part.dtype} {tuple(part.shape)}"
                 raise ConfigError(f"{problem}; use a contiguous {dtype} {shape}")
         kernel, (outputs, inputs) = self.bind_kernel(parts), (self.matrix.outputs, self.matrix.inputs)
-        selects = "input_scale" in parts or "order" in parts
+        selects, device = "input_scale" in parts or "order" in parts, next(iter(parts.values())).device
 
         def product(x: torch.Tensor) -> torch.Tensor:
             """Multiply x: [tokens, inputs], with few operators: each takes as long as few tokens do."""
             if x.dim() != 2 or x.shape[1] != inputs:
                 raise ConfigError(f"x has the shape {tuple(x.shape)}, the matrix takes [tokens, {inputs}]")
+            if x.device != device:  # a kernel in C++ would read whatever has that address here
+                raise ConfigError(f"x is on {x.device}, the matrix on {device}; move one to the other")
             if not x.shape[0]:
                 return x.new_empty(0, outputs)
             rows = x.detach() if x.requires_grad else x

@@ -72,6 +72,40 @@ FixedCall = Callable[..., None]
 """A product in memory that was looked up once; arguments are ignored."""
 
 
+def _multiply_int4(planes: torch.Tensor, scales: torch.Tensor, width: int, middle: float, factor: float) -> FixedCall:
+    """Return the function in C++ for a matrix, of x's address and rows, those of outputs and their step, and threads.
+
+    Shapes are those of `int4_matmul`.
+    """
+    library, (groups, outputs, _) = _library(), scales.shape
+    assert library is not None
+    group = 2 * planes[0].numel() // outputs // groups
+    return partial(
+        library.multiply_int4,
+        _matrix(outputs, group * groups, group, width, middle, factor),
+        planes[0].data_ptr(),
+        planes[1].data_ptr() if len(planes) == 2 else None,
+        scales.data_ptr(),
+        scales.stride(0),
+    )
+
+
+def _multiply_int8(rows: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None) -> FixedCall:
+    """Return the function in C++ for a matrix, of x's address and rows, the outputs', and threads.
+
+    Shapes are those of `int8_matmul`.
+    """
+    library = _library()
+    assert library is not None
+    return partial(
+        library.multiply_int8,
+        rows.data_ptr(),
+        scales.data_ptr(),
+        None if offsets is None else offsets.data_ptr(),
+        *rows.shape,
+    )
+
+
 def _fixed_int4(
     x: torch.Tensor,
     planes: torch.Tensor,
@@ -81,41 +115,15 @@ def _fixed_int4(
     factor: float,
     out: torch.Tensor,
 ) -> FixedCall:
-    library = _library()
-    assert library is not None
-    (rows, inputs), (groups, outputs, _) = x.shape, scales.shape
-    call = partial(
-        library.multiply_int4,
-        _matrix(outputs, inputs, inputs // groups, width, middle, factor),
-        planes.data_ptr(),
-        planes[1].data_ptr() if len(planes) == 2 else None,
-        scales.data_ptr(),
-        scales.stride(0),
-        x.data_ptr(),
-        rows,
-        out.data_ptr(),
-        out.stride(0),
-    )
+    multiply = _multiply_int4(planes, scales, width, middle, factor)
+    call = partial(multiply, x.data_ptr(), len(x), out.data_ptr(), out.stride(0))
     return lambda *arguments: call(torch.get_num_threads())
 
 
 def _fixed_int8(
     x: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, out: torch.Tensor
 ) -> FixedCall:
-    library = _library()
-    assert library is not None
-    outputs, inputs = rows.shape
-    call = partial(
-        library.multiply_int8,
-        rows.data_ptr(),
-        scales.data_ptr(),
-        None if offsets is None else offsets.data_ptr(),
-        outputs,
-        inputs,
-        x.data_ptr(),
-        len(x),
-        out.data_ptr(),
-    )
+    call = partial(_multiply_int8(rows, scales, offsets), x.data_ptr(), len(x), out.data_ptr())
     return lambda *arguments: call(torch.get_num_threads())
 
 
@@ -157,17 +165,7 @@ def bind_int4(planes: torch.Tensor, scales: torch.Tensor, width: int, middle: fl
 
     Shapes are those of `int4_matmul`.
     """
-    library, (groups, outputs, _), first = _library(), scales.shape, planes[0]
-    assert library is not None
-    group = 2 * first.numel() // outputs // groups
-    multiply = partial(
-        library.multiply_int4,
-        _matrix(outputs, group * groups, group, width, middle, factor),
-        first.data_ptr(),
-        planes[1].data_ptr() if len(planes) == 2 else None,
-        scales.data_ptr(),
-        scales.stride(0),
-    )
+    multiply, outputs = _multiply_int4(planes, scales, width, middle, factor), scales.shape[1]
 
     def product(x: torch.Tensor) -> torch.Tensor:
         """Multiply x: [tokens, inputs]; returns [tokens, outputs]."""
@@ -187,16 +185,7 @@ def bind_int8(rows: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | 
 
     Shapes are those of `int8_matmul`.
     """
-    library, (outputs, inputs) = _library(), rows.shape
-    assert library is not None
-    multiply = partial(
-        library.multiply_int8,
-        rows.data_ptr(),
-        scales.data_ptr(),
-        None if offsets is None else offsets.data_ptr(),
-        outputs,
-        inputs,
-    )
+    multiply, outputs = _multiply_int8(rows, scales, offsets), len(rows)
 
     def product(x: torch.Tensor) -> torch.Tensor:
         """Multiply x: [tokens, inputs]; returns [tokens, outputs]."""

@@ -55,6 +55,15 @@ def test_a_path_errs_no_more_than_twice_as_much_as_a_plain_product_in_bfloat16(
     assert (product(paths[name], x, parts, tokens) - exact).norm() <= 2 * (plain - exact).norm()
 
 
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_activations_on_another_device_are_refused(bits: int) -> None:
+    config = Integers(bits, -1 if bits == 8 else 64)
+    parts, paths = packed(config, round_to_nearest(torch.randn(64, 128), config))
+    for name in paths.keys() - {"reference"}:
+        with pytest.raises(ConfigError, match="x is on meta, the matrix on cpu"):
+            paths[name](torch.zeros(2, 128, device="meta"), parts)
+
+
 def lopsided(config: Integers, outputs: int = 48, inputs: int = 1024) -> QuantizedMatrix:
     """A weight of each output is far above the others: zero points are far from the middle of the codes."""
     weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(1)) * 0.05

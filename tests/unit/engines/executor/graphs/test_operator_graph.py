@@ -22,7 +22,14 @@ from elastic.engines.executor.kernels.elementwise import ElementwiseProgram, ele
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.pages.virtual_range import VirtualRange
-from elastic.quant.kernels.compiled.integer_matmul import int8_matmul, multiplies_rows
+from elastic.quant.formats.base import KernelTarget
+from elastic.quant.kernels.compiled.integer_matmul import (
+    WIDTHS,
+    int4_matmul,
+    int8_matmul,
+    multiplies_nibbles,
+    multiplies_rows,
+)
 
 ROWS, WIDTH = 3, 8
 PAGE = 4096
@@ -39,9 +46,25 @@ def in_integers(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+INSTRUCTIONS = KernelTarget.of(torch.device("cpu")).instructions
+
+
+def in_nibbles(x: torch.Tensor) -> torch.Tensor:
+    """Multiply x by nibbles, a slab of columns at a time, where there is a kernel for that."""
+    if not multiplies_nibbles(INSTRUCTIONS, WIDTH):
+        return nn.functional.linear(x, CODES / 64)
+    width = WIDTHS[INSTRUCTIONS]
+    out, scales = torch.empty(len(x), 2 * width), torch.full((1, 2 * width, 2), 1 / 64, dtype=torch.bfloat16)
+    planes = CODES.view(torch.uint8).repeat(1, width // WIDTH).view(2, 1, -1)  # of either slab
+    for plane, columns in zip(planes, (slice(width), slice(width, None)), strict=True):
+        int4_matmul(x.contiguous(), plane, scales[:, columns], width, 8.0, 1.0, out[:, columns])
+    return out[:, width - WIDTH // 2 : width + WIDTH // 2].contiguous()
+
+
 STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "product": lambda x, y: nn.functional.linear(x, WEIGHT),
     "product in integers": lambda x, y: in_integers(x),
+    "product in nibbles": lambda x, y: in_nibbles(x),
     "sum": lambda x, y: x + y,
     "in place": lambda x, y: x.clone().mul_(0.5).add_(y),
     "into an empty one": lambda x, y: torch.empty_like(x).copy_(y),
