@@ -22,7 +22,7 @@ def add_options(command: ArgumentParser) -> None:
     command.add_argument("--copy-rate", metavar="SIZE", help="bytes a second that move while the model computes")
     command.add_argument("--page-bytes", metavar="SIZE", help="of a page; on a CPU 2MiB for large models")
     command.add_argument("--no-promise", action="store_true", help="admit as vLLM does, and preempt as it does")
-    command.add_argument("--no-moves", action="store_true", help="leave vLLM its own scheduler class")
+    command.add_argument("--no-moves", action="store_true", help="leave blocks of live requests where they are")
     command.add_argument("--connector", metavar="JSON", help="a KV connector of yours, as in --kv-transfer-config")
 
 

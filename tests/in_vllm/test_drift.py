@@ -99,15 +99,18 @@ def test_the_scheduler_is_the_one_that_vllm_would_take() -> None:
 
     from elastic.engines.vllm.scheduler import ElasticAsyncScheduler, ElasticScheduler
 
-    def made(**config: Any) -> type:
-        ahead = config.pop("ahead", False)
+    class Derived(ElasticScheduler):
+        """A user's own."""
+
+    def made(cls: Any = ElasticScheduler, *, ahead: bool = False, **config: Any) -> type:
         settings = SimpleNamespace(
             scheduler_config=SimpleNamespace(async_scheduling=ahead), model_config=SimpleNamespace(model="m"), **config
         )
-        return type(ElasticScheduler.__new__(ElasticScheduler, vllm_config=settings))
+        return type(cls.__new__(cls, vllm_config=settings))
 
     assert made() is ElasticScheduler
     assert made(ahead=True) is ElasticAsyncScheduler
+    assert made(Derived, ahead=True) is Derived, "its constructor would not be called else"
     assert ElasticAsyncScheduler._update_after_schedule is AsyncScheduler._update_after_schedule
     with pytest.raises(ConfigError, match="m generates by diffusion"):
         made(diffusion_config=object())

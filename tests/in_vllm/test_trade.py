@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,11 @@ from support.vllm_engine.engine import (
 )
 
 
-def test_what_waits_ends_without_steps_where_no_blocks_are_moved() -> None:
-    with elastic_engine("16MiB", move_blocks=False) as llm:
+@pytest.mark.parametrize("why", ["asked", "not a CPU"])
+def test_what_waits_ends_without_steps_where_no_blocks_are_moved(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why == "not a CPU":
+        monkeypatch.setattr("elastic.engines.vllm.scheduler.current_platform", SimpleNamespace(is_cpu=lambda: False))
+    with elastic_engine("16MiB", move_blocks=why != "asked") as llm:
         assert not coordinator(llm).moving
         abort_what_layers_wait_for(llm)
 

@@ -17,6 +17,7 @@ from elastic.actions.deferred import DeferredActions
 from elastic.config import Place
 from elastic.engines.vllm.agreement import RankAgreement, at_place
 from elastic.engines.vllm.client.settings import EngineSettings
+from elastic.engines.vllm.kv.sectors import ONE_CONNECTOR
 from elastic.engines.vllm.model.decoder import find_decoder
 from elastic.engines.vllm.model.streaming import StreamingHooks
 from elastic.errors import ConfigError, StateError
@@ -85,7 +86,7 @@ class ElasticModel:
         self._name = f"{instance}:{rank}"
         self._looked = -1, True  # commits by then, and whether all layers were full
         if _models and own_worker is not None:
-            raise StateError("vLLM has one KV connector in a process; stop the elastic engine in this one first")
+            raise StateError(ONE_CONNECTOR)
         with ExitStack() as memory, ExitStack() as on_model:
             label = f"{device}#vllm-{self._name.replace(':', '-')}"
             numbered = torch.device("cuda", device.index or 0) if device.type == "cuda" else device

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -23,21 +24,24 @@ from elastic.errors import ConfigError
 class ElasticScheduler(Scheduler):  # type: ignore[misc]
     """`scheduler_cls`, for engines that schedule ahead as well.
 
-    Blocks are moved where one step is scheduled at a time, with the first model runner. The workers learn of a moved
-    block as of a request that was resumed, with its whole table; one with tokens on their way (asynchronous scheduling)
-    cannot be resumed. Layers with states, and a user's own connector that may be reading blocks, are not moved either:
-    then a shrink waits until requests end.
+    Blocks are moved on a CPU, where one step is scheduled at a time, with the first model runner. The workers learn of
+    a moved block as of a request that was resumed, with its whole table; one with tokens on their way (asynchronous
+    scheduling) cannot be resumed. Layers with states, and a user's own connector that may be reading blocks, are not
+    moved either: then a shrink waits until requests end.
     """
 
     def __new__(cls, *args: Any, vllm_config: Any, **kwargs: Any) -> ElasticScheduler:
-        """Make one that schedules ahead where vLLM does. Raises `ConfigError` for models with another scheduler."""
+        """Make one that schedules ahead where vLLM does; a class derived from this one is as its author made it.
+
+        Raises `ConfigError` for models with another scheduler.
+        """
         if getattr(vllm_config, "diffusion_config", None) is not None:
             raise ConfigError(
                 f"{vllm_config.model_config.model} generates by diffusion, for which vLLM has a scheduler of its own; "
                 "run it in vLLM as it is"
             )
         ahead = vllm_config.scheduler_config.async_scheduling
-        made: ElasticScheduler = super().__new__(ElasticAsyncScheduler if ahead else cls)
+        made: ElasticScheduler = super().__new__(ElasticAsyncScheduler if ahead and cls is ElasticScheduler else cls)
         return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -46,7 +50,8 @@ class ElasticScheduler(Scheduler):  # type: ignore[misc]
         sides = (c.scheduler for c in connectors if isinstance(c, ElasticConnector))
         self._side: SchedulerSide | None = next(sides, None)
         self._refused_at = -1  # the decision since which all that wait have been refused
-        if self._side is not None and self.vllm_config.max_concurrent_batches == 1 and not self.use_v2_model_runner:
+        one_at_a_time = current_platform.is_cpu() and self.vllm_config.max_concurrent_batches == 1
+        if self._side is not None and one_at_a_time and not self.use_v2_model_runner:
             specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
             is_attention = all(isinstance(spec, AttentionSpec) for spec in specs)
             self._side.coordinator.moving = self._side.movable and is_attention and len(connectors) == 1

@@ -217,8 +217,8 @@ class SchedulerSide:
         if not self._idle:
             return
         with self.lock:
-            self.coordinator.capacity.withdraw_freed()
-            while self._idle:
+            while self._idle:  # steps that follow a request's arrival use the pool without the lock
+                self.coordinator.capacity.withdraw_freed()
                 before = self.coordinator.sequence
                 channel.before_step(self._decide())
                 report = channel.report()

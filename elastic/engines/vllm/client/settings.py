@@ -94,7 +94,8 @@ def options(
 
     With `promise`, a request is let in when all that live can still end without preempting any; else as vLLM does.
     With `move_blocks`, blocks of live requests move out of the way of a KV cache that shrinks. `connector` is a user's
-    own KV connector, as in vLLM's `kv_transfer_config`; it works beside ours.
+    own KV connector, as in vLLM's `kv_transfer_config`; it works beside ours. A scheduler class of your own takes the
+    place of "scheduler_cls" in what is returned; then none move, unless it derives from ours.
 
     Raises `ConfigError` for what cannot work, `BackendUnavailable` where vLLM is absent or not known.
     """

@@ -16,11 +16,13 @@ from typing import Any, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
-from elastic.errors import BackendUnavailable, ConfigError, IntegrityError
+from elastic.errors import BackendUnavailable, ConfigError, IntegrityError, StateError
 from elastic.kvcache.storage.pool import OWNER, KVPool
 from elastic.memory.backends.streams import finish_queued_work, new_stream, note_current_stream, on_stream
 from elastic.memory.pages.background import janitor
 from elastic.memory.pages.virtual_range import VirtualRange, map_all, unmap_all
+
+ONE_CONNECTOR = "vLLM has one KV connector in a process; stop the elastic engine in this one first"
 
 
 class TensorPlacement(Protocol):
@@ -87,7 +89,7 @@ class KVSectors:
         readable = kv.device.type == "cpu"  # so that printing a tensor over it does not crash
         self.range = VirtualRange(kv.pool, -(-self.nbytes // page), readable_gaps=readable)
         self._storage = self.range.storage(0, self.nbytes, lambda: janitor.submit(self.range.close))
-        self._closed = False
+        self._closed = self._allocated = False
         self._stream = new_stream(kv.device) if kv.device.type == "cuda" else None  # not behind steps under way
         kv.join(self)
 
@@ -132,7 +134,12 @@ class KVSectors:
 
     @contextmanager
     def allocation(self) -> Iterator[None]:
-        """Answer vLLM's one `torch.zeros` for its KV cache with this memory. Raises `BackendUnavailable` for others."""
+        """Answer vLLM's one `torch.zeros` for its KV cache with this memory.
+
+        Raises `BackendUnavailable` for other calls, `StateError` for those of a second engine.
+        """
+        if self._allocated:
+            raise StateError(ONE_CONNECTOR)
         answer = _AnswerZeros(self.nbytes, self._storage.tensor(torch.int8))
         with answer:
             yield
@@ -141,6 +148,7 @@ class KVSectors:
                 f"vLLM asked {answer.given} times for {self.nbytes} bytes of KV cache, not once; this version of vLLM "
                 "allocates it in another way than elastic knows"
             )
+        self._allocated = True
 
     # -- what the KV pool asks
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elastic import BackendUnavailable, CapacityError, ConfigError
+from elastic import BackendUnavailable, CapacityError, ConfigError, StateError
 from elastic.engines.vllm.kv.admission import GroupDemand, PromiseLedger
 from elastic.engines.vllm.kv.orders import (
     RankState,
@@ -66,12 +66,14 @@ def test_regions_are_found_in_every_layout() -> None:
 def test_vllms_one_allocation_gets_our_memory(pool: PagePool) -> None:
     channel, _ = make_channel(pool, 12)
     sectors = channel.sectors
+    with pytest.raises(BackendUnavailable, match="0 times"), sectors.allocation():
+        pass
     with sectors.allocation():
         assert torch.zeros(8, dtype=torch.int8).sum() == 0, "others get their own"
         memory = torch.zeros(sectors.nbytes, dtype=torch.int8, device="cpu")
     memory[: 8 * BLOCK] = 7
     assert memory.data_ptr() == sectors.range.address
-    with pytest.raises(BackendUnavailable, match="0 times"), sectors.allocation():
+    with pytest.raises(StateError, match="one KV connector in a process"), sectors.allocation():
         pass
 
 
