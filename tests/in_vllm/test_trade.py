@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 import elastic.vllm
 from support.vllm_engine.engine import (
+    TEXTS,
     coordinator,
     counted_preemptions,
     elastic_engine,
@@ -93,8 +96,6 @@ def test_another_thread_acts_while_the_engine_falls_idle_and_wakes(tight: Any, r
 
 def abort_what_layers_wait_for(llm: Any) -> None:
     """Have layers come back that wait for the blocks of requests, when these are aborted; no step follows."""
-    from vllm import SamplingParams
-
     rt, engine = elastic.vllm.runtime(llm), llm.llm_engine
     rt.release(range(6))
     wait_for(lambda: coordinator(llm).mapped == 10)  # what requests are promised, layers must wait for
@@ -111,6 +112,25 @@ def abort_what_layers_wait_for(llm: Any) -> None:
 
 def test_what_waits_for_requests_ends_when_they_are_aborted(tight: Any) -> None:
     abort_what_layers_wait_for(tight)
+
+
+def test_an_action_ends_the_steps_under_way_that_have_blocks_of_aborted_requests(
+    tight: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where steps are scheduled ahead: vLLM keeps the blocks until what may write to them has ended."""
+    core = tight.llm_engine.engine_core.engine_core
+    monkeypatch.setattr(core, "batch_queue_size", 2)
+    monkeypatch.setattr(core, "batch_queue", deque(maxlen=2))
+    monkeypatch.setattr(core, "step_fn", core.step_with_batch_queue)
+    monkeypatch.setattr(core.scheduler, "defer_block_free", True)
+    tight.llm_engine.add_request("a", {"prompt": TEXTS[0]}, SamplingParams(max_tokens=200, ignore_eos=True))
+    tight.llm_engine.step()
+    tight.llm_engine.abort_request(["a"])
+    assert coordinator(tight).capacity.used
+    elastic.vllm.runtime(tight).kv.resize("max")
+    assert not coordinator(tight).capacity.used
+    while core.batch_queue:  # one without tokens, which told the worker of the abort
+        core.step_fn()
 
 
 def test_use_and_capacity_are_the_schedulers(tight: Any) -> None:

@@ -202,9 +202,14 @@ class SchedulerSide:
         """Do what steps would do, if no request is there. Called from any thread.
 
         An engine in the caller's process takes no step while it has no request. One rank that lives in this process is
-        told here what it would be with a step; for others `step` runs one, in which no request can take part.
+        told here what it would be with a step; for others `step` runs one, in which no request can take part. So it
+        does while steps that were scheduled ahead have blocks of aborted requests.
         """
         if self._local is not None:
+            if step is not None:
+                with self.lock:
+                    if self._idle and self.coordinator.capacity.used:
+                        step()
             self._settle_local(self._local)
             return
         while step is not None:
