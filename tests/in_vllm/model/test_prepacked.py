@@ -22,7 +22,7 @@ def layout_of(weight: torch.Tensor) -> OneDNNLayout | None:
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[Any]:
+def llm(reference: list[list[int]]) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "prepacked_layout", layout_of)
         with elastic_engine("32MiB") as engine:
