@@ -196,21 +196,24 @@ class Chooser:
         again = place([chosen], [state for state in states if state.name in stays], *self.order, replicas)
         return settled(chosen, again if isinstance(again, Deployment) else placed, states)
 
+    def allowed(self, configuration: Configuration) -> Configuration:
+        """Return a configuration in a form that it may have: where it may not, in the first one that it may."""
+        is_allowed = configuration.weights in self.weights
+        return configuration if is_allowed else replace(configuration, weights=self.weights[0])
+
     def now(self, load: Load, intent: Intent, present: Deployment) -> Estimate:
         """Return what is expected of the worst instance that is there, with other requests or another intent.
 
         It says why it cannot stay so. Layers in a form that it may not have, as after the loss of a rank or a swap by
-        hand, are taken for the first one of those that it may.
+        hand, are taken for one of `allowed`.
         """
-        own = present.configuration
-        is_allowed = own.weights in self.weights
-        taken = own if is_allowed else replace(own, weights=self.weights[0])
+        own, taken = present.configuration, self.allowed(present.configuration)
         candidates = self.options(load.shared(len(present.instances)), intent, own.kv)
         option = next(each for each in candidates if each.configuration == taken)
         requests = max(present.requests, option.estimate.running)
         estimates = [option.judge(stages, requests) for stages in present.instances]
         worst = max(estimates, key=lambda each: (not each.fits, each.latency_s))
-        if is_allowed:
+        if own == taken:
             return worst
         return replace(worst, configuration=own, why_not=f"it may have {' or '.join(self.weights)}")
 

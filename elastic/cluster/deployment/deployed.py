@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal
 
 from elastic.cluster.deployment.choice import Chooser, no_place
@@ -118,13 +119,17 @@ class Deployed:
             self.chooser.profile = profile
             self.plan = replace(self.plan, estimate=self.estimate())
 
-    def observed(self, views: RankViews | None = None) -> Configuration:
-        """Return the configuration that its ranks are in now, as they say: of several forms one that is not planned."""
+    def observed(self, views: RankViews | None = None, aim: Deployment | None = None) -> Configuration:
+        """Return the configuration that its ranks are in now, as they say: of several forms one that is not planned.
+
+        Where a change was stopped, `aim` is what was planned: it is done where all layers are in its form.
+        """
         with self._lock:
-            planned, forms = self.plan.configuration, _forms(self.ranks.look() if views is None else views)
-            others = sorted(set[str]().union(*forms.values()) - {planned.weights})
-            tp, pp = self.ranks.degrees(self.ranks.by_device)
-            return replace(planned, tp=tp, pp=pp, weights=next(iter(others), planned.weights))
+            present, planned = self.plan.configuration, (aim or self.plan).configuration
+            forms = _forms(self.ranks.look() if views is None else views).values()
+            others = sorted(({*chain(*forms)} or {present.weights}) - {planned.weights})
+            tp, pp = map(max, zip((1, 1), *self.ranks.instances().values(), strict=True))
+            return replace(present, tp=tp, pp=pp, weights=next(iter(others), planned.weights))
 
     def estimate(self, load: Load | None = None, intent: Intent | None = None) -> Estimate:
         """Return what is expected of it as it is."""
@@ -231,7 +236,8 @@ class Deployed:
         """Return the best that it could be with so many instances."""
         plan, states, only = self.plan, self._book.states(self.name, self._kept_bytes), None
         if self._fixed and self._by_shares:  # no rank could hold all of it, on the way to anything else
-            only, states = plan.configuration, tuple(state for state in states if state.name in plan.devices)
+            only = self.chooser.allowed(plan.configuration)
+            states = tuple(state for state in states if state.name in plan.devices)
         return self.chooser.choose(load, intent, states, plan.configuration.kv, plan.devices, only, count)
 
     def _best_now(self) -> Deployment | Refusal:
@@ -254,7 +260,7 @@ class Deployed:
         if not self.ranks.by_device:
             raise StateError(f"no rank of {self.name!r} is left, and none comes; remove it, and deploy it anew")
         if self._carried_out != self.ranks.by_device:
-            return as_seen(self.plan, self.observed(views), self.ranks.by_device, self.ranks.degrees)
+            return as_seen(self.observed(views), self.ranks.instances(), self.plan)
         planned, forms = self.plan.configuration, _forms(views)
         if not forms or any(planned.weights in each for each in forms.values()):
             return self.plan
@@ -338,10 +344,10 @@ class Deployed:
 
     def _stopped(self, before: Deployment, best: Deployment) -> Deployment:
         """Return what there is where a change was stopped on the way to the best."""
-        seen = self.observed()
-        degrees = best.configuration.tp, best.configuration.pp
-        plan = best if seen.ranks > 1 and (seen.tp, seen.pp) == degrees else before
-        return as_seen(plan, seen, self.ranks.by_device, self.ranks.degrees)
+        seen = self.observed(aim=best)
+        if not self.ranks.by_device:  # the last rank was lost, and none comes
+            return before
+        return as_seen(seen, self.ranks.instances(), before, best)
 
 
 def _in_words(intent: Intent) -> str:

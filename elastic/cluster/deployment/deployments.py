@@ -226,6 +226,8 @@ class Deployments:
                 if not self._beginning:
                     raise
         with self._one_begins, self._lock:
+            if self._ended:
+                raise StateError(f"the deployments were stopped while a change of {name!r} waited for room")
             return self._named(name).change(wanted, load, count, dry_run=dry_run)
 
     def plan(self, name: str) -> Deployment | Refusal:

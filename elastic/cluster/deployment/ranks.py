@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from elastic.cluster.control.messages import RuntimeView
 from elastic.cluster.deployment.devices import DeviceBook
 from elastic.cluster.deployment.status import TransitionStep
+from elastic.cluster.deployment.steps import Instances
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.results import Exchanged
 from elastic.errors import ElasticError, StateError
@@ -39,7 +40,7 @@ class DeployedRanks:
         self.above_limits = False
         """Whether requests had more keys and values than the limits when these were set."""
         self._name, self._book = name, book
-        self._numbers = itertools.count()
+        self._numbers = count()
         self._places: dict[str, str] = {}  # device -> that of its last rank, as text
         book.reserve_all(name, devices)
         self.fleet = Fleet(path, ranks=[[self._place(device)] for device in devices], **options)
@@ -79,12 +80,20 @@ class DeployedRanks:
                 continue
         return views
 
-    def degrees(self, devices: Collection[str]) -> tuple[int, int]:
-        """Return how many ranks share a layer on some devices, and how many stages they have, at the most."""
-        ranks = {self.by_device[device] for device in devices if device in self.by_device}
-        groups = [group for group in self.fleet.groups() if ranks.intersection(group.members)]
-        staged = [len(group.members) // group.tp for group in groups if any(group.dropped.values())]
-        return max((group.tp for group in groups), default=1), max(staged, default=1)
+    def instances(self) -> Instances:
+        """Return the instances that there are."""
+        device_of = {rank: device for device, rank in self.by_device.items()}
+        told = dict[frozenset[tuple[str, int]], tuple[int, int]]()
+        for group in self.fleet.groups():
+            dropped = group.dropped
+            firsts = {
+                device_of[r]: next(i for i in count() if i not in dropped[r]) for r in group.members if r in device_of
+            }
+            stages = len(group.members) // group.tp if any(dropped.values()) else 1
+            if firsts and group.tp * stages > 1:
+                told[frozenset(firsts.items())] = group.tp, stages
+        shared = {device for each in told for device, _ in each}
+        return {**told, **{frozenset([(device, 0)]): (1, 1) for device in self.by_device if device not in shared}}
 
     # -- changes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -10,6 +10,9 @@ from elastic.cluster.deployment.status import StepKind, TransitionStep
 from elastic.planning.deployment.devices import Stage
 from elastic.planning.deployment.placing import Deployment
 from elastic.planning.estimate.configuration import FULL, Configuration
+
+Instances = Mapping[frozenset[tuple[str, int]], tuple[int, int]]
+"""The TP and PP of each instance that there is, by the devices of its ranks and the first layer that each has."""
 
 
 def same(now: Deployment, wanted: Deployment) -> bool:
@@ -70,26 +73,24 @@ def whole(wanted: Deployment) -> Deployment:
     return replace(wanted, configuration=replace(wanted.configuration, tp=1, pp=1, weights=FULL), stages=stages)
 
 
-def as_seen(
-    plan: Deployment,
-    seen: Configuration,
-    present: Collection[str],
-    degrees: Callable[[Collection[str]], tuple[int, int]],
-) -> Deployment:
-    """Return a plan with the ranks that there are: instances that are not what they were to be are ranks by themselves.
+def as_seen(seen: Configuration, instances: Instances, *plans: Deployment) -> Deployment:
+    """Return the first plan with the ranks that there are: those of an instance of any plan, or each by itself.
 
-    So are ranks of no instance, as where a change was stopped, and those that took the place of lost ones, unless they
-    began with their shares. `seen` is the configuration that the ranks of all `present` devices are in, `degrees` says
-    which TP and PP some of them have.
+    These are ranks of instances that are not what they were to be, as where a change was stopped, and those that took
+    the place of lost ones, unless they began with their shares. `seen` is the configuration that all ranks are in. What
+    an instance is to have that was planned with other weights nobody has said.
     """
-    wanted, stages = plan.configuration, list[Stage]()
-    for instance in plan.instances:
-        names = {name for stage in instance for name in stage.devices}
-        stays = names.issubset(present) and degrees(names) == (wanted.tp, wanted.pp)
-        stages += instance if stays else [each for each in apart(instance) if each.devices[0] in present]
-    every = range(plan.stages[-1].layers.stop)
-    stages += [Stage(every, (name,), 0) for name in present if all(name not in each.devices for each in stages)]
-    return replace(plan, configuration=seen, stages=tuple(stages))
+    stages, alone = list[Stage](), dict.fromkeys(sorted(device for each in instances for device, _ in each))
+    for plan in plans:
+        own = plan.configuration
+        for instance in plan.instances:
+            firsts = {name: stage.layers.start for stage in instance for name in stage.devices}
+            if instances.get(frozenset(firsts.items())) == (own.tp, own.pp) and firsts.keys() <= alone.keys():
+                stages += [replace(stage, nbytes=stage.nbytes * (own.weights == seen.weights)) for stage in instance]
+                alone = {name: None for name in alone if name not in firsts}
+    every = range(plans[0].stages[-1].layers.stop)
+    stages += [Stage(every, (name,), 0) for name in alone]
+    return replace(plans[0], configuration=seen, stages=tuple(stages))
 
 
 def apart(stages: Sequence[Stage]) -> list[Stage]:

@@ -287,6 +287,35 @@ def test_replicas_that_share_layers_come_and_go_beside_one_that_stays(
         fleet["model"].check()
 
 
+@pytest.mark.slow
+def test_a_stopped_change_of_replicas_leaves_all_instances_what_they_are(
+    paths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that had not gone yet was two single ranks, and one that stayed had the room of two."""
+    options = Chooser.options
+    monkeypatch.setattr(
+        Chooser,
+        "options",
+        lambda *args, **how: [each for each in options(*args, **how) if each.configuration == Configuration(2)],
+    )
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise StateError("not now")
+
+    devices = ",".join(f"cpu#{name}=12MiB" for name in "abcd")
+    with Deployments(devices, weights=("full",), **OPTIONS) as fleet:
+        fleet.deploy(paths["qwen3"], load=LOAD, name="model", replicas=2)
+        deployed = fleet._named("model")
+        for verb, replicas in (("reshard", 1), ("add", 2)):
+            before, groups = fleet.status()[0].stages, fleet["model"].groups()
+            with monkeypatch.context() as patched:
+                patched.setattr(deployed.fleet, verb, refuse)
+                assert fleet.intend("model", replicas=replicas).status == "partial"
+            assert (fleet.status()[0].stages, fleet["model"].groups()) == (before, groups)
+            assert fleet.intend("model", replicas=replicas).status == "applied"
+            assert fleet.status()[0].replicas == replicas
+
+
 def test_a_group_reserves_what_it_needs_and_gives_back_the_rest(paths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     options = Chooser.options
     with Deployments("cpu#a=12MiB,cpu#b=12MiB", weights=("full",), **OPTIONS) as fleet:
@@ -501,6 +530,11 @@ def test_a_model_that_no_device_holds_is_deployed_over_several(
         with pytest.raises(ConfigError, match="'1-2': instances of 'model' cannot come and go with the load"):
             fleet.intend("model", replicas="1-2")
         fleet["model"].check()
+        swapped = replace(configuration, weights="int4")
+        deployed.plan = replace(deployed.plan, configuration=swapped)  # by hand, to a form that it may not have
+        best = deployed.best()
+        assert isinstance(best, Deployment), best
+        assert best.configuration == configuration
 
 
 @pytest.mark.slow

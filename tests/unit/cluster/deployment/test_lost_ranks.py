@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic.cluster.deployment.deployments import Deployments
+from elastic.cluster.deployment.ranks import forms_in
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.instance import Instance
 from elastic.engines.base import Request
-from elastic.errors import StateError
+from elastic.errors import CapacityError, StateError
+from elastic.planning.estimate.intent import Intent
 from elastic.planning.estimate.performance import Load
+from elastic.types import Restore
 from support import architectures
 from support.processes import wait_until
 from support.serving.generations import Collector, continuation, prompts, serve
@@ -121,6 +125,48 @@ def test_ranks_that_a_stopped_change_left_serve_when_one_of_them_is_replaced(
     engine.kill("r0")
     heard = serve(engine, [Request(PROMPT, 8, id="last", ignore_eos=True)])
     assert heard.ends["last"].finish == "length"
+
+
+def test_a_deployment_whose_last_rank_is_lost_in_a_change_is_told_of(
+    fleet: Deployments, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had no stages any more, and the status of all deployments was a ValueError."""
+    fleet.deploy(path, load=LOAD, name="model", fleet={"replace": False})
+    engine = fleet["model"]
+
+    def lose(*_: Any, **__: Any) -> None:
+        engine.kill("r0")
+        raise StateError("it has gone")
+
+    monkeypatch.setattr(engine, "add", lose)
+    assert fleet.intend("model", replicas=2).status == "partial"
+    assert [each.replicas for each in fleet.status()] == [1]
+    with pytest.raises(StateError, match="no rank of 'model' is left"):
+        fleet.intend("model")
+
+
+def test_replicas_of_which_one_has_changed_are_not_taken_for_changed(
+    fleet: Deployments, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing restored the second one any more."""
+    fleet.deploy(path, "latency", load=LOAD, name="model", weights=("full", "int8"), replicas=2)
+    engine, deployed = fleet["model"], fleet._named("model")
+    apply, exact = engine.apply, Intent("latency", quality_loss=0.0)
+
+    def refuse_second(rank: str, actions: Any, **options: Any) -> Any:
+        if rank == "r1" and isinstance(actions[0], Restore):
+            raise CapacityError("no room", requested_bytes=1, free_bytes=0, total_bytes=1)
+        return apply(rank, actions, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "apply", refuse_second)
+        told = fleet.intend("model", exact)
+    assert (told.status, told.after, fleet.status()[0].configuration) == ("partial", "TP1 PP1 int8", "TP1 PP1 int8")
+    assert deployed.look(time.monotonic(), deployed.ranks.look()) is None
+    done = deployed.look(time.monotonic() + 1000, deployed.ranks.look())
+    assert done is not None
+    assert [(step.kind, len(step.devices)) for step in done.steps] == [("restore", 1), ("limit", 2)]
+    assert {*chain(*map(forms_in, deployed.ranks.look().values()))} == {"full"}
 
 
 def test_ranks_that_none_replaces_are_forgotten_and_others_come(fleet: Deployments, path: str) -> None:

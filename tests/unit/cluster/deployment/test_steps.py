@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.cluster.deployment.steps import same, steps_between, whole
+from elastic.cluster.deployment.status import TransitionStep
+from elastic.cluster.deployment.steps import Instances, as_seen, same, steps_between, whole
 from elastic.planning.deployment.devices import Stage
 from elastic.planning.deployment.placing import Deployment
 from elastic.planning.estimate.configuration import FULL, Configuration
@@ -74,6 +77,27 @@ class Ranks:
                 assert {self.weights[name] for name in step.devices} == {FULL}  # type: ignore[attr-defined]
                 self.stages |= dict(zip(step.devices, step.layers, strict=True))  # type: ignore[attr-defined]
 
+    def instances(self) -> Instances:
+        """Stages of one begin with the first layer, in the order of the devices."""
+        together = [{*shared} for shared in self.tp if shared[0] not in self.stages]
+        for name, layers in self.stages.items():
+            shares = together and any({name, *together[-1]} <= {*each} for each in self.tp)
+            together = [*together[:-1], together[-1] | {name}] if layers.start or shares else [*together, {name}]
+        together += [{name} for name in self.weights if not any(name in each for each in together)]
+        first = {name: self.stages[name].start if name in self.stages else 0 for name in self.weights}
+        return {frozenset((name, first[name]) for name in each): self.degrees(each) for each in together}
+
+    def degrees(self, devices: set[str]) -> tuple[int, int]:
+        tp = max((len(shared) for shared in self.tp if devices.issuperset(shared)), default=1)
+        return tp, len(devices) // tp
+
+    def seen(self, aim: Deployment, *plans: Deployment) -> Deployment:
+        """What a deployment is taken for that was stopped on the way to a plan."""
+        tp, pp = (max(degrees) for degrees in zip(*self.instances().values(), strict=True))
+        others = sorted({*self.weights.values()} - {aim.configuration.weights})
+        seen = Configuration(tp, pp, others[0] if others else aim.configuration.weights)
+        return as_seen(seen, self.instances(), *plans)
+
     def grouped(self, devices: tuple[str, ...]) -> bool:
         return any({*devices} & {*each} for each in (*self.tp, self.stages))
 
@@ -86,6 +110,63 @@ def test_steps_lead_from_any_configuration_to_any_other(now: Deployment, wanted:
         ranks.do(step)
     there = Ranks(wanted)
     assert (ranks.weights, ranks.tp, ranks.stages) == (there.weights, there.tp, there.stages)
+
+
+def one_by_one(steps: tuple[TransitionStep, ...], now: Deployment) -> Iterator[TransitionStep]:
+    """Steps of one rank each, or of one instance: what one may have done that was stopped."""
+    for step in steps:
+        if step.kind in ("share", "drop", "limit"):
+            yield step
+            continue
+        kept = step.layers or (None,) * len(step.devices)
+        layers = dict(zip(step.devices, kept, strict=True))
+        together = [{name for stage in stages for name in stage.devices} for stages in now.instances]
+        together = together if step.kind == "part" else [{name} for name in step.devices]
+        for names in together:
+            devices = tuple(name for name in step.devices if name in names)
+            own = tuple(each for name in devices if (each := layers[name]) is not None)
+            if devices:
+                yield replace(step, devices=devices, layers=own)
+
+
+@settings(max_examples=200)
+@given(deployments(), deployments(), deployments(), st.integers(0, 20))
+def test_steps_lead_on_from_wherever_a_change_was_stopped(
+    now: Deployment, aim: Deployment, wanted: Deployment, done: int
+) -> None:
+    ranks = Ranks(now)
+    for _, step in zip(range(done), one_by_one(steps_between(now, aim), now), strict=False):
+        ranks.do(step)
+    present, forms = ranks.seen(aim, now, aim), {name: {weights} for name, weights in ranks.weights.items()}
+    assert sorted(present.devices) == sorted(ranks.weights)
+    for step in steps_between(present, wanted, forms):
+        ranks.do(step)
+    there = Ranks(wanted)
+    assert (ranks.weights, ranks.stages) == (there.weights, there.stages)
+    assert set(map(frozenset, ranks.tp)) == set(map(frozenset, there.tp)), "in any order, where they shared before"
+
+
+def test_a_stopped_change_of_replicas_leaves_those_that_stay_what_they_have() -> None:
+    """It was recorded as the new plan, with its room for keys and values; others were taken for single ranks."""
+    one, two = deployment(2, 1, FULL, "ab"), deployment(2, 1, FULL, "abcd")
+    two = replace(two, stages=tuple(replace(stage, nbytes=50) for stage in two.stages))
+    assert Ranks(two).seen(one, two, one).stages == two.stages, "one is to go, and has not"
+    ranks = Ranks(one)
+    for step in steps_between(one, two):
+        assert ranks.seen(two, one, two).stages[0] == one.stages[0]
+        ranks.do(step)
+    assert ranks.seen(two, one, two).stages == (one.stages[0], two.stages[1]), "only the limits are left"
+
+
+def test_an_instance_that_was_planned_with_other_weights_has_no_share_yet() -> None:
+    packed, restored = deployment(1, 1, "int8", "ab"), deployment(1, 1, FULL, "ab")
+    ranks = Ranks(packed)
+    ranks.weights["a"] = FULL
+    present = ranks.seen(restored, packed, restored)
+    assert (present.configuration.weights, present.stages) == ("int8", packed.stages)
+    ranks.weights["b"] = FULL
+    present = ranks.seen(restored, packed, restored)
+    assert (present.configuration.weights, [stage.nbytes for stage in present.stages]) == (FULL, [0, 0])
 
 
 @settings(max_examples=40)

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from elastic.cluster.deployment.hysteresis import Replanning
 from elastic.cluster.deployment.ranks import DeployedRanks, RankViews
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.engines.base import Output, Request
-from elastic.errors import ConfigError, NotFound, StateError
+from elastic.errors import CapacityError, ConfigError, NotFound, StateError
 from elastic.planning.estimate.performance import Load
 from support import architectures
 
@@ -156,27 +157,66 @@ def test_ranks_have_the_forms_of_the_deployment_beside_variants_of_the_users(pat
 
 
 def test_a_change_waits_for_room_that_one_that_begins_has(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, begun, may_begin = Deployed.start, threading.Event(), threading.Event()
+    with Deployments("cpu#verbs4=24MiB,cpu#verbs5=24MiB", **OPTIONS) as fleet:
+        may_begin, threads = a_change_that_waits(fleet, path, monkeypatch)
+        may_begin.set()
+        for thread in threads:
+            thread.join(60)
+        assert [each.replicas for each in fleet.status()] == [2, 2]
+
+
+def test_a_change_that_waits_for_room_says_that_all_were_stopped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said that there was no such deployment."""
+    said, intend = list[str](), Deployments.intend
+
+    def listening(*args: Any, **options: Any) -> None:
+        with pytest.raises(StateError) as error:
+            intend(*args, **options)
+        said.append(str(error.value))
+
+    monkeypatch.setattr(Deployments, "intend", listening)
+    with Deployments("cpu#verbs6=24MiB,cpu#verbs7=24MiB", **OPTIONS) as fleet:
+        may_begin, threads = a_change_that_waits(fleet, path, monkeypatch)
+        fleet.stop(drain=False)
+        may_begin.set()
+        for thread in threads:
+            thread.join(60)
+    assert said == ["the deployments were stopped while a change of 'model' waited for room"]
+
+
+def a_change_that_waits(
+    fleet: Deployments, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[threading.Event, list[threading.Thread]]:
+    """Have a deployment begin with an event, and a change of another one wait for it; return that and both threads."""
+    start, change = Deployed.start, Deployed.change
+    begun, may_begin, refused = threading.Event(), threading.Event(), threading.Event()
 
     def slow(deployed: Deployed) -> None:
         begun.set()
         assert may_begin.wait(30)
         start(deployed)
 
-    with Deployments("cpu#verbs4=24MiB,cpu#verbs5=24MiB", **OPTIONS) as fleet:
-        fleet.deploy(path, "memory", load=LOAD)
-        monkeypatch.setattr(Deployed, "start", slow)
-        wide = {"load": LOAD, "name": "wide", "replicas": 2}
-        threads = [threading.Thread(target=fleet.deploy, args=(path, "memory"), kwargs=wide)]
-        threads.append(threading.Thread(target=fleet.intend, args=("model",), kwargs={"replicas": 2}))
-        threads[0].start()
-        assert begun.wait(30)
-        threads[1].start()
-        threads[1].join(0.2)
-        may_begin.set()
-        for thread in threads:
-            thread.join(60)
-        assert [each.replicas for each in fleet.status()] == [2, 2]
+    def deploy() -> None:
+        with suppress(StateError):  # all were stopped
+            fleet.deploy(path, "memory", load=LOAD, name="wide", replicas=2)
+
+    def refusing(*args: Any, **options: Any) -> Any:
+        try:
+            return change(*args, **options)
+        except CapacityError:
+            refused.set()
+            raise
+
+    fleet.deploy(path, "memory", load=LOAD)
+    monkeypatch.setattr(Deployed, "start", slow)
+    monkeypatch.setattr(Deployed, "change", refusing)
+    threads = [threading.Thread(target=deploy)]
+    threads.append(threading.Thread(target=fleet.intend, args=("model",), kwargs={"replicas": 2}))
+    threads[0].start()
+    assert begun.wait(30)
+    threads[1].start()
+    assert refused.wait(30)
+    return may_begin, threads
 
 
 def test_one_that_ends_holds_up_no_other_and_stopping_all_does_not_wait_for_its_requests(
