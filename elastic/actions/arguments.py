@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from elastic.errors import require
+from elastic.errors import require, require_flag
 from elastic.types import Action, WeightsSource
 
 SEVERAL: Mapping[str, tuple[type, str]] = {
@@ -34,5 +34,6 @@ def well_formed(action: Any) -> Any:
         return action
     place = getattr(action, "place", "")
     require(isinstance(place, str), "place", place, "the name of a place")
+    require_flag(getattr(action, "after_restore", False), "after_restore")
     several: dict[str, Any] = {name: listed(getattr(action, name), name) for name in SEVERAL if hasattr(action, name)}
     return replace(action, **several)

@@ -6,23 +6,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from itertools import repeat
+from reprlib import repr as shown  # raises nothing, of no value
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from elastic.errors import StateError
 
 
-def require_record(message: Any, *kinds: type) -> Any:
-    """Return a message that is a record of one of these dataclasses, and whole.
+def require_record(message: Any, *kinds: type, sender: str = "it") -> Any:
+    """Return a message of a sender that is a record of one of these dataclasses, and whole.
 
     Raises `StateError` for another message, and for a field whose value, however deep, is of another type.
     """
     for kind in kinds:
         if isinstance(message, kind):
             if fault := _fault(message, kind, kind.__name__):
-                raise StateError(f"it began with a {fault}; install the same version of elastic on both sides")
+                raise StateError(f"{sender} began with a {fault}; install the same version of elastic on both sides")
             return message
-    raise StateError(f"it began with a {type(message).__name__}; it must be another program")
+    raise StateError(f"{sender} began with a {type(message).__name__}; it must be another program")
 
 
 def _fault(value: Any, kind: Any, name: str) -> str:
@@ -32,9 +33,9 @@ def _fault(value: Any, kind: Any, name: str) -> str:
         kind = next(fits, get_args(kind)[0])
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return "" if value in arguments else f"{name} of {repr(value)[:60]}"
+        return "" if isinstance(value, str) and value in arguments else f"{name} of {shown(value)}"
     if not _is_of(value, origin or kind):
-        return f"{name} of {'nothing' if value is MISSING else repr(value)[:60]}"
+        return f"{name} of {'nothing' if value is MISSING else shown(value)}"
     if origin is tuple and arguments[-1] is not Ellipsis and len(value) != len(arguments):
         return f"{name} of {len(value)} parts"
     return next((fault for part in _parts(value, kind, name) if (fault := _fault(*part))), "")

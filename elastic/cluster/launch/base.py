@@ -41,7 +41,7 @@ def await_hello(connection: Connection, process: RankProcess | None, name: str, 
     late.daemon = True
     late.start()
     try:
-        first: Hello | Refused = require_record(connection.receive(), Hello, Refused)
+        first: Hello | Refused = require_record(connection.receive(), Hello, Refused, sender=f"rank {name!r}")
         if isinstance(first, Hello):
             return RankClient(connection, first, process)
         raise first.error if isinstance(first.error, ElasticError) else StateError(repr(first.error))

@@ -94,6 +94,7 @@ def test_what_names_no_layer_is_refused_in_words(verb: str, layers: Any, rt: Any
         lambda rt: rt.apply(Swap((0,), "int4", cast(Any, "mlp"))),
         lambda rt: rt.apply(Restore((0,), parts=cast(Any, (5,)))),
         lambda rt: rt.apply(Drop((0,), shards=cast(Any, 5))),
+        lambda rt: rt.apply(Drop((0,), after_restore=cast(Any, "no"))),
         lambda rt: rt.apply(Fetch((0,), cast(Any, None))),
         lambda rt: rt.commit(["x"]),
         lambda rt: rt.rollback({}),
