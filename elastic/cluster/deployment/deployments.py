@@ -118,7 +118,7 @@ class Deployments:
     def stop(self, *, drain: bool = True) -> None:
         """End all deployments; with `drain` when their requests have ended. Can be called twice."""
         require_flag(drain, "drain")
-        _require_no_listener()
+        Delivery.forbid("deployments cannot be changed")
         self._ended = True
         self._ticks.stop()
         with self._lock:
@@ -179,7 +179,7 @@ class Deployments:
             named_forms(self._weights if weights is None else weights, "weights"),
             named_forms(self._kv if kv is None else kv, "kv"),
         )
-        _require_no_listener()
+        Delivery.forbid("deployments cannot be changed")
         with self._lock:
             self._require_new(name)
         with self._one_begins:
@@ -218,7 +218,7 @@ class Deployments:
         count = None if replicas is None else ReplicaRange.of(replicas)
         require(load is None or isinstance(load, Load), "load", load, "an elastic.Load, or None")
         require_flag(dry_run, "dry_run")
-        _require_no_listener()
+        Delivery.forbid("deployments cannot be changed")
         with self._lock:
             try:
                 return self._named(name).change(wanted, load, count, dry_run=dry_run)
@@ -237,7 +237,7 @@ class Deployments:
     def remove(self, name: str, *, drain: bool = True) -> None:
         """End a deployment; with `drain` when its requests have ended. Raises `ConfigError` for an unknown name."""
         require_flag(drain, "drain")
-        _require_no_listener()
+        Delivery.forbid("deployments cannot be changed")
         with self._lock:
             self._ending[name] = self._named(name)
             del self._deployed[name]
@@ -364,12 +364,6 @@ def _options(fleet: Mapping[str, Any] | None) -> dict[str, Any]:
     if "kv_cache_dtype" in ((fleet or {}).get("engine") or {}):
         raise ConfigError("fleet: the form of keys and values is that of the configuration; say kv= instead")
     return dict(fleet or {})
-
-
-def _require_no_listener() -> None:
-    """Raise `StateError` on a thread that tells listeners: it is the one that reads what ranks answer."""
-    if Delivery.on_this_thread():
-        raise StateError("deployments cannot be changed by a listener; use another thread")
 
 
 def _busy(views: Mapping[str, RankViews]) -> tuple[dict[tuple[str, str, str], float], dict[str, float]]:

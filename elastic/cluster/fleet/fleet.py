@@ -169,9 +169,13 @@ class Fleet(PricedVerbs):
                 self._launcher.pass_on(self._starter.take)  # type: ignore[attr-defined]
             self._supervisor.start()
             self._policies.start()
-        except BaseException as error:
             with self._lock:
                 is_stopped = self._state != "starting"
+                self._state = self._state if is_stopped else "serving"
+            if is_stopped:
+                raise StateError(f"the fleet is {self._state}")
+        except BaseException as error:
+            is_stopped = self._state not in ("starting", "serving")
             try:
                 self.stop(drain=False)
             except Exception as failed:  # what went wrong first is told
@@ -179,9 +183,6 @@ class Fleet(PricedVerbs):
             if is_stopped and isinstance(error, ElasticError):
                 raise StateError("the fleet was stopped while it started; make a new one") from error
             raise
-        with self._lock:
-            if self._state == "starting":
-                self._state = "serving"
 
     def submit(self, request: Request, listener: Listener) -> None:
         """Queue a request; see `Engine`."""
@@ -212,8 +213,7 @@ class Fleet(PricedVerbs):
         cancelled. An interrupt ends the wait, and cancels what is left; what it leaves undone a later call does. Raises
         `StateError` in a listener.
         """
-        if Delivery.on_this_thread():
-            raise StateError("the fleet cannot be stopped by a listener; use another thread")
+        Delivery.forbid("the fleet cannot be stopped")
         require_timeout(timeout_s)
         require_flag(drain, "drain")
         with self._lock:
@@ -291,6 +291,7 @@ class Fleet(PricedVerbs):
         (with `drain`: that wait at the fleet), and with `drain` where it could not be parted from others: it serves on,
         as where an interrupt ends the wait.
         """
+        Delivery.forbid("a rank cannot be removed")
         require_timeout(timeout_s)
         require_flag(drain, "drain")
         instance, status = self._instance(name), ""
@@ -336,8 +337,7 @@ class Fleet(PricedVerbs):
 
     def move(self, request: str, instance: str) -> Moved:
         """Have a request go on at another instance; see `Mover.move`. Not for listeners."""
-        if Delivery.on_this_thread():
-            raise StateError("a request cannot be moved by a listener; use another thread")
+        Delivery.forbid("a request cannot be moved")
         self._require_verb(request=request, instance=instance)
         return self._mover.move(request, instance)
 
@@ -368,6 +368,7 @@ class Fleet(PricedVerbs):
 
     def check(self) -> None:
         """Recount its books and those of all ranks. Raises `IntegrityError`, `RankLost`."""
+        Delivery.forbid("ranks cannot be asked")
         self._dispatcher.check()
         with self._dispatcher.lock:
             ranks = list(self._dispatcher.instances)

@@ -17,6 +17,7 @@ from elastic.cluster.control.messages import (
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.ranks import result
 from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.refusals import VerbChecks, not_there
 from elastic.types import Action
 
@@ -54,6 +55,7 @@ class RankVerbs(VerbChecks):
         return self._ask(rank, RollbackActions(id))
 
     def _ask(self, rank: str, question: Question) -> Any:
+        Delivery.forbid("ranks cannot be asked")
         instance = self._instance(rank)
         return result(instance, instance.client.ask(question))
 

@@ -121,10 +121,16 @@ class Groups:
 
     @contextmanager
     def verb(self, names: Collection[str] | None = None) -> Iterator[None]:
-        """Have a verb run alone, and not before groups of its ranks (None: all groups) that lost one are repaired."""
-        with self.verbs:
+        """Have a verb run alone, and not before groups of its ranks (None: all groups) that lost one are repaired.
+
+        While that is waited for, others run.
+        """
+        while True:
             self.registry.settle(names)
-            yield
+            with self.verbs:
+                if self.registry.is_whole(names):
+                    yield
+                    return
 
     def plan(self, needed: int, *, whole: bool, most: int | None) -> DropPlan:
         """Plan a drop that frees so many bytes; see `Fleet.drop`. Raises `CapacityError` where none does."""

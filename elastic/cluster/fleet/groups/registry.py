@@ -84,22 +84,24 @@ class GroupRegistry:
         """
         while True:
             with self._lock:
-                self._changed.wait_for(lambda: self._closed or all(map(self._is_whole, self._concerned(names))))
+                self._changed.wait_for(lambda: self._closed or self.is_whole(names))
                 if self._closed:
                     raise StateError("the fleet ends: no layers change their rank any more")
-                members = {name for group in self._concerned(names) for name in group.members}
+                members = self._members(names)
             there = self._ranks.present()
             asked = there if names is None else [name for name in there if name in members.union(names)]
             with suppress(RankLost):
                 self._ranks.answers([(name, MeasureRoom(name)) for name in asked])
-            if all(map(self._is_whole, self._concerned(names))):
+            if self.is_whole(names):
                 return
 
-    def _concerned(self, names: Collection[str] | None) -> list[Group]:
-        return [group for group in self.groups if names is None or not set(names).isdisjoint(group.members)]
+    def is_whole(self, names: Collection[str] | None) -> bool:
+        """Return whether no group of ranks (None: no group) waits for its repair."""
+        return all(map(self._ranks.there, self._members(names)))
 
-    def _is_whole(self, group: Group) -> bool:
-        return all(map(self._ranks.there, group.members))
+    def _members(self, names: Collection[str] | None) -> set[str]:
+        groups = (group for group in self.groups if names is None or not set(names).isdisjoint(group.members))
+        return {name for group in groups for name in group.members}
 
     @contextmanager
     def acting(self, names: Iterable[str]) -> Iterator[None]:

@@ -26,7 +26,7 @@ from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.refusals import VerbChecks, layer_numbers
 from elastic.config import parse_bytes
-from elastic.errors import ConfigError, RankLost, StateError, is_integer, is_list, require
+from elastic.errors import ConfigError, RankLost, is_integer, is_list, require
 from elastic.planning.arrangement.drop import DropPlan
 
 TIMEOUT_S = 60.0
@@ -101,7 +101,7 @@ class GroupVerbs(VerbChecks):
                 done, freed = self._groups.change(names, target_of, timeout_s, form, "dropped", why, dry_run=dry_run)
             return Dropped(**vars(done), freed_bytes=freed)
         needed = 0 if plan is not None else parse_bytes(need, option="need")  # type: ignore[arg-type]
-        with self._groups.verb():
+        with self._groups.verb(None if plan is None else [name for group in plan.groups for name in group.members]):
             plan = plan if plan is not None else self._groups.plan(needed, whole=whole, most=most)
             return self._drop(plan, timeout_s, form, why, dry_run=dry_run)
 
@@ -282,7 +282,7 @@ class GroupVerbs(VerbChecks):
         On a GPU there is room left for what steps take over so many, where a rank keeps it; on a CPU a budget is of
         pages alone. Degrees for which layers were not cut are left out. Raises `ConfigError` for what is no degree.
         """
-        self._require_started()
+        self._begin()
         require(is_list(degrees, lambda _: True), "degrees", degrees, "a list of whole numbers, at least 1")
         for degree in degrees:
             require(is_integer(degree) and degree >= 1, "degrees", degree, "whole numbers, at least 1")
@@ -293,12 +293,12 @@ class GroupVerbs(VerbChecks):
 
     def layer_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each decoder layer's weights, of which a drop frees some."""
-        self._require_started()
+        self._begin()
         return self._groups.layer_bytes()
 
     def budgets(self) -> Budgets:
         """Return what a plan of drops must fit: the memory of ranks, and the keys and values there, as they say now."""
-        self._require_started()
+        self._begin()
         serving = self._groups.ranks.serving()
         return Budgets(self._groups.ranks.measure(instance.name for instance in serving), serving)
 
@@ -337,6 +337,5 @@ class GroupVerbs(VerbChecks):
 
     def _begin(self, **arguments: Any) -> None:
         """Raise in a listener, without ranks, and for arguments that cannot be; see `VerbChecks`."""
-        if Delivery.on_this_thread():
-            raise StateError("layers cannot change their rank by a listener; use another thread")
+        Delivery.forbid("ranks cannot be asked, nor layers change their rank,")
         self._require_verb(**arguments)

@@ -34,7 +34,7 @@ class PricedVerbs(GroupVerbs, RankVerbs):
         is not possible now is left out. What one action would come to, say `drop`, `restore`, `migrate`, `replicate`
         and `reshard` with `dry_run`. Raises `StateError` while no rank serves.
         """
-        self._require_started()
+        self._begin()
         needed, settings = parse_bytes(need, option="need"), Overload()
         self._groups.registry.settle(None)
         now = FleetReadings(self._dispatcher).read(self.groups(), self.layer_bytes())

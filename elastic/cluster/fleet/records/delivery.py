@@ -9,6 +9,7 @@ from typing import Self
 from elastic import clock
 from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.engines.base import Output
+from elastic.errors import StateError
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,12 @@ class Delivery:
     def on_this_thread(cls) -> bool:
         """Return whether the calling thread is in a listener."""
         return getattr(cls._inside, "depth", 0) > 0
+
+    @classmethod
+    def forbid(cls, what: str) -> None:
+        """Raise `StateError` in a listener: the calling thread is the one that reads what ranks answer."""
+        if cls.on_this_thread():
+            raise StateError(f"{what} by a listener; use another thread")
 
     def add(self, record: RequestRecord, output: Output) -> None:
         """Have an output told."""

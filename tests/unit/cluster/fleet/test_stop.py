@@ -188,6 +188,20 @@ def test_a_start_says_that_the_fleet_was_stopped_meanwhile() -> None:
     stopping.join(20)
 
 
+def test_a_start_that_was_done_says_that_the_fleet_was_stopped_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It returned, as if the fleet served."""
+    fleet = Fleet("no model", launch=FakeLauncher())
+
+    def stop() -> None:
+        stopping = threading.Thread(target=lambda: fleet.stop(drain=False))
+        stopping.start()
+        stopping.join(20)
+
+    monkeypatch.setattr(fleet._policies, "start", stop)
+    with pytest.raises(StateError, match="the fleet was stopped while it started; make a new one"):
+        fleet.start()
+
+
 def test_one_that_begins_while_ranks_end_returns_when_they_have(world: World) -> None:
     entered, go_on, order = threading.Event(), threading.Event(), []
     close = world.launcher.close

@@ -111,16 +111,19 @@ def test_two_groups_that_lose_a_rank_each_are_both_repaired(served: tuple[Fleet,
     assert fleet.drop(layers={"r0": range(3, LAYERS), "r2": range(3)}).status == "applied"
 
 
-def test_a_verb_waits_for_the_repair_of_its_ranks(served: tuple[Fleet, list[GroupRank]]) -> None:
+def test_a_verb_waits_for_the_repair_of_its_ranks(
+    served: tuple[Fleet, list[GroupRank]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fleet, (a, b, c, _) = served
     fleet.drop(layers=FIRST)
-    drops: list[Future[Any]] = []
+    drops, waits, changed = list[Future[Any]](), threading.Event(), fleet._groups.registry._changed
+    wait_for = changed.wait_for
+    monkeypatch.setattr(changed, "wait_for", lambda *args: (waits.set(), wait_for(*args))[1])
 
     def also(question: Any) -> None:
         if isinstance(question, Recover):
             drops.append(begin(lambda: fleet.drop(layers={"r0": range(3, LAYERS), "r2": range(3)})))
-            until(fleet._groups.verbs.locked)
-            time.sleep(0.05)  # it would begin now
+            assert waits.wait(20)
 
     a.fails = also
     b.die()

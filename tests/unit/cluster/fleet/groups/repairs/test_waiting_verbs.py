@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -11,7 +10,9 @@ from typing import Any
 import pytest
 
 from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.errors import NotFound, StateError
+from elastic.planning.arrangement.drop import DropPlan, GroupPlan
 from support.cluster.fake_group import LAYERS, GroupRank
 from support.cluster.fake_rank import FakeLauncher
 
@@ -48,13 +49,6 @@ def begin(verb: Callable[[], Any]) -> Future[Any]:
     return done
 
 
-def until(true: Callable[[], object]) -> None:
-    give_up_s = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.002)
-
-
 VERBS: dict[str, Callable[[Fleet], Any]] = {
     "drop": lambda fleet: fleet.drop(layers={"r0": range(3, LAYERS), "r2": range(3)}),
     "drop of bytes": lambda fleet: fleet.drop(need=1),
@@ -67,6 +61,18 @@ VERBS: dict[str, Callable[[Fleet], Any]] = {
     "migrate": lambda fleet: fleet.migrate("r0", [0], "r2"),
     "merge": lambda fleet: fleet.merge("r0", "r2"),
     "capacity": lambda fleet: fleet.capacity([1]),
+    "plan": lambda fleet: fleet.plan(1),
+}
+OTHERS = DropPlan((GroupPlan((0, 1), ("r2", "r3"), ((3, 4, 5), (0, 1, 2)), (range(3, 6), range(3)), 1),), 1)
+"""A drop of the ranks that are in no group."""
+ASKING: dict[str, Callable[[Fleet], Any]] = {
+    **VERBS,
+    "budgets": lambda fleet: fleet.budgets(),
+    "layer bytes": lambda fleet: fleet.layer_bytes(),
+    "look": lambda fleet: fleet.look("r0"),
+    "apply": lambda fleet: fleet.apply("r0", ()),
+    "check": lambda fleet: fleet.check(),
+    "remove": lambda fleet: fleet.remove("r0"),
 }
 
 
@@ -75,6 +81,14 @@ def never_begins(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> threading.Eve
     repair, begins = fleet._groups.registry._repair, threading.Event()
     monkeypatch.setattr(fleet._groups.registry, "_repair", lambda rank: begins.wait(20) and repair(rank))
     return begins
+
+
+def that_one_waits(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Return an event that is set when a verb waits for a repair."""
+    waits, changed = threading.Event(), fleet._groups.registry._changed
+    wait_for = changed.wait_for
+    monkeypatch.setattr(changed, "wait_for", lambda *args: (waits.set(), wait_for(*args))[1])
+    return waits
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -86,9 +100,9 @@ def test_a_verb_that_comes_before_the_repair_waits_for_it(
     fleet.drop(layers=FIRST)
     begins = never_begins(fleet, monkeypatch)
     b.die()
+    waits = that_one_waits(fleet, monkeypatch)
     asked = begin(lambda: VERBS[verb](fleet))
-    time.sleep(0.05)  # it would fail now
-    assert not asked.done()
+    assert waits.wait(20)
     begins.set()
     done = asked.result(20)
     assert getattr(done, "status", "applied") in ("applied", "planned")
@@ -131,10 +145,57 @@ def test_a_verb_that_waits_for_a_repair_ends_with_the_fleet(
     fleet.drop(layers=FIRST)
     begins = never_begins(fleet, monkeypatch)
     b.die()
+    waits = that_one_waits(fleet, monkeypatch)
     restore = begin(fleet.restore)
-    until(fleet._groups.verbs.locked)
+    assert waits.wait(20)
     stop = begin(lambda: fleet.stop(drain=False))
     with pytest.raises(StateError, match="the fleet ends"):
         restore.result(20)
     begins.set()
     stop.result(20)
+
+
+def test_a_verb_that_waits_for_a_repair_holds_up_none_of_other_ranks(
+    served: tuple[Fleet, list[GroupRank]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, (_, b, *_) = served
+    fleet.drop(layers=FIRST)
+    begins = never_begins(fleet, monkeypatch)
+    b.die()
+    waits = that_one_waits(fleet, monkeypatch)
+    restore = begin(fleet.restore)
+    assert waits.wait(20)
+    assert begin(lambda: fleet.drop(plan=OTHERS)).result(20).status == "applied"
+    assert begin(lambda: fleet.restore("r2")).result(20).status == "applied"
+    assert not fleet._groups.verbs.locked()
+    begins.set()
+    assert restore.result(20).status == "applied"
+
+
+def test_a_rank_that_is_lost_while_a_verb_waits_for_another_one_is_waited_for_too(
+    served: tuple[Fleet, list[GroupRank]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, (_, b, *_) = served
+    fleet.drop(layers=FIRST)
+    begins, settled, settle = never_begins(fleet, monkeypatch), threading.Event(), fleet._groups.registry.settle
+    monkeypatch.setattr(fleet._groups.registry, "settle", lambda names: (settle(names), settled.set()))
+    with fleet._groups.verbs:
+        restore = begin(fleet.restore)
+        assert settled.wait(20)
+        b.die()
+    begins.set()
+    assert restore.result(20).status == "applied"
+    assert recovered(fleet) == ["r0,r1"]
+
+
+@pytest.mark.parametrize("verb", ASKING)
+def test_a_listener_may_ask_no_rank(
+    served: tuple[Fleet, list[GroupRank]], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """Its thread is the one that reads the answer: it waited for ever, or for minutes."""
+    fleet, ranks = served
+    with monkeypatch.context() as listening:
+        listening.setattr(Delivery, "on_this_thread", lambda: True)
+        with pytest.raises(StateError, match="by a listener; use another thread"):
+            ASKING[verb](fleet)
+    assert not any(rank.asked for rank in ranks)
