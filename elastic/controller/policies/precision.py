@@ -230,8 +230,10 @@ def _with_outcome(state: PrecisionState, snapshot: Snapshot) -> PrecisionState:
     """Add the outcome of the last action, once that is known, and of what others did."""
     if snapshot.busy:
         return state
-    done = still_there(state.done, snapshot.layers)
-    if state.done_before is None:
+    if state.done_before is None:  # a layer that is not as its last step left it is whoever's who changed it
+        last = {step.layer: step.after for step in state.done}
+        done = tuple(step for step in state.done if snapshot.layers[step.layer] == last[step.layer])
         return state if done == state.done else replace(state, done=done)
+    done = still_there(state.done, snapshot.layers)
     failures = min(state.failures + 1, MOST_FAILURES) if done == state.done_before else 0
     return replace(state, done=done, done_before=None, failures=failures)

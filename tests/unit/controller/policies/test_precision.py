@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -449,6 +450,21 @@ class AnyDay(RuleBasedStateMachine):
     def no_more_than_allowed_are_swapped(self) -> None:
         if hasattr(self, "settings"):
             assert sum(v != "float32" for v in self.ours.values()) <= self.settings.max_layers
+
+
+def test_a_layer_that_was_swapped_back_by_hand_to_a_level_of_before_is_not_restored() -> None:
+    state = AnyDay()
+    state.begin(layers=1, levels=("int8", "int4"), most=1, each=1, cooldown=0.0, seed=random.Random(0))
+    state.last(used=946, times=3)
+    state.over(part=False, succeeds=True)
+    state.last(used=0, times=2)
+    state.over(part=False, succeeds=True)
+    assert state.layers == ["int4"]
+    assert not state.pending
+    state.by_hand(layer=0, variant="int8")
+    state.nobody()
+    assert state.layers == ["int8"]
+    assert not state.pending
 
 
 AnyDay.TestCase.settings = settings(
