@@ -70,8 +70,7 @@ def hour(model: Any, ticks: int) -> list[float]:
 
 def counting(model: Any) -> float:
     """Microseconds that the hooks' counting adds to a forward pass."""
-    generations, cache = CacheRequestTracker(), torch.nn.Module()
-    generations.observer = model.elastic.counters
+    generations, cache = CacheRequestTracker(model.elastic.counters), torch.nn.Module()
     token = torch.ones(4, 1, dtype=torch.long)
 
     def step() -> None:

@@ -210,7 +210,7 @@ def other_kernels(monkeypatch: pytest.MonkeyPatch) -> KernelTarget:
     """The second device takes packed matrices as a GPU does. Products are those of the codes."""
     target, known = KernelTarget("cuda", "sm90"), KernelTarget.of
     monkeypatch.setattr(KernelTarget, "of", staticmethod(lambda device: target if device == THERE else known(device)))
-    monkeypatch.setattr("elastic.quant.variants.pack_model.measure", lambda *args: None)
+    monkeypatch.setattr("elastic.quant.variants.pack_model.measure", lambda *args, **options: None)
     return target
 
 
