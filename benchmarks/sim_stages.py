@@ -45,13 +45,19 @@ def with_stages(fitted: Fitted, calibrations: Mapping[str, StagedSteps]) -> Fitt
     bytes_s = min(MOST_BYTES_S, 4 * HIDDEN / max(each_token_s, 1e-12))
     links = Links(bytes_s, each_s - stage_s, stage_s=stage_s)
     made = replace(fitted, stage_links=links)
-    pairs = {name: told.pairs for name, told in calibrations.items() if told.pairs}
-    real = slowdown(made, pairs) if pairs else None
-    for _ in range(ROUNDS if real is not None else 0):
-        simulated = slowdown(made, {name: replayed(made, name, steps, staged_path) for name, steps in pairs.items()})
+    if not all(told.pairs for told in calibrations.values()):
+        return made
+    real = slowdown(made, calibrations)
+    for _ in range(ROUNDS):
+        simulated = slowdown(made, {name: _replayed(made, name, told) for name, told in calibrations.items()})
         more = max(0.0, made.sharing.stages + real - simulated)
         made = replace(made, sharing=replace(made.sharing, stages=more))
     return made
+
+
+def _replayed(fitted: Fitted, name: str, told: StagedSteps) -> StagedSteps:
+    steps, pairs = (replayed(fitted, name, each, staged_path) for each in (told.steps, told.pairs))
+    return told._replace(steps=steps, pairs=pairs)
 
 
 def staged_path(home: str, names: Sequence[str]) -> LayerPath:
@@ -60,17 +66,24 @@ def staged_path(home: str, names: Sequence[str]) -> LayerPath:
     return LayerPath(home, (first,) * (LAYERS // 2) + (second,) * (LAYERS - LAYERS // 2))
 
 
-def slowdown(fitted: Fitted, calibrations: Mapping[str, Sequence[TimedStep]]) -> float:
-    """Return how many times their cost steps of one token take, in all, while those of another instance go their way.
+def slowdown(fitted: Fitted, calibrations: Mapping[str, StagedSteps]) -> float:
+    """Return how many times as long steps of one token take while those of another instance go their way as alone.
 
-    Raises `ValueError` where there is none.
+    What is cold in calibrations, which are short, is so in both. Raises `ValueError` where there are no such steps.
     """
+    pairs, alone = ({name: told[at] for name, told in calibrations.items()} for at in (2, 0))
+    return _times_cost(fitted, pairs, together=True) / _times_cost(fitted, alone, together=False)
+
+
+def _times_cost(fitted: Fitted, calibrations: Mapping[str, Sequence[TimedStep]], *, together: bool) -> float:
+    """Return how many times their cost steps of one token take, in all: together with others, or alone."""
     took_s, costs_s = [], []
     for name, steps in calibrations.items():
         for step, others, cost_s in zip(steps, beside(steps), fitted.at_pace_of([name]).costs_s(steps), strict=True):
-            if others.share > 1 - FEW and [count for _, count in step.chunks] == [1]:
+            is_wanted = others.share > 1 - FEW if together else others.share < FEW
+            if is_wanted and [count for _, count in step.chunks] == [1]:
                 took_s.append(step.seconds)
                 costs_s.append(cost_s)
     if not costs_s:
-        raise ValueError("calibrations of stages have no steps of one token beside those of another instance")
+        raise ValueError("calibrations of stages have no steps of one token, or none beside those of another instance")
     return math.fsum(took_s) / math.fsum(costs_s)
