@@ -10,10 +10,12 @@ its own from now on, gives its team back when it is done; the next thing that it
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
+
+import torch
 
 _SOFT = 1  # of omp_pause_resource_t: settings are kept
 
@@ -23,18 +25,34 @@ def release_threads() -> None:
     _pause()(_SOFT)
 
 
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """Have the calling thread compute alone, and no other one of the process; without OpenMP nothing is done."""
+    set_threads, threads = getattr(_library(), "omp_set_num_threads", None), torch.get_num_threads()
+    if set_threads is None:
+        yield
+        return
+    set_threads(1)
+    try:
+        yield
+    finally:
+        set_threads(threads)
+
+
 @cache
 def _pause() -> Callable[[int], object]:
     """Return `omp_pause_resource_all` of the runtime that torch has, if that is GNU's; others need it not."""
-    spec = find_spec("torch")
-    folders = spec.submodule_search_locations if spec is not None else None
-    for folder in folders or ():
-        try:
-            torch = ctypes.CDLL(str(Path(folder) / "lib" / "libtorch_cpu.so"))  # and what it depends on
-        except OSError:
-            continue
-        pause = getattr(torch, "omp_pause_resource_all", None)
-        if pause is not None and not hasattr(torch, "__kmpc_fork_call"):  # LLVM's and Intel's
-            pause.argtypes = [ctypes.c_int]
-            return pause  # type: ignore[no-any-return]
-    return lambda kind: None
+    pause = getattr(_library(), "omp_pause_resource_all", None)
+    if pause is None or hasattr(_library(), "__kmpc_fork_call"):  # LLVM's and Intel's
+        return lambda kind: None
+    pause.argtypes = [ctypes.c_int]
+    return pause  # type: ignore[no-any-return]
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """Return torch's library for CPUs, in which the functions of its OpenMP are found; None if it has none."""
+    try:
+        return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    except OSError:
+        return None

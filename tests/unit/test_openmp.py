@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,17 @@ def test_threads_that_computed_are_given_back(script: str) -> None:
 def test_the_runtime_of_torch_is_found() -> None:
     """Else nothing is ever given back."""
     assert openmp._pause().__name__ == "omp_pause_resource_all"
+
+
+def test_a_thread_computes_alone_for_a_while_and_others_as_before() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with ThreadPoolExecutor(1) as others:
+            others.submit(torch.set_num_threads, 3).result()
+            with openmp.single_thread():
+                assert torch.get_num_threads() == 1
+                assert others.submit(torch.get_num_threads).result() == 3
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -8,7 +8,8 @@ from itertools import cycle
 
 import torch
 
-from elastic.memory.backends.device_time import seconds_of
+from elastic.memory.backends.device_time import race
+from elastic.openmp import single_thread
 from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, bind, format_of
 from elastic.quant.formats.kernel_table import BUCKETS, KernelTable, MatmulSpec
 
@@ -16,6 +17,11 @@ ROTATED_BYTES = 2**26
 """Bytes of all the copies of a matrix that are used in turn: in a model, weights come from memory, not from cache."""
 IN_A_ROW = 4
 """Products that are timed together on CUDA."""
+ALONE_S = 0.001
+"""As long as a product of fewer tokens took less on a CPU, one thread times the next, which counts as if all had shared
+it: several wait for each other, for 100 ms where another process has the processor of one."""
+NEAR = 1.05
+"""Of paths that take nearly as long as the fastest, the first is taken: it is the same in each process then."""
 NEVER = ("reference", "dynamic")
 """Paths that are not tried: one is only for comparison, the other rounds activations too and has to be asked for."""
 
@@ -29,7 +35,6 @@ def measure(
     dtype: torch.dtype,
     *,
     buckets: Iterable[int] = BUCKETS,
-    rounds: int = 3,
     rebinds: bool = False,
 ) -> dict[int, str]:
     """Decide on the fastest path for every number of tokens that the table does not have yet; return them by bucket.
@@ -44,7 +49,7 @@ def measure(
     tried = {name: path for name, path in paths.items() if name not in NEVER or (dynamic and name == "dynamic")}
     missing = sorted(set(buckets) - table.chosen(product).keys())
     if tried and missing:
-        table.add(product, _fastest(tried, parts, matrix, dtype, missing, rounds, rebinds))
+        table.add(product, _fastest(tried, parts, matrix, dtype, missing, rebinds))
     return table.chosen(product)
 
 
@@ -54,36 +59,34 @@ def _fastest(
     matrix: MatrixShape,
     dtype: torch.dtype,
     buckets: list[int],
-    rounds: int,
     rebinds: bool,
 ) -> dict[int, str]:
     """Choose a path for each bucket, in ascending order.
 
-    No path gets faster with more tokens, so one that took longer for fewer than the best does now is left out.
+    No path gets faster with more tokens: so one that took longer for fewer than the best does now is left out, and one
+    that was faster for more takes no longer for fewer, whatever was measured beside other processes.
     """
     count = min(math.ceil(ROTATED_BYTES / sum(part.nbytes for part in parts.values())), 64)
     copies = [parts, *({name: part.clone() for name, part in parts.items()} for _ in range(count - 1))]
     fix = (lambda path, copy: lambda x: path(x, copy)) if rebinds else bind
     products = {name: cycle([fix(path, copy) for copy in copies]) for name, path in paths.items()}
-    seconds = dict.fromkeys(paths, 0.0)
-    chosen = {}
-
-    def time_path(name: str, x: torch.Tensor) -> float:
-        """Time a product of x: [tokens, inputs], each with another copy of the matrix."""
-        return seconds_of(lambda: next(products[name])(x), x.device, IN_A_ROW)
-
     device = parts["packed"].device
     generator = torch.Generator(device).manual_seed(0)  # the program's own numbers stay as they are
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    seconds, measured, fastest = dict.fromkeys(paths, 0.0), dict[int, dict[str, float]](), 0.0
     for bucket in buckets:
         x = torch.randn(bucket, matrix.inputs, generator=generator, device=device).to(dtype)
-        best = math.inf
-        for name in sorted(paths, key=lambda name: seconds[name]):
-            if seconds[name] * 0.8 < best:
-                seconds[name] = min(time_path(name, x) for _ in range(2))
-                best = min(best, seconds[name])
-        close = [name for name in paths if seconds[name] < 1.5 * best]
-        for _ in range(rounds if len(close) > 1 else 0):
-            for name in close:
-                seconds[name] = min(seconds[name], time_path(name, x))
-        chosen[bucket] = min(close, key=lambda name: seconds[name])
+        ways = {name: lambda name=name, x=x: next(products[name])(x) for name in paths}
+        if threads > 1 and fastest * threads < ALONE_S:
+            with single_thread():
+                alone = race(ways, device, lower_bounds={name: taken * threads for name, taken in seconds.items()})
+            measured[bucket] = {name: taken / threads for name, taken in alone.items()}
+        else:
+            measured[bucket] = race(ways, device, IN_A_ROW, seconds)
+        seconds |= measured[bucket]
+        fastest = min(measured[bucket].values())
+    seconds, chosen = dict.fromkeys(paths, math.inf), {}
+    for bucket in reversed(buckets):
+        seconds |= {name: min(taken, seconds[name]) for name, taken in measured[bucket].items()}
+        chosen[bucket] = next(name for name in paths if seconds[name] <= NEAR * min(seconds.values()))
     return chosen

@@ -141,7 +141,7 @@ def test_measuring_leaves_the_program_its_random_numbers() -> None:
     """A seed before `wrap` gives a sampled answer the same tokens, whether kernels were measured or in a file."""
     before = torch.get_rng_state()
     packed = pack(CONFIG, round_to_nearest(torch.zeros(32, 128), CONFIG), TARGET)
-    measure(KernelTable(), CONFIG, packed, MATRIX, TARGET, torch.float32, buckets=(1,), rounds=1)
+    measure(KernelTable(), CONFIG, packed, MATRIX, TARGET, torch.float32, buckets=(1,))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -159,15 +159,55 @@ def test_parts_are_bound_before_products_are_timed_as_they_are_served(
             bound.append(timed)
             return lambda x: x
 
-    def take(work: Any, *_: Any) -> float:
+    def take(ways: dict[str, Any], *_: Any, **__: Any) -> dict[str, float]:
         nonlocal timed
         timed = True
-        work()
+        for _ in range(2):
+            ways["packed"]()
         timed = False
-        return 1.0
+        return {"packed": 1.0}
 
     bound, timed = list[bool](), False
-    monkeypatch.setattr(autotune, "seconds_of", take)
+    monkeypatch.setattr(autotune, "race", take)
     half = {"packed": torch.zeros(autotune.ROTATED_BYTES // 2, dtype=torch.int8)}
-    autotune._fastest({"packed": Path()}, half, MATRIX, torch.float32, [1, 2], 3, rebinds)
+    autotune._fastest({"packed": Path()}, half, MATRIX, torch.float32, [1, 2], rebinds)
     assert bound == ([True] * 4 if rebinds else [False] * 2)
+
+
+def test_products_beside_other_processes_are_judged_by_one_thread_and_by_those_of_more_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With two threads a product may take 100 ms where others compute; of one thread a slice of time may be lost."""
+    alone = {1: {"compiled": 1e-5, "expanded": 3e-5}, 2: {"compiled": 4e-3, "expanded": 3e-5}}
+    alone[4] = {"compiled": 2e-5, "expanded": 4e-5}
+    together = {8: {"compiled": 3e-2, "expanded": 2e-2}}
+    bounds = []
+
+    def measured(ways: dict[str, Any], *_: Any, lower_bounds: dict[str, float] | None = None) -> dict[str, float]:
+        tokens = ways["compiled"]().shape[0]
+        if lower_bounds is not None:
+            bounds.append(lower_bounds["compiled"])
+        return (alone if torch.get_num_threads() == 1 else together)[tokens]
+
+    monkeypatch.setattr(autotune, "race", measured)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        ways: dict[str, Any] = dict.fromkeys(["compiled", "expanded"], lambda x, parts: x)
+        packed = {"packed": torch.zeros(1, dtype=torch.int8)}
+        alone[4]["compiled"] = 2e-5
+        chosen = autotune._fastest(ways, packed, MATRIX, torch.float32, [1, 2, 4], False)
+        assert chosen == {1: "compiled", 2: "compiled", 4: "compiled"}
+        assert bounds == [0.0, 1e-5, 4e-3]
+        alone[4] = {"compiled": 3e-3, "expanded": 2.5e-3}
+        chosen = autotune._fastest(ways, packed, MATRIX, torch.float32, [4, 8], False)
+        assert chosen == {4: "expanded", 8: "expanded"}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_of_paths_that_are_as_fast_as_each_other_the_first_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune, "race", lambda *_, **__: {"compiled": 1.04, "packed": 1.0, "expanded": 0.9999})
+    ways: dict[str, Any] = dict.fromkeys(["compiled", "packed", "expanded"], lambda x, parts: x)
+    packed = {"packed": torch.zeros(1, dtype=torch.int8)}
+    assert autotune._fastest(ways, packed, MATRIX, torch.float32, [1], False) == {1: "compiled"}
