@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +23,9 @@ def digest(tensor: torch.Tensor) -> int:
     """Compute a checksum of the bytes of a tensor of any shape and dtype, on any device, in any layout.
 
     Equal tensors have equal ones. Words of 64 bits are summed in groups of 128 neighbours, and those at the same place
-    of all groups; the sums are weighted by their position. So what changes places within a group shows too, as heads
-    within a row do. It tells changed weights from unchanged ones; it is no defence against an adversary.
+    of all groups; of the sums BLAKE2b is computed. So each change of one word shows, and what changes places within a
+    group shows too, as heads within a row do. It tells changed weights from unchanged ones, and damage; it is no
+    defence against an adversary.
     """
     running = RunningDigest()
     running.update(tensor)
@@ -34,7 +36,9 @@ class RunningDigest:
     """The checksum of bytes that come one run after another: that of all of them side by side."""
 
     def __init__(self) -> None:
-        self._groups = self._rows = self._columns = self._count = 0
+        self._hash = blake2b(digest_size=8)
+        self._columns = np.zeros(_DIGEST_WORDS, np.int64)
+        self._count = 0
         self._rest: torch.Tensor | None = None
 
     def update(self, tensor: torch.Tensor) -> None:
@@ -54,9 +58,8 @@ class RunningDigest:
         pieces = torch.split(groups, _CACHED_GROUPS) if groups.device.type == "cpu" else (groups,)
         sums = [(piece.sum(dim=1), piece.sum(dim=0)) for piece in pieces]
         rows, columns = (torch.cat(each) for each in zip(*sums, strict=True))
-        self._rows += _weighted(rows, self._groups)
-        self._columns += _weighted(columns.view(-1, _DIGEST_WORDS).sum(dim=0), 0)
-        self._groups += len(groups)
+        self._hash.update(rows.cpu().numpy().data)
+        self._columns += columns.view(-1, _DIGEST_WORDS).sum(dim=0).cpu().numpy()
         rest = flat.numel() - whole
         self._rest = flat[whole:].clone() if rest else None  # the tensor may be written, and its memory given back
 
@@ -64,25 +67,20 @@ class RunningDigest:
         self._count += flat.size
         whole = flat.size // _GROUP_BYTES * _GROUP_BYTES
         groups = flat[:whole].view(np.int64).reshape(-1, _DIGEST_WORDS)
-        weights = np.arange(2 * self._groups + 1, 2 * (self._groups + len(groups)) + 1, 2, dtype=np.int64)
-        self._rows += int((groups.sum(axis=1) * weights).sum())
-        self._columns += int((groups.sum(axis=0) * np.arange(1, 2 * _DIGEST_WORDS, 2)).sum())
-        self._groups += len(groups)
+        self._hash.update(groups.sum(axis=1).data)
+        self._columns += groups.sum(axis=0)
         if flat.size > whole:
             self._rest = torch.from_numpy(flat[whole:].copy())
 
     @property
     def value(self) -> int:
         """The checksum of all bytes so far, as a number of 64 bits with its sign."""
-        rest = 0 if self._rest is None else _weighted(self._rest.to(torch.int64), 0)
-        wrapped = (self._rows * 31 + self._columns * 37 + rest + 17 * self._count) % (1 << 64)
-        return wrapped - (1 << 64) if wrapped >= 1 << 63 else wrapped
-
-
-def _weighted(words: torch.Tensor, before: int) -> int:
-    """Weight words, [words] of 64 bits, by their position behind so many others, and add them up."""
-    weights = torch.arange(2 * before + 1, 2 * (before + words.numel()) + 1, 2, device=words.device)
-    return int((words * weights).sum())
+        whole = self._hash.copy()
+        whole.update(self._columns.data)
+        if self._rest is not None:
+            whole.update(self._rest.cpu().numpy().data)
+        whole.update(self._count.to_bytes(8, "little"))
+        return int.from_bytes(whole.digest(), "little", signed=True)
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

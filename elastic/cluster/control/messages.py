@@ -20,7 +20,7 @@ from elastic.engines.core.step import SequenceState
 from elastic.planning.pipeline.chunk_cost import ModelCost
 from elastic.types import Action
 
-PROTOCOL = 17
+PROTOCOL = 18
 
 
 @dataclass(frozen=True)

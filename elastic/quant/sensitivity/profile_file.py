@@ -18,7 +18,7 @@ from elastic.directories import replacing
 from elastic.errors import ConfigError, require_path
 from elastic.memory.checksum import digest
 
-FILE_FORMAT = 1
+FILE_FORMAT = 2
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,8 @@ from elastic.quant.variants.host_block import in_one_block, over_block, parts_in
 from elastic.quant.variants.packed_weight import PackedMatrix
 from elastic.quant.variants.variant import MatrixParameter, PackedLayer, Packing, ReplacedParameter, Variant
 
-VERSION = "elastic-variant-3"
-READ = ("elastic-variant-1", "elastic-variant-2", VERSION)
-"""Versions that can be read: the first knew no pruned matrices. Offsets of int8 were bfloat16 before, and their kernels
-others: they are measured anew."""
+VERSION = "elastic-variant-4"
+"""Of the files that are written and read; those before have other checksums."""
 
 
 def save(path: Path, variant: Variant, layers: Sequence[LayerParameters], packed: Sequence[PackedLayer]) -> None:
@@ -89,7 +87,7 @@ def _read_layers(
     if set(description["layers"]) != set(names):
         raise _foreign(path, "it has other layers than the model")
     target, described = description["target"], description["layers"]
-    if KernelTarget(**target) == KernelTarget.of(layers[0].device) and description["version"] == VERSION:
+    if KernelTarget(**target) == KernelTarget.of(layers[0].device):
         paths.merge(KernelTable.from_json(description["paths"]))
     return [_load_layer(file, layer, {"target": target, **described[layer.name]}) for layer in layers]
 
@@ -193,7 +191,7 @@ def _read_description(file: CheckpointFile) -> dict[str, Any]:
     if hashlib.sha256(text.encode()).hexdigest() != file.metadata.get("sha256"):
         raise _damaged(file.path, "the checksum of its description does not fit")
     description: dict[str, Any] = json.loads(text)
-    if description.get("version") not in READ:
+    if description.get("version") != VERSION:
         raise _foreign(file.path, f"its version is {description.get('version')!r}, not {VERSION!r}")
     return description
 

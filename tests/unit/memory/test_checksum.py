@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,19 +14,15 @@ from elastic.memory.checksum import RunningDigest, digest
 
 
 def by_definition(data: bytes) -> int:
-    """Groups of 128 words are summed, and words at the same place of all groups; the sums are weighted by 1, 3, 5, ...,
-    bytes behind the last group alike."""
+    """The BLAKE2b of the sums of groups of 128 words, those of words at the same place of all groups, bytes behind the
+    last group, and their number."""
     whole = len(data) // 1024 * 1024
-    words = [int.from_bytes(data[at : at + 8], "little", signed=True) for at in range(0, whole, 8)]
-    rows = [sum(words[at : at + 128]) for at in range(0, len(words), 128)]
-    columns = [sum(words[at::128]) for at in range(128)]
-
-    def weighted(numbers: list[int]) -> int:
-        return sum((2 * number + 1) * value for number, value in enumerate(numbers))
-
-    rest = weighted(list(data[whole:])) + 17 * len(data)
-    value = (weighted(rows) * 31 + weighted(columns) * 37 + rest) % (1 << 64)
-    return value - (1 << 64) if value >= 1 << 63 else value
+    words = [int.from_bytes(data[at : at + 8], "little") for at in range(0, whole, 8)]
+    sums = [sum(words[at : at + 128]) for at in range(0, len(words), 128)]
+    sums += [sum(words[at::128]) for at in range(128)]
+    text = b"".join((each % (1 << 64)).to_bytes(8, "little") for each in sums)
+    text += data[whole:] + len(data).to_bytes(8, "little")
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
 def bytes_of(seed: int, count: int) -> torch.Tensor:
@@ -81,3 +79,21 @@ def test_words_that_overflow_are_told_apart() -> None:
     changed[200] -= 1
     assert digest(largest) == by_definition(bytes(largest.view(torch.uint8).tolist()))
     assert digest(largest) != digest(changed)
+
+
+@given(count=st.integers(1, 5000), flips=st.sets(st.integers(0, 40_000), min_size=1, max_size=3))
+def test_bits_that_are_turned_are_told_apart(count: int, flips: set[int]) -> None:
+    """The signs of every second float32 had no part in it; those of two words cancel each other in a plain sum."""
+    tensor = bytes_of(count, count)
+    changed = tensor.clone()
+    for flip in {flip % (8 * count) for flip in flips}:
+        changed[flip // 8] ^= 1 << flip % 8
+    assert digest(changed) != digest(tensor)
+
+
+@pytest.mark.parametrize("numbers", [1, 2])
+def test_signs_that_are_turned_are_told_apart(numbers: int) -> None:
+    tensor = torch.arange(1.0, 4097.0)
+    changed = tensor.clone()
+    changed[1 : 2 * numbers + 1 : 2] *= -1
+    assert digest(changed) != digest(tensor)

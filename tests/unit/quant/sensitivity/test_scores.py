@@ -351,7 +351,7 @@ def test_a_damaged_file_is_refused_in_words(saved: Path, tmp_path_factory: Any, 
             assert sorted(Profile.load(damaged).order) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "3", "{}", '{"format": 2}', '{"format": 1, "setting": []}', "null"])
+@pytest.mark.parametrize("content", ["", "[]", "3", "{}", '{"format": 1}', '{"format": 2, "setting": []}', "null"])
 def test_a_file_that_is_no_profile_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(content)

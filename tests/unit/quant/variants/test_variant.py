@@ -22,7 +22,6 @@ from elastic.kvcache.decode_table import table
 from elastic.memory.checkpoint_file import CheckpointFile
 from elastic.memory.host_store import host
 from elastic.quant.formats.integer import Integers
-from elastic.quant.formats.kernel_table import paths
 from elastic.quant.variants.eligible import LayerParameters
 from elastic.quant.variants.host_block import in_one_block
 from elastic.quant.variants.pack_model import packer
@@ -166,25 +165,6 @@ def test_what_is_in_the_place_of_a_file_is_refused_with_its_name(tmp_path: Path)
     path.mkdir()
     with pytest.raises(ConfigError, match=f"{path} cannot be read"):
         cached(tmp_path, build("llama-gqa"))
-
-
-def test_kernels_that_an_earlier_version_measured_are_measured_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It had kernels for int8 with zero points that there are no more."""
-    options: dict[str, Any] = {"variants": [elastic.Variant("wide", Integers(8, -1))], "variant_cache": tmp_path}
-    path = tmp_path / "elastic-wide.safetensors"
-    elastic.unwrap(elastic.wrap(build("llama-gqa"), places=ROOMY, **options))
-    about = json.loads(CheckpointFile(path).metadata["about"])
-    offsets = {name for e in next(iter(about["layers"].values()))["parameters"].values() for name in e["parts"]}
-    assert "offsets" in offsets
-    rows = [{**row, "paths": dict.fromkeys(row["paths"], "packed")} for row in about["paths"]]
-    rewritten(path, json.dumps({**about, "version": "elastic-variant-2", "paths": rows}))
-    monkeypatch.setattr(paths, "_entries", {})
-    model = elastic.wrap(build("llama-gqa"), places=ROOMY, **options)
-    model.elastic.swap([0, 1, 2], "wide")
-    assert model(**prompt(2)).logits.isfinite().all()
-    elastic.unwrap(model)
 
 
 @pytest.fixture(scope="module")
