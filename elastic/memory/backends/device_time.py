@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from statistics import median
 
 import torch
+
+from elastic.openmp import single_thread
 
 RACE_S = 0.005
 """Of each way in a race, if nothing disturbs it: one that takes less is repeated."""
@@ -65,3 +68,26 @@ def _turns(taken: list[float], fastest: float) -> float:
     """Return how many turns a way is to have whose turns took so many seconds up to now."""
     few = 2 if min(taken) > FAR_BEHIND * fastest else 5
     return min(RACE_TURNS if sum(taken) < RACE_MOST_S else 2, max(few, RACE_S / min(taken)))
+
+
+def time_ratio(after: Callable[[], object], before: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Return what `after` takes of the time of `before`, by medians of so many turns: the least may be from a cache.
+
+    On a CPU, where a few of them take longer with all threads than with one, other processes compute, and those of one
+    thread decide.
+    """
+    shared, alone_s = list[tuple[float, float]](), (math.inf, math.inf)
+    if device.type == "cpu" and torch.get_num_threads() > 1:
+        with single_thread():
+            alone_s = _medians([(seconds_of(after, device), seconds_of(before, device)) for _ in range(5)])
+    while len(shared) < repeats:
+        shared.append((seconds_of(after, device), seconds_of(before, device)))
+        if len(shared) == 3 and sum(_medians(shared)) > 1.2 * sum(alone_s):
+            return alone_s[0] / alone_s[1]
+    after_s, before_s = _medians(shared)
+    return after_s / before_s
+
+
+def _medians(pairs: list[tuple[float, float]]) -> tuple[float, float]:
+    first, second = map(median, zip(*pairs, strict=True))
+    return first, second

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import cycle
-from statistics import median
 
 import torch
 import torch.nn.functional as F
 
-from elastic.memory.backends.device_time import seconds_of
+from elastic.memory.backends.device_time import time_ratio
 from elastic.weights.prepacked.joined import joined_layout
 from elastic.weights.prepacked.onednn import OneDNNLayout, find_layout, multiply
 
@@ -77,10 +77,7 @@ def packed_time_ratios(layout: OneDNNLayout, outputs: Sequence[int] = ()) -> lis
         ratios = []
         for rows in ROWS:
             x = torch.randn(rows, layout.shape[1], generator=generator).to(layout.dtype)
-            before, after = [], []
-            for _ in range(REPEATS):
-                parts, matrix = next(plain), next(matrices)
-                before.append(seconds_of(lambda x=x, parts=parts: [F.linear(x, part) for part in parts], weight.device))  # type: ignore[misc]
-                after.append(seconds_of(lambda x=x, matrix=matrix: multiply(x, matrix, None), weight.device))  # type: ignore[misc]
-            ratios.append(median(after) / median(before))  # the least would be that of a matrix still in a cache
+            after = partial(lambda x: multiply(x, next(matrices), None), x)
+            before = partial(lambda x: [F.linear(x, part) for part in next(plain)], x)
+            ratios.append(time_ratio(after, before, weight.device, REPEATS))
     return ratios

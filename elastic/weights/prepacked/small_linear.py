@@ -8,15 +8,14 @@ library: torch's takes twice oneDNN's time on some processors.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.nn.functional as F
 
 from elastic.compiler import compiled_library
-from elastic.memory.backends.device_time import seconds_of
+from elastic.memory.backends.device_time import time_ratio
 from elastic.weights.prepacked import onednn
 from elastic.weights.prepacked.choice import SMALLEST_BYTES
 
@@ -85,11 +84,8 @@ def _is_faster_by_onednn(shape: tuple[int, int], threads: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.no_grad():
         weight, x = torch.randn(shape, generator=generator), torch.randn(TIMED_TOKENS, shape[1], generator=generator)
-        by_torch, by_onednn = [], []
-        for _ in range(REPEATS):
-            by_torch.append(seconds_of(lambda: F.linear(x, weight), weight.device))
-            by_onednn.append(seconds_of(lambda: onednn.multiply(x, weight, None), weight.device))
-        return median(by_onednn) < median(by_torch)
+        by_onednn, by_torch = partial(onednn.multiply, x, weight, None), partial(F.linear, x, weight)
+        return time_ratio(by_onednn, by_torch, weight.device, REPEATS) < 1
 
 
 @cache

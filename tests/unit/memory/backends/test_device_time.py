@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.memory.backends import device_time
-from elastic.memory.backends.device_time import RACE_MOST_S, RACE_S, RACE_TURNS, race
+from elastic.memory.backends.device_time import RACE_MOST_S, RACE_S, RACE_TURNS, race, time_ratio
 
 CPU = torch.device("cpu")
 SLICE_S = 0.004
@@ -64,3 +65,42 @@ def test_the_fastest_wins_beside_processes_that_take_turns_with_it(first: str, p
     seconds = {first: 0.0} | {"quick": 2e-5, "slow": 3e-5}
     machine = Machine(seconds, lambda now: int(now / SLICE_S + phase) % of == 0)
     assert machine.race() == pytest.approx({"quick": 2e-5, "slow": 3e-5})
+
+
+def test_one_quick_turn_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a product with a matrix that is still in a cache is."""
+    turns = itertools.count()
+    works: list[Callable[[], object]] = [lambda: None, lambda: None]
+
+    def seconds(work: object, device: torch.device) -> float:
+        return 0.1 if next(turns) % 30 == 0 else {works[0]: 1.0, works[1]: 2.0}[work]  # type: ignore[index]
+
+    monkeypatch.setattr(device_time, "seconds_of", seconds)
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert time_ratio(works[0], works[1], CPU, 15) == 0.5
+
+
+@pytest.mark.parametrize(("together", "expected"), [((0.6, 0.5), 1.2), ((100.0, 3.0), 0.75)])
+def test_where_others_compute_the_times_of_one_thread_decide(
+    together: tuple[float, float], expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several threads that take longer than one wait for a processor."""
+    works: list[Callable[[], object]] = [lambda: None, lambda: None]
+    alone, shared = [0.9, 1.2], 0
+
+    def seconds(work: Callable[[], object], device: torch.device) -> float:
+        nonlocal shared
+        if torch.get_num_threads() == 1:
+            return alone[works.index(work)]
+        shared += 1
+        return together[works.index(work)]
+
+    monkeypatch.setattr(device_time, "seconds_of", seconds)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert time_ratio(works[0], works[1], CPU, 15) == pytest.approx(expected)
+    finally:
+        torch.set_num_threads(threads)
+    assert shared == (30 if expected == 1.2 else 6)

@@ -142,18 +142,6 @@ def test_what_is_faster_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(torch.get_rng_state(), state), "random numbers of the program are its own"
 
 
-def test_one_quick_product_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of a matrix which is still in a cache is."""
-    products = itertools.count()
-
-    def seconds(work: object, device: torch.device) -> float:
-        number = next(products)
-        return 0.1 if number % (2 * choice.REPEATS) == 0 else (2.0, 1.0)[number % 2]
-
-    monkeypatch.setattr(choice, "seconds_of", seconds)
-    assert choice.packed_time_ratios(layout_of(torch.randn(256, 128))) == [0.5] * len(choice.ROWS)
-
-
 def test_layers_leave_and_return_in_their_order(elastic_model: tuple[Model, ElasticModel], packed: bool) -> None:
     model, elastic = elastic_model
     x, runtime = torch.randn(5, 128), elastic.runtime
