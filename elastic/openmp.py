@@ -28,15 +28,18 @@ def release_threads() -> None:
 @contextmanager
 def single_thread() -> Iterator[None]:
     """Have the calling thread compute alone, and no other one of the process; without OpenMP nothing is done."""
-    set_threads, threads = getattr(_library(), "omp_set_num_threads", None), torch.get_num_threads()
+    set_threads = getattr(_library(), "omp_set_num_threads", None)
     if set_threads is None:
         yield
         return
+    set_mkl_threads = getattr(_library(), "MKL_Set_Num_Threads_Local", lambda count: 0)
+    threads, mkl_threads = torch.get_num_threads(), set_mkl_threads(1)  # 0: as the process has it
     set_threads(1)
     try:
         yield
     finally:
         set_threads(threads)
+        set_mkl_threads(mkl_threads)
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 
 import torch
@@ -73,21 +73,22 @@ def _turns(taken: list[float], fastest: float) -> float:
 def time_ratio(after: Callable[[], object], before: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Return what `after` takes of the time of `before`, by medians of so many turns: the least may be from a cache.
 
-    On a CPU, where a few of them take longer with all threads than with one, other processes compute, and those of one
-    thread decide.
+    On a CPU, where a few of them take longer with all threads than with one, other processes compute, and the least
+    times of one thread decide.
     """
-    shared, alone_s = list[tuple[float, float]](), (math.inf, math.inf)
+    alone_s = math.inf, math.inf
     if device.type == "cpu" and torch.get_num_threads() > 1:
         with single_thread():
-            alone_s = _medians([(seconds_of(after, device), seconds_of(before, device)) for _ in range(5)])
-    while len(shared) < repeats:
-        shared.append((seconds_of(after, device), seconds_of(before, device)))
-        if len(shared) == 3 and sum(_medians(shared)) > 1.2 * sum(alone_s):
+            alone_s = _of_both(min, [(seconds_of(after, device), seconds_of(before, device)) for _ in range(5)])
+    pairs = list[tuple[float, float]]()
+    while len(pairs) < repeats:
+        pairs.append((seconds_of(after, device), seconds_of(before, device)))
+        if len(pairs) == 3 and sum(_of_both(median, pairs)) > 1.2 * sum(alone_s):
             return alone_s[0] / alone_s[1]
-    after_s, before_s = _medians(shared)
+    after_s, before_s = _of_both(median, pairs)
     return after_s / before_s
 
 
-def _medians(pairs: list[tuple[float, float]]) -> tuple[float, float]:
-    first, second = map(median, zip(*pairs, strict=True))
-    return first, second
+def _of_both(statistic: Callable[[Iterable[float]], float], pairs: list[tuple[float, float]]) -> tuple[float, float]:
+    after, before = zip(*pairs, strict=True)
+    return statistic(after), statistic(before)
