@@ -11,9 +11,9 @@ import torch
 
 from elastic.openmp import single_thread
 
-RACE_S = 0.005
+RACE_S = 0.003
 """Of each way in a race, if nothing disturbs it: one that takes less is repeated."""
-RACE_TURNS = 50
+RACE_TURNS = 30
 """The most turns of one way."""
 RACE_MOST_S = 0.1
 """Of all turns of one way: after it, as with long work or on a busy machine, there are no more than two."""
