@@ -60,38 +60,17 @@ class Queue(Protocol):
     def get(self) -> Any: ...
 
 
-class Clock(Protocol):
-    """What `now` and the functions below it do in a thread."""
+class Clock:
+    """The time and the threads of this process. What simulates them is derived from it, and does all of it otherwise."""
 
-    def now(self) -> float: ...
-    def wall(self) -> float: ...
-    def sleep(self, seconds: float) -> None: ...
-    def lock(self) -> Lock: ...
-    def condition(self, lock: Lock) -> Condition: ...
-    def event(self) -> ClockEvent: ...
-    def queue(self) -> Queue: ...
-    def thread(self, work: Callable[[], object], name: str) -> Thread: ...
-    def current_thread(self) -> Thread: ...
-    def run_together(self, calls: Sequence[Callable[[], T]], name: str) -> list[Future[T]]: ...
-
-
-class ProcessClock:
-    """The time and the threads of this process."""
-
-    now = staticmethod(time.perf_counter)
-    wall = staticmethod(time.time)
-    sleep = staticmethod(time.sleep)
-    lock = staticmethod(threading.Lock)
-    event = staticmethod(threading.Event)
-    current_thread = staticmethod(threading.current_thread)
-
-    def condition(self, lock: Any) -> Condition:
-        """See `condition`."""
-        return threading.Condition(lock)
-
-    def queue(self) -> Queue:
-        """See `make_queue`."""
-        return queue.SimpleQueue()
+    now: Callable[[], float] = staticmethod(time.perf_counter)
+    wall: Callable[[], float] = staticmethod(time.time)
+    sleep: Callable[[float], object] = staticmethod(time.sleep)
+    lock: Callable[[], Lock] = staticmethod(threading.Lock)
+    condition: Callable[[Any], Condition] = staticmethod(threading.Condition)
+    event: Callable[[], ClockEvent] = staticmethod(threading.Event)
+    queue: Callable[[], Queue] = staticmethod(queue.SimpleQueue)
+    current_thread: Callable[[], Thread] = staticmethod(threading.current_thread)
 
     def thread(self, work: Callable[[], object], name: str) -> Thread:
         """See `make_thread`."""
@@ -104,7 +83,7 @@ class ProcessClock:
 
 
 class _Here(threading.local):
-    clock: Clock = ProcessClock()
+    clock = Clock()
 
 
 _here = _Here()

@@ -265,8 +265,8 @@ class SimulatedFuture(Future[T]):
         return super().result(0)
 
 
-class SimulatedThreads:
-    """A `clock.Clock`: the threads of a simulation, and what they wait for."""
+class SimulatedThreads(clock.Clock):
+    """The threads of a simulation, and what they wait for."""
 
     def __init__(self, events: VirtualClock) -> None:
         self.events = events
