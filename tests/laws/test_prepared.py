@@ -265,7 +265,7 @@ def test_transactions_are_all_or_nothing_in_any_order(many: bool, monkeypatch: p
     run_state_machine_as_test(
         Transactions,
         settings=settings(
-            max_examples=200 if many else 10,
+            max_examples=200 if many else 20,
             stateful_step_count=60,
             deadline=None,
             database=None,
