@@ -61,7 +61,7 @@ class Queue(Protocol):
 
 
 class Clock:
-    """The time and the threads of this process. What simulates them is derived from it, and does all of it otherwise."""
+    """The time and the threads of this process; what simulates them derives from it, and has its own of each."""
 
     now: Callable[[], float] = staticmethod(time.perf_counter)
     wall: Callable[[], float] = staticmethod(time.time)

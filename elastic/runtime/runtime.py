@@ -138,7 +138,7 @@ class Runtime(LayerVerbs):
     @property
     def busy(self) -> bool:
         """Whether actions that were asked for are under way or deferred."""
-        return self._executor.busy
+        return self._executor.unfinished > 0 or bool(self._executor.runner.deferred())
 
     @property
     def closed(self) -> bool:
@@ -216,7 +216,8 @@ class Runtime(LayerVerbs):
         if id is not None and not (isinstance(id, str) and 0 < len(id) <= LONGEST_ID and id.isprintable()):
             raise ConfigError(f"id={str(id)[:LONGEST_ID]!r} must have 1 to {LONGEST_ID} printable characters")
         self._require_outside()
-        return _awaited(self._executor.prepare(id or uuid4().hex, actions, timeout_s))
+        prepare = partial(self._executor.held.prepare, id or uuid4().hex, actions, timeout_s)
+        return _awaited(self._executor.call(prepare))
 
     def commit(self, id: str) -> tuple[Result, ...]:
         """Commit what was prepared, between two forward passes; return the results of the actions in order.
@@ -226,7 +227,7 @@ class Runtime(LayerVerbs):
         """
         self._require_outside()
         require(isinstance(id, str), "id", id, "the text that prepare returned")
-        return _awaited(self._executor.commit(id))
+        return _awaited(self._executor.end_held(partial(self._executor.held.commit, id)))
 
     def rollback(self, id: str) -> None:
         """Give back what was prepared. Doing it again, or after its time was over, changes nothing.
@@ -235,7 +236,7 @@ class Runtime(LayerVerbs):
         """
         self._require_outside()
         require(isinstance(id, str), "id", id, "the text that prepare returned")
-        _awaited(self._executor.roll_back(id))
+        _awaited(self._executor.end_held(partial(self._executor.held.roll_back, id)))
 
     @property
     def held(self) -> tuple[Prepared, ...]:
@@ -307,7 +308,7 @@ class Runtime(LayerVerbs):
         """Start the worker, and with `controlled` the controller, if there is one."""
         self.state = RuntimeState.RUNNING
         lifecycle.running.add(self)
-        self._executor.start()
+        self._executor.thread.start()
         if self.controller and controlled:
             self.controller.start()
 

@@ -19,7 +19,7 @@ from elastic.actions.transactions.transaction import RETRY, ActionOutcome, Agree
 from elastic.errors import ElasticError, StateError
 from elastic.hooks.forward_gate import ForwardGate
 from elastic.openmp import release_threads
-from elastic.types import Action, Change, Prepared, Result
+from elastic.types import Action, Change, Result
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -55,35 +55,20 @@ class ActionExecutor:
         """Called on the thread when a job is not among them any more, before whoever waits for it goes on."""
         self._closed = False
         self._counting = threading.Lock()
-        self._thread = threading.Thread(target=self._run_jobs, name="elastic-runtime", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run_jobs, name="elastic-runtime", daemon=True)
+        """Started by whoever makes this."""
 
     def close(self, timeout_s: float | None = None) -> None:
         """Finish the jobs that were submitted, roll back what is held, and end the thread, if it runs."""
         with self._counting:
             self._closed = True
             self._jobs.put(None)
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
+        if self.thread.is_alive():
+            self.thread.join(timeout_s)
 
     def submit(self, actions: Sequence[Action], why: str) -> Future[tuple[Result, ...]]:
         """Have actions done; the future has their results in order."""
         return self.call(partial(self._run, tuple(actions), why))
-
-    def prepare(self, id: str, actions: Sequence[Action], timeout_s: float) -> Future[Prepared]:
-        """Have actions prepared and held; the future has what is held for them."""
-        return self.call(partial(self.held.prepare, id, tuple(actions), timeout_s))
-
-    def commit(self, id: str) -> Future[tuple[Result, ...]]:
-        """Have what is held committed; the future has the results in order."""
-        return self.call(partial(self._end, partial(self.held.commit, id)))
-
-    def roll_back(self, id: str) -> Future[None]:
-        """Have what is held undone."""
-        return self.call(partial(self._end, partial(self.held.roll_back, id)))
 
     def call(self, work: Callable[[], T]) -> Future[T]:
         """Have something done while no action is under way; the future has its result."""
@@ -95,10 +80,16 @@ class ActionExecutor:
             self._jobs.put(job)
         return job.done
 
-    @property
-    def busy(self) -> bool:
-        """Whether any job is not done yet, or any action deferred."""
-        return self.unfinished > 0 or bool(self.runner.deferred())
+    def end_held(self, end: Callable[[], T]) -> Future[T]:
+        """Have a held transaction ended, by a call of `held`; what waits for pages may have waited for that."""
+
+        def work() -> T:
+            try:
+                return end()
+            finally:
+                self.retry()
+
+        return self.call(work)
 
     def retry(self) -> None:
         """Have deferred actions tried again. May be called under any lock: it only queues a job."""
@@ -179,13 +170,6 @@ class ActionExecutor:
         with self.runner.recorded(Transaction(actions, why)):
             self.held.require_free(actions)
         return self.runner.commit(self.runner.prepare(actions, why))
-
-    def _end(self, end: Callable[[], Any]) -> Any:
-        """End a held transaction; then others may have its layers, which may have waited for that."""
-        try:
-            return end()
-        finally:
-            self.retry()
 
     def _deferred(self) -> tuple[Action, ...]:
         """Return the actions that wait for pages, but for layers that a held transaction has."""

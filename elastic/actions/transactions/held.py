@@ -36,7 +36,6 @@ class HeldTransaction:
 class EndedTransaction:
     """How one ended."""
 
-    actions: tuple[Action, ...]
     results: tuple[Result, ...] = ()
     undone: str = ""
     """Why it was rolled back; empty: it was committed."""
@@ -99,9 +98,9 @@ class HeldTransactions:
         try:
             results = self._runner.commit(transaction)
         except BaseException as error:
-            self._remember(id, EndedTransaction(transaction.actions, undone=f"it could not be committed: {error}"))
+            self._remember(id, EndedTransaction(undone=f"it could not be committed: {error}"))
             raise
-        self._remember(id, EndedTransaction(transaction.actions, results))
+        self._remember(id, EndedTransaction(results))
         return results
 
     def roll_back(self, id: str, reason: str = "it was asked for") -> None:
@@ -111,7 +110,7 @@ class HeldTransactions:
         """
         if id in self._held:
             transaction = self._held.pop(id).transaction
-            self._remember(id, EndedTransaction(transaction.actions, undone=reason))
+            self._remember(id, EndedTransaction(undone=reason))
             self._runner.roll_back(transaction, f"rolled back: {reason}")
         elif not self._end_of(id).undone:
             raise StateError(f"id={id!r} was committed; undo it by the opposite actions")

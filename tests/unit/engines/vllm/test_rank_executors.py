@@ -71,7 +71,7 @@ class Rank:
         handlers: dict[type, ActionHandler] = {Restore: self.layers}
         self.executor = ActionExecutor(ForwardGate(), handlers, self.outcomes.append, self.agreement)
         self.agreement.begin = self.executor.submit
-        self.executor.start()
+        self.executor.thread.start()
 
 
 @contextmanager
