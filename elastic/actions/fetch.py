@@ -12,9 +12,7 @@ import torch
 from elastic.errors import ConfigError, StateError
 from elastic.memory.backends.base import runs
 from elastic.memory.backends.rank_memory import open_memory
-from elastic.memory.checksum import digest
 from elastic.memory.rate_limit import RateLimiter
-from elastic.memory.weight_buffer import WeightBuffer
 from elastic.memory.weight_layout import pages_under
 from elastic.planning.sharding.numbers import shared_out
 from elastic.types import Fetch, LayerPages, Swap, WeightsSource
@@ -49,66 +47,37 @@ def require_source(unit: WeightUnit, action: object, shards: frozenset[int]) -> 
         )
 
 
-def refill(weights: ModelWeights, unit: WeightUnit, action: object, buffer: WeightBuffer, rate: RateLimiter) -> None:
-    """Have the full weights of a dropped unit in a buffer with pages; they have the digests that they had.
+def refill(weights: ModelWeights, unit: WeightUnit, shards: frozenset[int], action: object, rate: RateLimiter) -> int:
+    """Have the full weights of a dropped unit, or of further parts of it, in its block, which has pages for them.
 
+    `shards` are the parts that it has then. They have the digests that they had. Returns the bytes that were copied.
     Raises `StateError` where they cannot be had: nobody has them any more, or what is there are others.
     """
-
-    def read(source: WeightsSource, _: frozenset[int]) -> None:
-        _read(weights, unit, buffer, source, _is_coordinated(action), [(0, unit.nbytes)], rate)
-
-    def check(_: frozenset[int]) -> None:
-        _put_in_order(unit, buffer)
-        _require_unchanged(unit, _digests_in(buffer, unit))
-
-    if isinstance(action, Fetch) and not _gather(unit, action.sources, frozenset((0,)), read, check):
-        return
-    _read_stored(weights, unit, [(tensor, name) for name, tensor in buffer.show(unit.layout).items()], rate)
-    _require_unchanged(unit, _digests_in(buffer, unit))
-
-
-def refill_parts(
-    weights: ModelWeights, unit: WeightUnit, shards: frozenset[int], action: object, rate: RateLimiter
-) -> int:
-    """Have the full weights of further parts in a unit's block, which has pages for them; as `refill`.
-
-    `shards` are the parts that it has then. Returns the bytes that were copied.
-    """
-    buffer, missing = unit.blocks[unit.full.key], _missing(unit, shards)
+    missing = _missing(unit, shards)
     moved = sum(nbytes for _, nbytes in _runs(unit, missing))
-
-    def read(source: WeightsSource, parts: frozenset[int]) -> None:
-        _read(weights, unit, buffer, source, _is_coordinated(action), _runs(unit, parts), rate)
-
-    def check(parts: frozenset[int]) -> None:
-        _require_unchanged(unit, _digests_of_parts(unit, parts))
-
     if isinstance(action, Fetch):
-        missing = _gather(unit, action.sources, missing, read, check)
+        missing = _gather(weights, unit, action, missing, rate)
     if missing:
-        _read_stored(weights, unit, _coming(unit, missing), rate)
-        check(missing)
+        _read_stored(weights, unit, missing, rate)
+        _require_unchanged(unit, _digests(unit, missing))
     return moved
 
 
-def runs_of_parts(unit: WeightUnit, shards: frozenset[int]) -> list[tuple[int, int]]:
+def missing_runs(unit: WeightUnit, shards: frozenset[int]) -> list[tuple[int, int]]:
     """Return the runs of bytes (offset, bytes) of a unit's layout that it has not, and needs for these parts."""
     return _runs(unit, _missing(unit, shards))
 
 
-def _is_coordinated(action: object) -> bool:
-    return isinstance(action, Fetch) and action.coordinated
-
-
 def _missing(unit: WeightUnit, shards: frozenset[int]) -> frozenset[int]:
-    """Return the parts of these that a unit has not, with `_COMMON` if it has none."""
-    return shards - unit.shards_here | (frozenset() if unit.shards_here else {_COMMON})
+    """Return the parts of these that a unit has not; of one that is cut with `_COMMON`, if it has none."""
+    common = {_COMMON} if unit.cut is not None and not unit.shards_here else frozenset[int]()
+    return (shards - unit.shards_here) | common
 
 
 def _runs(unit: WeightUnit, parts: frozenset[int]) -> list[tuple[int, int]]:
     """Return the runs of bytes (offset, bytes) of a unit's layout in which parts lie."""
-    assert unit.cut is not None, "it comes as a whole"
+    if unit.cut is None:
+        return [(0, unit.nbytes)]
     runs = [(piece.offset, piece.nbytes) for part in parts - {_COMMON} for piece in unit.pieces(part)]
     if _COMMON in parts:
         runs += [(lies.offset, lies.nbytes) for lies in unit.cut.common(unit.layout).parameters.values()]
@@ -122,18 +91,18 @@ def _runs(unit: WeightUnit, parts: frozenset[int]) -> list[tuple[int, int]]:
 
 
 def _gather(
-    unit: WeightUnit,
-    sources: Iterable[WeightsSource],
-    wanted: frozenset[int],
-    read: Callable[[WeightsSource, frozenset[int]], None],
-    check: Callable[[frozenset[int]], None],
+    weights: ModelWeights, unit: WeightUnit, action: Fetch, wanted: frozenset[int], rate: RateLimiter
 ) -> frozenset[int]:
     """Read parts of a unit from the sources that have them, several at once; return what is left to the checkpoint.
 
     What one of them cannot give, or has changed since, is read from others. Raises the error of one where neither
     others nor the checkpoint have it. (AMOEBA, section 3.2)
     """
-    usable = dict(enumerate(_usable(unit, sources)))
+
+    def read(source: WeightsSource, parts: frozenset[int]) -> None:
+        _read(weights, unit, source, _runs(unit, parts), rate, coordinated=action.coordinated)
+
+    usable = dict(enumerate(_usable(unit, action.sources)))
     have, left = {n: {*pages.shards, _COMMON} for n, (_, pages) in usable.items()}, wanted
     while asked := shared_out(left, have):
         with ThreadPoolExecutor(min(MOST_AT_ONCE, len(asked)), "elastic-fetch") as threads:
@@ -142,7 +111,8 @@ def _gather(
             parts = frozenset(asked[n])
             try:
                 done.result()
-                check(parts)
+                _put_in_order(unit, parts)
+                _require_unchanged(unit, _digests(unit, parts))
                 left -= parts
             except StateError as error:
                 del have[n]
@@ -156,12 +126,10 @@ def _usable(unit: WeightUnit, sources: Iterable[WeightsSource]) -> list[tuple[We
     return [(source, pages) for source, pages in there if _difference(unit, pages) is None]
 
 
-def _read_stored(
-    weights: ModelWeights, unit: WeightUnit, coming: Iterable[tuple[torch.Tensor, Piece | str]], rate: RateLimiter
-) -> None:
-    """Fill what comes to a unit's block, from host memory, or else from the files of the checkpoint, run by run."""
+def _read_stored(weights: ModelWeights, unit: WeightUnit, parts: frozenset[int], rate: RateLimiter) -> None:
+    """Fill what comes with parts, from host memory, or else from the files of the checkpoint, run by run."""
     kept = []
-    for target, of in coming:
+    for target, of in _coming(unit, parts):
         name, piece = (of, None) if isinstance(of, str) else (of.name, of)
         if name in unit.host_copies:
             full = unit.host_copies[name].tensor
@@ -171,22 +139,21 @@ def _read_stored(
     weights.streamer(unit).copier.copy(kept, rate).finish()
 
 
-def _digests_of_parts(unit: WeightUnit, parts: frozenset[int]) -> dict[str, int]:
+def _digests(unit: WeightUnit, parts: frozenset[int]) -> dict[str, int]:
     """Return the digests of what comes with parts, by name, as it is in the unit's block."""
     return {
-        of if isinstance(of, str) else of.key: digest(tensor) if isinstance(of, str) else of.digest(tensor)
+        of if isinstance(of, str) else of.key: (unit.slots[of] if isinstance(of, str) else of).digest(tensor)
         for tensor, of in _coming(unit, parts)
     }
 
 
 def _coming(unit: WeightUnit, parts: frozenset[int]) -> Iterator[tuple[torch.Tensor, Piece | str]]:
     """Yield what comes with parts: a tensor over the unit's block, any shape, and which piece or parameter it is."""
-    assert unit.cut is not None, "it comes as a whole"
-    for part in sorted(parts - {_COMMON}):
-        for piece in unit.pieces(part):
-            yield unit.show_piece(piece), piece
-    if _COMMON in parts:
-        for name, tensor in unit.blocks[unit.full.key].show(unit.cut.common(unit.layout)).items():
+    for piece in (piece for part in sorted(parts - {_COMMON}) for piece in unit.pieces(part)):
+        yield unit.show_piece(piece), piece
+    if unit.cut is None or _COMMON in parts:
+        layout = unit.layout if unit.cut is None else unit.cut.common(unit.layout)
+        for name, tensor in unit.blocks[unit.full.key].show(layout).items():
             yield tensor, name
 
 
@@ -233,22 +200,22 @@ def _difference(unit: WeightUnit, pages: LayerPages) -> ConfigError | StateError
 def _read(
     weights: ModelWeights,
     unit: WeightUnit,
-    buffer: WeightBuffer,
     source: WeightsSource,
-    coordinated: bool,
     wanted: Sequence[tuple[int, int]],
     rate: RateLimiter,
+    *,
+    coordinated: bool,
 ) -> None:
     """Read runs of bytes (offset, bytes) of a unit's layout from the memory of another process into its own."""
     pace, size = weights.pace if coordinated else None, source.page_bytes
     pages = next(pages for pages in source.layers if pages.layer == unit.index)
     lies = unit.layout.pages(size) if unit.cut is None else unit.cut.pages(unit.layout, size).numbers(pages.shards)
     place_of = dict(zip(sorted(lies), pages.pages, strict=True))
-    device = buffer.pool.device
+    block, device = unit.blocks[unit.full.key], unit.pool.device
     with closing(open_memory(source.file, source.memory, weights.peers, device, coordinated=coordinated)) as reader:
         most = (lambda: _PIECE_BYTES) if pace is None else lambda: pace.chunk
         for offset, nbytes in wanted:
-            buffer.read(reader, _pieces(place_of, size, offset, nbytes, most), rate, pace, at=offset)
+            block.read(reader, _pieces(place_of, size, offset, nbytes, most), rate, pace, at=offset)
 
 
 def _pieces(
@@ -270,19 +237,14 @@ def _pieces(
             at += piece
 
 
-def _put_in_order(unit: WeightUnit, buffer: WeightBuffer) -> None:
-    """Have a unit's full parameters in a buffer, which came plain, in the order that they have in its pages.
+def _put_in_order(unit: WeightUnit, parts: frozenset[int]) -> None:
+    """Have what has come with parts, plain, in the order that it has in the unit's pages.
 
     The tensors go with this frame: one in the frame of an error that lives on would keep its pages.
     """
-    for name, tensor in buffer.show(unit.layout).items():
-        if unit.slots[name].prepacked:
-            tensor.copy_(unit.slots[name].in_pages(tensor))
-
-
-def _digests_in(buffer: WeightBuffer, unit: WeightUnit) -> dict[str, int]:
-    """Return the digests of a unit's full parameters, by name, as they are in a buffer."""
-    return {name: unit.slots[name].digest(tensor) for name, tensor in buffer.show(unit.layout).items()}
+    for tensor, of in _coming(unit, parts):
+        if isinstance(of, str) and unit.slots[of].prepacked:
+            tensor.copy_(unit.slots[of].in_pages(tensor))
 
 
 def _require_unchanged(unit: WeightUnit, now: Mapping[str, int]) -> None:

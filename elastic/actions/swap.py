@@ -30,7 +30,7 @@ from elastic.actions.deferred import (
     retire,
     shards_after,
 )
-from elastic.actions.fetch import refill, refill_parts, require_source, runs_of_parts
+from elastic.actions.fetch import missing_runs, refill, require_source
 from elastic.actions.pages.broker import PageBroker
 from elastic.actions.shards.parts import claim_parts, give_back_parts
 from elastic.errors import CapacityError
@@ -219,17 +219,10 @@ class SwapHandler(ActionHandler):
             prepared.switches.append(switch)
         self._finish_copies(prepared)
         for switch in prepared.switches[first:]:
-            if switch.shards is None:
-                self._fill(switch, prepared)
+            if switch.unit.absent is Absence.DROPPED and switch.precision is switch.unit.full:
+                self._refill(switch, prepared)
             else:
-                prepared.moved_bytes += refill_parts(
-                    self._weights, switch.unit, switch.shards, prepared.action, self._copy_rate
-                )
-                switch.contents = (
-                    resident_contents(switch.unit, switch.unit.full)
-                    if switch.shards == switch.unit.every
-                    else absent_contents(switch.unit, Absence.DROPPED, switch.shards)
-                )
+                self._fill(switch, prepared)
 
     def _drop(self, switches: list[SlotSwitch]) -> None:
         """Give the pages of new buffers back."""
@@ -286,14 +279,20 @@ class SwapHandler(ActionHandler):
             grown += pages - pages_left(unit, action)
         return most
 
+    def _refill(self, switch: SlotSwitch, prepared: PreparedSwap) -> None:
+        """Have the full weights of a dropped layer, or of some parts of it, and wait for them."""
+        unit = switch.unit
+        shards = unit.every if switch.shards is None else switch.shards
+        prepared.moved_bytes += refill(self._weights, unit, shards, prepared.action, self._copy_rate)
+        if shards == unit.every:
+            switch.contents = resident_contents(unit, unit.full)
+        else:
+            switch.contents = absent_contents(unit, Absence.DROPPED, shards)
+
     def _fill(self, switch: SlotSwitch, prepared: PreparedSwap) -> None:
         """Start to copy the bytes of a switch's precision, and check meanwhile that the host has those that leave."""
         unit, precision = switch.unit, switch.precision
         copier, buffer = self._weights.streamer(unit).copier, unit.blocks[precision.key]
-        if unit.absent is Absence.DROPPED and precision is unit.full:
-            refill(self._weights, unit, prepared.action, buffer, self._copy_rate)
-            self._filled(switch, prepared)
-            return
         copy = copier.copy(unit.sources(buffer.show(precision.layout), precision), self._copy_rate)
         try:
             changed = 0 if unit.absent else unit.keep(self._copy_rate)
@@ -309,7 +308,8 @@ class SwapHandler(ActionHandler):
             copying.copy.finish()
             if copying.changed or outdated(copying.switch.precision, copying.switch.unit.host_copies):
                 self._fill_anew(copying.switch)
-            self._filled(copying.switch, prepared)
+            copying.switch.contents = resident_contents(copying.switch.unit, copying.switch.precision)
+            prepared.moved_bytes += copying.switch.precision.nbytes
 
     def _fill_anew(self, switch: SlotSwitch) -> None:
         """Copy a precision's bytes as the host has them now, and wait for them."""
@@ -321,11 +321,6 @@ class SwapHandler(ActionHandler):
         )
         copier.copy(unit.sources(buffer.show(precision.layout), precision), self._copy_rate).finish()
         switch.precision = precision
-
-    def _filled(self, switch: SlotSwitch, prepared: PreparedSwap) -> None:
-        """Note that the bytes of a switch are there."""
-        switch.contents = resident_contents(switch.unit, switch.precision)
-        prepared.moved_bytes += switch.precision.nbytes
 
     def _retire_old(self, switches: list[SlotSwitch]) -> tuple[int, int]:
         """Return the pages that the units gave up: those free now, and those that tensors outside still show."""
@@ -363,4 +358,4 @@ def _require_renewable(unit: WeightUnit, precision: LayerPrecision) -> None:
 def _bytes_needed(unit: WeightUnit, action: Arrival) -> int:
     """Return the bytes that an action copies for a unit."""
     after = shards_after(unit, action)
-    return precision_after(unit, action).nbytes if after is None else sum(n for _, n in runs_of_parts(unit, after))
+    return precision_after(unit, action).nbytes if after is None else sum(n for _, n in missing_runs(unit, after))

@@ -18,13 +18,12 @@ from transformers import LlamaConfig
 
 import elastic
 from elastic import ConfigError
-from elastic.actions import fetch
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Request
 from elastic.engines.executor.model_runner import ModelRunner
 from elastic.memory.copy_engine import ThreadCopyEngine
 from elastic.memory.weight_buffer import WeightBuffer
-from elastic.weights import layer
+from elastic.weights import layer, parameter_slot
 from elastic.weights.shards import layer_cut
 from support import architectures
 from support.architectures import long_ones
@@ -159,7 +158,7 @@ def test_weights_that_leave_are_neither_read_nor_hashed_nor_copied(
 
         monkeypatch.setattr(where, name, noted)
 
-    for module in (layer, layer_cut, fetch):
+    for module in (layer, layer_cut, parameter_slot):
         note(module, "digest")
     for kind, name in ((WeightBuffer, "read"), (WeightBuffer, "extend"), (ThreadCopyEngine, "copy")):
         note(kind, name)

@@ -18,11 +18,10 @@ from safetensors.torch import save_file
 
 import elastic
 from elastic import ConfigError, Drop, StateError, Swap
-from elastic.actions import fetch
 from elastic.memory import copy_engine, host_store
 from elastic.memory.checkpoint_file import Checkpoint
 from elastic.types import DROPPED
-from elastic.weights import batch_context, layer
+from elastic.weights import batch_context, layer, parameter_slot
 from elastic.weights.proxy.tensor import WeightProxy
 from support.architectures import CONFIGS, build, prompt
 from support.child_process import wait_for_the_janitor
@@ -141,7 +140,7 @@ def test_a_drop_reads_nothing_and_copies_nothing(wrapped: Any, tmp_path: Path, m
     rt.digests(range(3))
     buffers, host = rt.weights.streamers["cpu"].buffer_count, rt.status().host
     with monkeypatch.context() as patched:
-        for module in (layer, fetch, host_store):
+        for module in (layer, parameter_slot, host_store):
             patched.setattr(module, "digest", refuse)
         patched.setattr(copy_engine, "copy", refuse)
         assert rt.drop(range(3)).layers == (0, 1, 2)

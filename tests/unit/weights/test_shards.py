@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 import elastic
 from elastic import ConfigError, Drop, Fetch, Restore, StateError
-from elastic.actions import fetch
 from elastic.memory import copy_engine
-from elastic.weights import batch_context, layer
+from elastic.weights import batch_context, layer, parameter_slot
+from elastic.weights.shards import layer_cut
 from support.architectures import CONFIGS, build, prompt
 from support.child_process import wait_for_the_janitor
 from support.weights.sharded import LAYERS, SHARDS, place, wide
@@ -133,7 +133,8 @@ def test_a_part_that_leaves_is_not_read_and_no_byte_is_copied(wrapped: Any, monk
     (pool,) = rt.pools
     addresses, created = [p.data_ptr() for p in layers(model)[0].self_attn.parameters()], pool.backend.created
     with monkeypatch.context() as patched:
-        for module, name in ((layer, "digest"), (fetch, "digest"), (copy_engine, "copy")):
+        digests = [(module, "digest") for module in (layer, layer_cut, parameter_slot)]
+        for module, name in (*digests, (copy_engine, "copy")):
             patched.setattr(module, name, lambda *args: pytest.fail("a drop read or copied weights"))
         rt.drop(shards=(2, 3, 4, 5))
     assert (rt.dropped, rt.shards_here) == ((0, 1), (frozenset((0, 1)), frozenset((2, 3))))
