@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic.types import Action, PlanStep
@@ -14,6 +14,9 @@ Layers = tuple[int, ...]
 
 class ActionHandler(ABC):
     """One kind of action. What `prepare` returns goes through `commit`, and `rollback` or `finish`."""
+
+    deferred: Callable[[], Sequence[Action]] = tuple
+    """Returns the actions to be tried again when pages have come free; most kinds are refused without pages."""
 
     @abstractmethod
     def dry_run(self, action: Any) -> PlanStep:
@@ -46,7 +49,3 @@ class ActionHandler(ABC):
     @abstractmethod
     def finish(self, prepared: Any) -> Any:
         """Give back what is no longer needed, after the safe point; return the result."""
-
-    def deferred(self) -> Sequence[Action]:
-        """Return the actions to be tried again when pages have come free; most kinds are refused without pages."""
-        return ()

@@ -186,13 +186,8 @@ def parts_of(arrival: Arrival) -> tuple[str, ...]:
 
 def require_unwritten(units: Sequence[WeightUnit], version: int) -> None:
     """Raise `StateError` if units of a layer were written since their bytes were copied, when they had this version."""
-    if version_of(units) != version:
+    if sum(unit.version() for unit in units) != version:
         raise StateError(f"the weights of {units[0].name} were written while they were on their way; try again")
-
-
-def version_of(units: Iterable[WeightUnit]) -> int:
-    """Return the number of writes to the parameters of units."""
-    return sum(unit.version() for unit in units)
 
 
 def require_no_gradients(unit: WeightUnit) -> None:

@@ -68,17 +68,16 @@ class DropHandler(ActionHandler):
             gone = sum(
                 switch.unit.shard_pages.pages(switch.shards_before) - switch.unit.held_pages for switch in switches
             )
-            freed = sum(map(self._retire, units))
+            freed = sum(
+                release_parts(unit, self._broker) if unit.shards_here else retire(unit, unit.full, self._broker)
+                for unit in units
+            )
             self._broker.give_to_cache(place, freed)
             released += freed * pool.page_bytes
             retained += (gone - freed) * pool.page_bytes
             pool.notify()
         self._deferred.forget(self._weights.units_of(prepared.action.layers))
         return Change("applied", tuple(unit.index for unit in prepared.units), (), 0, released, retained)
-
-    def _retire(self, unit: WeightUnit) -> int:
-        """Let go of the buffer, or of the parts that have left; return the pages that are free now."""
-        return release_parts(unit, self._broker) if unit.shards_here else retire(unit, unit.full, self._broker)
 
     def _check(self, action: Drop, *, restored: bool = False) -> list[tuple[WeightUnit, frozenset[int]]]:
         """Return the units of which something is dropped, each with the parts that are left.

@@ -15,9 +15,8 @@ from elastic.actions.deferred import (
     require_no_gradients,
     require_unwritten,
     resize_prefetch_buffers,
-    version_of,
 )
-from elastic.actions.pages.allocation import WeightPageAllocator
+from elastic.actions.pages.allocation import WeightPageAllocator, find_pool
 from elastic.actions.pages.copy_plan import copy_plan
 from elastic.errors import ConfigError, StateError
 from elastic.hooks.device_transfer import TransferRouter
@@ -127,13 +126,13 @@ class MigrateHandler(ActionHandler):
         for move in prepared.moves:
             move.contents = {}
             moved += move.arriving.precision.nbytes
-            self._allocator.record_resident(move.arriving.pool.name, move.arriving.pages)
+            self._allocator.shares[move.arriving.pool.name].record_resident(move.arriving.pages)
             released -= move.arriving.held_pages * move.arriving.pool.page_bytes
             for unit, rest in move.remains.items():
                 leaving = unit.held_pages - (rest.held_pages if rest else 0)
                 pages = self._leave(unit, rest)
                 self._allocator.give_to_cache(unit, pages)
-                self._allocator.record_resident(unit.pool.name, (rest.pages if rest else 0) - unit.pages)
+                self._allocator.shares[unit.pool.name].record_resident((rest.pages if rest else 0) - unit.pages)
                 released += pages * unit.pool.page_bytes
                 retained += max(0, leaving - pages) * unit.pool.page_bytes
         done = tuple(move.arriving.index for move in prepared.moves)
@@ -141,7 +140,7 @@ class MigrateHandler(ActionHandler):
 
     def _check(self, action: Migrate) -> list[LayerMove]:
         """Return the moves to be done: none for a layer that is there already."""
-        pool = self._allocator.pool(action.place)
+        pool = find_pool(self._allocator.pools, action.place)
         moves = [self._plan(index, action.parts, pool) for index in self._weights.layer_indices(action.layers)]
         return [move for move in moves if move is not None]
 
@@ -165,7 +164,7 @@ class MigrateHandler(ActionHandler):
         remains = {unit: remainder(unit, names) if unit.slots.keys() - names else None for unit in losing}
         staying = tuple(unit for unit in (remains.get(u, u) for u in units) if unit is not None)
         after = (arriving, *staying) if own else (*staying, arriving)
-        return LayerMove(units, after, arriving, remains, version_of(units))
+        return LayerMove(units, after, arriving, remains, version=sum(unit.version() for unit in units))
 
     def _require_movable(self, units: tuple[WeightUnit, ...], pool: PagePool, whole: bool) -> None:
         """Raise `StateError` or `ConfigError` for a layer that cannot go to a place, or not in part, as it is now."""

@@ -164,7 +164,7 @@ class ReleaseHandler(ActionHandler):
     def _lacks_buffer(self, unit: WeightUnit) -> bool:
         """Whether a unit's place has no prefetch buffer, and caches have the pages for one."""
         streamer = self._weights.streamer(unit)
-        return not streamer.buffer_count and self._broker.shares[unit.pool.name].shortfall(streamer.buffer_pages) > 0
+        return not streamer.buffers and self._broker.shares[unit.pool.name].shortfall(streamer.buffer_pages) > 0
 
     def _make_first_buffers(self, units: list[WeightUnit]) -> dict[str, int]:
         """Make a prefetch buffer at each place that has none, of pages of the KV cache; return these, by place."""
@@ -172,7 +172,7 @@ class ReleaseHandler(ActionHandler):
         try:
             for place, leaving in by_place(units).items():
                 streamer = self._weights.streamers[place]
-                if streamer.buffer_count:
+                if streamer.buffers:
                     continue
                 if not self._deferred.take(leaving, streamer.buffer_pages):
                     raise _no_prefetch_buffer(streamer)
@@ -197,7 +197,7 @@ class ReleaseHandler(ActionHandler):
         for place in by_place(units):
             streamer = self._weights.streamers[place]
             streamed = self._weights.streamed(place) + sum(unit.pool.name == place for unit in units)
-            pages += max(0, min(MOST_BUFFERS, streamed) - streamer.buffer_count) * streamer.buffer_pages
+            pages += max(0, min(MOST_BUFFERS, streamed) - len(streamer.buffers)) * streamer.buffer_pages
         return pages
 
 

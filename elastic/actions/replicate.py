@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from elastic.actions.base import ActionHandler
-from elastic.actions.deferred import DeferredActions, require_no_gradients, require_unwritten, version_of
-from elastic.actions.pages.allocation import WeightPageAllocator
+from elastic.actions.deferred import DeferredActions, require_no_gradients, require_unwritten
+from elastic.actions.pages.allocation import WeightPageAllocator, find_pool
 from elastic.actions.pages.copy_plan import copy_plan
 from elastic.errors import ConfigError, StateError
 from elastic.hooks.forward_override import dispatches
@@ -134,14 +134,14 @@ class ReplicateHandler(ActionHandler):
         """Give the pages of evicted replicas to the KV cache, but for those that tensors outside still show."""
         place, done = prepared.action.place, tuple(prepared.replicas)
         pages = sum(replica.unit.held_pages for replica in prepared.replicas.values())
-        size = self._allocator.pool(place).page_bytes
+        size = self._allocator.pools[place].page_bytes
         if isinstance(prepared.action, Evict):
             freed = self._free_all(prepared)
-            self._allocator.record_resident(place, -pages)
+            self._allocator.shares[place].record_resident(-pages)
             prepared.replicas.clear()
             return Change("applied", done, (), 0, freed * size, (pages - freed) * size)
         moved = sum(replica.unit.precision.nbytes for replica in prepared.replicas.values())
-        self._allocator.record_resident(place, pages)
+        self._allocator.shares[place].record_resident(pages)
         prepared.replicas.clear()
         return Change("applied", done, (), moved, -pages * size)
 
@@ -149,7 +149,7 @@ class ReplicateHandler(ActionHandler):
 
     def _check_replicate(self, action: Replicate) -> list[int]:
         """Return the layers that have no replica there yet."""
-        pool = self._allocator.pool(action.place)
+        pool = find_pool(self._allocator.pools, action.place)
         layers = [
             i for i in self._weights.layer_indices(action.layers) if action.place not in self._replicas.get(i, {})
         ]
@@ -159,7 +159,7 @@ class ReplicateHandler(ActionHandler):
 
     def _check_evict(self, action: Evict) -> list[int]:
         """Return the layers whose replica there is to go. Raises `StateError` for one that has none."""
-        self._allocator.pool(action.place)
+        find_pool(self._allocator.pools, action.place)
         layers = list(self._weights.layer_indices(action.layers))
         for layer in layers:
             if action.place not in self._replicas.get(layer, {}):
@@ -200,7 +200,7 @@ class ReplicateHandler(ActionHandler):
         """Make one unit of all of a layer, for a place; it has no pages yet."""
         units = self._weights.units(layer)
         names = {name for unit in units for name in unit.slots}
-        return merge_units(units, names, self._allocator.pool(place))
+        return merge_units(units, names, self._allocator.pools[place])
 
     def _replicate(self, layer: int, prepared: PreparedReplication) -> CopyHandle:
         """Begin to copy; meanwhile the copy of the module is put over the pages."""
@@ -213,7 +213,8 @@ class ReplicateHandler(ActionHandler):
         place, device = unit.pool.name, unit.pool.backend.device
         worker = self._workers.get(place) or self._workers.setdefault(place, ReplicaWorker(place, device))
         self._allocator.take(unit, self._copy_rate)
-        prepared.replicas[layer] = Replica(unit, copied, worker, dispatches(module), version_of(units))
+        version = sum(unit.version() for unit in units)
+        prepared.replicas[layer] = Replica(unit, copied, worker, dispatches(module), version)
         copy = self._weights.streamer(unit).copier.copy_async(copy_plan(unit, units), self._copy_rate)
         copied.put(unit.slots, resident_contents(unit, unit.precision), device)
         return copy

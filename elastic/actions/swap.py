@@ -15,7 +15,6 @@ from itertools import groupby
 from elastic.actions.base import ActionHandler, Layers
 from elastic.actions.deferred import (
     Arrival,
-    Deferrable,
     DeferredActions,
     PreparedAction,
     SlotSwitch,
@@ -71,6 +70,8 @@ class SwapHandler(ActionHandler):
         self._weights = weights
         self._broker = broker
         self._deferred = deferred
+        self.deferred = deferred.actions
+        """Those of other handlers, too."""
         self._copy_rate = copy_rate
 
     def dry_run(self, action: Arrival) -> PlanStep:
@@ -159,10 +160,6 @@ class SwapHandler(ActionHandler):
         deferred = tuple(dict.fromkeys(unit.index for unit in prepared.deferred))
         return Change("deferred" if deferred else "applied", done, deferred, prepared.moved_bytes, gained, retained)
 
-    def deferred(self) -> tuple[Deferrable, ...]:
-        """Return the actions to be tried again when pages have come free, also those of other handlers."""
-        return self._deferred.actions()
-
     def _check(self, action: Arrival) -> list[WeightUnit]:
         """Return the units to be switched. Raises `CapacityError` if a place could not hold them even with no cache."""
         units = []
@@ -201,8 +198,8 @@ class SwapHandler(ActionHandler):
         """Count the prefetch buffers that the place needs when these units are back, and the pages that saves."""
         streamer = self._weights.streamers[place]
         staying = self._weights.streamed(place) - len(returning)
-        count = min(streamer.buffer_count, max(least, staying))
-        return count, (streamer.buffer_count - count) * streamer.buffer_pages
+        count = min(len(streamer.buffers), max(least, staying))
+        return count, (len(streamer.buffers) - count) * streamer.buffer_pages
 
     def _prepare_layer(self, units: list[WeightUnit], prepared: PreparedSwap) -> None:
         """Prepare all units of one layer, or none."""

@@ -245,7 +245,7 @@ def _streamer(pool: PagePool, layers: list[WeightUnit], stack: ExitStack) -> Wei
     largest = max(layer.nbytes for layer in layers)
     streamer = WeightStreamer(pool, copier, largest, layers)
     streamer.least = 0
-    stack.callback(streamer.close)
+    stack.callback(streamer.resize, 0)
     return streamer
 
 

@@ -65,7 +65,7 @@ class WeightStreamer:
         """Called with the pages of a buffer that was in use when it became one too many."""
         self.copier = copier
         self._layers = layers
-        self._buffers: list[PrefetchBuffer] = []
+        self.buffers: list[PrefetchBuffer] = []
         self._wanted = 0
         self.least = 1
         """Buffers that are kept while no layer is absent, so that there is one when a layer is released."""
@@ -80,11 +80,6 @@ class WeightStreamer:
     def fewest(self) -> int:
         """The number of buffers that are kept although no layer is absent."""
         return max(self.least, min(1, self.awaited))
-
-    @property
-    def buffer_count(self) -> int:
-        """The number of buffers."""
-        return len(self._buffers)
 
     # -- in the thread of a forward pass
 
@@ -108,7 +103,7 @@ class WeightStreamer:
             with self._lock:
                 buffer.stale = True  # the next one who needs the layer has it copied again
                 self._release(buffer)
-                for other in [buffer for buffer in self._buffers if not buffer.users]:
+                for other in [buffer for buffer in self.buffers if not buffer.users]:
                     self._empty(other)  # the next layer may have failed to come for the same reason
             raise
         layer.prefetched.tensors = buffer.tensors
@@ -141,20 +136,20 @@ class WeightStreamer:
         A buffer in use is closed when it is left. Raises `CapacityError` for a new one that the budget has no room for.
         """
         with self._lock:
-            before = len(self._buffers)
+            before = len(self.buffers)
             self._wanted = count
-            while len(self._buffers) < count:
+            while len(self.buffers) < count:
                 self.pool.charge(OWNER, self.buffer_bytes)
-                self._buffers.append(PrefetchBuffer())
-            for buffer in [b for b in self._buffers if not b.users][: len(self._buffers) - count]:
+                self.buffers.append(PrefetchBuffer())
+            for buffer in [b for b in self.buffers if not b.users][: len(self.buffers) - count]:
                 self._close(buffer)
             self._changed.notify_all()
-            return (before - len(self._buffers)) * self.buffer_pages
+            return (before - len(self.buffers)) * self.buffer_pages
 
     def make_ready(self, layers: int) -> None:
         """Create the pages of the buffers that so many absent layers need, as far as others leave room for them now."""
         with self._lock:
-            lacking = min(MOST_BUFFERS, layers) - sum(buffer.block is not None for buffer in self._buffers)
+            lacking = min(MOST_BUFFERS, layers) - sum(buffer.block is not None for buffer in self.buffers)
         try:
             self.pool.make_ready(max(0, lacking) * self.buffer_pages, huge_pages=True)
         except ElasticError as error:
@@ -165,7 +160,7 @@ class WeightStreamer:
         them. A buffer that finds none has them at its first use."""
         with self._lock:
             try:
-                for buffer in self._buffers:
+                for buffer in self.buffers:
                     if buffer.block is None:
                         buffer.block = self._new_block(buffer)
             except ElasticError as error:
@@ -174,14 +169,10 @@ class WeightStreamer:
     def forget(self, layer: WeightUnit) -> None:
         """Have no buffer hold this layer, once the forwards that read it are over."""
         with self._lock:
-            for buffer in self._buffers:
+            for buffer in self.buffers:
                 if buffer.layer is layer:
                     buffer.stale = True
                     self._tidy(buffer)
-
-    def close(self) -> None:
-        """Give every buffer back. No forward may be in flight."""
-        self.resize(0)
 
     # -- inside, under the lock
 
@@ -196,8 +187,8 @@ class WeightStreamer:
 
     def _buffer_for(self, layer: WeightUnit) -> PrefetchBuffer | None:
         """Return the buffer with this layer, or one that it may have; None: wait."""
-        assert self._buffers, "a place with an absent layer has a buffer"
-        for buffer in self._buffers:
+        assert self.buffers, "a place with an absent layer has a buffer"
+        for buffer in self.buffers:
             if buffer.layer is layer:
                 if buffer.writes != layer.writes and not buffer.users:
                     self._load(buffer, layer)
@@ -208,7 +199,7 @@ class WeightStreamer:
         return free
 
     def _next_to_give_way(self, layer: WeightUnit) -> PrefetchBuffer | None:
-        unused = [buffer for buffer in self._buffers if not buffer.users]
+        unused = [buffer for buffer in self.buffers if not buffer.users]
         return max(unused, key=lambda buffer: self._distance(layer, buffer.layer), default=None)
 
     def _distance(self, layer: WeightUnit, other: WeightUnit | None) -> int:
@@ -222,7 +213,7 @@ class WeightStreamer:
             key=lambda unit: self._distance(layer, unit),
             default=None,
         )
-        if following is None or any(buffer.layer is following for buffer in self._buffers):
+        if following is None or any(buffer.layer is following for buffer in self.buffers):
             return
         buffer = self._next_to_give_way(layer)
         if buffer is not None:
@@ -269,7 +260,7 @@ class WeightStreamer:
 
     def _close(self, buffer: PrefetchBuffer) -> None:
         self._empty(buffer)
-        self._buffers.remove(buffer)
+        self.buffers.remove(buffer)
         if buffer.block is not None:
             buffer.block.close()
         elif buffer.charged:
@@ -285,7 +276,7 @@ class WeightStreamer:
         """Close a buffer that nobody uses if there are too many, or else drop stale contents."""
         if buffer.users:
             return
-        if len(self._buffers) > self._wanted:
+        if len(self.buffers) > self._wanted:
             self._close(buffer)
             self.on_spare(self.buffer_pages)
             self.pool.notify()

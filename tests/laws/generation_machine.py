@@ -607,7 +607,7 @@ class Machine(RuleBasedStateMachine):
         weights = self.rt.weights
         units = [u for layer in range(3) for u in (*weights.units(layer), *weights.replicas.get(layer, ()))]
         streamer = weights.streamers[pool.pool.name]
-        return sum(u.held_pages for u in units if u.pool is pool.pool) + streamer.buffer_count * streamer.buffer_pages
+        return sum(u.held_pages for u in units if u.pool is pool.pool) + len(streamer.buffers) * streamer.buffer_pages
 
     def kv_has_what_the_weights_have_not(self) -> None:
         """Seen by the worker itself: beside it, what a waiting layer has claimed may not be its own yet."""

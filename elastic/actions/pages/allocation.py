@@ -20,7 +20,9 @@ class WeightPageAllocator:
     """Takes pages of places for weight units; keeps those they leave mapped, for their return, until needed."""
 
     def __init__(self, pools: Iterable[PagePool], broker: PageBroker) -> None:
-        self._pools = {pool.name: pool for pool in pools}
+        self.pools = {pool.name: pool for pool in pools}
+        """By place."""
+        self.shares = broker.shares
         self._broker = broker
         self._reclaimable: dict[object, WeightBuffer] = {}
 
@@ -29,13 +31,9 @@ class WeightPageAllocator:
         while self._reclaimable:
             self._reclaimable.popitem()[1].close()
 
-    def pool(self, place: str) -> PagePool:
-        """Return the pool of a place. Raises `ConfigError` for what is no place of the model."""
-        return find_pool(self._pools, place)
-
     def require_room(self, place: str, pages: int) -> None:
         """Raise `CapacityError` if the KV cache could not do without these pages."""
-        if self._broker.shares[place].shortfall(pages):
+        if self.shares[place].shortfall(pages):
             raise self._no_room(place, pages)
 
     def take(self, unit: WeightUnit, copy_rate: RateLimiter | None = None) -> None:
@@ -51,10 +49,6 @@ class WeightPageAllocator:
         except BaseException:
             self._broker.give_to_cache(place, pages)
             raise
-
-    def record_resident(self, place: str, pages: int) -> None:
-        """Record that weights of so many pages have come to stay, or gone for good (below zero)."""
-        self._broker.shares[place].record_resident(pages)
 
     def shrink(self, unit: WeightUnit, rest: WeightUnit) -> int:
         """Leave of a unit's buffer what `rest` has of it; return the pages that are free now."""
@@ -81,7 +75,7 @@ class WeightPageAllocator:
 
     def _no_room(self, place: str, pages: int) -> CapacityError:
         message = f"place {place} has no room for these weights beside its KV cache; choose fewer, or raise its budget"
-        return self._pools[place].shortage(message, pages)
+        return self.pools[place].shortage(message, pages)
 
 
 def find_pool(pools: Mapping[str, Pool], place: str) -> Pool:

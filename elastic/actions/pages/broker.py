@@ -26,28 +26,24 @@ class StagingReserve:
     def __init__(self, pool: PagePool, pages: int) -> None:
         self.pool = pool
         self.pages = pages
-        self.missing = pages
-
-    @property
-    def ready(self) -> int:
+        self.ready = 0
         """Pages that are there."""
-        return self.pages - self.missing
 
     def fill(self) -> None:
         """Have all of it. Raises `CapacityError`."""
-        self.pool.reserve(OWNER, self.missing)
-        self.missing = 0
+        self.pool.reserve(OWNER, self.pages - self.ready)
+        self.ready = self.pages
 
     def refill(self, pages: int) -> int:
         """Take back what is missing, out of `pages` that have just come free; returns how many are left over.
 
         Where others were faster, nothing is taken: the next pages that come free are.
         """
-        taken = max(0, min(pages, self.missing))
+        taken = max(0, min(pages, self.pages - self.ready))
         if taken:
             try:
                 self.pool.reserve(OWNER, taken)
-                self.missing -= taken
+                self.ready += taken
             except CapacityError:
                 return pages
         return pages - taken
@@ -56,7 +52,8 @@ class StagingReserve:
     def opened(self, pages: int) -> Iterator[None]:
         """Within: `pages` of it are free, and nobody else gets them; what is not taken by then returns."""
         with self.pool.mapping_lock:
-            self._release(pages)
+            self.pool.unreserve(OWNER, pages)
+            self.ready -= pages
             try:
                 yield
             except BaseException:
@@ -65,12 +62,8 @@ class StagingReserve:
 
     def close(self) -> None:
         """Give all of it back."""
-        self._release(self.ready)
-        self.pages = self.missing = 0
-
-    def _release(self, pages: int) -> None:
-        self.pool.unreserve(OWNER, pages)
-        self.missing += pages
+        self.pool.unreserve(OWNER, self.ready)
+        self.pages = self.ready = 0
 
 
 class PageBroker:

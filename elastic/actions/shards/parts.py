@@ -16,7 +16,8 @@ def release_parts(unit: WeightUnit, broker: PageBroker) -> int:
     assert unit.cut is not None, "a layer of one part is retired"
     block, common = unit.blocks[unit.full.key], unit.cut.common(unit.layout).parameters
     left = [name for name in block.shown if name not in common]
-    return block.shrink(left, _to_cache(unit, broker), keep=unit.shard_pages.numbers(unit.shards_here))
+    kept_pages, to_cache = unit.shard_pages.numbers(unit.shards_here), partial(broker.give_to_cache, unit.pool.name)
+    return block.shrink(left, to_cache, keep=kept_pages)
 
 
 def claim_parts(
@@ -55,8 +56,8 @@ def give_back_parts(unit: WeightUnit, coming: frozenset[int], broker: PageBroker
 def _give_back(unit: WeightUnit, broker: PageBroker, pieces: Sequence[str] = ()) -> None:
     block, kept_shards = unit.blocks[unit.full.key], unit.shards_here
     shown = [name for name in block.shown if name in pieces or not kept_shards]
-    freed = block.shrink(shown, _to_cache(unit, broker), keep=unit.shard_pages.numbers(kept_shards))
-    broker.give_to_cache(unit.pool.name, freed)
+    give_to_cache = partial(broker.give_to_cache, unit.pool.name)
+    give_to_cache(block.shrink(shown, give_to_cache, keep=unit.shard_pages.numbers(kept_shards)))
     if not kept_shards:
         unit.blocks.pop(unit.full.key).close()
 
@@ -69,7 +70,3 @@ def _block_of_parts(unit: WeightUnit) -> WeightBuffer:
             unit.blocks.pop(key).close()
         unit.blocks[key] = WeightBuffer(unit.pool, unit.nbytes, slots=())
     return unit.blocks[key]
-
-
-def _to_cache(unit: WeightUnit, broker: PageBroker) -> Callable[[int], None]:
-    return partial(broker.give_to_cache, unit.pool.name)

@@ -184,15 +184,15 @@ def test_a_buffer_waits_for_the_release_that_is_held(wrapped: Any) -> None:
     for streamer in rt.weights.streamers.values():
         streamer.least = 0  # as under a policy
     rt.restore(rt.release([0, 1]).layers)
-    assert all(streamer.buffer_count == 0 for streamer in rt.weights.streamers.values())
+    assert not any(streamer.buffers for streamer in rt.weights.streamers.values())
     rt.prepare(Release((0,)), id="held")
     rt.release(1)
     rt.restore(1)
-    assert [streamer.buffer_count for streamer in rt.weights.streamers.values()] == [1]
+    assert [len(streamer.buffers) for streamer in rt.weights.streamers.values()] == [1]
     rt.commit("held")
     assert torch.equal(model(**prompt()).logits, expected)
     rt.restore(0)
-    assert all(streamer.buffer_count == 0 for streamer in rt.weights.streamers.values())
+    assert not any(streamer.buffers for streamer in rt.weights.streamers.values())
 
 
 def test_weights_that_are_written_meanwhile_are_not_overwritten(wrapped: Any) -> None:

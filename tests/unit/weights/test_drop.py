@@ -121,12 +121,12 @@ def test_memory_to_stream_with_is_cache_until_a_layer_is_released(wrapped: Any, 
     rt.keep_no_prefetch_buffers()
     for _ in range(2):
         assert rt.kv.capacity_bytes == capacity
-        assert (streamer.buffer_count, rt.status().places[0].owners.get("staging", 0)) == (0, 0)
+        assert (len(streamer.buffers), rt.status().places[0].owners.get("staging", 0)) == (0, 0)
         rt.drop([1])
-        assert streamer.buffer_count == 0
+        assert not streamer.buffers
         rt.restore()
         rt.release([1])
-        assert streamer.buffer_count == 1
+        assert len(streamer.buffers) == 1
         assert torch.equal(model.generate(**prompt(), **OPTIONS), expected)
         rt.restore()
 
@@ -138,14 +138,14 @@ def test_a_drop_reads_nothing_and_copies_nothing(wrapped: Any, tmp_path: Path, m
     model = build("llama-gqa")
     rt = wrapped(model, checkpoint=saved(model, tmp_path)).elastic
     rt.digests(range(3))
-    buffers, host = rt.weights.streamers["cpu"].buffer_count, rt.status().host
+    buffers, host = len(rt.weights.streamers["cpu"].buffers), rt.status().host
     with monkeypatch.context() as patched:
         for module in (layer, parameter_slot, host_store):
             patched.setattr(module, "digest", refuse)
         patched.setattr(copy_engine, "copy", refuse)
         assert rt.drop(range(3)).layers == (0, 1, 2)
     assert rt.status().host == host
-    assert rt.weights.streamers["cpu"].buffer_count == buffers, "what cannot be called needs no buffer"
+    assert len(rt.weights.streamers["cpu"].buffers) == buffers, "what cannot be called needs no buffer"
     assert rt.events()[-1].moved_bytes == 0
     rt.restore()
 
@@ -304,7 +304,7 @@ def test_layers_that_a_thread_passes_over_are_neither_refused_nor_streamed(
     rt.release(2)
     monkeypatch.setattr(batch_context.thread, "plan", SimpleNamespace(layers={1}))
     assert torch.equal(model(**prompt()).logits, expected)
-    assert all(buffer.layer is None for buffer in rt.weights.streamers["cpu"]._buffers)
+    assert all(buffer.layer is None for buffer in rt.weights.streamers["cpu"].buffers)
     monkeypatch.setattr(batch_context.thread, "plan", SimpleNamespace(layers={0, 1}))
     with pytest.raises(StateError, match="is dropped"):
         model(**prompt())

@@ -26,7 +26,7 @@ def released(wrapped: Any) -> tuple[Any, Any]:
 
 
 def held(streamer: Any) -> set[int]:
-    return {buffer.layer.index for buffer in streamer._buffers if buffer.layer is not None}
+    return {buffer.layer.index for buffer in streamer.buffers if buffer.layer is not None}
 
 
 def test_the_next_layer_is_fetched_while_one_computes(released: tuple[Any, Any]) -> None:
@@ -96,7 +96,7 @@ def test_what_a_forward_left_without_its_hooks_is_forgotten_by_the_next(released
     streamer.enter(model.elastic.weights.layers[0])
     streamer.enter(model.elastic.weights.layers[1])
     assert torch.equal(model(**prompt()).logits, expected)
-    assert not any(buffer.users for buffer in streamer._buffers)
+    assert not any(buffer.users for buffer in streamer.buffers)
     streamer.leave(model.elastic.weights.layers[0])
 
 
@@ -125,7 +125,7 @@ def test_a_failed_copy_fails_one_forward_and_no_other(
         call_until_it_fails(model)
     assert model.elastic.kv.used_bytes == 0, "the error keeps the forward's tensors until garbage is collected"
     assert torch.equal(model(**prompt()).logits, expected)
-    assert not any(buffer.users for buffer in streamer._buffers)
+    assert not any(buffer.users for buffer in streamer.buffers)
 
 
 def test_copies_that_fail_together_fail_one_forward(released: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_a_forward_that_fails_inside_a_layer_leaves_its_buffer(released: tuple[A
     with pytest.raises(RuntimeError, match="from inside"):
         model(**prompt())
     handle.remove()
-    assert not any(buffer.users for buffer in streamer._buffers)
+    assert not any(buffer.users for buffer in streamer.buffers)
     assert torch.equal(model(**prompt()).logits, expected)
 
 
@@ -177,7 +177,7 @@ def test_what_a_forward_shows_of_a_buffer_is_never_overwritten(released: tuple[A
     gc.collect()
     wait_for_the_janitor()
     assert "retained" not in model.elastic.status().places[0].owners
-    assert streamer.buffer_count == 2
+    assert len(streamer.buffers) == 2
 
 
 def test_a_buffer_without_memory_is_an_error_in_words_and_the_model_goes_on(wrapped: Any) -> None:
@@ -201,10 +201,10 @@ def test_a_buffer_without_memory_is_an_error_in_words_and_the_model_goes_on(wrap
 
 def test_buffers_have_their_pages_before_a_forward_pass_needs_them(released: tuple[Any, Any]) -> None:
     model, streamer = released
-    blocks, created = [buffer.block for buffer in streamer._buffers], streamer.pool.backend.created
+    blocks, created = [buffer.block for buffer in streamer.buffers], streamer.pool.backend.created
     assert all(block.unmapped_pages == 0 for block in blocks)
     model(**prompt(), use_cache=False)
-    assert [buffer.block for buffer in streamer._buffers] == blocks
+    assert [buffer.block for buffer in streamer.buffers] == blocks
     assert streamer.pool.backend.created == created
 
 
