@@ -11,13 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from elastic.hooks import forward_override, uncompiled
 from elastic.hooks.forward_gate import ForwardGate
+from elastic.hooks.forward_override import is_override
 from elastic.hooks.forward_state import ForwardState
 from elastic.hooks.interceptor import Args, Kwargs
 from elastic.hooks.request_tracking import CacheRequestTracker
 from elastic.weights.model import ModelWeights
-from elastic.weights.proxy import conversion
 
 HOOK_TABLES = (
     "_forward_pre_hooks",
@@ -96,17 +95,12 @@ def _reduce_plainly(module: nn.Module, left_out: Collection[str], protocol: Any)
     if len(reduced) < 3 or not isinstance(reduced[2], dict):  # its class has a way of its own
         return reduced
     constructor, arguments, state, *more = reduced
-    plain = {name: value for name, value in state.items() if name not in left_out and not _is_override(value)}
+    plain = {name: value for name, value in state.items() if name not in left_out and not is_override(value)}
     tables = {name: plain[name] for name in HOOK_TABLES if plain.get(name)}
     keys = {key for table in tables.values() for key, hook in table.items() if isinstance(hook, Hook)}
     for name, table in tables.items():
         plain[name] = OrderedDict((key, value) for key, value in table.items() if key not in keys)
     return constructor, arguments, plain, *more
-
-
-def _is_override(value: Any) -> bool:
-    ours = forward_override.is_dispatcher, uncompiled.is_uncompiled_call, conversion.is_conversion
-    return any(is_ours(value) for is_ours in ours)
 
 
 def any_requires_grad(args: Args, kwargs: Kwargs) -> bool:

@@ -4,6 +4,7 @@ One row cannot be shared out. Where a replica's place is the best for it, the re
 forward pass, between the layer's own hooks. A layer that another rank computes is passed over; of one that several
 ranks compute, some modules compute a part; a matrix whose inputs lie outermost has a product of its own; a whole model
 that was captured is replayed. So each module that may need it has a dispatcher as the `forward` of its instance.
+Roots have some other methods of Elastic's on their instances, too: these come and go by the same functions.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from elastic.weights.shards.transposed_linear import transposed_linear
 _dispatchers: dict[tuple[type, Callable[..., Any]], Callable[..., Any]] = {}
 """By the class of a module and what is called for it: functions with the signature of the class's own forward, which
 transformers looks at."""
+_overrides: list[Callable[..., Any]] = []
+"""What `override` was given."""
 
 
 def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -60,8 +63,6 @@ def install_override(module: nn.Module, called: Callable[..., Any] = forward) ->
 
     Returns whether it does: not if its instance has a forward method already.
     """
-    if "forward" in module.__dict__:
-        return False
     kind = type(module)
     if (kind, called) not in _dispatchers:
 
@@ -70,21 +71,34 @@ def install_override(module: nn.Module, called: Callable[..., Any] = forward) ->
             return called(module, *args, **kwargs)
 
         _dispatchers[kind, called] = dispatch
-    module.__dict__["forward"] = MethodType(_dispatchers[kind, called], module)
+    return override(module, "forward", _dispatchers[kind, called])
+
+
+def override(module: nn.Module, name: str, function: Callable[..., Any]) -> bool:
+    """Have a module call a function in the place of a method of its class; return whether it does.
+
+    Not if its instance has such a method already.
+    """
+    if name in module.__dict__:
+        return False
+    if not any(function is each for each in _overrides):
+        _overrides.append(function)
+    module.__dict__[name] = MethodType(function, module)
     return True
 
 
-def remove_override(layer: nn.Module) -> None:
-    """Undo what was installed. Can be called twice."""
-    if dispatches(layer):
-        del layer.__dict__["forward"]
+def remove_override(module: nn.Module, name: str = "forward") -> None:
+    """Undo `override`. Can be called twice."""
+    if is_override(module.__dict__.get(name)):
+        del module.__dict__[name]
 
 
 def dispatches(layer: nn.Module) -> bool:
     """Return whether this module's own forward can be left out."""
-    return is_dispatcher(layer.__dict__.get("forward"))
+    return is_override(layer.__dict__.get("forward"))
 
 
-def is_dispatcher(value: Any) -> bool:
-    """Return whether an attribute is what `install_override` puts on a module."""
-    return getattr(value, "__func__", None) in _dispatchers.values()
+def is_override(value: Any) -> bool:
+    """Return whether an attribute is what `override` puts on a module."""
+    function = getattr(value, "__func__", None)
+    return any(function is each for each in _overrides)

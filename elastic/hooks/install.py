@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from elastic.hooks import forward_override, uncompiled
 from elastic.hooks.base import HookContext, copy_as_usual, copy_plainly
+from elastic.hooks.forward_override import install_override, override, remove_override
 from elastic.hooks.layer_hooks import AsInTheCheckpoint, EnterLayer, LeaveLayer
 from elastic.hooks.root_hooks import EnterRoot, LeaveRoot
+from elastic.hooks.uncompiled import get_compiled_call
 from elastic.weights.decoder import Decoder, between_layers
-from elastic.weights.proxy import conversion
+from elastic.weights.proxy.conversion import convert
 from elastic.weights.shards.transposed_linear import has_kernel
 
 
@@ -36,9 +38,9 @@ class ModelHooks:
         for root in decoder.roots:
             enter = EnterRoot(root, self._context, between_layers(decoder) if root is decoder.roots[-1] else ())
             self._add(root, enter, LeaveRoot(enter))
-            uncompiled.install(root)
-            conversion.install(root)
-            self._undo += [(undo, weakref.ref(root)) for undo in (uncompiled.remove, conversion.remove)]
+            for name, method in (("_apply", convert), ("get_compiled_call", get_compiled_call)):
+                if hasattr(type(root), name) and override(root, name, method):
+                    self._undo.append((partial(remove_override, name=name), weakref.ref(root)))
         for index, layer in enumerate(decoder.layers):
             self._add(layer, EnterLayer(index, self._context), LeaveLayer(index, self._context))
             unit = self._context.weights.layers[index]
@@ -62,8 +64,8 @@ class ModelHooks:
     def override(self, modules: Iterable[nn.Module]) -> None:
         """Have modules dispatch: layers, so that replicas are called in their places where these are the best ones."""
         for module in modules:
-            if forward_override.install_override(module):
-                self._undo.append((forward_override.remove_override, weakref.ref(module)))
+            if install_override(module):
+                self._undo.append((remove_override, weakref.ref(module)))
                 self._keep_copies_plain(module)
 
     def _add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from elastic.weights.proxy.tensor import WeightProxy, refusal
-
-_NAME = "_apply"
 
 
 def convert(root: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -23,20 +20,3 @@ def convert(root: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], r
     kind: Any = type(root)
     options = {} if recurse else {"recurse": False}  # classes may have an `_apply` of a function alone
     return kind._apply(root, function, **options)  # type: ignore[no-any-return]
-
-
-def install(root: nn.Module) -> None:
-    """Have a module's conversions be refused as a whole, unless its instance has some of its own."""
-    if _NAME not in root.__dict__:
-        root.__dict__[_NAME] = MethodType(convert, root)
-
-
-def remove(root: nn.Module) -> None:
-    """Undo `install`. Can be called twice."""
-    if is_conversion(root.__dict__.get(_NAME)):
-        del root.__dict__[_NAME]
-
-
-def is_conversion(value: Any) -> bool:
-    """Return whether an attribute is what `install` puts on a module."""
-    return getattr(value, "__func__", None) is convert
