@@ -55,7 +55,7 @@ def _linear(module: Any, input: torch.Tensor) -> torch.Tensor:
 def root_forward(root: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call the forward of a model's class, or what this thread has in its place."""
     graphs = batch_context.thread.graphs
-    return type(root).forward(root, *args, **kwargs) if graphs is None else graphs.call(root, args, kwargs)
+    return type(root).forward(root, *args, **kwargs) if graphs is None else graphs(root, args, kwargs)
 
 
 def install_override(module: nn.Module, called: Callable[..., Any] = forward) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +31,8 @@ class ForwardDispatcher(Protocol):
 
     replicated: tuple[int, ...]
     """The layers that have replicas."""
+    passes: Callable[[], tuple[tuple[ShardTiming, ...], ...]]
+    """Returns the timings of the last passes through groups of them, by place, oldest first."""
 
     def begin_forward(self, *, whole: bool) -> None:
         """Begin an outermost forward pass; with `whole`, its layers must return all rows."""
@@ -43,9 +45,6 @@ class ForwardDispatcher(Protocol):
 
     def end_forward(self) -> bool:
         """End it, well or not. Returns whether replicated layers were left half way."""
-
-    def passes(self) -> tuple[tuple[ShardTiming, ...], ...]:
-        """Return the timings of the last passes, by place, oldest first."""
 
 
 class ForwardState:

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -36,43 +37,38 @@ GONE = (
 )
 
 
+@dataclass(eq=False)
 class Installation:
     """The undoing of a `wrap`: weights and memory first; the hooks, which hold forward passes up, last."""
 
-    def __init__(
-        self, runtime: Runtime, parts: ModelParts, weights: ExitStack, memory: ExitStack, hooks: ExitStack
-    ) -> None:
-        self._runtime = runtime
-        self._parts = parts
-        self._weights = weights
-        self._memory = memory
-        self._hooks = hooks
-        self._forsaken: weakref.ref[nn.Module] | None = None
-
-    def guard(self, model: nn.Module) -> None:
-        """Have the memory given back when the model goes without `unwrap`."""
-        self._forsaken = call_at_death(model, janitor.submit, partial(janitor.run_beside, self.abandon))
+    runtime: Runtime
+    parts: ModelParts
+    weights: ExitStack
+    memory: ExitStack
+    hooks: ExitStack
+    forsaken: weakref.ref[nn.Module] | None = None
+    """Has the memory given back when the model goes without `unwrap`."""
 
     def take_off(self) -> None:
         """Leave the model as it was. Raises `StateError` where that cannot be now."""
-        if self._runtime.in_forked_child:
+        if self.runtime.in_forked_child:
             raise StateError(lifecycle.FORKED)
-        with self._runtime.last_safe_point(), self._hooks, self._memory, self._weights:
+        with self.runtime.last_safe_point(), self.hooks, self.memory, self.weights:
             pass  # a layer that finds no ordinary memory keeps its pages, as `retained`, and goes on working
-        if self._forsaken is not None:  # it would hold what the model's parameters were until the model goes
-            cancel(self._forsaken)
+        if self.forsaken is not None:  # it would hold what the model's parameters were until the model goes
+            cancel(self.forsaken)
 
     def abandon(self) -> None:
         """Give the memory back of a model that is gone without `unwrap`. Parts of it may live, and be computed with."""
-        if self._runtime.in_forked_child:
+        if self.runtime.in_forked_child:
             return
-        self._runtime.close()
-        gate, weights = self._runtime.gate, self._parts.weights
+        self.runtime.close()
+        gate, weights = self.runtime.gate, self.parts.weights
         with gate.exclusive():
             if any(layer.absent for layer in weights.layers):
                 gate.refusal = GONE
             weights.let_go()
-            self._memory.close()
+            self.memory.close()
 
 
 installations: weakref.WeakKeyDictionary[nn.Module, Installation] = weakref.WeakKeyDictionary()
@@ -94,8 +90,9 @@ def install(model: nn.Module, options: WrapOptions) -> None:
         _put_on(model, runtime, parts, options, attention, hooks)
         hooks.callback(runtime.close)
         runtime.start(controlled=options.start_controller)
-        installations[model] = Installation(runtime, parts, weights.pop_all(), memory.pop_all(), hooks.pop_all())
-    installations[model].guard(model)
+        installed = Installation(runtime, parts, weights.pop_all(), memory.pop_all(), hooks.pop_all())
+        installations[model] = installed
+    installed.forsaken = call_at_death(model, janitor.submit, partial(janitor.run_beside, installed.abandon))
 
 
 def choose_decode_kernels(options: WrapOptions) -> None:

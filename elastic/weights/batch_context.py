@@ -7,7 +7,7 @@ would have taken for all rows together.
 from __future__ import annotations
 
 import threading
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any, Protocol
 
 from torch import nn
@@ -33,11 +33,9 @@ class ForwardPlan(Protocol):
         """Call the forward of a module's class, pass over it or compute a part; return what the module returns."""
 
 
-class ModelForward(Protocol):
-    """What computes the forward pass of a whole model in place of the model's own method."""
-
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the model would return; its hooks run around this."""
+ModelForward = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""Computes the forward pass of a whole model in place of the model's own method, between its hooks, from the arguments
+of that."""
 
 
 class _CurrentBatch(threading.local):

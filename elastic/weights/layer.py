@@ -104,8 +104,10 @@ class WeightUnit:
         """None while resident. Read by the layer's hooks: whether a call must be streamed, or refused."""
         self.cut = layer.cut if layer.cut is not None and not part and set(layer.cut.parted) <= slots.keys() else None
         """Its parts; None: it has one, itself."""
-        self.every = frozenset((0,)) if self.cut is None else self.cut.every
+        self.every = frozenset(range(1 if self.cut is None else self.cut.plan.parts))
         """All its parts."""
+        self._parted = () if self.cut is None else self.cut.parted
+        """The parameters that come and go part by part."""
         self.shards_here = self.every
         """The parts that are at its place; none while it is in the host store."""
         self._views: dict[tuple[int, ...], Views] = {}  # of parts, each made once, until the layer is switched
@@ -202,11 +204,6 @@ class WeightUnit:
     def layout_checksum(self) -> str:
         """Tell by few letters how its full parameters and their parts lie."""
         return self.layout.checksum if self.cut is None else self.cut.checksum(self.layout)
-
-    @property
-    def _parted(self) -> tuple[str, ...]:
-        """The parameters that come and go part by part."""
-        return () if self.cut is None else self.cut.parted
 
     def pieces(self, part: int) -> Iterator[Piece]:
         """Yield the runs of bytes that come and go with a part."""

@@ -32,6 +32,8 @@ class ModelWeights:
     def __init__(self, layers: list[WeightUnit], streamers: Mapping[str, WeightStreamer]) -> None:
         self.layers = layers
         """Of each layer the unit that the hooks see to: with the modules that are at the layer's own place."""
+        self.shards = max((layer.layer.cut.plan.parts for layer in layers if layer.layer.cut), default=1)
+        """The number of parts of each layer. Part p of layer l is shard `l * shards + p`."""
         self.initially_resident: tuple[int, ...] = ()
         """The layers that were resident when the model was wrapped."""
         self.streamers = dict(streamers)
@@ -96,11 +98,6 @@ class ModelWeights:
         return tuple(unit.index * shards + part for unit in dropped for part in sorted(unit.every - unit.shards_here))
 
     # -- the parts that layers are cut into
-
-    @property
-    def shards(self) -> int:
-        """The number of parts of each layer. Part p of layer l is shard `l * shards + p`."""
-        return max(1, *(len(layer.layer.cut.every) if layer.layer.cut else 1 for layer in self.layers))
 
     def cut_plan(self, layer: int) -> CutPlan | None:
         """Return how a layer is cut; None: it is one part."""

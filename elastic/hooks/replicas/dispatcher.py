@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from elastic.errors import StateError
-from elastic.hooks.forward_state import ForwardState, ShardTiming
+from elastic.hooks.forward_state import ForwardState
 from elastic.hooks.interceptor import Args, Kwargs
 from elastic.hooks.replicas.load_balance import ThroughputEstimator, balanced, split_batch
 from elastic.hooks.replicas.replica import Replica, ReplicaGroup
@@ -126,6 +126,7 @@ class ReplicaDispatcher:
         self.thread = _CurrentPass()
         self._speeds = ThroughputEstimator()
         self.timings = PassTimings(self._speeds)
+        self.passes = self.timings.passes
         self._warned: set[str] = set()
 
     def set_replicas(self, replicas: Mapping[int, Mapping[str, Replica]]) -> None:
@@ -143,10 +144,6 @@ class ReplicaDispatcher:
         for layer, names in enumerate(self._names):
             new = ReplicaInterceptor(self, groups[layer], layer, names) if layer in groups else None
             self._forward.replace(layer, ReplicaInterceptor, new, outermost=False)
-
-    def passes(self) -> tuple[tuple[ShardTiming, ...], ...]:
-        """Return the timings of the last passes through groups, by place, oldest first."""
-        return self.timings.passes()
 
     # -- in the thread of a forward pass
 

@@ -27,9 +27,8 @@ Function = Callable[..., Any]
 class WeightSource(Protocol):
     """The source of a weight's value. All tensors have the same shape and dtype."""
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether the value is the weight itself, as far as gradients are concerned."""
+    has_gradient: bool
+    """Whether the value is the weight itself, as far as gradients are concerned."""
 
     def value(self) -> torch.Tensor:
         """Return the weight, any shape, as a plain tensor on its device: right now, for reading only."""

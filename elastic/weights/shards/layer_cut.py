@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import blake2b
 
 import torch
@@ -52,11 +51,6 @@ class LayerCut:
 
     plan: CutPlan
     parted: tuple[str, ...]
-
-    @cached_property
-    def every(self) -> frozenset[int]:
-        """All parts."""
-        return frozenset(range(self.plan.parts))
 
     def stored(self, name: str, like: ParameterLayout, page_bytes: int) -> ParameterLayout:
         """Return the layout of a parameter that is to lie in pages; `like` is that of the model's tensor."""

@@ -116,7 +116,7 @@ class StepGraphs:
         """Call the model; see `CapturedPass.replay` for what it returns."""
         if self._for_good:
             return self._model(**inputs)
-        batch_context.thread.graphs = self
+        batch_context.thread.graphs = self.call
         try:
             return self._model(**inputs)
         finally:
