@@ -77,6 +77,8 @@ class Runtime(LayerVerbs):
     """
 
     def __init__(self, parts: ModelParts, agreement: Agreement | None = None) -> None:
+        self._log, agreement = ActionLog(), agreement or Agreement()
+        super().__init__(parts.weights, ActionExecutor(parts.gate, parts.handlers, self._log.record, agreement))
         self.state = RuntimeState.NEW
         self.kv = KV(parts.kv, self)
         self.forward = parts.forward
@@ -92,11 +94,8 @@ class Runtime(LayerVerbs):
         self.slo: SLO | None = None
         self.gate = parts.gate
         """What forward passes go through, and actions commit at."""
-        self.weights, self.pools = parts.weights, parts.pools
-        self._log = ActionLog()
-        agreement = agreement or Agreement()
+        self.pools = parts.pools
         self._one_of_several = agreement.several
-        self._executor = ActionExecutor(parts.gate, parts.handlers, self._log.record, agreement)
         self.job_listeners = self._executor.listeners
         self._pid = os.getpid()
 

@@ -38,9 +38,14 @@ Done = Change | Future[tuple[Change, ...]]
 class LayerVerbs(ABC):
     """What is known of the layers of a model, and can be done to them: verbs make actions, which `apply` has done."""
 
-    weights: ModelWeights
-    """Of the decoder layers: what computes parts of these asks it, too."""
-    _executor: ActionExecutor
+    def __init__(self, weights: ModelWeights, executor: ActionExecutor) -> None:
+        self.weights = weights
+        """Of the decoder layers: what computes parts of these asks it, too."""
+        self.at_home = weights.initially_resident
+        """The decoder layers that `wrap` left at their place: what `restore()` restores."""
+        self.shards = weights.shards
+        """The number of shards of each decoder layer. Part p of layer l is shard `l * shards + p`."""
+        self._executor = executor
 
     @abstractmethod
     def apply(self, actions: Action | Sequence[Action], *, why: str = "by hand", wait: bool = True) -> Any:
@@ -51,11 +56,6 @@ class LayerVerbs(ABC):
         return results if isinstance(results, Future) else merge_changes(results)
 
     # -- what there is
-
-    @property
-    def at_home(self) -> tuple[int, ...]:
-        """The decoder layers that `wrap` left at their place: what `restore()` restores."""
-        return self.weights.initially_resident
 
     @property
     def replicated(self) -> tuple[int, ...]:
@@ -75,11 +75,6 @@ class LayerVerbs(ABC):
     def layer_pages(self) -> tuple[int, ...]:
         """Pages of its place that the full weights of each decoder layer have, or had."""
         return tuple(layer.pages for layer in self.weights.layers)
-
-    @property
-    def shards(self) -> int:
-        """The number of shards of each decoder layer. Part p of layer l is shard `l * shards + p`."""
-        return self.weights.shards
 
     @property
     def shards_here(self) -> tuple[frozenset[int], ...]:
@@ -182,7 +177,7 @@ class LayerVerbs(ABC):
         if shards := listed(shards, "shards"):
             named = () if layers is None else self.weights.layer_indices(layers)
             return self._change((Restore(named, shards=shards),), wait)
-        by_parts = self.weights.find_parts(self.weights.initially_resident if layers is None else layers)
+        by_parts = self.weights.find_parts(self.at_home if layers is None else layers)
         return self._change([Restore(indices, parts) for parts, indices in by_parts.items()], wait)
 
     @overload

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -69,14 +69,15 @@ class _TriedNetwork:
         """Return what the network makes of columns of its inside, both [1, 1, columns]."""
         last = self._module.get_parameter(f"{self._last}.weight")
         like = torch.empty(0, dtype=last.dtype, device="cpu" if last.is_meta else last.device)
-        given = {name: _Given(each.to(like)) for name, each in columns.items()}
+        given = {name: _StandIn(lambda _, each=each: each.to(like)) for name, each in columns.items()}  # type: ignore[misc]
         tried = copy.copy(self._module)
-        tried._modules = {**self._module._modules, **given, self._last: _End()}
+        tried._modules = {**self._module._modules, **given, self._last: _StandIn(_end)}
         hidden = like.new_zeros(1, 1, self._outer.shape[1 - self._outer.dim])
         try:
             type(self._module).forward(tried, hidden)
         except _Inside as end:
-            return end.columns.cpu().float()
+            inside: torch.Tensor = end.args[0]
+            return inside.cpu().float()
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise self._not_by_modules(repr(error)) from error
         raise self._not_by_modules(f"it does not call {self._last}")
@@ -88,32 +89,20 @@ class _TriedNetwork:
         )
 
 
-class _Given(nn.Module):
-    """Stands for a matrix to the inside."""
+class _StandIn(nn.Module):
+    """Stands for a matrix: `compute` is called in its place."""
 
-    def __init__(self, columns: torch.Tensor) -> None:
+    def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self._columns = columns
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the columns, [1, 1, columns], whatever the hidden states are, [1, 1, hidden size]."""
-        return self._columns
+        self.forward = compute
 
 
 class _Inside(Exception):
-    """The end of a network that came to its last matrix."""
-
-    def __init__(self, columns: torch.Tensor) -> None:
-        super().__init__()
-        self.columns = columns
+    """The end of a network that came to its last matrix, with what that was given: columns, [1, 1, columns]."""
 
 
-class _End(nn.Module):
-    """Stands for the matrix back from the inside."""
-
-    def forward(self, inside: torch.Tensor) -> torch.Tensor:
-        """End with what it is given, [1, 1, columns]."""
-        raise _Inside(inside)
+def _end(inside: torch.Tensor) -> torch.Tensor:
+    raise _Inside(inside)
 
 
 def _columns(cut: ParameterCut) -> torch.Tensor:
