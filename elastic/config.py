@@ -169,7 +169,9 @@ class Policy:
         _check_fields(self, require_whole, *counts)
         _check_fields(self, require_share, "kv_high", "kv_low", "queue_kv", "margin")
         self._check("ema_alpha", "above 0 and at most 1", lambda v: is_number(v) and 0 < v <= 1)
-        self._check("levels", "a tuple of names of variants, each once", _is_names)
+        names = isinstance(self.levels, tuple) and all(isinstance(level, str) for level in self.levels)
+        once = names and len(set(self.levels)) == len(self.levels)
+        require(once, "levels", self.levels, "a tuple of names of variants, each once")
         high = self.kv_high - self.margin
         self._check("kv_low", f"at most kv_high - margin = {high:.3g}", lambda low: low <= high + 1e-9)
         self._check("queue_low_s", f"at most queue_high_s = {self.queue_high_s}", lambda v: v <= self.queue_high_s)
@@ -375,10 +377,6 @@ MODES: dict[str, dict[str, Any]] = {
 def _check_fields(settings: object, check: Callable[[Any, str], None], *names: str) -> None:
     for name in names:
         check(getattr(settings, name), name)
-
-
-def _is_names(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(v, str) for v in value) and len(set(value)) == len(value)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -98,15 +98,15 @@ def _gather(
     What one of them cannot give, or has changed since, is read from others. Raises the error of one where neither
     others nor the checkpoint have it. (AMOEBA, section 3.2)
     """
-
-    def read(source: WeightsSource, parts: frozenset[int]) -> None:
-        _read(weights, unit, source, _runs(unit, parts), rate, coordinated=action.coordinated)
-
     usable = dict(enumerate(_usable(unit, action.sources)))
+    coordinated = action.coordinated
     have, left = {n: {*pages.shards, _COMMON} for n, (_, pages) in usable.items()}, wanted
     while asked := shared_out(left, have):
         with ThreadPoolExecutor(min(MOST_AT_ONCE, len(asked)), "elastic-fetch") as threads:
-            reads = {n: threads.submit(read, usable[n][0], frozenset(parts)) for n, parts in asked.items()}
+            reads = {
+                n: threads.submit(_read, weights, unit, usable[n][0], _runs(unit, frozenset(parts)), rate, coordinated)
+                for n, parts in asked.items()
+            }
         for n, done in reads.items():
             parts = frozenset(asked[n])
             try:
@@ -203,7 +203,6 @@ def _read(
     source: WeightsSource,
     wanted: Sequence[tuple[int, int]],
     rate: RateLimiter,
-    *,
     coordinated: bool,
 ) -> None:
     """Read runs of bytes (offset, bytes) of a unit's layout from the memory of another process into its own."""

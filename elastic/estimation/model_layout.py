@@ -16,13 +16,12 @@ from elastic.engines.continuous.compatibility import refusal
 from elastic.errors import ConfigError
 from elastic.estimation.kv_room import KVShape, kv_shape_of
 from elastic.kvcache.attention_heads import AttentionHeads, attention_heads
-from elastic.memory.weight_layout import LayerLayout
+from elastic.memory.weight_layout import LayerLayout, ParameterLayout
 from elastic.model_files import read_config, reading, require_full_weights
 from elastic.quant.variants.eligible import LayerParameters, head_sizes
 from elastic.runtime.runtime import Runtime
 from elastic.weights.decoder import Decoder, find_decoder
 from elastic.weights.eligible import held_outside, layer_slots
-from elastic.weights.paging import stored_layout
 from elastic.weights.parameter_slot import ParameterSlot
 from elastic.weights.proxy.tensor import WeightProxy
 
@@ -48,7 +47,7 @@ class LayerKind:
     @cached_property
     def full(self) -> LayerLayout:
         """How it lies in pages."""
-        return LayerLayout.pack({n: stored_layout(f"{self.path}.{n}", s.parameter) for n, s in self.slots.items()})
+        return LayerLayout.pack({n: ParameterLayout.like(s.parameter) for n, s in self.slots.items()})
 
     @cached_property
     def parameters(self) -> LayerParameters:

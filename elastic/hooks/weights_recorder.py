@@ -17,7 +17,7 @@ class WeightsRecorder:
         self._gate = gate
         self._lock = threading.Lock()  # of those below
         self._commits = gate.commits
-        self._seen = weights.packed, weights.precision_changes
+        self._seen = _look_at(weights)
         self._weights = 0, _name_of(self._seen[0])
 
     def weights(self) -> tuple[int, bytes]:
@@ -33,11 +33,21 @@ class WeightsRecorder:
 
     def _look(self) -> None:
         commits = self._gate.commits
-        # other ones in between count: a pass that waits for other ranks may have been computed by them
-        seen = self._model.packed, self._model.precision_changes
+        seen = _look_at(self._model)
         if seen != self._seen:
             self._weights, self._seen = (self._weights[0] + 1, _name_of(seen[0])), seen
         self._commits = commits
+
+
+def _look_at(weights: ModelWeights) -> tuple[tuple[object, ...], int]:
+    """Return which parameters of each unit are in which variant, and how often a unit got another precision.
+
+    Precisions in between count: a pass that waits for other ranks may have been computed by them. After a migration of
+    a unit that had some, the number is another one, too.
+    """
+    units = [unit for layer in weights.layers for unit in weights.units(layer.index)]
+    packed = tuple((unit.index, unit.part, unit.precision.key) for unit in units if unit.precision.variants)
+    return packed, sum(unit.precision_changes for unit in units)
 
 
 def _name_of(packed: tuple[object, ...]) -> bytes:

@@ -203,11 +203,8 @@ def _link_points(hidden: dict[int, torch.Tensor], origin: torch.device, target: 
     with ThreadPoolExecutor(1) as thread:
         for rows in hidden.values():
             source = rows.to(origin)
-
-            def send(source: torch.Tensor = source) -> object:
-                return thread.submit(lambda: source.to(target, copy=True)).result()
-
-            points.append((source.nbytes, _seconds(send, target)))
+            send = partial(thread.submit, source.to, target, copy=True)
+            points.append((source.nbytes, _seconds(lambda send=send: send().result(), target)))  # type: ignore[misc]
     return points
 
 

@@ -200,29 +200,15 @@ class ModelWeights:
 
     def form(self) -> tuple[str, ...]:
         """Return the variant of each layer; `absent` for one in host memory, `dropped` for one that is nowhere."""
-        return tuple(self._form_of(layer) for layer in self.layers)
-
-    @property
-    def packed(self) -> tuple[tuple[int, str, object], ...]:
-        """What is not full of each layer: its index, a unit's part, and which of its parameters is in which variant."""
-        return tuple(
-            (layer.index, unit.part, unit.precision.key)
-            for layer in self.layers
-            for unit in self.units(layer.index)
-            if unit.precision.variants
-        )
-
-    @property
-    def precision_changes(self) -> int:
-        """Count how often a unit got another precision; it is another number too after a migration of one that did."""
-        return sum(unit.precision_changes for layer in self.layers for unit in self.units(layer.index))
-
-    def _form_of(self, layer: WeightUnit) -> str:
-        if layer.absent:
-            if layer.shards_here:
-                return f"{layer.dtype}[{_shards_in_words(layer)}]"
-            return DROPPED if layer.absent is Absence.DROPPED else ABSENT
-        return "+".join(dict.fromkeys(unit.variant for unit in self.units(layer.index)))
+        forms = []
+        for layer in self.layers:
+            if not layer.absent:
+                forms.append("+".join(dict.fromkeys(unit.variant for unit in self.units(layer.index))))
+            elif layer.shards_here:
+                forms.append(f"{layer.dtype}[{_shards_in_words(layer)}]")
+            else:
+                forms.append(DROPPED if layer.absent is Absence.DROPPED else ABSENT)
+        return tuple(forms)
 
     def layer_indices(self, layers: int | str | Iterable[int | str]) -> tuple[int, ...]:
         """Return indices of decoder layers from indices (negative ones count from the end) or module names.

@@ -33,17 +33,12 @@ def make_layers(
     for index, (module, name) in enumerate(zip(decoder.layers, decoder.layer_names, strict=True)):
         cut, pool = cuts[index], pools[index]
         layer = DecoderLayer(index, name, UnpagedTensors(module, slots[index]), checkpoint, cut)
-        layouts = {n: stored_layout(f"{name}.{n}", slot.parameter) for n, slot in slots[index].items()}
+        layouts = {n: ParameterLayout.like(slot.parameter) for n, slot in slots[index].items()}
         if cut is not None:
             layouts = {n: cut.stored(n, like, pool.page_bytes) for n, like in layouts.items()}
             layouts = {n: layouts[n] for n in sorted(layouts, key=cut.parted.__contains__)}
         units.append(WeightUnit(layer, pool, slots[index], LayerLayout.pack(layouts)))
     return units
-
-
-def stored_layout(name: str, parameter: torch.Tensor) -> ParameterLayout:
-    """Return the layout in pages of a parameter, any shape, by its name in the model: as it lies now."""
-    return ParameterLayout.like(parameter)
 
 
 def move_in(unit: WeightUnit, absent: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -21,10 +21,8 @@ class PackedParameter(Protocol):
     """The digest of the full parameter that it stands for."""
     from_checkpoint: bool
     """True if it was read, so that it cannot be renewed."""
-
-    @property
-    def parts(self) -> Mapping[str, torch.Tensor]:
-        """Host tensors by name, any shape and dtype that the format needs. Not to be written."""
+    parts: Mapping[str, torch.Tensor]
+    """Host tensors by name, any shape and dtype that the format needs. Not to be written."""
 
     def content(
         self, like: torch.Tensor, parts: Mapping[str, torch.Tensor], full: WeightSource
@@ -48,13 +46,10 @@ class PackedParameter(Protocol):
 class LayerVariant(Protocol):
     """A layer in a variant: the parameters that differ from the full ones."""
 
-    @property
-    def packings(self) -> MutableMapping[str, Any]:
-        """`PackedParameter`s by parameter; one is replaced when its parameter was written."""
-
-    @property
-    def together(self) -> bool:
-        """True where its parameters only make sense together, such as norms that were rescaled for the matrices."""
+    packings: dict[str, Any]
+    """`PackedParameter`s by parameter; one is replaced when its parameter was written."""
+    together: bool
+    """True where its parameters only make sense together, such as norms that were rescaled for the matrices."""
 
 
 class LayerPrecision:

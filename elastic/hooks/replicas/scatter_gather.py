@@ -34,6 +34,8 @@ class ScatterGatherPass:
         """`counts` are the rows of each place (by `BY_REQUESTS`, tokens), `caches` the KV cache that each one sees."""
         self._group = group
         self._step = 0  # layers that are done
+        self.ended = False
+        """True once all layers of the group are done."""
         self._marks: list[tuple[Mark, Mark]] = []
         batch = sum(counts)
         rows = [
@@ -52,11 +54,6 @@ class ScatterGatherPass:
             for worker, shard_rows, cache in zip(group.workers, rows[1:], caches[1:], strict=True)
             if shard_rows.count and shard_rows is not self._rows
         ]
-
-    @property
-    def ended(self) -> bool:
-        """True once all layers of the group are done."""
-        return self._step == len(self._group.layers)
 
     def enter(self, layer: int, inputs: LayerInputs) -> tuple[Args, Kwargs]:
         """Begin the next layer; returns what its own forward is called with.
@@ -90,6 +87,7 @@ class ScatterGatherPass:
         batch_context.thread.share = None
         self._hidden = hidden_of(output)
         self._step += 1
+        self.ended = self._step == len(self._group.layers)
         if not self.ended:
             return None
         device = self._group.devices[0]

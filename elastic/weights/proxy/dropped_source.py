@@ -41,15 +41,11 @@ class DroppedSource:
     """The parts of the layer that are not here, of so many."""
     of: int
 
-    def value(self) -> NoReturn:
-        """Raise `StateError`."""
+    def value(self, value: torch.Tensor | None = None) -> NoReturn:
+        """Raise `StateError`, also where it would be replaced by a `value` of any shape."""
         raise missing_error(self.layer, self.index, self.missing, self.of)
 
-    copy = stored = value
-
-    def write(self, value: torch.Tensor) -> NoReturn:
-        """Raise `StateError`, whatever the value: any shape."""
-        self.value()
+    copy = stored = write = value
 
     def describe(self) -> str:
         """Say for an error message where the weight is."""

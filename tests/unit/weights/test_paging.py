@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from support.architectures import build, prompt
 from support.child_process import in_fork
 
 
-def transposed_and_padded(name: str, parameter: torch.Tensor) -> ParameterLayout:
+def transposed_and_padded(parameter: torch.Tensor) -> ParameterLayout:
     if parameter.ndim == 3:  # products of experts demand their strides
         return ParameterLayout.like(parameter)
     shape = tuple(parameter.shape)
@@ -31,7 +32,7 @@ def test_a_transposed_padded_layout_computes_and_saves_as_the_checkpoint(
     before, expected = {k: v.clone() for k, v in model.state_dict().items()}, model(**prompt()).logits
     strides = [p.stride() for p in model.parameters()]
     model.save_pretrained(tmp_path / "plain")
-    monkeypatch.setattr(paging, "stored_layout", transposed_and_padded)
+    monkeypatch.setattr(paging, "ParameterLayout", SimpleNamespace(like=transposed_and_padded))
     rt = wrapped(model).elastic
     layer = model.get_submodule(next(iter(rt.status().residencies)))
     matrix = next(p for p in layer.parameters() if p.ndim == 2)
@@ -52,7 +53,7 @@ def test_a_transposed_padded_layout_computes_and_saves_as_the_checkpoint(
 def test_the_state_of_a_resident_layer_is_contiguous_where_the_checkpoint_is(
     wrapped: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paging, "stored_layout", transposed_and_padded)
+    monkeypatch.setattr(paging, "ParameterLayout", SimpleNamespace(like=transposed_and_padded))
     model = wrapped(build("llama-gqa"))
     for tensor in model.state_dict().values():
         assert tensor.is_contiguous()
