@@ -32,15 +32,6 @@ class Condition(Protocol):
     def notify_all(self) -> None: ...
 
 
-class ClockEvent(Protocol):
-    """As `threading.Event`."""
-
-    def is_set(self) -> bool: ...
-    def set(self) -> None: ...
-    def clear(self) -> None: ...
-    def wait(self, timeout: float | None = ...) -> bool: ...
-
-
 class Thread(Protocol):
     """As a daemon `threading.Thread`."""
 
@@ -68,7 +59,7 @@ class Clock:
     sleep: Callable[[float], object] = staticmethod(time.sleep)
     lock: Callable[[], Lock] = staticmethod(threading.Lock)
     condition: Callable[[Any], Condition] = staticmethod(threading.Condition)
-    event: Callable[[], ClockEvent] = staticmethod(threading.Event)
+    event: Callable[[], threading.Event] = staticmethod(threading.Event)
     queue: Callable[[], Queue] = staticmethod(queue.SimpleQueue)
     current_thread: Callable[[], Thread] = staticmethod(threading.current_thread)
 
@@ -124,7 +115,7 @@ def make_condition(lock: Lock) -> Condition:
     return _here.clock.condition(lock)
 
 
-def make_event() -> ClockEvent:
+def make_event() -> threading.Event:
     """Return an event."""
     return _here.clock.event()
 

@@ -168,13 +168,15 @@ class Policy:
         counts = ("layers_per_action", "max_layers", "pressure_ticks", "recovery_ticks", "action_bytes")
         _check_fields(self, require_whole, *counts)
         _check_fields(self, require_share, "kv_high", "kv_low", "queue_kv", "margin")
-        self._check("ema_alpha", "above 0 and at most 1", lambda v: is_number(v) and 0 < v <= 1)
+        weight = is_number(self.ema_alpha) and 0 < self.ema_alpha <= 1
+        require(weight, "ema_alpha", self.ema_alpha, "above 0 and at most 1")
         names = isinstance(self.levels, tuple) and all(isinstance(level, str) for level in self.levels)
         once = names and len(set(self.levels)) == len(self.levels)
         require(once, "levels", self.levels, "a tuple of names of variants, each once")
         high = self.kv_high - self.margin
-        self._check("kv_low", f"at most kv_high - margin = {high:.3g}", lambda low: low <= high + 1e-9)
-        self._check("queue_low_s", f"at most queue_high_s = {self.queue_high_s}", lambda v: v <= self.queue_high_s)
+        require(self.kv_low <= high + 1e-9, "kv_low", self.kv_low, f"at most kv_high - margin = {high:.3g}")
+        low_s, high_s = self.queue_low_s, self.queue_high_s
+        require(low_s <= high_s, "queue_low_s", low_s, f"at most queue_high_s = {high_s}")
 
     @classmethod
     def named(cls, mode: str) -> Policy:
@@ -206,9 +208,6 @@ class Policy:
             return replace(cls.named(mode), **fields)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
-
-    def _check(self, name: str, allowed: str, holds: Callable[[Any], bool]) -> None:
-        require(holds(getattr(self, name)), name, getattr(self, name), allowed)
 
 
 @dataclass(frozen=True)

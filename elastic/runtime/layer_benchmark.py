@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import combinations
 from typing import Any, TypeVar
@@ -134,15 +134,11 @@ def _hidden(call: Call) -> torch.Tensor:
 class _Walk:
     """A pass through some layers by this thread and workers beside it, as in a run of replicated layers."""
 
-    def __init__(self, layers: Sequence[nn.Module], device: torch.device, most: int) -> None:
+    def __init__(self, layers: Sequence[nn.Module], device: torch.device, workers: Sequence[ReplicaWorker]) -> None:
         self._layers = layers
         self._names = parameter_names(layers[0])
         self.device = device
-        self._workers = [ReplicaWorker("calibration", device) for _ in range(most - 1)]
-
-    def close(self) -> None:
-        while self._workers:
-            self._workers.pop().close()
+        self._workers = workers
 
     def go(self, calls: Sequence[Call], at_once: int) -> None:
         """Compute at so many places, each with its share of the threads of an operation.
@@ -180,17 +176,16 @@ def _layer_points(
         ]
         for count in sorted(calls)
     }
-    walk = _Walk(layers, device, most)
-    works: dict[tuple[int, int], Callable[[], object]] = {
-        (at_once, count): partial(walk.go, given[count], at_once)
-        for at_once in range(1, most + 1)
-        for place, count in enumerate(given)
-        if place < 2 or count * at_once <= max(given)
-    }
-    try:
+    with ExitStack() as stack:
+        workers = [stack.enter_context(closing(ReplicaWorker("calibration", device))) for _ in range(most - 1)]
+        walk = _Walk(layers, device, workers)
+        works: dict[tuple[int, int], Callable[[], object]] = {
+            (at_once, count): partial(walk.go, given[count], at_once)
+            for at_once in range(1, most + 1)
+            for place, count in enumerate(given)
+            if place < 2 or count * at_once <= max(given)
+        }
         seconds = _in_turn(works, device)
-    finally:
-        walk.close()
     points: list[Points] = []
     for at_once in range(1, most + 1):
         points.append([(n * tokens, took / len(layers)) for (times, n), took in seconds.items() if times == at_once])

@@ -196,36 +196,36 @@ class SimulatedCondition:
             waiter.wake()
 
 
-class SimulatedEvent:
-    """As `threading.Event`."""
+class SimulatedEvent(threading.Event):
+    """An event that threads of a simulation wait for."""
 
     def __init__(self, threads: SimulatedThreads) -> None:
-        self._threads, self._set = threads, False
+        self._threads, self._flag = threads, False  # which its `__repr__` looks at
         self._waiting: list[Waiter] = []
 
     def is_set(self) -> bool:
         """Return whether it is set."""
-        return self._set
+        return self._flag
 
     def set(self) -> None:
         """Set it; whoever waits goes on."""
-        self._set = True
+        self._flag = True
         waiting, self._waiting = self._waiting, []
         for waiter in waiting:
             waiter.wake()
 
     def clear(self) -> None:
         """Have it be set no more."""
-        self._set = False
+        self._flag = False
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set; return whether it is."""
-        if not self._set:
+        if not self._flag:
             waiter = Waiter(self._threads)
             self._waiting.append(waiter)
             if not waiter.wait(timeout) and waiter in self._waiting:
                 self._waiting.remove(waiter)
-        return self._set
+        return self._flag
 
 
 class SimulatedQueue:
@@ -293,7 +293,7 @@ class SimulatedThreads(clock.Clock):
         """Return a condition of a lock."""
         return SimulatedCondition(self, lock)
 
-    def event(self) -> clock.ClockEvent:
+    def event(self) -> threading.Event:
         """Return an event that is not set."""
         return SimulatedEvent(self)
 
