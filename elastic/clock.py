@@ -1,7 +1,7 @@
 """Time and threads: of this process, or of a simulation, for threads that run in one.
 
-Whatever waits, wakes others or looks at the time by this module can be simulated as it is: `use` has a thread, and all
-that it starts, live by another `Clock`. Threads that nobody told otherwise have the process's own.
+Whatever waits, wakes others or looks at the time by the clock of its thread can be simulated as it is: `use` has a
+thread, and all that it starts, live by another `Clock`. Threads that nobody told otherwise have the process's own.
 """
 
 from __future__ import annotations
@@ -55,20 +55,24 @@ class Clock:
     """The time and the threads of this process; what simulates them derives from it, and has its own of each."""
 
     now: Callable[[], float] = staticmethod(time.perf_counter)
+    """Returns seconds, of which differences count."""
     wall: Callable[[], float] = staticmethod(time.time)
+    """Returns the time of day."""
     sleep: Callable[[float], object] = staticmethod(time.sleep)
     lock: Callable[[], Lock] = staticmethod(threading.Lock)
     condition: Callable[[Any], Condition] = staticmethod(threading.Condition)
+    """Makes one of a lock."""
     event: Callable[[], threading.Event] = staticmethod(threading.Event)
     queue: Callable[[], Queue] = staticmethod(queue.SimpleQueue)
+    """Makes one without a limit."""
     current_thread: Callable[[], Thread] = staticmethod(threading.current_thread)
 
     def thread(self, work: Callable[[], object], name: str) -> Thread:
-        """See `make_thread`."""
+        """Make a thread that was not started, and holds up nobody's end."""
         return threading.Thread(target=work, name=name, daemon=True)
 
     def run_together(self, calls: Sequence[Callable[[], T]], name: str) -> list[Future[T]]:
-        """See `run_together`."""
+        """Do some things on a thread each; return, when all are done, what came of them, in order."""
         with ThreadPoolExecutor(len(calls), name) as threads:
             return [threads.submit(call) for call in calls]
 
@@ -90,54 +94,19 @@ def use(clock: Clock) -> Iterator[None]:
         _here.clock = before
 
 
+def current() -> Clock:
+    """Return the clock that this thread lives by."""
+    return _here.clock
+
+
 def now() -> float:
     """Return seconds, of which differences count: those of `time.perf_counter`."""
     return _here.clock.now()
 
 
-def wall() -> float:
-    """Return the time of day as `time.time` does."""
-    return _here.clock.wall()
-
-
 def sleep(seconds: float) -> None:
     """Wait."""
     _here.clock.sleep(seconds)
-
-
-def make_lock() -> Lock:
-    """Return a lock."""
-    return _here.clock.lock()
-
-
-def make_condition(lock: Lock) -> Condition:
-    """Return a condition of a lock."""
-    return _here.clock.condition(lock)
-
-
-def make_event() -> threading.Event:
-    """Return an event."""
-    return _here.clock.event()
-
-
-def make_queue() -> Queue:
-    """Return a queue without a limit."""
-    return _here.clock.queue()
-
-
-def make_thread(work: Callable[[], object], name: str) -> Thread:
-    """Return a thread that was not started, and holds up nobody's end."""
-    return _here.clock.thread(work, name)
-
-
-def current_thread() -> Thread:
-    """Return the thread that asks."""
-    return _here.clock.current_thread()
-
-
-def run_together(calls: Sequence[Callable[[], T]], name: str) -> list[Future[T]]:
-    """Do some things on a thread each; return, when all are done, what came of them, in order."""
-    return _here.clock.run_together(calls, name)
 
 
 def submit(thread: Executor, work: Callable[..., T], *args: Any) -> Future[T]:

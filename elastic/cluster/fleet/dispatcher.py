@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
-from elastic.clock import make_condition, make_lock, now
+from elastic.clock import current as current_clock
+from elastic.clock import now
 from elastic.cluster.control.connection import encode
 from elastic.cluster.control.messages import Beat, Cancel, News, Refused, Submit
 from elastic.cluster.fleet.instance import Instance
@@ -49,8 +50,8 @@ class Dispatcher:
         clock: Callable[[], float] = now,
     ) -> None:
         """Have no instances. `clock` says seconds: those of records, instances and outputs too."""
-        self.lock = make_lock()
-        self.changed = make_condition(self.lock)
+        self.lock = current_clock().lock()
+        self.changed = current_clock().condition(self.lock)
         """Told when a request has ended or goes on elsewhere, and when instances come and go."""
         self.instances: dict[str, Instance] = {}
         self.gone: set[str] = set()

@@ -117,7 +117,7 @@ class Fleet(PricedVerbs):
         self._mover = Mover(self._dispatcher, self._log, self._groups.ranks.introduce)
         add = None if self._starter.waits else self.scale_out
         self._policies = PolicyThreads(policies, self._dispatcher, self._log, self._mover, self, self._groups, add)
-        self._lock = clock.make_lock()  # of the state
+        self._lock = clock.current().lock()  # of the state
         self._ending = threading.RLock()  # of who ends the ranks; a signal handler may stop what it has interrupted
         self._state, self._process = "new", os.getpid()
 

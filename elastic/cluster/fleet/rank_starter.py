@@ -109,7 +109,8 @@ class RankStarter:
         less memory than they would have together.
         """
         self._require_memory(specs)
-        started = clock.run_together([partial(self.launcher.start, spec) for spec in specs], "elastic-fleet-start")
+        starts = [partial(self.launcher.start, spec) for spec in specs]
+        started = clock.current().run_together(starts, "elastic-fleet-start")
         names, errors = [], []
         for spec, client in zip(specs, started, strict=True):
             try:

@@ -55,8 +55,8 @@ class Supervisor:
         self._dispatcher, self._log = dispatcher, log
         self._starter, self._replaces = starter, replaces
         self._beat_timeout_s, self._hang_timeout_s = beat_timeout_s, hang_timeout_s
-        self._stopping = clock.make_event()
-        self._lock = clock.make_lock()  # of the two below
+        self._stopping = clock.current().event()
+        self._lock = clock.current().lock()  # of the two below
         self._seats: dict[str, _Seat] = {}
         self._coming = set[str]()  # lost ranks in whose place others begin
         self._threads: list[clock.Thread] = []
@@ -75,7 +75,7 @@ class Supervisor:
         self._watch.stop()
         self._starter.end()
         for thread in self._threads:
-            if thread.ident is not None and thread is not clock.current_thread():
+            if thread.ident is not None and thread is not clock.current().current_thread():
                 thread.join()
 
     @property
@@ -110,7 +110,7 @@ class Supervisor:
             seat.spec = replace(seat.spec, share=instance.spec.share)
             if self._replaces and not self._starter.waits:
                 self._coming.add(instance.name)
-                thread = clock.make_thread(
+                thread = clock.current().thread(
                     partial(self._replace, instance.name, seat), f"elastic-replace-{instance.name}"
                 )
                 self._threads = [other for other in self._threads if other.is_alive()] + [thread]

@@ -46,8 +46,8 @@ class TickThread:
     ) -> None:
         self._act, self._tick_s = act, tick_s
         self._attempts = Attempts(failed, level)
-        self._stopping = clock.make_event()
-        self._thread = clock.make_thread(self._run, name)
+        self._stopping = clock.current().event()
+        self._thread = clock.current().thread(self._run, name)
 
     def start(self) -> None:
         """Begin."""

@@ -100,7 +100,7 @@ def test_calls_run_together_and_what_each_raises_is_its_own(threads: SimulatedTh
         return 1 / seconds
 
     def work() -> None:
-        futures = clock.run_together([lambda: slow(1.0), lambda: slow(0.0), lambda: slow(2.0)], "call")
+        futures = clock.current().run_together([lambda: slow(1.0), lambda: slow(0.0), lambda: slow(2.0)], "call")
         found.extend(future.exception() or future.result() for future in futures)
 
     begin(threads, work)

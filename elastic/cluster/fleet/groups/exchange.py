@@ -270,7 +270,7 @@ class Exchange:
         flip_each = partial(flip_layers, coordinated=self.form.coordinated, hurried=hurried)
         pauses = {home: [flip for flip in flips if flip.home == home] for home in dict.fromkeys(f.home for f in flips)}
         calls = [partial(flip_each, self._ranks, shape.paths[home], each) for home, each in pauses.items()]
-        begun = clock.run_together(calls, "elastic-flip")
+        begun = clock.current().run_together(calls, "elastic-flip")
         failed = []
         for each, answer in zip(pauses.values(), begun, strict=True):
             try:

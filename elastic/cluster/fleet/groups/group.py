@@ -184,8 +184,8 @@ class RankClaims:
     """Who changes which ranks: a verb its own, a repair those of a group that has lost one, and nobody both."""
 
     def __init__(self) -> None:
-        self._lock = clock.make_lock()
-        self._changed = clock.make_condition(self._lock)
+        self._lock = clock.current().lock()
+        self._changed = clock.current().condition(self._lock)
         self._claimed: frozenset[str] = frozenset()
 
     @contextmanager

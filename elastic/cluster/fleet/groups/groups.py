@@ -58,7 +58,7 @@ class Groups:
         self.ranks = Ranks(dispatcher, bulk)
         self._staging, self.dry_runs = Staging(self.ranks), DryRuns(self.ranks, log)
         self.registry = GroupRegistry(self.ranks, self._staging, log)
-        self.verbs = clock.make_lock()
+        self.verbs = clock.current().lock()
         """Held by the verb that runs; see `verb`."""
         self._layer_bytes: tuple[int, ...] = ()
         self._following = False  # whether it is no verb that runs, but caps that change

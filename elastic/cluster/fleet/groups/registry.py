@@ -30,8 +30,8 @@ class GroupRegistry:
     def __init__(self, ranks: Ranks, staging: Staging, log: EventLog) -> None:
         self._ranks, self._dispatcher, self._staging, self._log = ranks, ranks.dispatcher, staging, log
         self.groups: tuple[Group, ...] = ()
-        self._lock = clock.make_lock()  # while the groups and the repairs are changed
-        self._changed = clock.make_condition(self._lock)
+        self._lock = clock.current().lock()  # while the groups and the repairs are changed
+        self._changed = clock.current().condition(self._lock)
         self._claims = RankClaims()
         self._repairs: list[clock.Thread] = []
         self._closed = False
@@ -226,7 +226,7 @@ class GroupRegistry:
         if group is None:
             go_on(self._ranks, instance.name, ())
             return
-        thread = clock.make_thread(partial(self._repair, instance.name), f"elastic-repair-{instance.name}")
+        thread = clock.current().thread(partial(self._repair, instance.name), f"elastic-repair-{instance.name}")
         with self._lock:
             thread.start()
             self._repairs = [*(other for other in self._repairs if other.is_alive()), thread]

@@ -18,7 +18,7 @@ class Units:
     def __init__(self, dispatcher: Dispatcher, form: Callable[[Mapping[str, Share]], None]) -> None:
         """`form` has ranks compute with each other."""
         self._dispatcher, self._form = dispatcher, form
-        self._forming = clock.make_lock()
+        self._forming = clock.current().lock()
 
     def joined(self, instance: Instance) -> None:
         """Have the ranks of an instance's unit serve, if it was the last one that lacked.

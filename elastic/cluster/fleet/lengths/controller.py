@@ -46,15 +46,15 @@ class LengthController:
         self._measured: _Limits = ((), ())  # as they were when capacity was measured
         self._noted: tuple[list[Instance], list[str], Capacity] = ([], [], {})  # when they came to know what they reach
         self._measuring = False  # or asked for
-        self._lock = clock.make_lock()
+        self._lock = clock.current().lock()
         self._changing: tuple[frozenset[str], ...] = ()  # ranks of the changes that are asked for, and not done
-        self._changes: clock.Queue = clock.make_queue()  # True: measure
-        self._wake, self._stopping = clock.make_event(), clock.make_event()
+        self._changes: clock.Queue = clock.current().queue()  # True: measure
+        self._wake, self._stopping = clock.current().event(), clock.current().event()
         failed = "the policy of lengths could not act"
         self._decisions, self._reshards, self._measurements = Attempts(failed), Attempts(failed), Attempts(failed)
         self._threads = [
-            clock.make_thread(self._decide, "elastic-fleet-lengths"),
-            clock.make_thread(self._change, "elastic-fleet-reshard"),
+            clock.current().thread(self._decide, "elastic-fleet-lengths"),
+            clock.current().thread(self._change, "elastic-fleet-reshard"),
         ]
 
     def start(self) -> None:

@@ -202,7 +202,7 @@ class OverloadController:
     def _add_instances(self, count: int) -> None:
         """Have instances added, beside the caller."""
         self._addable -= count
-        self._adding = clock.make_thread(partial(self._scale_out, count), "elastic-fleet-scale-out")
+        self._adding = clock.current().thread(partial(self._scale_out, count), "elastic-fleet-scale-out")
         self._adding.start()
 
     def _scale_out(self, count: int) -> None:

@@ -25,7 +25,7 @@ class EventLog:
     def add(self, kind: EventKind, **about: Any) -> None:
         """Note an event; `about` are the fields of `FleetEvent`."""
         with self._lock:
-            self._events.append(FleetEvent(next(self._ids), kind, clock.wall(), **about))
+            self._events.append(FleetEvent(next(self._ids), kind, clock.current().wall(), **about))
 
     def count(self, **totals: int) -> None:
         """Add to fields of `FleetTotals`."""
