@@ -146,7 +146,12 @@ class PeerHub:
         self, memory: RankMemory, device: torch.device = CPU, *, coordinated: bool = False
     ) -> RankMemoryReader:
         """Read the memory of another rank; see `Peers`. Raises `RankLost`."""
-        return self._others.open(memory, device, coordinated)
+        reader = self._others.open(memory, device, coordinated)
+        with self._changed:
+            reason = self._lost.get(memory.rank)
+        if reason is not None:  # while it connected: `lost` did not see it yet
+            reader.lost(reason)
+        return reader
 
     @property
     def sending(self) -> bool:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -187,6 +188,30 @@ def test_who_reads_is_told_at_once_that_the_rank_was_lost(stack: ExitStack) -> N
     with pytest.raises(RankLost) as error:
         waiting.result(10)
     assert error.value.rank == "a"
+
+
+def test_who_connects_while_a_rank_is_lost_is_told_so(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank is stopped, and answers nothing: without being told the reader would wait for ever."""
+    a, b = hubs(stack)
+    go_on = threading.Event()
+    stack.callback(go_on.set)
+
+    @contextmanager
+    def hang(nbytes: int) -> Iterator[None]:
+        assert go_on.wait(60)
+        yield
+
+    a.serve_memory([Place(MemfdBackend).pool], hang)
+    connect = b._connect
+
+    def connect_and_lose(*arguments: Any) -> Any:
+        connection = connect(*arguments)
+        b.lost("a")
+        return connection
+
+    monkeypatch.setattr(b, "_connect", connect_and_lose)
+    with pytest.raises(RankLost, match="rank 'a' was lost"):
+        later(stack, opened(stack, b, coordinated=True)).result(10)
 
 
 OWNER = """
