@@ -60,11 +60,12 @@ class Stages:
         self._engine, self._host = engine, host
         self._lock = threading.Lock()
         self._hub: PeerHub | None = None
+        self._closed = False
 
     def close(self) -> None:
-        """End all connections: whoever waits on them returns."""
+        """End all connections, and make no more: whoever waits on them returns."""
         with self._lock:
-            hub, self._hub = self._hub, None
+            self._closed, hub, self._hub = True, self._hub, None
         if hub is not None:
             hub.close()
 
@@ -82,7 +83,8 @@ class Stages:
             case MeetPeers(addresses):
                 return self._opened.meet(dict(addresses))
             case LosePeer(rank):
-                return None if self._hub is None else self._hub.lost(rank)
+                hub = self._hub
+                return None if hub is None else hub.lost(rank)
 
     def answer(self, question: StageQuestion) -> Any:
         """Answer about layers. Raises what the engine raises."""
@@ -147,12 +149,15 @@ class Stages:
 
     @property
     def _opened(self) -> PeerHub:
-        if self._hub is None:
+        hub = self._hub
+        if hub is None:
             raise StateError("this rank knows no other one; it was not told to listen, or has ended")
-        return self._hub
+        return hub
 
     def _open(self, rank: str, key: bytes, bulk: Bulk) -> tuple[str, int]:
         with self._lock:
+            if self._closed:
+                raise StateError(f"rank {rank!r} has ended; start another one")
             if self._hub is None:
                 self._hub = hub = PeerHub(rank, key, (self._host, 0), bulk)
                 hub.serve_memory(self._engine.runtime.pools, self._engine.kv.exchange.pace.copying)

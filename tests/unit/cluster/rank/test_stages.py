@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from elastic.cluster.control.stage_questions import BeginExchange, EndExchange, FlipLayers
+from elastic.cluster.control.stage_questions import BeginExchange, EndExchange, FlipLayers, LosePeer, OpenPeers
 from elastic.cluster.rank.stages import Stages
 from elastic.engines.continuous.engine import ContinuousEngine
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, StateError
 from support.architectures import build
 from support.wrapped_model import small
 
@@ -35,3 +35,12 @@ def test_steps_are_short_while_requests_wait_for_the_end_of_an_exchange(
         stages.answer(FlipLayers(engine.path, hurried=hurried))
     assert (scheduler.short_until_s > scheduler._last_s) == hurried
     stages.answer(EndExchange())
+
+
+def test_a_rank_that_has_ended_listens_for_no_others(engine: ContinuousEngine) -> None:
+    """The fleet may ask while it ends, on another thread: nobody would close what listens then."""
+    stages = Stages(engine, "127.0.0.1")
+    stages.close()
+    with pytest.raises(StateError, match="has ended"):
+        stages.meet(OpenPeers("r0", b"a key of this test's own"))
+    assert stages.meet(LosePeer("r1")) is None
