@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,11 +19,10 @@ from elastic.cluster.peers.memory import device as devices
 from elastic.cluster.peers.memory import nixl
 from elastic.cluster.peers.memory.nixl import NixlAgent, NixlMemoryReader
 from elastic.cluster.peers.memory.reader import OtherMemories, RankMemoryReader
-from elastic.cluster.peers.memory.server import Copying, MemoryServer, Offer, at_once
+from elastic.cluster.peers.memory.server import MemoryServer, Offer
 from elastic.cluster.peers.transport import PeerTransport, TrafficCounter
 from elastic.errors import ElasticError, RankLost, StateError
 from elastic.memory.backends.rank_memory import CPU
-from elastic.memory.pages.page_pool import PagePool
 from elastic.types import RankMemory
 
 Address = tuple[str, int]
@@ -70,7 +69,8 @@ class PeerHub:
         self._logs: set[PeerLogConnection] = set()
         self._bulk, self._making_agent = bulk, threading.Lock()
         self._agent = NixlAgent() if bulk == "nixl" else None
-        self._memory = MemoryServer()
+        self.memory = MemoryServer()
+        """What other ranks read of this one's memory: nothing, until it serves places."""
         self._others = OtherMemories(self._connect_memory)
         self._numbers = itertools.count()
         self._closed = False
@@ -138,10 +138,6 @@ class PeerHub:
             raise RankLost(reason, rank=home)
         return self._keep(connection, home)
 
-    def serve_memory(self, pools: Iterable[PagePool], copying: Copying = at_once) -> None:
-        """Have other ranks read the memory of these places; see `MemoryServer.serve`."""
-        self._memory.serve(pools, copying)
-
     def open_memory(
         self, memory: RankMemory, device: torch.device = CPU, *, coordinated: bool = False
     ) -> RankMemoryReader:
@@ -186,7 +182,7 @@ class PeerHub:
         for log in logs:
             log.close()
         self._others.close()
-        self._memory.close()
+        self.memory.close()
         with self._changed:
             self._drop_early(None)
 
@@ -282,7 +278,7 @@ class PeerHub:
                     "device": devices.offer,
                     "nixl": lambda _, stream: nixl.offer(self._nixl(), stream),
                 }
-                self._memory.attach(hello.of, connection.detach(), offers.get(hello.kind))
+                self.memory.attach(hello.of, connection.detach(), offers.get(hello.kind))
             else:
                 self._attach(hello, connection.detach())
             self._changed.notify_all()

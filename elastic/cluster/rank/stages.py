@@ -160,7 +160,7 @@ class Stages:
                 raise StateError(f"rank {rank!r} has ended; start another one")
             if self._hub is None:
                 self._hub = hub = PeerHub(rank, key, (self._host, 0), bulk)
-                hub.serve_memory(self._engine.runtime.pools, self._engine.kv.exchange.pace.copying)
+                hub.memory.serve(self._engine.runtime.pools, self._engine.kv.exchange.pace.copying)
                 self._engine.ranks.use_peers(hub, lambda: hub.sending)
             return self._hub.address
 

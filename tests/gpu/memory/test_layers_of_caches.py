@@ -159,7 +159,7 @@ def test_layers_are_copied_behind_what_writes_them_there_and_reads_them_here(
     sectors = [sector for _, sector in home.mapped_sectors]
     hubs = {rank: stack.enter_context(closing(PeerHub(rank, b"key"))) for rank in "ab"}
     hubs["b"].meet({"a": hubs["a"].address})
-    hubs["a"].serve_memory([home.kv.pool])
+    hubs["a"].memory.serve([home.kv.pool])
     form = block_form(kv)
     served = RankMemory("a", home.kv.pool.name)
     with queued(kv.device, side):
@@ -215,6 +215,6 @@ def test_pages_are_given_to_other_ranks_behind_what_writes_them(stack: ExitStack
         place.send(here, pieces)
         taken.copy_(torch.frombuffer(bytearray(there.recv(200, socket.MSG_WAITALL)), dtype=torch.uint8))
     else:
-        place.copy(taken, pieces)
+        place.copy(taken.split(100), pieces)
     with queued(memory.kv.device, side=True):  # it is there on return, for any stream
         assert taken.tolist() == [9] * 200

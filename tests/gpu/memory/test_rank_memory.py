@@ -86,7 +86,7 @@ def place(stack: ExitStack) -> Place:
 def hubs(stack: ExitStack, place: Place) -> tuple[PeerHub, PeerHub]:
     a, b = (stack.enter_context(closing(PeerHub(name, KEY))) for name in "ab")
     b.meet({"a": a.address})
-    a.serve_memory([place.pool])
+    a.memory.serve([place.pool])
     return a, b
 
 
@@ -209,7 +209,7 @@ def test_only_what_is_to_be_coordinated_waits_for_what_the_rank_does(
         sent.append(nbytes)
         yield
 
-    a.serve_memory([place.pool], copying)
+    a.memory.serve([place.pool], copying)
     for coordinated in (True, False, True):  # on one connection
         with closing(b.open_memory(MEMORY, torch.device("cuda:0"), coordinated=coordinated)) as opened:
             read(opened, "cuda:0", [(0, BUFFER_BYTES), (9, 2)])
@@ -226,7 +226,7 @@ def test_who_reads_is_told_at_once_that_the_rank_was_lost(place: Place, hubs: tu
         assert go_on.wait(60)
         yield
 
-    a.serve_memory([place.pool], hang)
+    a.memory.serve([place.pool], hang)
     opened = b.open_memory(MEMORY, torch.device("cuda:0"), coordinated=True)
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(read, opened, "cuda:0", [(0, 9)])
@@ -312,7 +312,7 @@ OWNER = """
         sys.stdin.readline()
         yield
 
-    hub.serve_memory([place.pool], copying)
+    hub.memory.serve([place.pool], copying)
     {prepare}
     print(*hub.address, flush=True)
     for line in sys.stdin:

@@ -85,7 +85,7 @@ class EngineGroup:
             self[rank].rank = rank
         for rank, hub in self.hubs.items():
             hub.meet({name: other.address for name, other in self.hubs.items() if name != rank})
-            hub.serve_memory(self[rank].runtime.pools)
+            hub.memory.serve(self[rank].runtime.pools)
             self[rank].ranks.use_peers(hub)
 
     def __getitem__(self, rank: str) -> ContinuousEngine:

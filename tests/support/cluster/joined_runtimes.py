@@ -14,5 +14,5 @@ def joined(stack: ExitStack, **runtimes: Any) -> None:
     hubs = {rank: stack.enter_context(closing(PeerHub(rank, b"key"))) for rank in runtimes}
     for rank, hub in hubs.items():
         hub.meet({name: other.address for name, other in hubs.items() if name != rank})
-        hub.serve_memory(runtimes[rank].pools)
+        hub.memory.serve(runtimes[rank].pools)
         runtimes[rank].exchange_with(hub, YieldingPace(lambda seconds: True, lambda: 0.0))

@@ -6,9 +6,9 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 
@@ -31,7 +31,7 @@ from elastic.memory.pages.mapped_storage import MappedStorage
 from elastic.memory.pages.page_pool import PagePool
 
 logger = logging.getLogger(__name__)
-Copying = Callable[[int], AbstractContextManager[None]]
+Copying = Callable[[int], AbstractContextManager[object]]
 """What the sending of so many bytes is done in."""
 Offer = Callable[[PagePool | None, socket.socket], Buffer | None]
 """Makes a buffer for what is read of a place, if there is that place, and tells the other end of a connection of it.
@@ -40,107 +40,79 @@ None: there is none. Raises `OSError` where the other end goes away, `BackendUna
 """
 
 
-def at_once(nbytes: int) -> AbstractContextManager[None]:
-    """Send without waiting for anything."""
-    return nullcontext()
-
-
-class ServedPlace(Protocol):
-    """The memory of a place."""
-
-    def require(self, pieces: Pieces) -> None:
-        """Raise `StateError` for pieces that are not there."""
-
-    def send(self, stream: socket.socket, pieces: Pieces) -> None:
-        """Send pieces. Raises `OSError`, also where they are there no more: nothing may follow then."""
-
-    def copy(self, target: torch.Tensor, pieces: Pieces) -> None:
-        """Copy pieces side by side into host memory, or that of the place's device, [bytes]. Raises as `send`."""
-
-    def close(self) -> None:
-        """Let go of it."""
-
-
+@dataclass(frozen=True)
 class FilePlace:
     """A place whose memory is a file: the system sends from it, and no byte passes through here."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._file = os.dup(descriptor)
+    descriptor: int
 
     def require(self, pieces: Pieces) -> None:
-        """Raise `StateError` beyond the end of the file."""
-        nbytes = os.fstat(self._file).st_size
+        """Raise `StateError` for pieces beyond the end of the file."""
+        nbytes = os.fstat(self.descriptor).st_size
         for offset, count in pieces:
             if offset < 0 or count < 0 or offset + count > nbytes:
                 raise StateError(f"its memory has {nbytes:,} bytes; {offset:,} to {offset + count:,} are not there")
 
     def send(self, stream: socket.socket, pieces: Pieces) -> None:
-        """Send pieces of the file."""
+        """Send pieces. Raises `OSError`, also where they are there no more: nothing may follow then."""
         for offset, count in pieces:
             stop = offset + count
             while offset < stop:
-                sent = os.sendfile(stream.fileno(), self._file, offset, stop - offset)
+                sent = os.sendfile(stream.fileno(), self.descriptor, offset, stop - offset)
                 if not sent:
                     raise BrokenPipeError("the memory file was cut")
                 offset += sent
 
-    def copy(self, target: torch.Tensor, pieces: Pieces) -> None:
-        """Copy pieces of the file into host memory, [bytes]."""
-        for part, (offset, count) in zip(_parts(target, pieces), pieces, strict=True):
-            if os.preadv(self._file, [memoryview(part.numpy())], offset) < count:  # type: ignore[arg-type]
+    def copy(self, targets: Sequence[torch.Tensor], pieces: Pieces) -> None:
+        """Copy each piece to a tensor in host memory, [bytes]. Raises as `send`."""
+        for target, (offset, count) in zip(targets, pieces, strict=True):
+            if os.preadv(self.descriptor, [memoryview(target.numpy())], offset) < count:  # type: ignore[arg-type]
                 raise BrokenPipeError("the memory file was cut")
 
-    def close(self) -> None:
-        """Let go of the file."""
-        os.close(self._file)
 
-
+@dataclass(frozen=True)
 class MappedPlace:
     """A place whose pages are in no file, as those of a GPU: they are shown here, and copied to host memory."""
 
-    def __init__(self, pool: PagePool) -> None:
-        self._pool = pool
+    pool: PagePool
 
     def require(self, pieces: Pieces) -> None:
         """Raise `StateError` for pages that nobody has."""
-        page_bytes = self._pool.page_bytes
+        page_bytes = self.pool.page_bytes
         for offset, count in pieces:
             pages = range(offset // page_bytes, -(-(offset + count) // page_bytes))
-            with self._pool.mapping_lock:
-                if offset < 0 or count < 0 or len(self._pool.owned_of(pages)) < len(pages):
+            with self.pool.mapping_lock:
+                if offset < 0 or count < 0 or len(self.pool.owned_of(pages)) < len(pages):
                     raise StateError(f"the pages of bytes {offset:,} to {offset + count:,} are not in use any more")
 
     def send(self, stream: socket.socket, pieces: Pieces) -> None:
-        """Send what is in pages; they stay as they are while it is copied."""
-        finish_queued_work(self._pool.device)  # it may still be written, on other streams than this one
+        """Send what is in pages, which stay as they are while it is copied. Raises as `FilePlace.send`."""
+        finish_queued_work(self.pool.device)  # it may still be written, on other streams than this one
         for piece in pieces:
             stream.sendall(memoryview(self._content(*piece).numpy()))  # type: ignore[arg-type]
 
-    def copy(self, target: torch.Tensor, pieces: Pieces) -> None:
-        """Copy what is in pages into memory of their device, or by way of page-locked memory, [bytes]."""
-        finish_queued_work(self._pool.device)
-        for part, piece in zip(_parts(target, pieces), pieces, strict=True):
-            if part.device == self._pool.device:
-                self._copy(part, piece[0])
+    def copy(self, targets: Sequence[torch.Tensor], pieces: Pieces) -> None:
+        """Copy each piece to a tensor on the device of the pages, or, by way of page-locked memory, elsewhere, [bytes]."""
+        finish_queued_work(self.pool.device)
+        for target, piece in zip(targets, pieces, strict=True):
+            if target.device == self.pool.device:
+                self._copy(target, piece[0])
             else:
-                part.copy_(self._content(*piece))
-
-    def close(self) -> None:
-        """Nothing is held between two questions."""
+                target.copy_(self._content(*piece))
 
     def _content(self, offset: int, count: int) -> torch.Tensor:
         """Return bytes of pages, which stay as they are while they are copied. Raises `OSError`."""
-        content = host_buffer([count], torch.uint8, self._pool.device)
+        content = host_buffer([count], torch.uint8, self.pool.device)
         self._copy(content, offset)
         return content
 
     def _copy(self, target: torch.Tensor, offset: int) -> None:
         """Copy bytes of pages, which stay as they are while they are copied. Raises `OSError`."""
-        count, (first, skip) = len(target), divmod(offset, self._pool.page_bytes)
+        count, (first, skip) = len(target), divmod(offset, self.pool.page_bytes)
         try:
-            with self._pool.mapping_lock, self._window(first, -(-(skip + count) // self._pool.page_bytes)) as pages:
+            with self.pool.mapping_lock, self._window(first, -(-(skip + count) // self.pool.page_bytes)) as pages:
                 target.copy_(pages[skip : skip + count])
-                finish_current_stream(self._pool.device)  # what comes next is on other streams, and unmaps
+                finish_current_stream(self.pool.device)  # what comes next is on other streams, and unmaps
                 del pages
         except ElasticError as error:
             raise BrokenPipeError(str(error)) from error
@@ -148,12 +120,12 @@ class MappedPlace:
     @contextmanager
     def _window(self, first: int, count: int) -> Iterator[torch.Tensor]:
         """Show pages at an address of their own, [bytes]; nothing is queued on it when it is left."""
-        backend, nbytes = self._pool.backend, count * self._pool.page_bytes
+        backend, nbytes = self.pool.backend, count * self.pool.page_bytes
         address = backend.reserve(nbytes)
         try:
             backend.map(address, range(first, first + count))
             try:
-                storage = MappedStorage(address, nbytes, self._pool.device, lambda: None)
+                storage = MappedStorage(address, nbytes, self.pool.device, lambda: None)
                 yield storage.tensor(torch.uint8)
                 storage.drop()
             finally:
@@ -162,17 +134,20 @@ class MappedPlace:
             backend.unreserve(address, nbytes)
 
 
+ServedPlace = FilePlace | MappedPlace
+
+
 class MemoryServer:
     """Answers questions about a rank's memory, on a thread for each connection. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pools: dict[str, PagePool] = {}
-        self._copying: Copying = at_once
+        self._copying: Copying = nullcontext
         self._streams: dict[socket.socket, threading.Thread] = {}
         self._closed = False
 
-    def serve(self, pools: Iterable[PagePool], copying: Copying) -> None:
+    def serve(self, pools: Iterable[PagePool], copying: Copying = nullcontext) -> None:
         """Serve the memory of places from now on. What is asked to be coordinated is sent in `copying`; it may wait."""
         with self._lock:
             self._pools, self._copying = {pool.name: pool for pool in pools}, copying
@@ -209,7 +184,7 @@ class MemoryServer:
                 stack.enter_context(closing(buffer))
             question = read_question(stream)
             try:
-                served = stack.enter_context(closing(self._open(place)))
+                served = self._open(place, stack)
             except StateError as error:
                 _refuse(stream, error)
                 return
@@ -240,7 +215,7 @@ class MemoryServer:
             return
         with self._copying(nbytes) if coordinated else nullcontext():
             if buffer is not None:
-                served.copy(buffer.bytes[:nbytes], pieces)
+                served.copy(torch.split(buffer.bytes[:nbytes], [count for _, count in pieces]), pieces)
                 stream.sendall(ANSWER.pack(nbytes))
                 return
             stream.sendall(ANSWER.pack(nbytes), socket.MSG_MORE)
@@ -250,12 +225,17 @@ class MemoryServer:
         with self._lock:
             return self._pools.get(place)
 
-    def _open(self, place: str) -> ServedPlace:
+    def _open(self, place: str, stack: ExitStack) -> ServedPlace:
+        """Return the memory of a place, which is there until the stack ends. Raises `StateError` for another place."""
         pool = self._pool(place)
         if pool is None:
             raise StateError(f"it has no place {place!r}; it serves {', '.join(self._pools) or 'none'}")
         file = pool.backend.shared_file()
-        return MappedPlace(pool) if file is None else FilePlace(file.descriptor)
+        if file is None:
+            return MappedPlace(pool)
+        descriptor = os.dup(file.descriptor)
+        stack.callback(os.close, descriptor)
+        return FilePlace(descriptor)
 
 
 def read_question(stream: socket.socket) -> tuple[Pieces, bool]:
@@ -270,11 +250,6 @@ def read_question(stream: socket.socket) -> tuple[Pieces, bool]:
     if sum(max(0, nbytes) for _, nbytes in pieces) > MOST_BYTES:
         raise ConnectionAbortedError("too much was asked for at once")
     return pieces, coordinated
-
-
-def _parts(target: torch.Tensor, pieces: Pieces) -> tuple[torch.Tensor, ...]:
-    """Cut a tensor, [bytes], into what pieces go to."""
-    return torch.split(target, [count for _, count in pieces])
 
 
 def _refuse(stream: socket.socket, error: Exception) -> None:

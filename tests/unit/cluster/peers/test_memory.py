@@ -88,7 +88,7 @@ def later(stack: ExitStack, reader: MemoryReader) -> Future[bytes]:
 def test_pieces_come_side_by_side_as_they_are_now(kind: type[MemfdBackend], stack: ExitStack) -> None:
     a, b = hubs(stack)
     place = Place(kind)
-    a.serve_memory([place.pool])
+    a.memory.serve([place.pool])
     reader = opened(stack, b)
     for _ in range(2):
         for pieces in ([(0, PAGES * PAGE)], [(5, 3)], [(PAGE - 1, 2), (0, 7), (3 * PAGE, 2 * PAGE + 1)], []):
@@ -103,7 +103,7 @@ def test_pieces_come_side_by_side_as_they_are_now(kind: type[MemfdBackend], stac
 def test_what_is_not_there_is_said_and_the_next_question_answered(kind: type[MemfdBackend], stack: ExitStack) -> None:
     a, b = hubs(stack)
     place = Place(kind)
-    a.serve_memory([place.pool])
+    a.memory.serve([place.pool])
     reader = opened(stack, b)
     for pieces in ([(PAGES * PAGE - 1, 2)], [(0, 1), (-PAGE, 1)]):
         with pytest.raises(StateError, match="rank 'a'") as error:
@@ -121,7 +121,7 @@ def test_only_what_is_to_be_coordinated_waits_for_what_the_rank_does(stack: Exit
         sent.append(nbytes)
         yield
 
-    a.serve_memory([Place(MemfdBackend).pool], copying)
+    a.memory.serve([Place(MemfdBackend).pool], copying)
     for coordinated in (True, False, True):  # on one connection
         with closing(b.open_memory(PLACE, coordinated=coordinated)) as reader:
             read(reader, (0, 5), (9, 2))
@@ -130,7 +130,7 @@ def test_only_what_is_to_be_coordinated_waits_for_what_the_rank_does(stack: Exit
 
 def test_a_place_that_is_not_served_is_said_so(stack: ExitStack) -> None:
     a, b = hubs(stack)
-    a.serve_memory([Place(MemfdBackend).pool])
+    a.memory.serve([Place(MemfdBackend).pool])
     with pytest.raises(StateError, match="no place 'cpu#x'"):
         read(opened(stack, b, RankMemory("a", "cpu#x")), (0, 1))
 
@@ -138,7 +138,7 @@ def test_a_place_that_is_not_served_is_said_so(stack: ExitStack) -> None:
 def test_a_connection_is_kept_for_the_next_reader_unless_it_has_ended(stack: ExitStack) -> None:
     a, b = hubs(stack)
     place = Place(MemfdBackend)
-    a.serve_memory([place.pool])
+    a.memory.serve([place.pool])
     first, second = opened(stack, b), opened(stack, b)
     assert first is not second
     first.close()
@@ -159,7 +159,7 @@ def test_a_connection_on_which_something_is_left_is_no_next_readers(stack: ExitS
     """The next one would take it for the answer to what it asks."""
     a, b = hubs(stack)
     place = Place(MemfdBackend)
-    a.serve_memory([place.pool])
+    a.memory.serve([place.pool])
     first = opened(stack, b)
     first._stream.sendall(encode([(0, 9)], False))
     assert first._stream.recv(1, socket.MSG_PEEK)
@@ -180,7 +180,7 @@ def test_who_reads_is_told_at_once_that_the_rank_was_lost(stack: ExitStack) -> N
         assert go_on.wait(60)
         yield
 
-    a.serve_memory([Place(MemfdBackend).pool], hang)
+    a.memory.serve([Place(MemfdBackend).pool], hang)
     waiting = later(stack, opened(stack, b, coordinated=True))
     assert asked.wait(10)
     assert not waiting.done()
@@ -201,7 +201,7 @@ def test_who_connects_while_a_rank_is_lost_is_told_so(stack: ExitStack, monkeypa
         assert go_on.wait(60)
         yield
 
-    a.serve_memory([Place(MemfdBackend).pool], hang)
+    a.memory.serve([Place(MemfdBackend).pool], hang)
     connect = b._connect
 
     def connect_and_lose(*arguments: Any) -> Any:
@@ -230,7 +230,7 @@ def copying(nbytes):
     sys.stdin.readline()
     yield
 
-hub.serve_memory([pool], copying)
+hub.memory.serve([pool], copying)
 print(*hub.address, flush=True)
 threading.Event().wait()
 """
@@ -256,7 +256,7 @@ def test_the_file_is_opened_where_it_is_of_this_host_and_the_rank_asked_where_no
 ) -> None:
     a, b = hubs(stack)
     place = Place(MemfdBackend)
-    a.serve_memory([place.pool])
+    a.memory.serve([place.pool])
     file = place.pool.backend.shared_file()
     with closing(open_memory(file, PLACE, b)) as reader:
         assert not reader.waits

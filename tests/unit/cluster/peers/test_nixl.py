@@ -61,7 +61,7 @@ pages = VirtualRange(pool, 144)
 pages.map(0, pool.allocate("test", 144))
 pages.storage(0, 9 << 20, lambda: None).tensor(torch.int64).copy_(torch.arange(9 << 17))
 hub = PeerHub("a", b"a key of this test's own", bulk="nixl")
-hub.serve_memory([pool])
+hub.memory.serve([pool])
 print("address", *hub.address, flush=True)  # NIXL writes there, too
 sys.stdin.read()
 """
