@@ -61,16 +61,12 @@ class DeviceBuffer:
             backend.map(self.address, [0])
             undo.callback(backend.unmap, self.address, 1)
             self._give_back = undo.pop_all().close
-        self.device, self._backend, self._ends = backend.device, backend, 1
+        self.device, self.backend, self._ends = backend.device, backend, 1
 
     @property
     def bytes(self) -> torch.Tensor:
         """All of it, [BUFFER_BYTES]: only where it was made, where torch knows it as memory of its device."""
         return MappedStorage(self.address, BUFFER_BYTES, self.device, lambda: None).tensor(torch.uint8)
-
-    def export(self) -> int:
-        """Return a file descriptor of it for another process; the caller closes it. Raises `StateError`."""
-        return self._backend.export(0)
 
     def share(self) -> bool:
         """Have one more end in this process, which closes it too; False where all have closed it."""
@@ -166,7 +162,7 @@ def _agree(buffer: DeviceBuffer, stream: socket.socket) -> bool:
 def _hand_over(buffer: DeviceBuffer, listener: socket.socket, stream: socket.socket, secret: bytes) -> None:
     """Give a descriptor of a buffer to whoever comes with the secret, unless the other end says that it cannot."""
     try:
-        descriptor = buffer.export()
+        descriptor = buffer.backend.export(0)
     except StateError as error:
         logger.warning("the memory of %s goes to other processes by way of host memory: %s", buffer.device, error)
         return

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import torch
 
-from elastic.cluster.peers.memory.reader import BUFFER_BYTES, BufferReader, RankMemoryReader
+from elastic.cluster.peers.memory.reader import BUFFER_BYTES, BufferReader, RankMemoryReader, read_exactly
 from elastic.errors import BackendUnavailable
 from elastic.types import RankMemory
 
@@ -145,13 +145,10 @@ class NixlMemoryReader(BufferReader):
     def _meet(self, stream: socket.socket) -> str:
         """Read the greeting; return the name of the other end."""
         stream.settimeout(GREETING_S)
-        head = (ctypes.c_char * _GREETING.size)()
-        self._receive(ctypes.addressof(head), len(head))
-        self._address, length = _GREETING.unpack(bytes(head))
-        metadata = (ctypes.c_char * length)()
-        self._receive(ctypes.addressof(metadata), length)
+        self._address, length = _GREETING.unpack(read_exactly(stream, _GREETING.size))
+        metadata = read_exactly(stream, length)
         stream.settimeout(None)
-        return self._agent.meet(bytes(metadata))
+        return self._agent.meet(metadata)
 
     def _take(self, address: int, nbytes: int) -> None:
         if nbytes:

@@ -78,21 +78,19 @@ class RankMemoryReader:
         nbytes = sum(count for _, count in pieces)
         if len(pieces) > MOST_PIECES or nbytes > MOST_BYTES:
             raise StateError(f"{nbytes:,} bytes in {len(pieces):,} pieces are too much to ask for at once")
-        head = (ctypes.c_char * ANSWER.size)()
+        question = HEAD.pack(len(pieces), self.coordinated) + b"".join(PAIR.pack(*piece) for piece in pieces)
         try:
-            self._stream.sendall(encode(pieces, self.coordinated))
-            self._receive(ctypes.addressof(head), ANSWER.size)
-            (answer,) = ANSWER.unpack(bytes(head))
+            self._stream.sendall(question)
+            (answer,) = ANSWER.unpack(read_exactly(self._stream, ANSWER.size))
             if answer == nbytes:
                 self._take(address, nbytes)
                 self._count(nbytes)
                 return
-            words = (ctypes.c_char * min(max(0, -answer), 4096))()
-            self._receive(ctypes.addressof(words), len(words))
+            words = read_exactly(self._stream, min(max(0, -answer), 4096))
         except OSError as error:
             self._gone = self._gone or f"rank {self.memory.rank!r} has gone: {error.strerror or error}"
             raise RankLost(self._gone, rank=self.memory.rank) from error
-        raise StateError(f"rank {self.memory.rank!r}: {bytes(words).decode(errors='replace')}")
+        raise StateError(f"rank {self.memory.rank!r}: {words.decode(errors='replace')}")
 
     def lost(self, reason: str) -> None:
         """Have whoever reads, now or later, get `RankLost`; from any thread."""
@@ -109,9 +107,6 @@ class RankMemoryReader:
 
     def _take(self, address: int, nbytes: int) -> None:
         """Have what was answered at an address. Raises `OSError`."""
-        self._receive(address, nbytes)
-
-    def _receive(self, address: int, nbytes: int) -> None:
         if nbytes:
             receive_into(self._stream, memoryview((ctypes.c_char * nbytes).from_address(address)))
 
@@ -199,11 +194,6 @@ def read_exactly(stream: socket.socket, nbytes: int) -> bytes:
     encoded = bytearray(nbytes)
     receive_into(stream, memoryview(encoded))
     return bytes(encoded)
-
-
-def encode(pieces: Pieces, coordinated: bool) -> bytes:
-    """Return a question."""
-    return HEAD.pack(len(pieces), coordinated) + b"".join(PAIR.pack(*piece) for piece in pieces)
 
 
 def buffers_full(pieces: Pieces) -> Iterator[list[tuple[int, int]]]:

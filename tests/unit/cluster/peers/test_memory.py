@@ -17,7 +17,7 @@ import torch
 
 from elastic.cluster.control.status import Wire
 from elastic.cluster.peers.hub import PeerHub
-from elastic.cluster.peers.memory.reader import RankMemoryReader, encode
+from elastic.cluster.peers.memory.reader import HEAD, PAIR, RankMemoryReader
 from elastic.errors import RankLost, StateError
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.backends.rank_memory import MemoryReader, open_memory
@@ -161,7 +161,7 @@ def test_a_connection_on_which_something_is_left_is_no_next_readers(stack: ExitS
     place = Place(MemfdBackend)
     a.memory.serve([place.pool])
     first = opened(stack, b)
-    first._stream.sendall(encode([(0, 9)], False))
+    first._stream.sendall(HEAD.pack(1, False) + PAIR.pack(0, 9))
     assert first._stream.recv(1, socket.MSG_PEEK)
     first.close()
     with closing(b.open_memory(PLACE)) as second:
