@@ -30,11 +30,11 @@ class Frame(NamedTuple):
 
 
 class EndOfStream(Exception):
-    """The stream is at its end; `orderly` if the other end said so before."""
+    """The stream is at its end, or what comes on it is no frame."""
 
-    def __init__(self, orderly: bool) -> None:
-        super().__init__()
-        self.orderly = orderly
+
+class OrderlyEnd(EndOfStream):
+    """The other end has said that it ends the stream."""
 
 
 def encode(key: Key, hidden: torch.Tensor) -> list[memoryview]:
@@ -53,15 +53,15 @@ def read(stream: socket.socket) -> Frame:
     """Return the next frame. Raises `EndOfStream`, also where what comes is none: nothing after it can be trusted."""
     *numbers, nbytes = _HEAD.unpack(_read_bytes(stream, _HEAD.size).numpy().tobytes())
     if nbytes == _GOODBYE:
-        raise EndOfStream(orderly=True)
+        raise OrderlyEnd
     if not -MOST_BYTES <= nbytes <= MOST_BYTES:
-        raise EndOfStream(orderly=False)
+        raise EndOfStream
     if nbytes < 0:
         text = _read_bytes(stream, -1 - nbytes).numpy().tobytes()
         try:
             return Frame(Key(*numbers), StepFailure(**json.loads(text)))
         except (ValueError, TypeError):
-            raise EndOfStream(orderly=False) from None
+            raise EndOfStream from None
     return Frame(Key(*numbers), _read_bytes(stream, nbytes))
 
 
@@ -71,5 +71,5 @@ def _read_bytes(stream: socket.socket, count: int) -> torch.Tensor:
     try:
         receive_into(stream, memoryview(elements.numpy()))  # type: ignore[arg-type]
     except OSError:
-        raise EndOfStream(orderly=False) from None
+        raise EndOfStream from None
     return elements

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -97,7 +98,7 @@ class PeerHub:
             for rank in new:
                 transport.met(rank)
             for rank in addresses:
-                transport.open(rank)
+                transport.peer(rank).sender.open()
 
     def transport(self, home: str) -> PeerTransport:
         """Return this rank's transport for the instance of a home; after `close` of one, a new one.
@@ -116,11 +117,11 @@ class PeerHub:
                 self._numbers,
             )
             for rank, reason in self._lost.items():
-                transport.lost(rank, reason)
+                transport.peer(rank).end(reason)
             for of, rank in [key for key in self._early if key[0] == home]:
-                transport.attach(rank, *self._early.pop((of, rank)))
+                transport.peer(rank).receiver.attach(*self._early.pop((of, rank)))
             for rank in self._addresses.keys() - self._lost.keys():
-                transport.open(rank)
+                transport.peer(rank).sender.open()
             return transport
 
     def connect_log(self, rank: str, home: str) -> PeerLogConnection:
@@ -165,7 +166,7 @@ class PeerHub:
             self._drop_early(rank)
             self._changed.notify_all()
         for transport in transports:
-            transport.lost(rank, reason)
+            transport.peer(rank).end(reason)
         for log in logs:
             log.lost(reason)
         self._others.lost(rank, reason)
@@ -193,10 +194,7 @@ class PeerHub:
     ) -> RankMemoryReader:
         if device.type == "cuda" and (reader := self._connect_device(memory, device, take_back)) is not None:
             return reader
-
-        def count(nbytes: int) -> None:
-            self.wires.count(memory.rank, read=nbytes)
-
+        count = partial(self.wires.count, memory.rank, "read_bytes")
         if self._bulk == "sockets":
             stream = self._connect(memory.rank, memory.place, "memory").detach()
             return RankMemoryReader(memory, stream, take_back, count)
@@ -220,9 +218,8 @@ class PeerHub:
         if buffer is None:
             stream.close()
             return None
-        return devices.DeviceMemoryReader(
-            buffer, device, memory, stream, take_back, lambda nbytes: self.wires.count(memory.rank, copied=nbytes)
-        )
+        count = partial(self.wires.count, memory.rank, "copied_bytes")
+        return devices.DeviceMemoryReader(buffer, device, memory, stream, take_back, count)
 
     def _nixl(self) -> NixlAgent:
         """Return NIXL's agent, made at the first call."""
@@ -287,7 +284,7 @@ class PeerHub:
         """Give a stream to the instance's transport, or keep it until there is one."""
         transport = self._transports.get(hello.of)
         if transport is not None and not transport.closed:
-            transport.attach(hello.rank, stream, hello.number)
+            transport.peer(hello.rank).receiver.attach(stream, hello.number)
             return
         earlier, number = self._early.get((hello.of, hello.rank), (None, -1))
         if earlier is not None and number > hello.number:

@@ -37,17 +37,15 @@ class Mailbox:
             self._arrived[key] = what
         self.changed.notify_all()
 
-    def has(self, key: Key) -> bool:
-        """Return whether a wait for a key is over, well or not."""
-        return bool(key in self._arrived or key.step in self._failed or self.lost)
-
-    def take(self, key: Key) -> What:
-        """Return what came for a key. Raises `RankLost` where nothing can come any more."""
+    def take(self, key: Key) -> What | None:
+        """Return what came for a key; None: nothing yet. Raises `RankLost` where nothing can come any more."""
         if key in self._arrived:
             return self._arrived.pop(key)
         if key.step in self._failed:
             return self._failed[key.step]
-        raise RankLost(self.lost, rank=self.rank)
+        if self.lost:
+            raise RankLost(self.lost, rank=self.rank)
+        return None
 
     # -- without
 

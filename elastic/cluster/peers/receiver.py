@@ -47,8 +47,8 @@ class HiddenStatesReceiver:
         """Wait for what comes for a key. Raises `RankLost`."""
         while True:
             with self._changed:
-                if self.box.has(key):
-                    return self.box.take(key)
+                if (what := self.box.take(key)) is not None:
+                    return what
                 if self._stream is None or self._reading:
                     self._changed.wait(self._patience_s())
                     continue
@@ -87,7 +87,7 @@ class HiddenStatesReceiver:
                     self.box.put(*frame)
                 else:
                     self._detach()
-                    if end is not None and end.orderly:
+                    if isinstance(end, frames.OrderlyEnd):
                         self._left_s = time.monotonic()
                     else:
                         self.box.lost = f"rank {self.box.rank!r} has gone: its connection has ended"

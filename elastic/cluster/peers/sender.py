@@ -34,15 +34,11 @@ class HiddenStatesSender:
         self._rank, self._connect, self._failed, self._numbers = rank, connect, failed, numbers
         self._changed = threading.Condition()
         self._stream: socket.socket | None = None
-        self._backlog: deque[bytes] = deque()  # the first one is being sent, from where on only its thread knows
+        self.backlog: deque[bytes] = deque()
+        """What waits to be sent. The first one is being sent, from where on only its thread knows."""
         self._thread: threading.Thread | None = None
         self._opening = False
         self._over = ""
-
-    @property
-    def waiting(self) -> bool:
-        """Whether something waits to be sent."""
-        return bool(self._backlog)
 
     def open(self) -> None:
         """Connect, beside the caller: the other rank then knows this end for a new one."""
@@ -57,12 +53,10 @@ class HiddenStatesSender:
             if self._over:
                 raise RankLost(self._over, rank=self._rank)
             self._reconnect_if_ended()
-            if self._stream is None or self._backlog:
-                self._queue(b"".join(parts))
-                return
-            sent = self._send_now(self._stream, parts)
+            sent = 0 if self._stream is None or self.backlog else self._send_now(self._stream, parts)
             if sent < sum(map(len, parts)):
-                self._queue(b"".join(parts)[sent:])
+                self.backlog.append(b"".join(parts)[sent:])
+                self._wake()
 
     def end(self, reason: str, grace_s: float = 0.0) -> None:
         """Send nothing more: the rank was lost, or this end is closed. Can be called twice; the first reason counts.
@@ -74,7 +68,7 @@ class HiddenStatesSender:
             self._changed.notify_all()
             if ended or self._stream is None:
                 return
-            if self._backlog and not self._changed.wait_for(lambda: self._stream is None, grace_s):
+            if self.backlog and not self._changed.wait_for(lambda: self._stream is None, grace_s):
                 hang_up(self._stream)  # its thread closes it
             elif self._stream is not None:
                 self._say_goodbye()
@@ -84,7 +78,7 @@ class HiddenStatesSender:
 
         While there is a backlog its thread does that, between two frames.
         """
-        if not self._backlog:
+        if not self.backlog:
             self._close_if_ended()
 
     def _close_if_ended(self) -> None:
@@ -108,10 +102,6 @@ class HiddenStatesSender:
             self._close()
             return 0
 
-    def _queue(self, frame: bytes) -> None:
-        self._backlog.append(frame)
-        self._wake()
-
     def _wake(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._write, name="elastic-peer-sender", daemon=True)
@@ -122,7 +112,7 @@ class HiddenStatesSender:
         """Connect, and send the backlog, until the end."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._backlog or self._over or self._opening)
+                self._changed.wait_for(lambda: self.backlog or self._over or self._opening)
                 self._opening = False
                 if self._over:
                     self._say_goodbye()
@@ -139,7 +129,7 @@ class HiddenStatesSender:
                 return
             with self._changed:
                 stream = self._stream = made or self._stream  # which another thread may have found ended meanwhile
-                frame = self._backlog[0] if self._backlog and not self._over else None
+                frame = self.backlog[0] if self.backlog and not self._over else None
             if stream is not None and frame is not None:
                 self._send_all(stream, frame)
 
@@ -149,12 +139,12 @@ class HiddenStatesSender:
             stream.sendall(frame)
         except OSError:
             with self._changed:
-                self._backlog.clear()
+                self.backlog.clear()
                 self._close()
                 self._opening = True  # where nobody is there, it is lost
         else:
             with self._changed:
-                self._backlog.popleft()
+                self.backlog.popleft()
 
     def _say_goodbye(self) -> None:
         """Close the connection between two frames."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -17,6 +19,7 @@ from elastic.cluster.peers.sender import HiddenStatesSender
 from elastic.engines.pipeline.transport import Key, StepFailure
 from elastic.errors import RankLost
 
+WireField = Literal["sent_bytes", "received_bytes", "read_bytes", "copied_bytes"]
 GOODBYE_S = 1.0
 """How long a frame that is being sent may take when its end is closed."""
 
@@ -26,24 +29,17 @@ class TrafficCounter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_rank: dict[str, Wire] = {}
+        self._by_rank: dict[str, Counter[str]] = {}
 
-    def count(self, rank: str, *, sent: int = 0, received: int = 0, read: int = 0, copied: int = 0) -> None:
-        """Add bytes; see `Wire`."""
+    def count(self, rank: str, kind: WireField, nbytes: int) -> None:
+        """Add bytes to a field of the `Wire` to a rank."""
         with self._lock:
-            wire = self._by_rank.get(rank) or Wire(rank)
-            self._by_rank[rank] = Wire(
-                rank,
-                wire.sent_bytes + sent,
-                wire.received_bytes + received,
-                wire.read_bytes + read,
-                wire.copied_bytes + copied,
-            )
+            self._by_rank.setdefault(rank, Counter())[kind] += nbytes
 
     def read(self) -> tuple[Wire, ...]:
         """Return what was counted, in the order in which ranks came."""
         with self._lock:
-            return tuple(self._by_rank.values())
+            return tuple(Wire(rank, **counts) for rank, counts in self._by_rank.items())
 
 
 class PeerTransport:
@@ -63,22 +59,22 @@ class PeerTransport:
         self._closed_words = f"the transport of {home!r} was closed"
         self._connect, self._wires, self._numbers = connect, wires, numbers
         self._lock = threading.Lock()
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, PeerStreams] = {}
         self.closed = False
 
     def send(self, to: str, hidden: torch.Tensor, key: Key) -> None:
         """Send a tensor; see `Transport`."""
-        self._peer(to).send(frames.encode(key, hidden))
-        self._wires.count(to, sent=hidden.nbytes)
+        self.peer(to).send(frames.encode(key, hidden))
+        self._wires.count(to, "sent_bytes", hidden.nbytes)
 
     def fail(self, to: str, step: int, failure: StepFailure) -> None:
         """Say that nothing more of a step will come; see `Transport`."""
-        self._peer(to).send(frames.encode_failure(step, failure))
+        self.peer(to).send(frames.encode_failure(step, failure))
 
     def receive(self, frm: str, like: torch.Tensor, key: Key) -> torch.Tensor:
         """Wait for a tensor; see `Transport`."""
-        hidden = as_hidden(self._peer(frm).receiver.receive(key), like, frm, key)
-        self._wires.count(frm, received=hidden.nbytes)
+        hidden = as_hidden(self.peer(frm).receiver.receive(key), like, frm, key)
+        self._wires.count(frm, "received_bytes", hidden.nbytes)
         return hidden
 
     def forget(self, step: int) -> None:
@@ -102,19 +98,7 @@ class PeerTransport:
     def sending(self) -> bool:
         """Whether something waits to be sent."""
         with self._lock:
-            return any(peer.sender.waiting for peer in self._peers.values())
-
-    def open(self, rank: str) -> None:
-        """Connect to a rank, beside the caller."""
-        self._peer(rank).sender.open()
-
-    def attach(self, frm: str, stream: socket.socket, connection: int) -> None:
-        """Receive what a rank sends on a stream, unless it has made a later connection."""
-        self._peer(frm).receiver.attach(stream, connection)
-
-    def lost(self, rank: str, reason: str) -> None:
-        """Have every call for a rank raise `RankLost`, now and from now on."""
-        self._peer(rank).end(reason)
+            return any(peer.sender.backlog for peer in self._peers.values())
 
     def met(self, rank: str) -> None:
         """Take a rank that was lost for a new one."""
@@ -123,16 +107,17 @@ class PeerTransport:
             if peer is not None:  # over before there is another one, whose connections so have later numbers
                 peer.end(f"rank {rank!r} was started anew")
 
-    def _peer(self, rank: str) -> _Peer:
+    def peer(self, rank: str) -> PeerStreams:
+        """Return both ways to and from a rank, which has them made at the first call."""
         with self._lock:
             if rank not in self._peers:
-                peer = self._peers[rank] = _Peer(rank, partial(self._connect, rank), self._numbers)
+                peer = self._peers[rank] = PeerStreams(rank, partial(self._connect, rank), self._numbers)
                 if self.closed:
                     peer.end(self._closed_words)
             return self._peers[rank]
 
 
-class _Peer:
+class PeerStreams:
     """Both ways to and from one rank. What fails of a rank that was lost ends nothing of the one started anew."""
 
     def __init__(self, rank: str, connect: Callable[[int], socket.socket], numbers: Iterator[int]) -> None:

@@ -92,7 +92,7 @@ class MappedPlace:
             stream.sendall(memoryview(self._content(*piece).numpy()))  # type: ignore[arg-type]
 
     def copy(self, targets: Sequence[torch.Tensor], pieces: Pieces) -> None:
-        """Copy each piece to a tensor on the device of the pages, or, by way of page-locked memory, elsewhere, [bytes]."""
+        """Copy each piece to a tensor, [bytes], on the device of the pages or, by page-locked memory, elsewhere."""
         finish_queued_work(self.pool.device)
         for target, piece in zip(targets, pieces, strict=True):
             if target.device == self.pool.device:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elastic.cluster.peers import frames
-from elastic.cluster.peers.frames import EndOfStream, Frame
+from elastic.cluster.peers.frames import EndOfStream, Frame, OrderlyEnd
 from elastic.engines.pipeline.transport import Key, StepFailure
 
 
@@ -36,7 +36,7 @@ def test_a_failure_that_is_none_is_the_end_of_the_stream(text: bytes) -> None:
     beginning = bytes(head)[:-8]
     with pytest.raises(EndOfStream) as ended:
         read_back(beginning, (-1 - len(text)).to_bytes(8, "little", signed=True), text)
-    assert not ended.value.orderly
+    assert not isinstance(ended.value, OrderlyEnd)
 
 
 @pytest.mark.parametrize("nbytes", [frames.MOST_BYTES + 1, -frames.MOST_BYTES - 1])

@@ -127,7 +127,7 @@ def test_a_step_that_failed_is_told_of_and_forgotten(stack: ExitStack) -> None:
     b.receive("a", LIKE, Key(2, 2))
     b.forget(2)
     b.receive("a", LIKE, Key(3, 1))
-    assert b._peer("a").receiver.box._arrived == {}
+    assert b.peer("a").receiver.box._arrived == {}
 
 
 def test_a_rank_that_does_not_read_keeps_no_sender_waiting(stack: ExitStack) -> None:
@@ -220,9 +220,9 @@ def test_what_fails_late_of_a_rank_before_ends_not_the_new_one(stack: ExitStack)
         raise OSError("nobody listens there")
 
     transport = stack.enter_context(closing(PeerTransport("home", connect, TrafficCounter(), itertools.count())))
-    transport.open("a")
+    transport.peer("a").sender.open()
     assert connecting.wait(10)
-    transport.lost("a", "rank 'a' was lost")
+    transport.peer("a").end("rank 'a' was lost")
     transport.met("a")
     met.set()
     late[0].join(10)
@@ -243,7 +243,7 @@ def test_an_end_that_was_closed_and_made_again_goes_on(closing_end: str, stack: 
                 assert torch.equal(ends[to].transport("a").receive(frm, LIKE, Key(step, 0)), LIKE + step)
         ends[closing_end].transport("a").close()
         other = "b" if closing_end == "a" else "a"
-        way_there = ends[other].transport("a")._peer(closing_end).sender._stream
+        way_there = ends[other].transport("a").peer(closing_end).sender._stream
         assert select.select([way_there], [], [], 10)[0], "it was not closed"  # which a busy kernel tells late
 
 
@@ -255,8 +255,8 @@ def test_who_waits_for_a_rank_that_has_closed_its_end_is_told(
     here, there = a.transport("a"), b.transport("a")
     there.send("a", LIKE + 1, Key(0, 1))
     waiting = later(stack, here.receive, "b", LIKE, Key(1, 1))
-    reader = here._peer("b").receiver
-    wait_until(lambda: reader.box.has(Key(0, 1)), "what was sent did not come")  # it may not be connected yet
+    reader = here.peer("b").receiver
+    wait_until(lambda: Key(0, 1) in reader.box._arrived, "what was sent did not come")  # it may not be connected yet
     there.close()
     assert_lost(waiting, "b")
     assert torch.equal(here.receive("b", LIKE, Key(0, 1)), LIKE + 1)
