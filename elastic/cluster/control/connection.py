@@ -40,6 +40,7 @@ class Connection(Protocol):
         Raises `StateError` after either end was closed, `ConfigError` for what cannot be pickled or is too long: then
         nothing was sent.
         """
+        self.send_bytes(encode(message))
 
     def send_bytes(self, encoded: bytes) -> None:
         """Send a message that `encode` returned; see `send`."""
@@ -82,7 +83,7 @@ def decode(encoded: bytes) -> Any:
         ) from error
 
 
-class SocketConnection:
+class SocketConnection(Connection):
     """One end of a connected stream socket, which it owns from then on, and closes where it cannot be made."""
 
     def __init__(self, stream: socket.socket) -> None:
@@ -103,10 +104,6 @@ class SocketConnection:
         """The frames; for the handshake, before anything is sent or received."""
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._closed = False
-
-    def send(self, message: Any) -> None:
-        """Send a message; see `Connection`."""
-        self.send_bytes(encode(message))
 
     def receive(self) -> Any:
         """Return the next message; see `Connection`."""
@@ -168,7 +165,7 @@ class SocketConnection:
             self._socket.close()
 
 
-class QueueConnection:
+class QueueConnection(Connection):
     """One end of a pair within this process. Messages are pickled all the same: no object has two owners."""
 
     local_host = ""
@@ -176,10 +173,6 @@ class QueueConnection:
     def __init__(self, inbox: Inbox, outbox: Inbox, over: threading.Event) -> None:
         self._inbox, self._outbox, self._over = inbox, outbox, over
         self._closed = False
-
-    def send(self, message: Any) -> None:
-        """Send a message; see `Connection`."""
-        self.send_bytes(encode(message))
 
     def send_bytes(self, encoded: bytes) -> None:
         """Send a message that `encode` returned; see `Connection`."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from elastic.cluster.control.connection import SocketConnection, encode
+from elastic.cluster.control.connection import SocketConnection
 from elastic.errors import RankLost, StateError
 
 
 class PeerLogConnection:
-    """A `Connection` to another rank; both of its calls raise `RankLost` when that has gone.
+    """A `LogConnection` to another rank; both of its calls raise `RankLost` when that has gone.
 
     After `close` at this end they raise what a `Connection` raises.
     """
@@ -24,12 +24,8 @@ class PeerLogConnection:
 
     def send(self, message: Any) -> None:
         """Send a message; see `Connection`. Raises `RankLost`."""
-        self.send_bytes(encode(message))
-
-    def send_bytes(self, encoded: bytes) -> None:
-        """Send a message that `encode` returned; see `Connection`. Raises `RankLost`."""
         try:
-            self._connection.send_bytes(encoded)
+            self._connection.send(message)
         except StateError as error:
             if self._closed:
                 raise
