@@ -188,15 +188,20 @@ class LocalLauncher:
         )
         encoded = encode(spec)
         try:
-            server = self._running()
+            server = self.warm_up()
             ours, theirs = socket_pair()
         except OSError as error:
             raise StateError(f"rank {spec.name!r} cannot be started now: {error.strerror or error}") from error
         try:
-            process = server.fork(theirs, spec.model).result(IMPORT_S)
-        except (ElasticError, TimeoutError) as error:
+            wish = server.fork(theirs, spec.model)
+            try:
+                process = wish.result(IMPORT_S)
+            except TimeoutError:
+                wish.add_done_callback(_close_late)
+                raise StateError("the fork server is busy; try again later") from None
+        except ElasticError as error:
             ours.close()
-            raise StateError(f"rank {spec.name!r} did not start: {str(error) or 'the fork server is busy'}") from error
+            raise StateError(f"rank {spec.name!r} did not start: {error}") from error
         try:
             compare_protocols(ours)
             ours.send_bytes(encoded)
@@ -207,10 +212,6 @@ class LocalLauncher:
             raise
         return await_hello(ours, process, spec.name, timeout_s=self._start_timeout_s)
 
-    def warm_up(self) -> None:
-        """Begin to import what ranks need, so that the first starts sooner; returns at once."""
-        self._running()
-
     def close(self) -> None:
         """End all that it has started. Can be called twice."""
         with self._lock:
@@ -218,7 +219,8 @@ class LocalLauncher:
             if self._server is not None:
                 self._server.close()
 
-    def _running(self) -> ForkServerClient:
+    def warm_up(self) -> ForkServerClient:
+        """Return the process that ranks are forked from: it begins to import what they need, unless it is there."""
         with self._lock:
             if self._closed:
                 raise StateError("the launcher was closed; make a new one")
@@ -228,6 +230,12 @@ class LocalLauncher:
             if self._server is None:
                 self._server = ForkServerClient()
             return self._server
+
+
+def _close_late(wish: Future[LocalProcess]) -> None:
+    """Keep no descriptor of a process that nobody waits for any more: it ends with its connection."""
+    if wish.exception() is None:
+        wish.result().close()
 
 
 def _exit(status: int, by_signal: bool) -> Exit:

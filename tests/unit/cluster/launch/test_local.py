@@ -195,16 +195,27 @@ def test_a_rank_that_does_not_come_in_time_is_ended(launcher: LocalLauncher, mon
     wait_until(lambda: not children(server), "the rank lives on")
 
 
-def test_a_fork_server_that_does_not_answer_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_last", ["a rank", "an error"])
+def test_a_fork_server_that_does_not_answer_is_told_in_words(monkeypatch: pytest.MonkeyPatch, at_last: str) -> None:
+    """What it answers when nobody waits any more keeps no descriptor open."""
+    late = Future[Any]()
+
     class Busy:
         def fork(self, stream: socket.socket, model: str) -> Future[Any]:
             stream.close()
-            return Future()
+            return late
 
     monkeypatch.setattr(module, "IMPORT_S", 0.0)
-    monkeypatch.setattr(LocalLauncher, "_running", lambda _: Busy())
+    monkeypatch.setattr(LocalLauncher, "warm_up", lambda _: Busy())
     with pytest.raises(StateError, match="'late' did not start: the fork server is busy"):
         LocalLauncher().start(RankSpec("late", MODEL_DIR))
+    if at_last == "an error":
+        late.set_exception(StateError("no process could be started"))
+        return
+    descriptor = os.eventfd(0)
+    late.set_result(module.LocalProcess(os.getpid(), descriptor))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def test_with_the_fork_server_its_ranks_end_and_another_takes_its_place(
