@@ -38,7 +38,8 @@ class RankClient:
         self._answers: dict[int, Future[Any]] = {}
         self._ids = itertools.count()
         self._lock = threading.Lock()  # of the answers and the reason
-        self._why: str | None = None
+        self.lost = ""
+        """Why the rank has gone, or was ended here; "": it is there."""
         self._leaving = self._taking = False
         self._threads: list[threading.Thread] = []
         self._on_message: Callable[[Told], None] = lambda _: None
@@ -48,11 +49,6 @@ class RankClient:
     def behind(self) -> bool:
         """Whether it has told something that was not taken here yet: then its silence is not the rank's."""
         return self._taking or self._connection.pending
-
-    @property
-    def lost(self) -> bool:
-        """Whether the rank has gone, or was ended here."""
-        return self._why is not None
 
     def listen(self, on_message: Callable[[Told], None], on_lost: Callable[[str], None]) -> None:
         """Begin: call `on_message` with what the rank tells, in order, on one thread, and `on_lost` once, at its end.
@@ -84,13 +80,13 @@ class RankClient:
         answer.set_running_or_notify_cancel()
         encoded = encode(Ask(number, question))
         with self._lock:
-            why = self._why
-            if why is None:
+            lost = self.lost
+            if not lost:
                 self._answers[number] = answer
-        if why is None:
-            self._outbox.put(encoded)
+        if lost:
+            answer.set_exception(self._gone())
         else:
-            answer.set_exception(self._gone(why))
+            self._outbox.put(encoded)
         return answer
 
     def kill(self, why: str = "killed by the fleet") -> None:
@@ -134,13 +130,13 @@ class RankClient:
 
     # -- inside
 
-    def _gone(self, why: str) -> StateError:
-        return StateError(f"rank {self.hello.name!r} has gone: {why}")
+    def _gone(self) -> StateError:
+        return StateError(f"rank {self.hello.name!r} has gone: {self.lost}")
 
     def _end(self, why: str) -> None:
         """Note the end, unless there was an earlier one."""
         with self._lock:
-            self._why = self._why or why
+            self.lost = self.lost or why
 
     def _write(self) -> None:
         with suppress(StateError):  # it has gone; the reader tells
@@ -201,10 +197,9 @@ class RankClient:
         self._connection.close()
         with self._lock:
             waiting, self._answers = list(self._answers.values()), {}
-            why = self._why or why
         for answer in waiting:
-            answer.set_exception(self._gone(why))
+            answer.set_exception(self._gone())
         try:
-            self._on_lost(why)
+            self._on_lost(self.lost)
         except Exception:  # as above: the fleet's own fault
             logger.exception("the fleet failed at the end of rank %s", self.hello.name)

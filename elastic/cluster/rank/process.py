@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 from contextlib import suppress
-from typing import NoReturn
 
 import torch
 
@@ -56,11 +55,7 @@ def _prepare(name: str) -> None:
     logging.basicConfig(stream=sys.stderr, format=format, force=True)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, _terminate)
-
-
-def _terminate(*_: object) -> NoReturn:
-    raise SystemExit(0)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
 
 
 def _settle(spec: RankSpec) -> None:

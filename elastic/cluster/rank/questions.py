@@ -66,21 +66,18 @@ class Questions:
         engine: ContinuousEngine,
         connection: Connection,
         *,
-        drain: Callable[[], None],
+        draining: threading.Event,
         tell_room: Callable[[], None],
     ) -> None:
         self._engine, self._connection = engine, connection
-        self._drain, self._tell_room = drain, tell_room
+        self._draining, self._tell_room = draining, tell_room
         self._lanes: dict[str, queue.SimpleQueue[Ask | None]] = {}
         self._stages = Stages(engine, connection.local_host or LOOPBACK)
         pools = engine.runtime.pools
-        self._gpu_load = GPULoad.of(
+        self.gpu_load = GPULoad.of(
             {pool.name: pool.backend.device.index or 0 for pool in pools if pool.backend.device.type == "cuda"}
         )
-
-    def start(self) -> None:
-        """Begin to look at how busy the GPUs are."""
-        self._gpu_load.start()
+        """How busy the GPUs are, once it is started."""
 
     def put(self, ask: Ask) -> None:
         """Have a question answered. From one thread."""
@@ -95,7 +92,7 @@ class Questions:
         for lane in list(self._lanes.values()):
             lane.put(None)
         self._stages.close()
-        self._gpu_load.close()
+        self.gpu_load.close()
 
     def _serve(self, lane: queue.SimpleQueue[Ask | None]) -> None:
         while (ask := lane.get()) is not None:
@@ -138,7 +135,7 @@ class Questions:
             case Look():
                 return self._look()
             case Drain():
-                return self._drain()
+                return self._draining.set()
         raise StateError(f"the fleet asked a {type(question).__name__}, which this rank does not know")
 
     def _act(self, question: OF_THE_RUNTIME) -> Any:
@@ -173,7 +170,7 @@ class Questions:
             times=engine.stages.turn.times,
             wires=self._stages.wires,
             variants=tuple(runtime.weights.layers[0].variants),
-            utilization=self._gpu_load.utilization,
+            utilization=self.gpu_load.utilization,
         )
 
 

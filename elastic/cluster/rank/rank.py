@@ -63,12 +63,13 @@ class Rank:
         self._told: dict[tuple[str, int], int] = {}  # tokens of each answer so far
         self._forms = 0
         self._leaving = False  # what is cancelled now, nobody wished to be cancelled
-        self._draining = self._ending = False
+        self._ending = False
+        self._draining = threading.Event()
         self.ended = threading.Event()
         """Set when there is no fleet any more, or it has let this rank go."""
         self.refused = ""
         """Why the fleet has not taken this rank, if it has not."""
-        self._questions = Questions(engine, connection, drain=self._drain, tell_room=self._tell_room)
+        self._questions = Questions(engine, connection, draining=self._draining, tell_room=self._tell_room)
 
     def run(self) -> None:
         """Say Hello, then serve until `Bye` or the end of the connection; the engine has stopped then."""
@@ -76,7 +77,7 @@ class Rank:
         self.engine.reports.on_step, self.engine.reports.on_room = self._tell, self._tell_room
         self.engine.moves.on_impossible, self.engine.moves.on_crowded_out = self._give_back, self._return
         self.engine.start()
-        self._questions.start()
+        self._questions.gpu_load.start()
         self._connection.send(self._hello())
         beats.start()
         try:
@@ -117,7 +118,7 @@ class Rank:
 
     def _submit(self, message: Submit) -> None:
         request = message.states[0].request.id
-        if self._draining:
+        if self._draining.is_set():
             self._say(Refused(request, StateError(f"rank {self.name!r} takes no more requests: it is being drained")))
             return
         with self._lock:
@@ -143,12 +144,10 @@ class Rank:
             self._told = {answer: tokens for answer, tokens in self._told.items() if answer[0] != request}
         self._say(Refused(request, error))
 
-    def _drain(self) -> None:
-        self._draining = True
-
     def _leave(self, drain: bool) -> None:
         """End in order: finish what there is (`drain`), and hang up; `run` ends then."""
-        self._draining = self._ending = True
+        self._draining.set()
+        self._ending = True
         if drain:
             self.engine.stop(drain=True)
             self._tell(None)
