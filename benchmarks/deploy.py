@@ -137,9 +137,9 @@ def choice(deployed: Deployed, load: Load, clocked: Clocked, rounds: int) -> lis
     chosen = chosen_for(deployed, load)
     profile = deployed.chooser.profile
     assert profile is not None
-    deployed.chooser.profile = replace(profile, link=None, contention=0.0)
+    deployed.chooser.use_profile(replace(profile, link=None, contention=0.0))
     without = chosen_for(deployed, load)
-    deployed.chooser.profile = profile
+    deployed.chooser.use_profile(profile)
     rows = []
     for objective in OBJECTIVES:
         metrics = {each: [metric[objective] for metric in taken] for each, taken in measured.items()}

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from elastic.planning.deployment.devices import WINDOW_S
 
 NOW_S = 3.0
-"""Seconds that `recent` is about."""
+"""The last seconds, of which it is asked how busy a device is now."""
 
 
 class BusyShares:
@@ -54,32 +54,29 @@ class BusyShares:
 
         Several ranks may compute at once.
         """
-        ranks, others = self._within(self._window_s, without), self.others()
+        ranks, others = self.of_ranks(self._window_s, without), self.others()
         return {device: ranks.get(device, 0.0) + others.get(device, 0.0) for device in ranks | others}
 
     def others(self) -> dict[str, float]:
         """Return the share of the window in which other programs than ranks used devices of which that is known."""
-        ranks = self._within(self._window_s, "")
+        ranks = self.of_ranks(self._window_s)
         with self._lock:
             return {device: max(0.0, used - ranks.get(device, 0.0)) for device, used in self._utilization.items()}
 
-    def recent(self) -> dict[str, float]:
-        """Return the share of the last seconds in which ranks of each device computed."""
-        return self._within(NOW_S, "")
-
-    def settled(self, device: str) -> bool:
-        """Return whether a device was looked at for long enough to say how busy it is; one without ranks is idle."""
-        with self._lock:
-            told = [each for (name, _), each in self._told.items() if name == device]
-            return all(each[-1][0] - each[0][0] >= NOW_S for each in told)
-
-    def _within(self, seconds: float, without: str) -> dict[str, float]:
+    def of_ranks(self, seconds: float, without: str = "") -> dict[str, float]:
+        """Return the share of the last seconds in which ranks of each device computed, `without` a model's ranks."""
         with self._lock:
             shares = {device: 0.0 for device, _ in self._told}
             for (device, model), told in self._told.items():
                 if model != without:
                     shares[device] += _share(told, seconds)
             return shares
+
+    def settled(self, device: str) -> bool:
+        """Return whether a device was looked at for long enough to say how busy it is; one without ranks is idle."""
+        with self._lock:
+            told = [each for (name, _), each in self._told.items() if name == device]
+            return all(each[-1][0] - each[0][0] >= NOW_S for each in told)
 
 
 def _share(told: deque[tuple[float, float]], seconds: float) -> float:

@@ -88,19 +88,15 @@ class Chooser:
         self.losses = losses or {}
         self._step_tokens = (engine or {}).get("max_batch_tokens", STEP_TOKENS)
         self._block_tokens = (engine or {}).get("block_tokens")
-        self._profile: CostProfile | None = None
+        self.profile: CostProfile | None = None
+        """What was measured of it; None: seconds of data sheets."""
         self._options = lru_cache(LOADS_KEPT)(self._estimated)
         self._dtype = torch.float32 if devices[0].kind.type == "cpu" else None
         self._path = path
 
-    @property
-    def profile(self) -> CostProfile | None:
-        """What was measured of it; None: seconds of data sheets."""
-        return self._profile
-
-    @profile.setter
-    def profile(self, profile: CostProfile | None) -> None:
-        self._profile = profile
+    def use_profile(self, profile: CostProfile | None) -> None:
+        """Estimate by what was measured from now on."""
+        self.profile = profile
         self._options.cache_clear()
 
     @cached_property

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 from elastic.cluster.deployment.choice import Chooser, no_place
 from elastic.cluster.deployment.devices import DeviceBook
@@ -16,7 +16,7 @@ from elastic.cluster.deployment.hysteresis import Hysteresis, Replanning
 from elastic.cluster.deployment.load_meter import LoadMeter
 from elastic.cluster.deployment.price import priced
 from elastic.cluster.deployment.ranks import DeployedRanks, RankViews, forms_in
-from elastic.cluster.deployment.status import DeploymentStatus, Replanned, TransitionStep, links_of, stages_of
+from elastic.cluster.deployment.status import DeploymentStatus, Replanned, StageStatus, TransitionStep, links_of
 from elastic.cluster.deployment.steps import as_seen, same, steps_between, whole
 from elastic.cluster.fleet.ticks import Attempts
 from elastic.errors import ConfigError, ElasticError, StateError
@@ -54,7 +54,9 @@ class Deployed:
     ) -> None:
         self.name, self.path, self.intent, self.replicas = name, path, intent, replicas
         self.chooser, self.changes = chooser, 0
-        chooser.profile = store.load(path, chooser.devices[0].kind.type, self.forms)
+        self.forms = forms_of(chooser.weights, chooser.kv)
+        """The forms of weights, keys and values that it may have."""
+        chooser.use_profile(store.load(path, chooser.devices[0].kind.type, self.forms))
         self._book, self._settings = book, settings
         self._lock = threading.RLock()  # one change at a time
         self._kept_bytes = chooser.kept_bytes()
@@ -86,11 +88,6 @@ class Deployed:
         """Looks whether it should change: what one raises ends no other."""
 
     @property
-    def forms(self) -> tuple[str, ...]:
-        """The forms of weights, keys and values that it may have."""
-        return forms_of(self.chooser.weights, self.chooser.kv)
-
-    @property
     def load(self) -> Load:
         """The requests that it is planned for: those of the last minute, and no less than is expected."""
         return self.chooser.bounded(self.meter.load)
@@ -116,7 +113,7 @@ class Deployed:
     def measured(self, profile: CostProfile) -> None:
         """Estimate it by what was measured from now on."""
         with self._lock:
-            self.chooser.profile = profile
+            self.chooser.use_profile(profile)
             self.plan = replace(self.plan, estimate=self.estimate())
 
     def observed(self, views: RankViews | None = None, aim: Deployment | None = None) -> Configuration:
@@ -180,37 +177,35 @@ class Deployed:
             present, best = self._present(views), self.best(load, intent, replicas)
             if isinstance(best, Refusal):
                 raise no_place(self.name, best)
-            steps = self._steps(present, best, views)
+            planned = self._planned(present, best, views, why)
             if dry_run:
-                seconds = sum(step.seconds for step in steps)
-                status: Literal["planned", "unchanged"] = "planned" if _changes(steps) else "unchanged"
-                return Replanned(status, *_names(present, best), steps, why, seconds, _moved(steps))
+                return planned
             self.intent, self.replicas, self.meter.expected = intent, replicas, load or self.meter.expected
-            return self._carry_out(present, best, steps, why)
+            return self._carry_out(present, best, planned)
 
     def give_back(self) -> None:
         """Give back what live requests had above the limits of ranks, where they have ended since."""
         with self._lock:
-            if self.ranks.above_limits and self._carried_out == self.ranks.by_device and not self.ranks.awaited:
+            if self.ranks.above_limits and self._carried_out == self.ranks.by_device and not self.ranks.replaced():
                 self.ranks.limit(self._shares(self.plan), wait_s=0.0)
 
     def look(self, now_s: float, views: RankViews) -> Replanned | None:
         """Look whether it should change by itself, and do that; None: it stays as it is. `views`: of its ranks."""
         with self._lock:
             self.meter.tell(now_s, self.fleet.counters.read())
-            if self.ranks.awaited:
+            if self.ranks.replaced():
                 return None
             present = self._present(views)
             if self._carried_out != self.ranks.by_device:
                 why = "a rank was lost, and replaced" if self._carried_out else "a change was interrupted"
-                return self._carry_out(present, self.plan, self._steps(present, self.plan, views), why)
+                return self._carry_out(present, self.plan, self._planned(present, self.plan, views, why))
             self.plan = present
             estimate, best = self.estimate(), self._best_now()
             moved = isinstance(best, Deployment) and not (estimate.fits and same(present, best))
             wants = self.hysteresis.look(now_s, present, estimate, best, self.intent, moved=moved)
             if not wants or isinstance(best, Refusal):
                 return None
-            return self._carry_out(present, best, self._steps(present, best, views), self.hysteresis.reason)
+            return self._carry_out(present, best, self._planned(present, best, views, self.hysteresis.reason))
 
     def status(self) -> DeploymentStatus:
         """Return what it is."""
@@ -219,7 +214,7 @@ class Deployed:
             self.name,
             self.path,
             str(plan.configuration),
-            stages_of(plan),
+            tuple(StageStatus((each.layers[0], each.layers[-1]), each.devices, each.nbytes) for each in plan.stages),
             self.intent,
             self.load,
             plan.estimate,
@@ -255,7 +250,8 @@ class Deployed:
 
         Raises `StateError` where that is not known yet, and where no rank is left.
         """
-        if rank := self.ranks.awaited:
+        if lost := self.ranks.replaced():
+            rank = min(lost)
             raise StateError(f"rank {rank} of {self.name!r} was lost, and another one begins in its place; try again")
         if not self.ranks.by_device:
             raise StateError(f"no rank of {self.name!r} is left, and none comes; remove it, and deploy it anew")
@@ -268,12 +264,21 @@ class Deployed:
         present = replace(self.plan, configuration=replace(planned, weights=weights))
         return replace(present, estimate=self.chooser.now(self.load, self.intent, present))
 
-    def _steps(self, present: Deployment, best: Deployment, views: RankViews) -> tuple[TransitionStep, ...]:
+    def _planned(self, present: Deployment, best: Deployment, views: RankViews, why: str) -> Replanned:
         """Return what is to be done for the best, with prices; ranks that were replaced have no limits yet."""
         steps = steps_between(present, best, _forms(views))
         if not steps and self._carried_out != self.ranks.by_device:
             steps = (TransitionStep("limit", best.devices),)
-        return priced(steps, self.chooser, present.configuration, best, self._begin_s)
+        steps = priced(steps, self.chooser, present.configuration, best, self._begin_s)
+        return Replanned(
+            "planned" if any(step.kind != "limit" for step in steps) else "unchanged",
+            str(present.configuration),
+            str(best.configuration),
+            steps,
+            why,
+            sum(step.seconds for step in steps),
+            sum(step.moved_bytes for step in steps),
+        )
 
     def _check_follows(self, replicas: ReplicaRange) -> None:
         if replicas.follows and self._fixed:
@@ -306,12 +311,13 @@ class Deployed:
         self.plan, self._carried_out = plan, dict(self.ranks.by_device)
         self.hysteresis.changed(time.monotonic(), why)
 
-    def _carry_out(self, present: Deployment, best: Deployment, steps: Sequence[TransitionStep], why: str) -> Replanned:
-        began_s, names, self._carried_out = time.monotonic(), _names(present, best), {}
+    def _carry_out(self, present: Deployment, best: Deployment, planned: Replanned) -> Replanned:
+        """Do what was planned, and return what it came to."""
+        began_s, self._carried_out = time.monotonic(), {}
         try:
-            if steps:
+            if planned.steps:
                 self._book.reserve_all(self.name, [*present.devices, *best.devices])
-            for step in steps:
+            for step in planned.steps:
                 self._do(step, best)
         except ElasticError as error:
             with suppress(ElasticError):  # a rank is lost meanwhile: the next look sees what there is
@@ -319,13 +325,12 @@ class Deployed:
                 if all(stage.nbytes for stage in present.stages):  # it is what it was, or as it was to be
                     self.ranks.limit(self._shares(present))
             self._become(present, f"stopped on the way to {best.configuration}: {error}")
-            seconds = time.monotonic() - began_s
-            return Replanned("partial", names[0], str(present.configuration), tuple(steps), str(error), seconds)
-        moved = _changes(steps)
+            after, seconds = str(present.configuration), time.monotonic() - began_s
+            return replace(planned, status="partial", after=after, why=str(error), seconds=seconds, moved_bytes=0)
+        moved = planned.status == "planned"
         self.changes += moved
-        self._become(best, why)
-        seconds = time.monotonic() - began_s
-        return Replanned("applied" if moved else "unchanged", *names, tuple(steps), why, seconds, _moved(steps))
+        self._become(best, planned.why)
+        return replace(planned, status="applied" if moved else "unchanged", seconds=time.monotonic() - began_s)
 
     def _do(self, step: TransitionStep, wanted: Deployment) -> None:
         if step.kind == "limit":
@@ -359,16 +364,3 @@ def _in_words(intent: Intent) -> str:
 def _forms(views: RankViews) -> dict[str, frozenset[str]]:
     """Return the forms that layers are in on each device of which that is known."""
     return {device: forms for (device, _), view in views.items() if (forms := forms_in(view))}
-
-
-def _changes(steps: Sequence[TransitionStep]) -> bool:
-    """Return whether steps lead to another configuration, not only to other limits."""
-    return any(step.kind != "limit" for step in steps)
-
-
-def _moved(steps: Sequence[TransitionStep]) -> int:
-    return sum(step.moved_bytes for step in steps)
-
-
-def _names(before: Deployment, after: Deployment) -> tuple[str, str]:
-    return str(before.configuration), str(after.configuration)

@@ -331,7 +331,7 @@ class Deployments:
 
     def _measured(self, path: str, profile: CostProfile) -> None:
         """Estimate all deployments of a model by what was measured of it, if that is all their forms."""
-        for each in self._deployed.values():
+        for each in list(self._deployed.values()):
             if each.path == path and profile.around.keys() >= set(each.forms):
                 each.measured(profile)
 
@@ -347,9 +347,10 @@ class Deployments:
             raise StateError(f"{name!r} ends when its requests have; wait for that, or give another name")
 
     def _named(self, name: str) -> Deployed:
-        if not isinstance(name, str) or name not in self._deployed:
+        deployed = self._deployed.get(name) if isinstance(name, str) else None
+        if deployed is None:
             raise NotFound(f"there is no deployment {name!r}; there are: {', '.join(self._deployed) or 'none'}")
-        return self._deployed[name]
+        return deployed
 
 
 def _options(fleet: Mapping[str, Any] | None) -> dict[str, Any]:

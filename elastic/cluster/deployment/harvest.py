@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
+from elastic.cluster.deployment.busy import NOW_S
 from elastic.cluster.deployment.deployed import Deployed
 from elastic.cluster.deployment.devices import DeviceBook
 from elastic.cluster.fleet.profiling.guest import LinkProfilingProcess, link_guest_bytes
@@ -72,20 +73,17 @@ class Harvester:
         needs: Callable[[str | Path, Sequence[str], int], int] = _needed_bytes,
     ) -> None:
         self._book, self._store, self._stored, self._start, self._needs = book, store, stored, start, needs
+        self._kind = next(iter(book.devices.values())).kind.type
         self._guest: GuestProcess | None = None
         self._model: Deployed | None = None
         self._form = ""
-        self._devices: tuple[str, ...] = ()
+        self.at: dict[str, str] = {}
+        """Device -> the model that is measured there."""
         self._links: CostProfile | None = None  # of whichever model they were measured for
         self._now_s = self._not_before_s = 0.0
         self._known: dict[str, MeasuredModel] = {}  # by path, of what is deployed
         self.cancelled = 0
         """How many guests were."""
-
-    @property
-    def at(self) -> dict[str, str]:
-        """Device -> the model that is measured there."""
-        return {} if self._model is None else dict.fromkeys(self._devices, self._model.name)
 
     def tick(self, now_s: float, models: Sequence[Deployed]) -> None:
         """Look at the guest, or begin with one."""
@@ -102,8 +100,9 @@ class Harvester:
 
     def stop(self) -> None:
         """End the guest."""
-        if self._guest is not None:
-            self._guest.cancel()
+        guest = self._guest  # whoever wants its memory may end it at the same time
+        if guest is not None:
+            guest.cancel()
             self._not_before_s = self._now_s + REST_S
             self._leave()
 
@@ -111,7 +110,7 @@ class Harvester:
         """Raise for a device where a guest would disturb: `StateError` for its load, `CapacityError` for its memory."""
         if not self._book.busy.settled(device):
             raise StateError(f"{device} was not looked at for long enough to say how busy it is; try again in seconds")
-        load = max(self._book.busy.recent().get(device, 0.0), self._book.busy.shares().get(device, 0.0))
+        load = max(self._book.busy.of_ranks(NOW_S).get(device, 0.0), self._book.busy.shares().get(device, 0.0))
         if load >= SPARE_LOAD:
             raise StateError(
                 f"{device} computes {load:.0%} of its time; models are measured below {SPARE_LOAD:.0%}: wait, or "
@@ -136,10 +135,6 @@ class Harvester:
         if path not in self._known:
             self._known[path] = MeasuredModel(self._store.load(path, self._kind))
         return self._known[path]
-
-    @property
-    def _kind(self) -> str:
-        return next(iter(self._book.devices.values())).kind.type
 
     def _missing(self, model: Deployed) -> list[str]:
         """Return the forms that could be measured now."""
@@ -176,7 +171,7 @@ class Harvester:
             except (CapacityError, StateError):
                 continue
             self._guest = self._start(model.path, (form,), devices[0].partition("#")[0])
-            self._model, self._form, self._devices = model, form, devices
+            self._model, self._form, self.at = model, form, dict.fromkeys(devices, model.name)
             return
 
     def _choices(self, model: Deployed, form: str) -> Iterator[tuple[str, ...]]:
@@ -194,7 +189,7 @@ class Harvester:
             form = self._form
             self._leave()
             self._keep(model, form, guest.result)
-        elif self._book.lacking(_WHO) or any(self._load_beside(device) >= SPARE_LOAD for device in self._devices):
+        elif self._book.lacking(_WHO) or any(self._load_beside(device) >= SPARE_LOAD for device in self.at):
             self._give_way()
 
     def _give_way(self) -> None:
@@ -205,7 +200,7 @@ class Harvester:
     def _load_beside(self, device: str) -> float:
         """Return the load of a device beside the guest, which others see as one of theirs."""
         busy = self._book.busy
-        return busy.recent().get(device, 0.0) + max(0.0, busy.others().get(device, 0.0) - SHARE)
+        return busy.of_ranks(NOW_S).get(device, 0.0) + max(0.0, busy.others().get(device, 0.0) - SHARE)
 
     def _keep(self, model: Deployed, form: str, result: Callable[[], CostProfile]) -> None:
         """Keep what was measured, and tell of it where all forms of the model are known."""
@@ -227,7 +222,7 @@ class Harvester:
 
     def _leave(self) -> None:
         self._guest = self._model = None
-        self._form, self._devices = "", ()
+        self._form, self.at = "", {}
         self._book.release(_WHO)
 
     def _put_off(self, model: Deployed, form: str, error: ElasticError, rest_s: float = math.inf) -> None:

@@ -30,21 +30,20 @@ def priced(
         return pages.layers(of, weights, 1) * pages.page_bytes
 
     def one(step: TransitionStep) -> TransitionStep:
+        action: type
         match step.kind:
             case "add":
                 begun_s = START_S if begin_s is None else begin_s
                 return replace(step, moved_bytes=len(step.devices) * nbytes(FULL), seconds=begun_s)
             case "swap":
-                return _moving(step, sum(nbytes(step.weights, kept) for kept in step.layers), Swap)
+                action, moved = Swap, sum(nbytes(step.weights, kept) for kept in step.layers)
             case "restore":
-                return _moving(step, sum(nbytes(FULL, kept) for kept in step.layers), Restore)
+                action, moved = Restore, sum(nbytes(FULL, kept) for kept in step.layers)
             case "part" if now.ranks > 1:
-                return _moving(step, round((now.ranks - 1) * nbytes(FULL)), Restore)
-        return step
+                action, moved = Restore, round((now.ranks - 1) * nbytes(FULL))
+            case _:
+                return step
+        cost = ActionCosts().of(action)
+        return replace(step, moved_bytes=moved, seconds=cost.byte_s * moved + cost.pause_s)
 
     return tuple(one(step) for step in steps)
-
-
-def _moving(step: TransitionStep, nbytes: int, action: type) -> TransitionStep:
-    cost = ActionCosts().of(action)
-    return replace(step, moved_bytes=nbytes, seconds=cost.byte_s * nbytes + cost.pause_s)

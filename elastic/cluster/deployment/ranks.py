@@ -52,16 +52,15 @@ class DeployedRanks:
 
     # -- what there is
 
-    @property
-    def awaited(self) -> str:
-        """A lost rank in whose place another one begins; "": there is none."""
-        return min(self._replaced_now(), default="")
+    def replaced(self) -> set[str]:
+        """Return the lost ranks in whose places others begin now."""
+        return {rank for rank in self.by_device.values() if self.fleet.replaces(rank)}
 
     def follow(self) -> None:
         """See which ranks are in the places of lost ones, and forget those that are gone for good."""
-        kept = self._replaced_now()
+        kept = self.replaced()
         ranks = self.fleet.status().ranks
-        kept |= self._replaced_now() | {rank.name for rank in ranks if rank.up}  # one may be lost, or come, meanwhile
+        kept |= self.replaced() | {rank.name for rank in ranks if rank.up}  # one may be lost, or come, meanwhile
         serving = {rank.places: rank.name for rank in ranks if rank.serves}
         for device, place in self._places.items():
             if (place,) in serving:
@@ -159,9 +158,6 @@ class DeployedRanks:
         if device not in self.by_device:
             raise StateError(f"the rank of {self._name!r} on {device} was lost meanwhile; try again")
         return self.by_device[device]
-
-    def _replaced_now(self) -> set[str]:
-        return {rank for rank in self.by_device.values() if self.fleet.replaces(rank)}
 
     def _status(self, device: str) -> PlaceStatus:
         place: PlaceStatus = self.fleet.look(self._rank(device)).status.places[0]

@@ -71,11 +71,6 @@ class LinkStatus:
     byte_s: float
 
 
-def stages_of(plan: Deployment) -> tuple[StageStatus, ...]:
-    """Return the stages of all instances."""
-    return tuple(StageStatus((stage.layers[0], stage.layers[-1]), stage.devices, stage.nbytes) for stage in plan.stages)
-
-
 def links_of(plan: Deployment, costs: Costs) -> tuple[LinkStatus, ...]:
     """Return the links of all instances; what was measured of two ranks stands for all of a kind of devices."""
     link = costs.link

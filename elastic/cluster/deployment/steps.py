@@ -35,7 +35,8 @@ def steps_between(
     form = wanted.configuration.weights
     seen = {name: {*forms.get(name, (now.configuration.weights,))} for name in there}
     parts = now.configuration.ranks > 1 and wanted.configuration.ranks == 1  # also what a stopped change left shared
-    alike = [stages for stages in wanted.instances if not parts and _cut(stages) in _cuts(now)]
+    cuts = [] if parts else [_cut(stages) for stages in now.instances]
+    alike = [stages for stages in wanted.instances if _cut(stages) in cuts]
     stay = {name for stages in alike for each in stages for name in each.devices}
     other = [name for name in then if name not in stay or not seen[name] <= {form}]
     if not other and there.keys() == then.keys():
@@ -110,10 +111,6 @@ def _step(
 def _layers(deployment: Deployment) -> dict[str, range]:
     """Return which layers each device has."""
     return {name: stage.layers for stage in deployment.stages for name in stage.devices}
-
-
-def _cuts(deployment: Deployment) -> list[tuple[tuple[range, tuple[str, ...]], ...]]:
-    return [_cut(stages) for stages in deployment.instances]
 
 
 def _cut(stages: Sequence[Stage]) -> tuple[tuple[range, tuple[str, ...]], ...]:

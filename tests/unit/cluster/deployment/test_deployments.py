@@ -584,7 +584,8 @@ def test_a_look_at_what_has_not_changed_estimates_nothing_anew(
     assert second > first, "another load"
     kinds = deployed.chooser.layout.kinds
     costs = {(kind.name, form): ChunkCost(0, 0, 1e-5, 1e-4, 0) for kind in kinds for form in deployed.forms}
-    deployed.chooser.profile = CostProfile("cpu", costs, {form: ChunkCost(0, 0, 0, 0, 1e-5) for form in deployed.forms})
+    around = {form: ChunkCost(0, 0, 0, 0, 1e-5) for form in deployed.forms}
+    deployed.chooser.use_profile(CostProfile("cpu", costs, around))
     assert deployed.estimate().basis == "measured"
     assert len(asked) > second, "other seconds"
 

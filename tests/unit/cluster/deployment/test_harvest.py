@@ -208,7 +208,7 @@ def test_what_was_measured_of_links_decides_what_is_chosen(path: str, link: Line
     chooser, states = Chooser(path, devices, ("full",), ("full",)), DeviceBook(devices).states()
     cost = ChunkCost(0, 0, 1e-5, 1e-2, 0)
     layers = {(kind.name, "full"): cost for kind in chooser.layout.kinds}
-    chooser.profile = CostProfile("cpu", layers, {"full": cost}, link)
+    chooser.use_profile(CostProfile("cpu", layers, {"full": cost}, link))
     shared = chooser.choose(load, Intent("latency"), states)
     assert isinstance(shared, Deployment)
     assert shared.configuration.tp == 2
@@ -217,7 +217,7 @@ def test_what_was_measured_of_links_decides_what_is_chosen(path: str, link: Line
 
     slower: list[dict[str, Any]] = [{"link": LinearLatency(1.0, 0.0)}, {"link": link, "handovers": Handovers(1.0, 1.0)}]
     for slow in slower:
-        chooser.profile = replace(chooser.profile, **slow)
+        chooser.use_profile(replace(chooser.profile, **slow))
         alone = chooser.choose(load, Intent("latency"), states)
         assert isinstance(alone, Deployment)
         assert alone.configuration.ranks == 1

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.cluster.control.messages import RuntimeView
-from elastic.cluster.deployment.busy import BusyShares
+from elastic.cluster.deployment.busy import NOW_S, BusyShares
 from elastic.cluster.deployment.deployments import _busy
 from elastic.cluster.deployment.devices import DeviceBook
 from elastic.cluster.deployment.hysteresis import Hysteresis, Replanning
@@ -153,7 +153,7 @@ def test_a_rank_that_begins_anew_takes_nothing_from_the_others() -> None:
     shares.tell(10.0, {("a", "m", "r0"): 55.0})
     shares.tell(20.0, {("a", "m", "r1"): 2.0})
     assert shares.shares()["a"] == pytest.approx((5 + 2) / 20)
-    assert shares.recent()["a"] == pytest.approx(0.2)
+    assert shares.of_ranks(NOW_S)["a"] == pytest.approx(0.2)
     shares.tell(30.0, {("a", "m", "r1"): 2.0, ("a", "n", "r0"): 1.0})
     shares.tell(40.0, {("a", "m", "r1"): 2.0, ("a", "n", "r0"): 9.0})
     assert shares.shares(without="n") == {"a": pytest.approx(7 / 40)}

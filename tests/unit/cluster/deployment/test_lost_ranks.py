@@ -71,7 +71,7 @@ def test_a_change_waits_until_a_lost_rank_is_replaced(fleet: Deployments, path: 
         fleet.intend("model", replicas=2)
     deployed = fleet._named("model")
     assert deployed.look(time.monotonic(), deployed.ranks.look()) is None
-    wait_until(lambda: not deployed.ranks.awaited)
+    wait_until(lambda: not deployed.ranks.replaced())
     assert fleet.intend("model", replicas=2).status == "applied"
     assert set(deployed.ranks.by_device.values()) == serving(fleet) == {"r1", "r2"}
 
@@ -92,7 +92,7 @@ def test_a_rank_that_is_lost_in_the_middle_of_a_change_leaves_none_that_nobody_k
     stopped = fleet.intend("model", replicas=2)
     assert stopped.status == "partial"
     monkeypatch.undo()
-    wait_until(lambda: not deployed.ranks.awaited)
+    wait_until(lambda: not deployed.ranks.replaced())
     assert fleet.intend("model", replicas=2).status in ("applied", "unchanged")
     assert len(serving(fleet)) == fleet.status()[0].replicas == 2
     assert set(deployed.ranks.by_device.values()) == serving(fleet)
@@ -117,7 +117,7 @@ def test_ranks_that_a_stopped_change_left_serve_when_one_of_them_is_replaced(
         assert fleet.intend("model", replicas=2).status == "partial"
     assert set(deployed.ranks.by_device.values()) == {"r0", "r1"}
     engine.kill("r1")
-    wait_until(lambda: not deployed.ranks.awaited)
+    wait_until(lambda: not deployed.ranks.replaced())
     told = deployed.look(time.monotonic(), deployed.ranks.look())
     assert told is not None
     assert told.why == "a rank was lost, and replaced"
@@ -224,7 +224,7 @@ def test_a_dry_run_leaves_a_replaced_rank_to_get_the_configuration(
     deployed = fleet._named("model")
     assert deployed.plan.configuration.weights == "int8"
     fleet["model"].kill("r0")
-    wait_until(lambda: not deployed.ranks.awaited)
+    wait_until(lambda: not deployed.ranks.replaced())
     told = fleet.intend("model", dry_run=True)
     assert (told.status, told.before, told.after) == ("planned", "TP1 PP1 full", "TP1 PP1 int8")
     done = deployed.look(time.monotonic(), deployed.ranks.look())
@@ -244,7 +244,7 @@ def test_a_rank_that_is_lost_while_requests_have_more_than_its_limit_gets_the_co
     fleet.intend("model", load=Load(1, 1, 0.1))
     deployed.ranks.above_limits = True  # as where requests take long
     engine.kill("r0")
-    wait_until(lambda: not deployed.ranks.awaited)
+    wait_until(lambda: not deployed.ranks.replaced())
     fleet._look(deployed, time.monotonic(), deployed.ranks.look())
     told = deployed.look(time.monotonic(), deployed.ranks.look())
     assert told is not None
