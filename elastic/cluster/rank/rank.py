@@ -77,10 +77,10 @@ class Rank:
         self.engine.reports.on_step, self.engine.reports.on_room = self._tell, self._tell_room
         self.engine.moves.on_impossible, self.engine.moves.on_crowded_out = self._give_back, self._return
         self.engine.start()
-        self._questions.gpu_load.start()
         self._connection.send(self._hello())
-        beats.start()
         try:
+            self._questions.gpu_load.start()
+            beats.start()
             while True:
                 self._take(self._connection.receive())
         except EOFError:

@@ -28,7 +28,9 @@ from elastic.cluster.control.messages import (
     Refused,
     Submit,
 )
+from elastic.cluster.rank.gpu_load import GPULoad
 from elastic.cluster.rank.rank import Rank
+from elastic.controller.snapshot import DeviceStats
 from elastic.engines.base import Request
 from elastic.engines.core.load import EngineLoad
 from elastic.engines.core.step import SequenceState
@@ -92,6 +94,20 @@ def test_it_says_who_it_is_first(serve: Callable[..., Served]) -> None:
     assert (hello.name, hello.model, hello.kv, hello.memory) == ("r0", FACTS, FORMAT, None)
     assert hello.forms == (("float32",),)
     assert hello.load.free_blocks == 5
+
+
+def test_it_looks_at_no_gpu_where_the_fleet_has_gone_before_it_could_say_who_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that is a thread would go on looking as long as its process lives."""
+    load, engine = GPULoad(lambda: (DeviceStats("cuda:0", 0.5),)), SteppedEngine()
+    monkeypatch.setattr(GPULoad, "of", lambda _: load)
+    fleet, there = queue_pair()
+    fleet.close()
+    with pytest.raises(StateError, match="closed"):
+        Rank(engine, there, "r0", FACTS).run()  # type: ignore[arg-type]
+    assert load._thread is None
+    engine.stop(drain=False)
 
 
 def test_news_hold_all_of_one_step_and_where_each_answer_was(serve: Callable[..., Served]) -> None:
