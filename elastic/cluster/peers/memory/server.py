@@ -158,9 +158,12 @@ class MemoryServer:
             if self._closed:
                 stream.close()
                 return
-            thread = threading.Thread(target=self._run, args=(place, stream, offer), name="elastic-memory", daemon=True)
-            self._streams[stream] = thread
+            pool = self._pools.get(place)
+            refusal = f"it has no place {place!r}; it serves {', '.join(self._pools) or 'none'}"
+            arguments = (pool, refusal, stream, offer)
+            thread = threading.Thread(target=self._run, args=arguments, name="elastic-memory", daemon=True)
             thread.start()
+            self._streams[stream] = thread  # which cannot end before: it takes the lock
 
     def close(self) -> None:
         """End all connections. Can be called twice."""
@@ -172,22 +175,22 @@ class MemoryServer:
         for thread in threads:
             thread.join()
 
-    def _run(self, place: str, stream: socket.socket, offer: Offer | None) -> None:
+    def _run(self, pool: PagePool | None, refusal: str, stream: socket.socket, offer: Offer | None) -> None:
+        """Answer, or say the refusal where there is no such place."""
         with suppress(OSError), ExitStack() as stack:  # the other end has gone
             stack.callback(self._end, stream)
             try:
-                buffer = None if offer is None else offer(self._pool(place), stream)
+                buffer = None if offer is None else offer(pool, stream)
             except BackendUnavailable as error:
                 logger.warning("another rank cannot read this one's memory: %s", error)
                 return
             if buffer is not None:
                 stack.enter_context(closing(buffer))
             question = read_question(stream)
-            try:
-                served = self._open(place, stack)
-            except StateError as error:
-                _refuse(stream, error)
+            if pool is None:
+                _refuse(stream, refusal)
                 return
+            served = _opened(pool, stack)
             while True:
                 self._answer(served, stream, buffer, *question)
                 question = read_question(stream)
@@ -211,7 +214,7 @@ class MemoryServer:
             if buffer is not None and nbytes > BUFFER_BYTES:
                 raise StateError(f"{nbytes:,} bytes are more than a buffer has: {BUFFER_BYTES:,}")
         except StateError as error:
-            _refuse(stream, error)
+            _refuse(stream, str(error))
             return
         with self._copying(nbytes) if coordinated else nullcontext():
             if buffer is not None:
@@ -220,22 +223,6 @@ class MemoryServer:
                 return
             stream.sendall(ANSWER.pack(nbytes), socket.MSG_MORE)
             served.send(stream, pieces)
-
-    def _pool(self, place: str) -> PagePool | None:
-        with self._lock:
-            return self._pools.get(place)
-
-    def _open(self, place: str, stack: ExitStack) -> ServedPlace:
-        """Return the memory of a place, which is there until the stack ends. Raises `StateError` for another place."""
-        pool = self._pool(place)
-        if pool is None:
-            raise StateError(f"it has no place {place!r}; it serves {', '.join(self._pools) or 'none'}")
-        file = pool.backend.shared_file()
-        if file is None:
-            return MappedPlace(pool)
-        descriptor = os.dup(file.descriptor)
-        stack.callback(os.close, descriptor)
-        return FilePlace(descriptor)
 
 
 def read_question(stream: socket.socket) -> tuple[Pieces, bool]:
@@ -252,6 +239,16 @@ def read_question(stream: socket.socket) -> tuple[Pieces, bool]:
     return pieces, coordinated
 
 
-def _refuse(stream: socket.socket, error: Exception) -> None:
-    words = str(error).encode()[:4096]
+def _opened(pool: PagePool, stack: ExitStack) -> ServedPlace:
+    """Return the memory of a place, which is there until the stack ends."""
+    file = pool.backend.shared_file()
+    if file is None:
+        return MappedPlace(pool)
+    descriptor = os.dup(file.descriptor)
+    stack.callback(os.close, descriptor)
+    return FilePlace(descriptor)
+
+
+def _refuse(stream: socket.socket, why: str) -> None:
+    words = why.encode()[:4096]
     stream.sendall(ANSWER.pack(-len(words)) + words)

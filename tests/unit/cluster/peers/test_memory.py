@@ -18,6 +18,7 @@ import torch
 from elastic.cluster.control.status import Wire
 from elastic.cluster.peers.hub import PeerHub
 from elastic.cluster.peers.memory.reader import HEAD, PAIR, RankMemoryReader
+from elastic.cluster.peers.memory.server import MemoryServer
 from elastic.errors import RankLost, StateError
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.backends.rank_memory import MemoryReader, open_memory
@@ -212,6 +213,17 @@ def test_who_connects_while_a_rank_is_lost_is_told_so(stack: ExitStack, monkeypa
     monkeypatch.setattr(b, "_connect", connect_and_lose)
     with pytest.raises(RankLost, match="rank 'a' was lost"):
         later(stack, opened(stack, b, coordinated=True)).result(10)
+
+
+def test_where_no_thread_can_be_started_nothing_is_left_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    server, (here, there) = MemoryServer(), socket.socketpair()
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with here, there, pytest.raises(RuntimeError):
+        server.attach("cpu#a", there)
+    server.close()
 
 
 OWNER = """
