@@ -144,8 +144,11 @@ class SocketConnection(Connection):
     def wait(self, descriptor: int) -> bool:
         """Wait for a message or the end of the connection (True), or for `descriptor` to be readable (False)."""
         poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
         poll.register(descriptor, select.POLLIN)
+        try:
+            poll.register(self._socket, select.POLLIN)
+        except ValueError:  # it was closed here
+            return True
         ready = {number for number, _ in poll.poll()}
         return descriptor not in ready or len(ready) > 1
 

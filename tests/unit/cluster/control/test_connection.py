@@ -172,6 +172,16 @@ def test_wait_tells_a_message_from_the_end_of_a_process() -> None:
         os.close(number)
 
 
+def test_a_wait_on_a_connection_that_was_closed_here_tells_its_end() -> None:
+    """As where a rank's Hello and the end of the time that it has for that come together."""
+    here, there = socket_pair()
+    here.close()
+    with there:
+        assert here.wait(there.fileno())
+    with pytest.raises(EOFError):
+        here.receive()
+
+
 def test_encoding_is_protocol_5() -> None:
     assert pickle.loads(encode("x")) == "x"
     assert encode("x")[:2] == b"\x80\x05"
