@@ -48,6 +48,8 @@ class BusyShares:
                 told.append((now_s, told[-1][1] + gained.get(key, 0.0) if told else 0.0))
                 while len(told) > 2 and now_s - told[1][0] > self._window_s:
                     told.popleft()
+                if key not in gained and told[0][1] == told[-1][1]:  # its ranks have gone
+                    del self._told[key]
 
     def shares(self, without: str = "") -> dict[str, float]:
         """Return the share of the window in which each device was busy, `without` a model's ranks.

@@ -160,6 +160,16 @@ def test_a_rank_that_begins_anew_takes_nothing_from_the_others() -> None:
     assert shares.shares()["a"] == pytest.approx(7 / 40 + 8 / 10)
 
 
+def test_of_ranks_that_have_gone_nothing_is_kept_behind_the_window() -> None:
+    shares = BusyShares(window_s=10)
+    for now_s in range(30):
+        mine = {("a", "m", "r0"): float(now_s)} if now_s < 5 else {}
+        shares.tell(now_s, {**mine, ("b", "n", "r1"): 0.0})
+        assert ("a" in shares.shares()) == (now_s < 15)
+    assert shares.shares() == {"b": 0.0}
+    assert shares.settled("a")
+
+
 def test_a_device_is_as_busy_as_the_larger_of_what_ranks_and_nvml_say() -> None:
     devices = book()
     for now_s in range(11):
