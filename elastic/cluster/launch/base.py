@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 from elastic.cluster.control.connection import Connection
@@ -11,9 +14,9 @@ from elastic.cluster.control.processes import RankProcess
 from elastic.cluster.control.records import require_record
 from elastic.cluster.rank.client import RankClient
 from elastic.cluster.rank.spec import RankSpec
-from elastic.errors import ElasticError, StateError
+from elastic.errors import ConfigError, ElasticError, StateError
 
-__all__ = ["Launcher", "RankSpec", "await_hello"]
+__all__ = ["Launcher", "RankSpec", "await_hello", "of_a_directory"]
 START_S = 600.0
 """How long a rank may take to load its model."""
 
@@ -33,6 +36,16 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """End all that it has started, also while `start` runs, which raises then. Can be called twice."""
+
+
+def of_a_directory(spec: RankSpec) -> RankSpec:
+    """Return a spec as a process in any folder can have it. Raises `ConfigError` where no other process can."""
+    if not isinstance(spec.model, str | Path):
+        raise ConfigError(
+            f"model: a {type(spec.model).__name__} cannot go to another process; give its directory, or "
+            "launch='in-process'"
+        )
+    return replace(spec, model=os.path.abspath(spec.model), wrap=dict(spec.wrap), engine=dict(spec.engine))
 
 
 def await_hello(connection: Connection, process: RankProcess | None, name: str, *, timeout_s: float) -> RankClient:

@@ -13,17 +13,16 @@ import threading
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from elastic.cluster.control.connection import encode, hang_up, socket_pair
 from elastic.cluster.control.handshake import compare_protocols
 from elastic.cluster.control.processes import Exit
-from elastic.cluster.launch.base import START_S, await_hello
+from elastic.cluster.launch.base import START_S, await_hello, of_a_directory
 from elastic.cluster.launch.fork_server import MOST_BYTES
 from elastic.cluster.rank.client import RankClient
 from elastic.cluster.rank.spec import RankSpec
-from elastic.errors import ConfigError, ElasticError, StateError, require_period, require_whole
+from elastic.errors import ElasticError, StateError, require_period, require_whole
 
 IMPORT_S = 120.0
 """How long the fork server may take to import torch and transformers."""
@@ -177,15 +176,9 @@ class LocalLauncher:
 
     def start(self, spec: RankSpec) -> RankClient:
         """Start a rank; see `Launcher`."""
-        if not isinstance(spec.model, str | Path):
-            raise ConfigError(
-                f"model: a {type(spec.model).__name__} cannot go to another process; give its directory, or "
-                "launch='in-process'"
-            )
-        threads = self._threads if spec.threads is None and not spec.cores else spec.threads
-        spec = replace(
-            spec, model=os.path.abspath(spec.model), wrap=dict(spec.wrap), engine=dict(spec.engine), threads=threads
-        )
+        spec = of_a_directory(spec)
+        if spec.threads is None and not spec.cores:
+            spec = replace(spec, threads=self._threads)
         encoded = encode(spec)
         try:
             server = self.warm_up()

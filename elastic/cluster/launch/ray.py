@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -22,7 +20,7 @@ from elastic.cluster.control.connection import SocketConnection, encode
 from elastic.cluster.control.handshake import connect
 from elastic.cluster.control.listener import LOOPBACK, Listener
 from elastic.cluster.control.processes import Exit
-from elastic.cluster.launch.base import START_S, await_hello
+from elastic.cluster.launch.base import START_S, await_hello, of_a_directory
 from elastic.cluster.rank.client import RankClient
 from elastic.cluster.rank.process import serve
 from elastic.cluster.rank.spec import RankSpec
@@ -159,9 +157,7 @@ class RayLauncher:
 
     def start(self, spec: RankSpec) -> RankClient:
         """Start a rank; see `Launcher`."""
-        if not isinstance(spec.model, str | Path):
-            raise ConfigError(f"model: a {type(spec.model).__name__} cannot go to another process; give its directory")
-        spec = replace(spec, model=os.path.abspath(spec.model), wrap=dict(spec.wrap), engine=dict(spec.engine))
+        spec = of_a_directory(spec)
         encode(spec)  # raises in words for what cannot be sent
         came: SimpleQueue[SocketConnection] = SimpleQueue()
         key = secrets.token_bytes(32)

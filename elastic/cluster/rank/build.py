@@ -45,7 +45,8 @@ def built(spec: RankSpec, connection: Connection) -> Iterator[Rank]:
     """
     places = [Place.parse(place) for place in spec.places]
     require_memory(places)
-    options = {"max_requests": 256, **options_of("engine", spec.engine)}
+    most_tokens = ENGINE_OPTIONS["max_batch_tokens"].default
+    options = {"max_requests": 256, "max_batch_tokens": most_tokens, **options_of("engine", spec.engine)}
     options_of("wrap", spec.wrap)
     with ExitStack() as stack:
         model, facts = _load_wrapped(spec, places, stack) if spec.share is None else _load_share(spec, places, stack)
@@ -56,9 +57,8 @@ def built(spec: RankSpec, connection: Connection) -> Iterator[Rank]:
             options["grammars"] = compiler_of(model, read_tokenizer(str(spec.model), option="model"))
         engine = ContinuousEngine(model, **options)
         stack.callback(engine.stop, drain=False)
-        tokens = options.get("max_batch_tokens", ENGINE_OPTIONS["max_batch_tokens"].default)
         with _measuring, _loading:  # for a rank with a share, a model without data is made
-            keep_activations(engine, tokens, options["max_requests"], stack)
+            keep_activations(engine, options["max_batch_tokens"], options["max_requests"], stack)
         cost = _measured_cost(engine, spec, options) if spec.lookahead and spec.share is None else None
         most, held = options["max_requests"], rank_places(spec.places)
         yield Rank(engine, connection, spec.name, facts, max_requests=most, cost=cost, places=held)
@@ -108,10 +108,9 @@ def _device(places: list[Place]) -> torch.device:
 
 def _measured_cost(engine: ContinuousEngine, spec: RankSpec, options: Mapping[str, Any]) -> ModelCost | None:
     """Fit what steps of an engine cost, and have it use that, unless its options say how long steps are."""
-    most_tokens = options.get("max_batch_tokens", ENGINE_OPTIONS["max_batch_tokens"].default)
     try:
         with _measuring:
-            cost = fit_cost(engine, most_tokens)
+            cost = fit_cost(engine, options["max_batch_tokens"])
     except ElasticError as error:
         logger.warning("rank %s has steps of so many tokens, not of equal cost: %s", spec.name, error)
         return None
