@@ -29,7 +29,8 @@ class Replanning:
         require(is_number(self.better) and 0 <= self.better < 1, "better", self.better, "at least 0, and below 1")
         for name in ("patience_s", "dwell_s"):
             seconds = getattr(self, name)
-            require(isinstance(seconds, int | float) and seconds >= 0, name, seconds, "at least 0")
+            is_time = isinstance(seconds, int | float) and not isinstance(seconds, bool) and seconds >= 0
+            require(is_time, name, seconds, "at least 0")
 
 
 class Hysteresis:

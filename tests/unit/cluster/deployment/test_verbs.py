@@ -59,6 +59,8 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
         Deployments(DEVICES, **{**OPTIONS, **options})
     with pytest.raises(ConfigError, match="dwell_s='long' cannot be"):
         Replanning(dwell_s="long")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="patience_s=True cannot be"):
+        Replanning(patience_s=True)
     assert Replanning(dwell_s=float("inf")).dwell_s == float("inf"), "it never changes by itself"
 
 
