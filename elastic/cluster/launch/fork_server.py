@@ -110,8 +110,9 @@ class ForkServer:
         except BaseException:  # as at the end of any program
             traceback.print_exc()
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            with suppress(OSError):  # nobody reads it any more
+                sys.stdout.flush()
+                sys.stderr.flush()
             os._exit(code)
 
 

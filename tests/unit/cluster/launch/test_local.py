@@ -26,7 +26,6 @@ from elastic.cluster.control.handshake import compare_protocols
 from elastic.cluster.control.messages import Beat, Refused
 from elastic.cluster.launch import local as module
 from elastic.cluster.launch.base import RankSpec
-from elastic.cluster.launch.fork_server import ForkServer
 from elastic.cluster.launch.local import LocalLauncher
 from elastic.cluster.rank import process
 from elastic.cluster.rank.spec import rank_places
@@ -229,18 +228,6 @@ def test_with_the_fork_server_its_ranks_end_and_another_takes_its_place(
         assert "fork server has ended" in rank.end()
         wait_for_end(rank.client.hello.pid)
     assert len(start().answer("one")) == 8
-
-
-def test_a_fork_server_ends_in_silence_with_one_that_had_not_read_all() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    server = ForkServer(theirs, os.getpid())
-    try:
-        theirs.send(b"not read")
-        ours.close()
-        server.run()
-    finally:
-        os.close(server._parent)
-        theirs.close()
 
 
 def test_without_a_fork_server_no_socket_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
