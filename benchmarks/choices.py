@@ -97,7 +97,7 @@ def attention_step(
     *,
     compiled: bool = True,
 ) -> Callable[[], Any]:
-    layout, count = LAYOUTS[order](BlockShape(BLOCK_SLOTS, kv_heads, 64)), requests * tokens // BLOCK_SLOTS
+    layout, count = BlockLayout(BlockShape(BLOCK_SLOTS, kv_heads, 64), order), requests * tokens // BLOCK_SLOTS
     kernel = compiled_attention(layout, dtype, CPU) if compiled else None
     attention = BlockAttention(layout, kernel)
     metadata = batch_metadata(layout, requests, tokens, new, dtype, kernel is not None)
@@ -127,7 +127,7 @@ def unwritten(dtype: torch.dtype, requests: int, tokens: int, heads: int) -> Wor
     `zeros`: the block is cleared, here at each step, not once for its tokens. `masked`: what is read of keys and
     values is 0 behind the last token, in each layer at each step.
     """
-    layout, count = LAYOUTS["head_centric"](BlockShape(BLOCK_SLOTS, heads, 64)), requests * tokens // BLOCK_SLOTS
+    layout, count = BlockLayout(BlockShape(BLOCK_SLOTS, heads, 64), "head_centric"), requests * tokens // BLOCK_SLOTS
     tables = torch.randperm(count).view(requests, -1)
     nbytes = count * layout.block_elements * dtype.itemsize
     caches = cycle(torch.randn(-(-64 * MIB // nbytes), count * layout.block_elements, dtype=dtype))
@@ -139,7 +139,7 @@ def unwritten(dtype: torch.dtype, requests: int, tokens: int, heads: int) -> Wor
 
     def zeros() -> torch.Tensor:
         cache = next(caches)
-        layout.clear(cache, tables[:, -1])
+        cache.view(-1, layout.block_elements).index_fill_(0, tables[:, -1], 0)
         keys, values = layout.read(cache, read)
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask)
 

@@ -170,7 +170,7 @@ def require_options(**options: Any) -> None:
         given = options[name]
         require(given is None or callable(getattr(given, method, None)), name, given, f"{kind}, or None")
     layout, dtype, dtypes = options["block_layout"], options["kv_cache_dtype"], ("auto", INT8)
-    require(layout in [*LAYOUTS], "block_layout", layout, f"one of {', '.join(sorted(LAYOUTS))}")
+    require(layout in LAYOUTS, "block_layout", layout, f"one of {', '.join(sorted(LAYOUTS))}")
     require(dtype in dtypes, "kv_cache_dtype", dtype, " or ".join(dtypes))
 
 

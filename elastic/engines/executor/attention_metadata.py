@@ -129,7 +129,8 @@ class MetadataBuilder:
         self._table = table
         self._device = device
         self._dtype = dtype
-        self._block_bytes = kv_shards * layout.shape.elements * dtype.itemsize  # of one layer, as they are read
+        shape = layout.shape  # of a layer's block, as it is read:
+        self._block_bytes = kv_shards * 2 * shape.tokens * shape.heads * shape.dim * dtype.itemsize
         self._compiled = compiled
         self._reads: dict[tuple[bytes, int], tuple[torch.Tensor, PartsIndex]] = {}  # of decode groups: rows, blocks
         self._version = -1  # of the table, when these were made

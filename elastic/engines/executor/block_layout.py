@@ -6,7 +6,6 @@ a block has the scales of its values in itself, so whatever moves or shares bloc
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -28,11 +27,6 @@ class BlockShape:
     """Of keys and of values."""
     dim: int
 
-    @property
-    def elements(self) -> int:
-        """Count the elements of keys and values together."""
-        return 2 * self.tokens * self.heads * self.dim
-
 
 @dataclass(frozen=True, eq=False)
 class CacheParts:
@@ -43,38 +37,47 @@ class CacheParts:
     first_blocks: torch.Tensor
     """[parts]: where the blocks of each begin, counted in blocks of the layer's cache."""
     places: torch.Tensor
-    """The same as a layout wants it: see `BlockLayout.places`."""
+    """[rows, 1]: where those of a token begin, in rows of `BlockLayout.row_heads` heads for each block before them."""
 
 
-class BlockLayout(ABC):
-    """An order of the axes of a block. Index tensors are int64, of one device with the cache; layers share them."""
+LAYOUTS = ("head_centric", "token_major")
+"""[block, head, K/V, token, dim]: a head's tokens lie side by side, as attention reads them (AMOEBA, section 4); or
+[block, K/V, token, head, dim]: a token's heads do, as a layer computes them."""
+
+
+class BlockLayout:
+    """An order of the axes of a block. Index tensors are int64, of one device with the cache; layers share them.
+
+    In both orders it is [block, rows, K/V, token, heads of a row, dim]: of one head each, or one row of all heads.
+    """
 
     stored: torch.dtype | None = None
     """Of the elements of a cache; None: that of attention."""
-    row_heads: int
-    """The heads that lie side by side for one token."""
 
-    def __init__(self, shape: BlockShape) -> None:
+    def __init__(self, shape: BlockShape, order: str) -> None:
+        """`order`: a name of `LAYOUTS`."""
         self.shape = shape
+        self.row_heads = 1 if order == "head_centric" else shape.heads
+        """The heads that lie side by side for one token."""
+        self.rows = shape.heads // self.row_heads
         self.slots = shape.tokens
         """Places for vectors of a head in a block, for keys and for values each."""
-        self.block_elements = shape.elements
+        self.block_elements = 2 * shape.tokens * shape.heads * shape.dim
         """Of a block in a cache."""
 
     def parts(self, first_blocks: torch.Tensor) -> CacheParts:
         """Describe parts of a layer's cache by where the blocks of each begin, [parts]."""
-        return CacheParts(len(first_blocks) * self.shape.heads, first_blocks, self.places(first_blocks))
+        rows = torch.arange(self.rows, device=first_blocks.device)
+        places = (first_blocks[:, None] * self.rows + rows).view(-1, 1)
+        return CacheParts(len(first_blocks) * self.shape.heads, first_blocks, places)
 
-    @abstractmethod
-    def places(self, first_blocks: torch.Tensor) -> torch.Tensor:
-        """Make what index tensors of parts are made of, [parts or heads, 1]."""
-
-    @abstractmethod
     def read_index(self, tables: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Make the index [2, requests, places, blocks] that reads requests' blocks, by their tables [requests, blocks].
 
-        Each place is of `row_heads` heads: some of them read these.
+        Each place, of places [places, 1], is of `row_heads` heads: some of them read these.
         """
+        keys = torch.add(places, tables[:, None], alpha=self.rows) * 2  # [requests, places, blocks]
+        return torch.stack([keys, keys + 1])
 
     def read(self, cache: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy keys and values [requests, heads, blocks * tokens, dim] out of a layer's cache [elements]."""
@@ -82,110 +85,53 @@ class BlockLayout(ABC):
         rows = cache.view(-1, width).index_select(0, index.flatten())
         return self.arrange(rows, index.shape[1], index.shape[2])
 
-    @abstractmethod
     def arrange(self, rows: torch.Tensor, requests: int, places: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what was read, [rows, tokens * row_heads * dim], as keys and values."""
+        heads, dim = self.row_heads, self.shape.dim
+        if heads == 1:
+            keys, values = rows.view(2, requests, places, -1, dim)
+        else:
+            keys, values = rows.view(2, requests, places, -1, heads, dim).transpose(3, 4).flatten(2, 3)
+        return keys, values
 
     def as_read(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values [heads, new, dim] as they are read once they were written."""
         return keys, values
 
-    @abstractmethod
     def write_index(self, blocks: torch.Tensor, offsets: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Make the index that writes new tokens, from their blocks [new] and the places in these [new]."""
-
-    @abstractmethod
-    def write(self, cache: torch.Tensor, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy keys and values [heads, new, dim] into a layer's cache [elements]."""
-
-    def clear(self, cache: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Fill blocks [count] of a layer's cache [elements] with zeros."""
-        cache.view(-1, self.block_elements).index_fill_(0, blocks, 0)
-
-
-class HeadCentric(BlockLayout):
-    """[block, head, K/V, token, dim]: a head's tokens lie side by side, as attention reads them (AMOEBA, section 4)."""
-
-    row_heads = 1
-
-    def places(self, first_blocks: torch.Tensor) -> torch.Tensor:
-        heads = torch.arange(self.shape.heads, device=first_blocks.device)
-        return (first_blocks[:, None] * self.shape.heads + heads).view(-1, 1)
-
-    def read_index(self, tables: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        keys = (tables[:, None] * self.shape.heads + places) * 2  # [requests, heads, blocks]
-        return torch.stack([keys, keys + 1])
-
-    def arrange(self, rows: torch.Tensor, requests: int, places: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = rows.view(2, requests, places, -1, self.shape.dim)
-        return keys, values
-
-    def write_index(self, blocks: torch.Tensor, offsets: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         tokens = self.shape.tokens
-        keys = (blocks * self.shape.heads + places) * (2 * tokens) + offsets  # [heads, new]
-        return torch.stack([keys, keys + tokens]).flatten()
-
-    def write(self, cache: torch.Tensor, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        dim = self.shape.dim
-        cache.view(-1, dim).index_copy_(0, index, torch.cat((keys, values)).view(-1, dim))
-
-
-class TokenMajor(BlockLayout):
-    """[block, K/V, token, head, dim]: a token's heads lie side by side, as a layer computes them."""
-
-    def __init__(self, shape: BlockShape) -> None:
-        super().__init__(shape)
-        self.row_heads = shape.heads
-
-    def places(self, first_blocks: torch.Tensor) -> torch.Tensor:
-        return first_blocks[:, None]
-
-    def read_index(self, tables: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        keys = (tables[:, None] + places) * 2  # [requests, parts, blocks]
-        return torch.stack([keys, keys + 1])
-
-    def arrange(self, rows: torch.Tensor, requests: int, places: int) -> tuple[torch.Tensor, torch.Tensor]:
-        inside, dim = self.shape.heads, self.shape.dim
-        keys, values = rows.view(2, requests, places, -1, inside, dim).transpose(3, 4).flatten(2, 3)
-        return keys, values
-
-    def write_index(self, blocks: torch.Tensor, offsets: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        tokens = self.shape.tokens
-        keys = (blocks + places) * (2 * tokens) + offsets  # [parts, new]
+        keys = torch.add(places, blocks, alpha=self.rows) * (2 * tokens) + offsets  # [places, new]
         return torch.cat([keys, keys + tokens]).flatten()
 
     def write(self, cache: torch.Tensor, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        inside, dim = self.shape.heads, self.shape.dim
-        parts = [states.view(-1, inside, *states.shape[1:]).transpose(1, 2) for states in (keys, values)]
-        cache.view(-1, inside * dim).index_copy_(0, index, torch.cat(parts).view(-1, inside * dim))
-
-
-LAYOUTS: dict[str, type[BlockLayout]] = {"head_centric": HeadCentric, "token_major": TokenMajor}
+        """Copy keys and values [heads, new, dim] into a layer's cache [elements]."""
+        heads, dim = self.row_heads, self.shape.dim
+        if heads > 1:
+            keys, values = (s.view(-1, heads, *s.shape[1:]).transpose(1, 2) for s in (keys, values))
+        cache.view(-1, heads * dim).index_copy_(0, index, torch.cat((keys, values)).view(-1, heads * dim))
 
 
 class Int8Blocks(BlockLayout):
     """Blocks in 8 bits, with a scale for the keys, and one for the values, of each token and head.
 
-    Another layout, the next base of a class, says the order. Where that has [token, …], there is [slot, …] of int8: the
-    values, and behind them the scales in the same order, in as many slots more as they need (`scale_slots`). A value is
-    its int8 times its scale: no zero point.
+    Where an order has [token, …], there is [slot, …] of int8: the values, and behind them the scales in the same order,
+    in as many slots more as they need (`scale_slots`). A value is its int8 times its scale: no zero point.
     """
 
     stored = torch.int8
-    order: type[BlockLayout]
-    """That layout."""
 
-    def __init__(self, shape: BlockShape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: BlockShape, order: str, dtype: torch.dtype) -> None:
         """`dtype`: of keys and values as they are read."""
-        super().__init__(shape)
+        super().__init__(shape, order)
         tokens, heads, dim = shape.tokens, shape.heads, shape.dim
         self.slots = tokens + scale_slots(tokens, dim)
         each = dim // SCALE_DTYPE.itemsize
         """Scales that have room in a slot of one head."""
         self._first_scale = tokens * each
-        self._values = self.order(BlockShape(self.slots, heads, dim))
-        self._scales = self.order(BlockShape(self.slots * each, heads, 1))
-        self.block_elements = self._values.shape.elements
+        self._values = BlockLayout(BlockShape(self.slots, heads, dim), order)
+        self._scales = BlockLayout(BlockShape(self.slots * each, heads, 1), order)
+        self.block_elements = self._values.block_elements
         self._dtype = dtype
 
     def read(self, cache: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,21 +156,6 @@ class Int8Blocks(BlockLayout):
         self._scales.write(cache.view(SCALE_DTYPE), index[1], key_scales[..., None], value_scales[..., None])
 
 
-class Int8HeadCentric(Int8Blocks, HeadCentric):
-    """[block, head, K/V, slot, dim]."""
-
-    order = HeadCentric
-
-
-class Int8TokenMajor(Int8Blocks, TokenMajor):
-    """[block, K/V, slot, head, dim]."""
-
-    order = TokenMajor
-
-
-INT8_LAYOUTS: dict[str, type[Int8Blocks]] = {"head_centric": Int8HeadCentric, "token_major": Int8TokenMajor}
-
-
 def quantize(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return vectors [..., dim] as int8, and their scales [...]: the largest value is 127 of these, or -127."""
     states = states.float()
@@ -244,4 +175,4 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
 def layout_of(form: KVFormat, dtype: torch.dtype) -> BlockLayout:
     """Return the layout of blocks of a form, for attention in `dtype`."""
     shape = BlockShape(form.block_tokens, form.heads, form.dim)
-    return INT8_LAYOUTS[form.layout](shape, dtype) if form.dtype == INT8 else LAYOUTS[form.layout](shape)
+    return Int8Blocks(shape, form.layout, dtype) if form.dtype == INT8 else BlockLayout(shape, form.layout)

@@ -110,7 +110,7 @@ class PagedCache:
                 if index is None:
                     first = self.parts(group, cached.parts).first_blocks
                     index = indices[cached.parts] = (first[:, None] + given).view(-1)
-                self.layout.clear(cached.elements, index)
+                cached.elements.view(-1, self.layout.block_elements).index_fill_(0, index, 0)
 
     def parts(self, group: int, parts: tuple[int, ...]) -> CacheParts:
         """Describe parts as they lie in each layer of a group; equal ones by the same object."""

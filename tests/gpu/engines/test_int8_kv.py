@@ -62,7 +62,7 @@ def test_blocks_hold_on_a_gpu_what_they_hold_on_a_cpu(layout: str) -> None:
     found = []
     for device in ("cpu", "cuda:0"):
         cache = torch.zeros(2 * blocks.block_elements, dtype=torch.int8, device=device)
-        places = blocks.places(torch.zeros(1, dtype=torch.int64, device=device))
+        places = blocks.parts(torch.zeros(1, dtype=torch.int64, device=device)).places
         index = blocks.write_index(numbers.to(device), offsets.to(device), places)
         blocks.write(cache, index, keys.to(device), values.to(device))
         found.append(cache.cpu())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elastic.engines.executor.attention_metadata import MetadataBuilder
-from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
+from elastic.engines.executor.block_layout import BlockLayout, BlockShape
 from elastic.engines.executor.input_batch import BatchBlockTable, BatchTokens, Ints
 from elastic.engines.executor.paged_cache import PagedCache
 from elastic.kvcache.storage.paged import BlockMemory
@@ -21,7 +21,7 @@ from elastic.memory.pages.page_pool import PagePool
 
 pytestmark = pytest.mark.cuda
 DEVICE = torch.device("cuda:0")
-LAYOUT = LAYOUTS["head_centric"](BlockShape(8, 2, 8))
+LAYOUT = BlockLayout(BlockShape(8, 2, 8), "head_centric")
 
 
 def test_parts_of_a_batch_are_described_on_streams_of_their_own(

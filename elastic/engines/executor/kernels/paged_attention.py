@@ -56,8 +56,7 @@ class PagedAttention:
     def __init__(self, library: ctypes.CDLL, layout: BlockLayout, dtype: torch.dtype) -> None:
         """`dtype`: float32 or bfloat16."""
         shape, stored = layout.shape, "" if layout.stored is None else "_int8"
-        places = shape.heads // layout.row_heads
-        self._layout = _Layout(places, layout.row_heads, layout.slots, shape.tokens, shape.dim)
+        self._layout = _Layout(layout.rows, layout.row_heads, layout.slots, shape.tokens, shape.dim)
         self._attend, self._write = library[f"attend_{_DTYPES[dtype]}{stored}"], library["write"]
         self._attend.argtypes, self._write.argtypes = _ATTEND, _WRITE
         self._attend.restype = self._write.restype = None

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.engines.core.kv_state import KVFormat, KVSource, LayersKV, SectorPages
-from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
+from elastic.engines.executor.block_layout import BlockLayout, BlockShape
 from elastic.engines.executor.input_batch import BatchBlockTable
 from elastic.engines.executor.kv_copy import BlockCopier, changed_blocks, copy_layers
 from elastic.engines.executor.layer_groups import LayerGroup
@@ -237,7 +237,7 @@ def test_a_copy_into_a_memory_that_is_closed_meanwhile_fails_in_words() -> None:
 def test_a_cache_shows_the_layers_that_are_here() -> None:
     home, guest = home_and_guest()
     groups = [LayerGroup((0, 2), None), LayerGroup((1,), None)]
-    layout = LAYOUTS["head_centric"](BlockShape(8, 2, 8))
+    layout = BlockLayout(BlockShape(8, 2, 8), "head_centric")
     tables = [BatchBlockTable(8, None) for _ in groups]
     cache = PagedCache(guest, tables, layout, torch.float32)
     assert sorted(cache.layers) == [1, 2]
@@ -254,7 +254,7 @@ def test_a_cache_shows_the_layers_that_are_here() -> None:
     guest.add_layers((0,))
     cache.refresh()
     assert {layer: cached.group for layer, cached in cache.layers.items()} == {0: 0, 1: 1}
-    assert cache.layers[0].elements.shape == (home.sectors * home.blocks_per_sector(0) * layout.shape.elements,)
+    assert cache.layers[0].elements.shape == (home.sectors * home.blocks_per_sector(0) * layout.block_elements,)
     cache.close()
     for memory in (home, guest):
         memory.close()

@@ -19,7 +19,7 @@ from elastic.engines.core.step import ScheduledChunk
 from elastic.engines.executor import attention_metadata, paged_cache
 from elastic.engines.executor.attention_metadata import MetadataBuilder
 from elastic.engines.executor.batch_runner import BatchRunner
-from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
+from elastic.engines.executor.block_layout import LAYOUTS, BlockLayout, BlockShape
 from elastic.engines.executor.input_batch import BatchBlockTable, BatchTokens
 from elastic.engines.executor.layer_groups import LayerGroup, block_groups
 from elastic.errors import ConfigError, StateError
@@ -277,12 +277,13 @@ def test_on_a_cpu_no_more_is_read_at_once_than_the_caches_hold(
     shape = BlockShape(BLOCK, 2, DIM)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_metadata, "MOST_READ_BYTES", read_bytes)
-        builder = MetadataBuilder(LAYOUTS["head_centric"](shape), table, MODEL.device, torch.float32, 3)
+        layout = BlockLayout(shape, "head_centric")
+        builder = MetadataBuilder(layout, table, MODEL.device, torch.float32, 3)
         batch = BatchTokens(np.arange(len(counts)), starts, np.array(counts))
         runs = builder.build(batch).decodes
     for run in runs:
         sequences, _, _, slots = run.mask.shape
-        assert sequences == 1 or sequences * slots // BLOCK * 3 * shape.elements * 4 <= read_bytes
+        assert sequences == 1 or sequences * slots // BLOCK * 3 * layout.block_elements * 4 <= read_bytes
     tokens = torch.arange(sum(counts))
     decoded = [tokens[slice(None) if run.at is None else run.at] for run in runs]
     assert [len(each) for each in decoded] == [len(run.mask) for run in runs]
