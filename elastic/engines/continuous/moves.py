@@ -115,7 +115,9 @@ class MovingRequests:
                     return None
                 self.held[request] = held
             held = self.held[request]
-            kv = tuple(replace(each.kv(), exact=each.table.exact) for each in held if each.computed)
+            kv = tuple(
+                replace(each.kv(), exact=not (each.table.form or each.table.private)) for each in held if each.computed
+            )
             return tuple(sequence.state() for sequence in held), kv
 
         return self._loop.between_steps(leave)

@@ -34,7 +34,7 @@ class BlockManager:
         self.shares = share_prefixes and all(window is None for window in windows)
         """Whether sequences share the blocks of a common beginning."""
         self.no_blocks: tuple[tuple[int, ...], ...] = ((),) * len(windows)
-        self._windows = tuple(windows)
+        self.windows = tuple(windows)
         self.tables: dict[str, BlockTable] = {}
         """Of the sequences that were announced, and not detached."""
         self.live: dict[BlockTable, None] = {}
@@ -72,10 +72,6 @@ class BlockManager:
                     self.tables[sequence] = self._new_table(tokens)
                     self.waiting[sequence] = tokens
             self._promised = None
-
-    def wraps(self, tokens: int) -> bool:
-        """Return whether of so many tokens of a sequence the last ones lie in the place of the first in some group."""
-        return any(window is not None and tokens > window for window in self._windows)
 
     def blocks_of(self, table: BlockTable, tokens: int) -> tuple[tuple[list[int], list[int]], ...]:
         """Return, for each group, the blocks of a table that its first `tokens` tokens are in, and the others."""
@@ -245,7 +241,7 @@ class BlockManager:
     # -- inside, under the lock
 
     def _new_table(self, most_tokens: int) -> BlockTable:
-        groups = len(self._windows)
+        groups = len(self.windows)
         demand = Demand(self._blocks_for(most_tokens), [0] * groups)
         return BlockTable(most_tokens, tuple([] for _ in range(groups)), demand)
 
@@ -257,7 +253,7 @@ class BlockManager:
 
     def _blocks_for(self, tokens: int) -> list[int]:
         size = self.block_tokens
-        return [-(-(tokens if window is None else min(tokens, window)) // size) for window in self._windows]
+        return [-(-(tokens if window is None else min(tokens, window)) // size) for window in self.windows]
 
     def _sectors_for(self, tokens: int) -> int:
         return sum(-(-n // pool.size) for n, pool in zip(self._blocks_for(tokens), self.pools, strict=True))

@@ -6,10 +6,11 @@ import heapq
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Protocol
 
 from elastic.engines.core.admission import Demand
-from elastic.engines.core.prefix_cache import PrefixCache, block_hash, other_weights
+from elastic.engines.core.prefix_cache import PrefixCache, block_hash
 from elastic.errors import IntegrityError
 
 NEVER = (-1, 0, 0)
@@ -45,14 +46,10 @@ class BlockTable:
     """When blocks were last refused because not all could end then: `BlockManager._version`, the room that there was,
     the blocks that it wanted."""
 
-    @property
-    def exact(self) -> bool:
-        """Whether the full weights have computed all that is in it."""
-        return not (self.form or self.private)
-
     def use_salt(self, salt: bytes) -> None:
-        """Share blocks with other sequences than before, as one that the full weights compute."""
+        """Share blocks with other sequences than before: those that the full weights compute, none if others have."""
         if salt != self.salt or self.form:
+            self.private |= bool(self.form and self.capacity)
             self.salt, self.form = salt, b""
             self.hashes.clear()
 
@@ -67,7 +64,7 @@ class BlockTable:
             number = len(self.hashes)
             parent = self.hashes[-1] if number else self.salt
             if self.form and number == self.exact_blocks:
-                parent = other_weights(parent, self.form)
+                parent = blake2b(self.form, digest_size=16, key=parent).digest()
             self.hashes.append(block_hash(parent, tokens[number * size : (number + 1) * size]))
         return self.hashes[block]
 

@@ -38,13 +38,10 @@ class KVJournal:
         self._mapped = mapped
         self._release = release
         self._epoch = epoch
-        self._sequences: dict[str, SequenceKV] = {}
+        self.sequences: dict[str, SequenceKV] = {}
+        """The new blocks of sequences, and how much of these is computed."""
         self._ended: list[str] = []
         self._tables: list[BlockTable] = []
-
-    def note(self, kv: SequenceKV) -> None:
-        """Note the new blocks of a sequence, and how much of it is computed."""
-        self._sequences[kv.sequence] = kv
 
     def note_chunk(self, sequence: Sequence, chunk: ScheduledChunk) -> None:
         """Note what a step has computed of a sequence."""
@@ -52,24 +49,24 @@ class KVJournal:
         if sequence.noted is not None:
             blocks = tuple(tuple(b[n:]) for b, n in zip(sequence.table.blocks, sequence.noted, strict=True))
             sequence.noted = None
-        self.note(SequenceKV(sequence.id, sequence.computed, blocks, not sequence.in_prompt))
+        self.sequences[sequence.id] = SequenceKV(sequence.id, sequence.computed, blocks, not sequence.in_prompt)
 
     def note_computed(self, sequences: Iterable[Sequence]) -> None:
         """Note, between two steps, all that is computed of sequences."""
         for sequence in sequences:
             if sequence.computed:
-                self.note(sequence.kv())
+                self.sequences[sequence.id] = sequence.kv()
                 sequence.noted = tuple(map(len, sequence.table.blocks))
 
     def end(self, sequence: str, table: BlockTable) -> None:
         """Note that a sequence has ended; its blocks come free when that is told."""
-        self._sequences.pop(sequence, None)
+        self.sequences.pop(sequence, None)
         self._ended.append(sequence)
         self._tables.append(table)
 
     def stop(self, sequences: Iterable[str]) -> None:
         """Tell that the memory of these sequences, all that live, is not to be relied on any more."""
-        self._sequences.clear()
+        self.sequences.clear()
         self._ended.extend(sequences)
         self.tell(always=True)
 
@@ -78,11 +75,11 @@ class KVJournal:
 
         Returns whether anything came free: whoever heard of its end did not hear of that.
         """
-        if not (always or self._sequences or self._ended):
+        if not (always or self.sequences or self._ended):
             return False
-        report = KVReport(tuple(self._mapped()), tuple(self._sequences.values()), tuple(self._ended), self._epoch)
+        report = KVReport(tuple(self._mapped()), tuple(self.sequences.values()), tuple(self._ended), self._epoch)
         tables, self._epoch = self._tables, None
-        self._sequences, self._ended, self._tables = {}, [], []
+        self.sequences, self._ended, self._tables = {}, [], []
         try:
             self._listener(report)
         except Exception:  # whoever hears it may be gone: its engine goes on

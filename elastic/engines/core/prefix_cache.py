@@ -16,11 +16,6 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return blake2b(array("q", tokens).tobytes(), digest_size=16, key=parent).digest()
 
 
-def other_weights(parent: bytes, form: bytes) -> bytes:
-    """Return what stands for `parent` in `block_hash` where weights of another form (16 bytes) compute what follows."""
-    return blake2b(form, digest_size=16, key=parent).digest()
-
-
 @dataclass
 class PrefixCache:
     """The full blocks of one group of layers that sequences may share. Not thread-safe."""

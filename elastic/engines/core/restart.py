@@ -26,8 +26,7 @@ class RestartingScheduler(Scheduler):
         self.written: WrittenListener | None = None
         """Told the blocks of each sequence of a step that is over, and which tokens the step has written."""
         self._torn: set[Sequence] = set()  # void steps may have written over what was computed of them
-        self._copies = 1
-        self._retained: list[BlockTable] | None = None  # of sequences that have ended
+        self._retained: list[BlockTable] = []  # of sequences that have ended
 
     def void(self, step: Step) -> None:
         """Take back a step that was lost on its way: nothing came of it, and no sequence ends.
@@ -41,7 +40,8 @@ class RestartingScheduler(Scheduler):
                 self._free(sequence)
             else:
                 sequence.computed = chunk.start
-                if len(chunk.tokens) > 1 and self.blocks.wraps(chunk.start + len(chunk.tokens)):
+                stop = chunk.start + len(chunk.tokens)  # beyond a window it is in the place of the first tokens
+                if stop > chunk.start + 1 and any(stop > (window or stop) for window in self.blocks.windows):
                     self._torn.add(sequence)
 
     @property
@@ -91,11 +91,11 @@ class RestartingScheduler(Scheduler):
         if sequence.known:
             self._removed.append(sequence.id)
 
-    def set_cohorts(self, count: int) -> None:
-        """Share the live sequences out among so many cohorts. No step is in flight."""
+    def set_cohorts(self, count: int, copies: int = 1) -> None:
+        """Share the live sequences out among so many cohorts, as `set_copies` those of copies. No step is in flight."""
         assert not self._steps, list(self._steps)
         before = self.cohorts
-        self.cohorts = [Cohort(number) for number in range(count)]
+        self.cohorts = [Cohort(number, copies) for number in range(count)]
         for sequence in (*self._placed, *self.held.values()):
             sequence.cohort = None
         for old in before:
@@ -112,45 +112,33 @@ class RestartingScheduler(Scheduler):
         No step is in flight, and keys and values of all copies are at the same place. Blocks are not found again that
         were computed before.
         """
-        self.set_cohorts(cohorts)
-        self._copies = copies
+        self.set_cohorts(cohorts, copies)
         for number, sequence in enumerate(self._placed):
             sequence.cohort = number % cohorts
         self.blocks.forget_names()
         for sequence in self.begun:
-            sequence.table.private = not sequence.table.exact
-            sequence.table.use_salt(self._salt(sequence.cohort))
+            sequence.table.use_salt(self.cohorts[sequence.cohort or 0].salt)
 
     def copy_of(self, sequence: Sequence) -> int:
         """Return the copy of the layers that a sequence goes by which has begun."""
-        return (sequence.cohort or 0) % self._copies
+        return self.cohorts[sequence.cohort or 0].copy
 
     def retain(self) -> None:
         """Have the blocks of sequences that end be nobody else's until `let_go`."""
-        self._retained = []
+        self._release = self._retained.append
 
     def let_go(self) -> None:
         """Have them be free. Can be called twice."""
-        retained, self._retained = self._retained or [], None
-        for table in retained:
+        self._release = self.blocks.release
+        for table in self._retained:
             self.blocks.release(table)
+        self._retained.clear()
 
     # -- inside
-
-    def _release(self, table: BlockTable) -> None:
-        if self._retained is None:
-            super()._release(table)
-        else:
-            self._retained.append(table)
-
-    def _salt(self, cohort: int | None) -> bytes:
-        copy = (cohort or 0) % self._copies
-        return bytes((copy,)) if copy else b""
 
     def _close_step(self, step: Step) -> tuple[Cohort, list[Sequence]]:
         cohort, sequences = super()._close_step(step)
         if self.written is not None:
-            copy = step.cohort % self._copies
             for chunk, sequence in zip(step.chunks, sequences, strict=True):
-                self.written(sequence.table.blocks, chunk.start, chunk.start + len(chunk.tokens), copy)
+                self.written(sequence.table.blocks, chunk.start, chunk.start + len(chunk.tokens), cohort.copy)
         return cohort, sequences

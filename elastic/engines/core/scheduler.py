@@ -65,6 +65,7 @@ class Scheduler:
         """How many were begun."""
         self._removed: list[str] = []
         self._ending: dict[str, Sequence] = {}  # those that have ended, of which a step is in flight
+        self._release: Callable[[BlockTable], object] = blocks.release  # told of what has ended, without a journal
 
     @property
     def has_work(self) -> bool:
@@ -269,6 +270,8 @@ class Scheduler:
                     return
                 cohort = min(self.cohorts, key=len) if sequence.cohort is None else self.cohorts[sequence.cohort]
                 sequence.cohort = cohort.number
+                if cohort.salt != sequence.table.salt:
+                    sequence.table.use_salt(cohort.salt)
                 (cohort.prefilling if sequence.in_prompt else cohort.decoding)[sequence] = None
                 if sequence.scheduled_s is None:
                     sequence.scheduled_s = now
@@ -329,8 +332,8 @@ class Scheduler:
     ) -> None:
         """Append the first chunks of sequences that wait, in order, while there is room for the first of them."""
         live = sum(map(len, self.cohorts))
-        share = -(-len(self.sequences) // len(self.cohorts))  # so that cohorts have as many sequences each
-        while self._waiting and budget and live < self._max_requests and len(cohort) < share:
+        most = -(-len(self.sequences) // len(self.cohorts))  # so that cohorts have as many sequences each
+        while self._waiting and budget and live < self._max_requests and len(cohort) < most:
             sequence = self._waiting[0]
             if sequence.ended:
                 self._waiting.popleft()
@@ -338,8 +341,8 @@ class Scheduler:
             if sequence.id in self._ending:  # the executor has to forget that one first
                 return
             tokens, table = sequence.tokens, sequence.table
-            share_prefix, salt = sequence.prompt_logprobs is None, self._salt(cohort.number)
-            start = self.blocks.admit(sequence.id, tokens, budget, share=share_prefix, salt=salt, form=self._weights[1])
+            share, salt = sequence.prompt_logprobs is None, cohort.salt
+            start = self.blocks.admit(sequence.id, tokens, budget, share=share, salt=salt, form=self._weights[1])
             if start is None:
                 cohort.refused = True
                 return
@@ -391,10 +394,3 @@ class Scheduler:
             self._release(sequence.table)
         if sequence.known:
             self._removed.append(sequence.id)
-
-    def _release(self, table: BlockTable) -> None:
-        self.blocks.release(table)
-
-    def _salt(self, cohort: int | None) -> bytes:
-        """Return what the sequences of a cohort are named with: they share blocks with those of the same."""
-        return b""

@@ -86,10 +86,14 @@ class Sequence:
 class Cohort:
     """Live sequences of which one step at a time is in flight."""
 
-    __slots__ = ("decoding", "in_flight", "number", "prefilling", "refused")
+    __slots__ = ("copy", "decoding", "in_flight", "number", "prefilling", "refused", "salt")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, copies: int = 1) -> None:
+        """`copies`: of the layers that the executor computes; cohorts go by one after another of them in turn."""
         self.number = number
+        self.copy = number % copies
+        self.salt = bytes((self.copy,)) if self.copy else b""
+        """Its sequences share blocks with those of cohorts that have the same."""
         self.decoding: dict[Sequence, None] = {}  # as sets in order
         self.prefilling: dict[Sequence, None] = {}
         self.in_flight = False

@@ -76,7 +76,7 @@ class StretchingScheduler(RestartingScheduler):
                 blocks = self.blocks.grow(sequence.table, sequence.computed)
                 assert blocks is not None, sequence.id
                 if self.journal is not None:
-                    self.journal.note(SequenceKV(sequence.id, sequence.computed, blocks, True))
+                    self.journal.sequences[sequence.id] = SequenceKV(sequence.id, sequence.computed, blocks, True)
             if self.blocks.shares and sequence.computed // size > sequence.table.shared:
                 self.blocks.share_computed(sequence.table, sequence.tokens, sequence.computed)
         self.steps += steps

@@ -7,6 +7,7 @@ from typing import Any
 
 from elastic.engines.base import Request
 from elastic.engines.core.block_manager import BlockManager
+from elastic.engines.core.prefix_cache import block_hash
 from elastic.engines.core.restart import RestartingScheduler
 from elastic.engines.core.step import SequenceState, Step
 from support.serving.simulated_executor import SimulatedExecutor, SimulatedMemory
@@ -176,3 +177,29 @@ def test_a_void_step_over_the_place_of_older_tokens_leaves_too_little() -> None:
     assert [len(chunk.tokens) for chunk in step.chunks] == [1]
     serving.scheduler.void(step)
     assert serving.scheduler.unkeepable() == []
+
+
+def test_what_was_held_while_layers_got_copies_shares_with_its_own_copy_alone() -> None:
+    serving = Serving()
+    serving.add("a", 8, 20)
+    serving.step()
+    held = serving.scheduler.hold(["a/0"])
+    serving.scheduler.set_copies(2, 2)
+    serving.add("b", 4, 20)
+    serving.step()
+    serving.scheduler.resume(held)
+    for _ in range(10):
+        steps = [serving.schedule(), serving.schedule()]
+        for step in steps:
+            serving.executor.execute(step)
+        for step in steps:
+            _, result = serving.executor.compute()
+            assert result is not None
+            serving.scheduler.update(step, result)
+    (a,) = held
+    assert serving.scheduler.copy_of(a) == 1
+    assert a.table.shared > 2
+    name = b""  # as the first copy has them
+    for i in range(a.table.shared):
+        name = block_hash(name, a.tokens[i * 4 : (i + 1) * 4])
+        assert name not in serving.blocks.pools[0].prefixes.blocks
