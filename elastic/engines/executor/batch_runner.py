@@ -81,10 +81,6 @@ class BatchRunner:
             "use_cache": False,
         }
 
-    def close(self) -> None:
-        """Let go of the memory."""
-        self.cache.close()
-
     def _extend_tables(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Add the chunks' new blocks to the tables.
 

@@ -39,10 +39,6 @@ class BatchTokens:
             return self.starts
         return np.arange(int(self.counts.sum())) + np.repeat(self.starts - self.first, self.counts)
 
-    def part(self, start: int, stop: int) -> BatchTokens:
-        """Return some of the sequences."""
-        return BatchTokens(self.rows[start:stop], self.starts[start:stop], self.counts[start:stop])
-
 
 class BatchBlockTable:
     """The physical blocks of every row, for the layers of one group."""

@@ -82,7 +82,7 @@ class ModelRunner(BatchRunner):
         """Let go of the memory, and of the model."""
         if self.graphs is not None:
             self.graphs.close()
-        super().close()
+        self.cache.close()
 
     def remove(self, sequences: Collection[str]) -> None:
         """Forget sequences; unknown ones: nothing happens."""

@@ -190,7 +190,9 @@ class RequestSlice:
         if (start, stop) == (0, len(self.batch.rows)):
             return self
         if (start, stop) not in self._parts:
-            self._parts[start, stop] = RequestSlice(self.cache, self.batch.part(start, stop))
+            some, batch = slice(start, stop), self.batch
+            part = BatchTokens(batch.rows[some], batch.starts[some], batch.counts[some])
+            self._parts[start, stop] = RequestSlice(self.cache, part)
         return self._parts[start, stop]
 
     def prepare(self) -> None:

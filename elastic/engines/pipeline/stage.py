@@ -342,6 +342,6 @@ class GuestStage:
         """Have nobody wait for it, and its memory be free, unless that is kept."""
         self._stop()
         with self._copying, self._tables:
-            self._runner.close()
+            self._runner.cache.close()
             if not keep:
                 self.memory.close()

@@ -71,7 +71,7 @@ class Rank:
         self.memory = memory
         self.runner = BatchRunner(self.model, memory, form)
         self.cache = self.runner.cache
-        stack.callback(self.runner.close)
+        stack.callback(self.runner.cache.close)
         for sequence in ("x", "y"):
             self.runner.add(sequence)
         self.blocks = []

@@ -22,20 +22,20 @@ PassGraph = OperatorGraph | PiecewiseCudaGraph
 """On a CPU, and on a GPU."""
 
 
+@dataclass(eq=False)
 class _StepCache:
     """The cache of the step that is computed. It knows no graph: else graphs would wait for the garbage collector."""
 
-    def __init__(self) -> None:
-        self._cache: Any = None
+    cache: Any = None
 
     @contextmanager
     def of(self, cache: Any) -> Iterator[None]:
         """Attend over the cache of a step."""
-        self._cache = cache
+        self.cache = cache
         try:
             yield
         finally:
-            self._cache = None
+            self.cache = None
 
     def attend(
         self,
@@ -50,7 +50,7 @@ class _StepCache:
     ) -> torch.Tensor:
         """Attend in one layer, all tensors said one by one; see `RequestSlice.attend`."""
         terms = ScoreTerms(softcap, sinks) if with_terms else None
-        attended: torch.Tensor = self._cache.attend(layer, query, key, value, scaling, terms=terms)
+        attended: torch.Tensor = self.cache.attend(layer, query, key, value, scaling, terms=terms)
         return attended
 
 

@@ -109,8 +109,7 @@ class StepGraphs:
         if self._end in self._gate.before_commits:
             self._gate.before_commits.remove(self._end)
             remove_override(self._model)
-        self.refusal, self._for_good = "it was closed", True
-        self._drop()
+        self._drop("it was closed", for_good=True)
 
     def run(self, inputs: Inputs) -> Any:
         """Call the model; see `CapturedPass.replay` for what it returns."""
@@ -232,10 +231,10 @@ class StepGraphs:
 
     def _refuse(self, reason: str, *, for_good: bool) -> None:
         logger.info("steps of %s are run without graphs: %s", type(self._model).__name__, reason)
-        self.refusal, self._for_good = reason, for_good
-        self._drop()
+        self._drop(reason, for_good=for_good)
 
-    def _drop(self) -> None:
+    def _drop(self, reason: str, *, for_good: bool) -> None:
+        self.refusal, self._for_good = reason, for_good
         self._sizes.clear()
         self._memory.forget_views()
 

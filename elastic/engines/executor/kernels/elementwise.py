@@ -125,16 +125,13 @@ def _made(code: int, out: torch.Tensor, left: Any, right: Any = None) -> list[In
     sizes, steps = _merged(list(out.shape), [list(tensor.expand(out.shape).stride()) for tensor in tensors])
     if len(sizes) > DIMS or steps[0][-1] != 1 or any(step[-1] not in (0, 1) for step in steps):
         return None
+    ahead = DIMS - len(sizes)  # dimensions of one element
     operands = [
-        _Operand(tensor.data_ptr(), _Steps(*_padded(step, 0)), _DTYPES[tensor.dtype])
+        _Operand(tensor.data_ptr(), _Steps(*[0] * ahead, *step), _DTYPES[tensor.dtype])
         for tensor, step in zip(tensors, steps, strict=True)
     ]
     operands += [_Operand()] * (3 - len(operands))
-    return [Instruction(code, _Steps(*_padded(sizes, 1)), *operands, float(number))]
-
-
-def _padded(numbers: list[int], filler: int) -> list[int]:
-    return [filler] * (DIMS - len(numbers)) + numbers
+    return [Instruction(code, _Steps(*[1] * ahead, *sizes), *operands, float(number))]
 
 
 def _merged(sizes: list[int], steps: list[list[int]]) -> tuple[list[int], list[list[int]]]:

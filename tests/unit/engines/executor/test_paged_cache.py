@@ -77,7 +77,7 @@ class Rank:
             if not compiled:
                 patch.setattr(paged_cache, "compiled_attention", lambda *of: None)
             self.runner = BatchRunner(MODEL, self.memory, form)
-        stack.callback(self.runner.close)
+        stack.callback(self.runner.cache.close)
         self.shards, self.of = shards, of
         self._free: list[list[int]] = [[], []]
         self._held: dict[str, list[int]] = {}
