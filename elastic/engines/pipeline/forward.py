@@ -164,7 +164,7 @@ class _StagePass:
             raise StateError(
                 f"layer {index} is computed by several ranks; wrap the model with shards={len(part.ranks)}"
             )
-        self._cuts.require(index, part.own)
+        self._cuts.weights.part_tensors(index, part.own)
 
 
 class Attended(Exception):

@@ -189,8 +189,10 @@ class HomeExecutor:
 
         It may have told of an earlier one, that was given back since: its number is soon that of another.
         """
-        unknown = unknown_sector(told, self._memory, sectors)
-        return unknown is None and not self.links[rank].mapped_since(told.position, sectors)
+        if unknown_sector(told, self._memory, sectors):
+            return False
+        told_at = self.links[rank].told_at
+        return all(told_at.get(sector, 0) <= told.position for sector in sectors)
 
     def still_at(self, rank: str, shards: tuple[int, ...], timeout_s: float) -> LayersKV | None:
         """Say where a rank has keys and values of shards when it has done all that it was told; None: it has gone."""

@@ -82,11 +82,8 @@ class GuestStage:
         self._tables = threading.Lock()  # held while sectors and shards come and go, and while blocks are cleared
         self._copying = threading.Lock()
         self._copy_error = ""  # why a copy with which a flip comes failed
-        self._thread = threading.Thread(target=self._run, name=f"elastic-stage-{path.home}", daemon=True)
-
-    def start(self) -> None:
-        """Begin to do what the log says."""
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"elastic-stage-{path.home}", daemon=True)
+        """Does what the log says, once it is started."""
 
     # -- what the fleet asks, from any thread
 
@@ -154,10 +151,10 @@ class GuestStage:
         Can be called twice, and frees what was kept.
         """
         self._stop()
-        if self._thread.ident is None:
+        if self.thread.ident is None:
             self._end(keep=keep)
         else:
-            self._thread.join()
+            self.thread.join()
         with self._copying, self._tables:
             if not keep:
                 self.memory.close()

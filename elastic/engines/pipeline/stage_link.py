@@ -45,7 +45,8 @@ class StageLink:
         self.removed: list[str] = []
         """Sequences that it is yet to be told that it can forget."""
         self._located: dict[int, dict[int, tuple[int, tuple[int, ...]]]] = {}  # layer -> sector -> position, pages
-        self._told_at: dict[SectorRef, int] = {}  # the item that last had a sector mapped, counted from 1
+        self.told_at: dict[tuple[int, int], int] = {}
+        """(group, sector) -> the item that last had it mapped, counted from 1."""
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name=f"elastic-log-{rank}", daemon=True)
         self._reader.start()
@@ -64,7 +65,7 @@ class StageLink:
         """Return the sectors that are to be mapped, and those to be unmapped before, for an item that is sent now."""
         mapped, unmapped = tuple(self._mapped), tuple(self._unmapped)
         self._mapped, self._unmapped = {}, {}
-        self._told_at.update(dict.fromkeys(mapped, self.sent + 1))
+        self.told_at.update(dict.fromkeys(mapped, self.sent + 1))
         return mapped, unmapped
 
     def take_removed(self) -> tuple[str, ...]:
@@ -85,14 +86,10 @@ class StageLink:
             layer: {
                 sector: pages
                 for sector, (position, pages) in self._located.get(layer, {}).items()
-                if position >= self._told_at.get(SectorRef(group, sector), 0)
+                if position >= self.told_at.get((group, sector), 0)
             }
             for layer in layers
         }
-
-    def mapped_since(self, position: int, sectors: Iterable[tuple[int, int]]) -> bool:
-        """Return whether one of these sectors, (group, sector), was to be mapped by an item behind so many."""
-        return any(self._told_at.get(SectorRef(*sector), 0) > position for sector in sectors)
 
     def flush(self) -> None:
         """Tell what is to be told, if there is something. Raises `RankLost`."""

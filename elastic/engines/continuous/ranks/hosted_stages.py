@@ -77,7 +77,7 @@ class HostedStages:
             runner = BatchRunner(self._model, memory, self._exchange.format)
             stage = GuestStage(rank, path, log, transport, memory, runner, forward, self.turn, self._exchange)
             self.by_home[home] = stage
-            stage.start()
+            stage.thread.start()
 
     def of(self, home: str) -> GuestStage:
         """Return the stage of an instance. Raises `StateError` where there is none."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from elastic.engines.pipeline.tensor_parallel.exchange import StepExchange
 from elastic.engines.pipeline.tensor_parallel.experts import Experts
-from elastic.engines.pipeline.tensor_parallel.matrices import InnerMatrix, OuterMatrix, Parts
+from elastic.engines.pipeline.tensor_parallel.matrices import InnerMatrix, OuterMatrix
 from elastic.errors import ConfigError
 from elastic.hooks.base import copy_as_usual, copy_plainly
 from elastic.hooks.forward_override import dispatches, install_override, own_forward, remove_override
@@ -36,7 +36,7 @@ class CutModules:
 
     def __init__(self, layers: Sequence[nn.Module], weights: ModelWeights) -> None:
         """Raises `ConfigError` where another library has replaced the forward method of one of them."""
-        self._weights = weights
+        self.weights = weights
         self._modules: dict[nn.Module, _CutModule] = {}
         self._installed: list[nn.Module] = []
         for index, layer in enumerate(layers):
@@ -56,15 +56,11 @@ class CutModules:
             return own_forward(module, *args, **kwargs)
         if kwargs:
             args = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
-        output = cut.role.compute(module, self._weights.part_tensors(cut.layer, own.own), own.own, *args)
+        output = cut.role.compute(module, self.weights.part_tensors(cut.layer, own.own), own.own, *args)
         if not cut.summed:
             return output
         output = exchange.summed(output)  # no weights are held meanwhile: an action may come between
         return output + getattr(module, cut.once) if cut.once else output
-
-    def require(self, layer: int, parts: Parts) -> None:
-        """Raise `StateError` unless these parts of a layer can be computed here now."""
-        self._weights.part_tensors(layer, parts)
 
     def close(self) -> None:
         """Leave the modules as they were. Can be called twice."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -31,19 +32,15 @@ class StepExchange:
     def __init__(self, plan: StagePlan, transport: Transport, step: int, receive: Receive) -> None:
         """`receive` waits for all that it is asked for, while other threads may compute."""
         self._plan, self._transport, self._step, self._receive = plan, transport, step, receive
-        self._layer = 0
-        self._site = 0
-
-    @property
-    def part(self) -> LayerPart:
-        """This rank's part of the present layer."""
-        return self._plan.layers[self._layer]
+        self._layer = self._site = 0
+        self.part: LayerPart
+        """This rank's of the present layer."""
 
     # -- between layers
 
     def begin(self, layer: int) -> LayerPart:
         """Begin a layer that this rank computes, and return its part of it."""
-        self._layer, self._site = layer, 0
+        self._layer, self._site, self.part = layer, 0, self._plan.layers[layer]
         return self.part
 
     def end(self, hidden: torch.Tensor) -> None:
@@ -81,11 +78,11 @@ class StepExchange:
     def gathered(self, heads: torch.Tensor, count: int) -> torch.Tensor:
         """Return all heads, [1, new, count, dim], of those of this rank's shards [1, new, own heads, dim]."""
         part = self.part
-        places = {rank: _places(shards, len(part.ranks), count) for rank, shards in part.shards.items()}
-        shapes = {rank: (*heads.shape[:2], len(place), heads.shape[3]) for rank, place in places.items()}
+        theirs = {rank: _heads(shards, len(part.ranks), count, heads.device) for rank, shards in part.shards.items()}
+        shapes = {rank: (*heads.shape[:2], some, heads.shape[3]) for rank, (some, _) in theirs.items()}
         everything = heads.new_empty(*heads.shape[:2], count, heads.shape[3])
         for rank, others in self._swap(heads, shapes).items():
-            everything[:, :, _index(places[rank], heads.device)] = others
+            everything[:, :, theirs[rank][1]] = others
         return everything
 
     def _swap(self, own: torch.Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
@@ -106,11 +103,12 @@ class StepExchange:
         return {rank: tensors[rank] for rank in shapes}
 
 
+@dataclass(frozen=True)
 class ShardedCache:
     """An engine's cache as a forward pass sees it that shares layers with other ranks: all heads, few of them here."""
 
-    def __init__(self, cache: Any, exchange: StepExchange) -> None:
-        self._cache, self._exchange = cache, exchange
+    cache: Any
+    exchange: StepExchange
 
     def attend(
         self,
@@ -122,25 +120,21 @@ class ShardedCache:
         terms: ScoreTerms | None = None,
     ) -> torch.Tensor:
         """Attend in one layer; shapes as of `RequestSlice.attend`, of all heads."""
-        part = self._exchange.part
+        part = self.exchange.part
         if part.whole:
-            all_heads: torch.Tensor = self._cache.attend(layer, query, key, value, scaling, terms=terms)
+            all_heads: torch.Tensor = self.cache.attend(layer, query, key, value, scaling, terms=terms)
             return all_heads
-        heads = self._cache.attend(layer, query, key, value, scaling, part.own, len(part.ranks), terms)
-        return self._exchange.gathered(heads, query.shape[1])
+        heads = self.cache.attend(layer, query, key, value, scaling, part.own, len(part.ranks), terms)
+        return self.exchange.gathered(heads, query.shape[1])
 
 
 @lru_cache(maxsize=1024)
-def _places(shards: tuple[int, ...], of: int, count: int) -> tuple[int, ...]:
-    return tuple(heads_of(shards, of, count))
-
-
-@lru_cache(maxsize=1024)
-def _index(places: tuple[int, ...], device: torch.device) -> slice | torch.Tensor:
-    """Return the index of ascending places: a slice where they are side by side.
+def _heads(shards: tuple[int, ...], of: int, count: int, device: torch.device) -> tuple[int, slice | torch.Tensor]:
+    """Return how many of all heads are those of shards, and their index: a slice where they are side by side.
 
     Others are made once: a copy to a GPU would wait, each time, for all that is queued there.
     """
+    places = heads_of(shards, of, count)
     if places and places[-1] - places[0] == len(places) - 1:
-        return slice(places[0], places[-1] + 1)
-    return torch.tensor(places, dtype=torch.int64, device=device)
+        return len(places), slice(places[0], places[-1] + 1)
+    return len(places), torch.tensor(places, dtype=torch.int64, device=device)
