@@ -10,7 +10,7 @@ numbers of copy k begin at `k * layers * shards`; weights, keys and values are n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -151,10 +151,6 @@ class LayerPath:
     def __reduce__(self) -> tuple[type[LayerPath], tuple[object, ...]]:
         return LayerPath, (self.home, self.ranks, self.epoch, self.shards, self.copies)  # without what it has found out
 
-    def moved(self, shards: Iterable[int], rank: str) -> LayerPath:
-        """Return the next path, in which a rank computes these shards."""
-        return self.redirected(dict.fromkeys(shards, rank))
-
     def redirected(self, ranks: Mapping[int, str]) -> LayerPath:
         """Return the next path, in which these ranks compute these shards: shard -> rank."""
         redirected = tuple(ranks.get(shard, rank) for shard, rank in enumerate(self.ranks))
@@ -176,7 +172,10 @@ class LayerPath:
     def plan(self, rank: str) -> StagePlan:
         """Return what a rank does in each step, of the first copy. Raises `ConfigError` for one with no part in it."""
         parts = by_layer(self.of_copy(0).shards_of(rank), self.shards)
-        own = {layer: LayerPart(shards, self.ranks_of(layer)) for layer, shards in parts.items()}
+        own = {
+            layer: LayerPart(shards, self.ranks_of(layer), len(shards) == self.shards)
+            for layer, shards in parts.items()
+        }
         if rank != self.home and not own:
             raise ConfigError(f"rank {rank!r} computes no layer of {self.home!r}; its steps go by {self.runs}")
         receives: dict[int, str] = {}
@@ -199,6 +198,8 @@ class LayerPart:
     """Its shards: 0 and so on within the layer."""
     ranks: tuple[str, ...]
     """Of each shard of the layer, the rank that computes it."""
+    whole: bool
+    """Whether the rank computes the layer by itself."""
 
     @cached_property
     def shards(self) -> Mapping[str, tuple[int, ...]]:
@@ -207,11 +208,6 @@ class LayerPart:
             rank: tuple(shard for shard, other in enumerate(self.ranks) if other == rank)
             for rank in dict.fromkeys(self.ranks)
         }
-
-    @property
-    def whole(self) -> bool:
-        """Whether the rank computes the layer by itself."""
-        return len(self.own) == len(self.ranks)
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class Shape:
 
     def after(self, flip: LayerFlip, wanted: Mapping[str, frozenset[int]]) -> Shape:
         """Return the shape after a flip, when its source has dropped what it neither needs nor wants."""
-        paths = {**self.paths, flip.home: self.paths[flip.home].moved(flip.shards, flip.target)}
+        paths = {**self.paths, flip.home: self.paths[flip.home].redirected(dict.fromkeys(flip.shards, flip.target))}
         weights = {**self.weights, flip.target: self.weights[flip.target].union(self.weights_of(flip))}
         shape = Shape(paths, weights)
         return replace(shape, weights={**weights, flip.source: shape.kept(flip.source, wanted)})

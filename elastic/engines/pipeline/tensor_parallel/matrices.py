@@ -30,7 +30,8 @@ class InnerMatrix:
 
     def compute(self, module: nn.Module, tensors: PartTensors, own: Parts, hidden: torch.Tensor) -> torch.Tensor:
         """Return the parts' columns of the inside, [..., columns], of hidden states [..., hidden size]."""
-        inside = [functional.linear(hidden, _matrix(weight, self.weight.dim)) for weight in tensors[self.weight.name]]
+        weights = (weight.T if self.weight.dim else weight for weight in tensors[self.weight.name])
+        inside = [functional.linear(hidden, weight) for weight in weights]
         joined = _joined(inside, -1)
         return joined + _joined(tensors[self.bias], 0) if self.bias else joined
 
@@ -43,17 +44,12 @@ class OuterMatrix:
 
     def compute(self, module: nn.Module, tensors: PartTensors, own: Parts, inside: torch.Tensor) -> torch.Tensor:
         """Return what the parts add, [..., hidden size], of their columns of the inside [..., columns]."""
-        weights = [_matrix(weight, 1 - self.weight.dim) for weight in tensors[self.weight.name]]
+        weights = [weight if self.weight.dim else weight.T for weight in tensors[self.weight.name]]
         columns = torch.split(inside, [weight.shape[1] for weight in weights], -1)
         first, *others = map(transposed_linear, columns, weights)
         for other in others:
             first = first + other
         return first
-
-
-def _matrix(weight: torch.Tensor, output_dim: int) -> torch.Tensor:
-    """Return a weight as [outputs, inputs]."""
-    return weight if output_dim == 0 else weight.T
 
 
 def _joined(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:

@@ -132,7 +132,7 @@ def test_a_last_copy_that_fails_loses_a_rank_but_no_token(
     monkeypatch.setattr(GuestStage, "_copied", fail)
     prepare(ranks, 1, "b")
     with pytest.raises(RankLost, match="disk"):
-        ranks["a"].exchange.flip(ranks["a"].path.moved((1,), "b"))
+        ranks["a"].exchange.flip(ranks["a"].path.redirected({1: "b"}))
     end = time.monotonic() + 60
     while ranks["a"].recovery.lost_rank is None:
         assert time.monotonic() < end
@@ -203,7 +203,7 @@ def test_sectors_that_were_given_back_since_their_rank_told_of_them_are_asked_fo
     heard.wait_for_tokens("r2", 100)
     now = c.stages.of("a").layers_kv(layers).pages[1]
     assert any(told.pages[1].get(sector, pages) != pages for sector, pages in now.items())
-    a.exchange.flip(a.path.moved(layers, "b"), {("c", "b"): told})
+    a.exchange.flip(a.path.redirected(dict.fromkeys(layers, "b")), {("c", "b"): told})
     heard.wait(["r2"])
     assert heard.tokens["r2"] == expected
     ranks.part("a")

@@ -268,11 +268,11 @@ def test_a_flip_ends_its_exchange_and_one_that_fails_does_not(group: Callable[..
     engine = ranks["a"]
     began = engine.exchange.begin((1, 2))
     with pytest.raises(StateError, match="not prepared"):
-        engine.exchange.flip(engine.path.moved((1, 2), "b"))
+        engine.exchange.flip(engine.path.redirected({1: "b", 2: "b"}))
     assert engine.exchange.written_blocks() == ((),)
     ranks["b"].exchange.prepare("a", (1, 2), began)
     ranks["b"].exchange.copy("a", (1, 2), engine.kv.locate((1, 2)), engine.exchange.written_blocks())
-    engine.exchange.flip(engine.path.moved((1, 2), "b"))
+    engine.exchange.flip(engine.path.redirected({1: "b", 2: "b"}))
     with pytest.raises(StateError, match="no exchange has begun"):
         engine.exchange.written_blocks()
     engine.exchange.begin((1,))
@@ -307,7 +307,7 @@ def test_a_path_that_does_not_follow_is_refused(group: Callable[..., EngineGroup
         ranks.join("a", guest)
     engine = ranks["a"]
     with pytest.raises(StateError, match="no exchange"):
-        engine.exchange.flip(engine.path.moved((1,), "b"))
+        engine.exchange.flip(engine.path.redirected({1: "b"}))
     engine.exchange.begin((1,))
     for path, words in (
         (replace(engine.path, ranks=("a", "b", "b"), epoch=5), "does not follow"),
@@ -666,7 +666,7 @@ def test_a_rank_that_does_not_answer_counts_as_lost(
     ranks["b"].exchange.prepare("a", (1,), began)
     ranks["b"].exchange.copy("a", (1,), ranks["a"].kv.locate((1,)), ranks["a"].exchange.written_blocks())
     with pytest.raises(RankLost, match="did not answer"):
-        ranks["a"].exchange.flip(ranks["a"].path.moved((1,), "b"), timeout_s=0.1)
+        ranks["a"].exchange.flip(ranks["a"].path.redirected({1: "b"}), timeout_s=0.1)
     wait_until(lambda: ranks["a"].recovery.lost_rank == "b")
     assert ranks["a"].path.ranks == ("a", "a", "b")
     go_on.set()

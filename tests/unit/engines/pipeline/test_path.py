@@ -67,7 +67,7 @@ def test_copies_are_paths_of_their_own_that_begin_and_end_as_one() -> None:
     path = LayerPath("a", ("a",) * 3, epoch=4).with_copies(2)
     assert (path.layers, path.numbers, path.copies, path.epoch) == (3, 3, 2, 5)
     assert path.copies_of(1) == (("a",),)
-    split = path.moved((4, 5), "b")
+    split = path.redirected({4: "b", 5: "b"})
     assert split.helpers == ("b",)
     assert split.of_copy(0).ranks == ("a",) * 3
     assert split.of_copy(1).ranks == ("a", "b", "b")
@@ -82,7 +82,7 @@ def test_copies_are_paths_of_their_own_that_begin_and_end_as_one() -> None:
     assert guest[0] is None
     with pytest.raises(ConfigError, match="evict replicas first"):
         split.with_copies(1)
-    assert split.moved((4, 5), "a").with_copies(1) == LayerPath("a", ("a",) * 3, epoch=8)
+    assert split.redirected({4: "a", 5: "a"}).with_copies(1) == LayerPath("a", ("a",) * 3, epoch=8)
     with pytest.raises(ConfigError, match="copies=2"):
         LayerPath("a", ("a",) * 3, copies=2)
 
@@ -121,13 +121,13 @@ def test_hidden_states_are_where_they_are_needed(home: str, cut: tuple[int, tupl
 
 
 def test_moved_shards_are_another_epoch() -> None:
-    path = LayerPath.alone("a", 3).moved((1, 2), "b")
+    path = LayerPath.alone("a", 3).redirected({1: "b", 2: "b"})
     assert (path.ranks, path.epoch, path.helpers) == (("a", "b", "b"), 1, ("b",))
     with pytest.raises(ConfigError, match="computes no layer"):
         path.plan("c")
-    cut = LayerPath.alone("a", 2, shards=2).moved((1, 3), "b")
+    cut = LayerPath.alone("a", 2, shards=2).redirected({1: "b", 3: "b"})
     assert (cut.ranks, cut.shards, cut.layers) == (("a", "b", "a", "b"), 2, 2)
-    assert cut.moved((1, 3), "a").ranks == ("a",) * 4
+    assert cut.redirected({1: "a", 3: "a"}).ranks == ("a",) * 4
 
 
 def test_shards_go_to_several_ranks_in_one_epoch() -> None:

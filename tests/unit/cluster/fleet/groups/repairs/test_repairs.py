@@ -334,7 +334,7 @@ def test_who_still_goes_by_a_rank_that_has_gone_is_named_where_a_drop_is_planned
 ) -> None:
     """Its group has parted already, and it is about to be by itself, or to end."""
     fleet, (a, *_) = served
-    a.path = a.path.moved((1,), "gone")
+    a.path = a.path.redirected({1: "gone"})
     with pytest.raises(
         RankLost, match=r"rank 'r0' goes by rank 'gone', which is not there any more.*try again"
     ) as told:
