@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic.engines.core.block_pool import BlockTable
 from elastic.engines.core.scheduler import Scheduler
-from elastic.engines.core.sequence import Cohort, Sequence
+from elastic.engines.core.sequence import UNPLACED, Cohort, Sequence
 from elastic.engines.core.step import Step
 
 WrittenListener = Callable[[tuple[list[int], ...], int, int, int], None]
@@ -80,12 +80,12 @@ class RestartingScheduler(Scheduler):
         assert not self._steps, list(self._steps)
         for sequence in self.begun:
             self._leave_executor(sequence)
-            sequence.cohort, sequence.known = None, False
+            sequence.cohort, sequence.known = UNPLACED, False
             self._placed.append(sequence)
         self._torn.clear()
 
     def _leave_executor(self, sequence: Sequence) -> None:
-        self._leave_cohort(sequence)
+        sequence.cohort.remove(sequence)
         if sequence in self._placed:
             self._placed.remove(sequence)
         if sequence.known:
@@ -97,12 +97,12 @@ class RestartingScheduler(Scheduler):
         before = self.cohorts
         self.cohorts = [Cohort(number, copies) for number in range(count)]
         for sequence in (*self._placed, *self.held.values()):
-            sequence.cohort = None
+            sequence.cohort = UNPLACED
         for old in before:
             for sequence in (*old.decoding, *old.prefilling):
                 new = min(self.cohorts, key=len)
                 (new.decoding if sequence in old.decoding else new.prefilling)[sequence] = None
-                sequence.cohort = new.number
+                sequence.cohort = new
 
     # -- copies of layers
 
@@ -114,14 +114,10 @@ class RestartingScheduler(Scheduler):
         """
         self.set_cohorts(cohorts, copies)
         for number, sequence in enumerate(self._placed):
-            sequence.cohort = number % cohorts
+            sequence.cohort = self.cohorts[number % cohorts]
         self.blocks.forget_names()
         for sequence in self.begun:
-            sequence.table.use_salt(self.cohorts[sequence.cohort or 0].salt)
-
-    def copy_of(self, sequence: Sequence) -> int:
-        """Return the copy of the layers that a sequence goes by which has begun."""
-        return self.cohorts[sequence.cohort or 0].copy
+            sequence.table.use_salt(sequence.cohort.salt)
 
     def retain(self) -> None:
         """Have the blocks of sequences that end be nobody else's until `let_go`."""

@@ -11,7 +11,7 @@ from itertools import chain
 from elastic.engines.core.block_manager import BlockManager
 from elastic.engines.core.block_pool import BlockTable
 from elastic.engines.core.kv_journal import KVJournal
-from elastic.engines.core.sequence import Cohort, Produced, Sequence
+from elastic.engines.core.sequence import UNPLACED, Cohort, Produced, Sequence
 from elastic.engines.core.step import ScheduledChunk, SequenceState, Step, StepResult
 from elastic.engines.core.step_budget import StepBudget, TokenBudget, short_step
 from elastic.planning.pipeline import chunk_cost
@@ -111,7 +111,7 @@ class Scheduler:
             del self.sequences[sequence.id]
             self.held[sequence.id] = sequence
             self._followers.pop(sequence, None)
-            self._leave_cohort(sequence)
+            sequence.cohort.remove(sequence)
             for queue in (self._waiting, self._placed):
                 if sequence in queue:
                     queue.remove(sequence)
@@ -268,8 +268,9 @@ class Scheduler:
             if not sequence.ended:
                 if sequence.id in self._ending:  # the executor has to forget that one first
                     return
-                cohort = min(self.cohorts, key=len) if sequence.cohort is None else self.cohorts[sequence.cohort]
-                sequence.cohort = cohort.number
+                if sequence.cohort is UNPLACED:
+                    sequence.cohort = min(self.cohorts, key=len)
+                cohort = sequence.cohort
                 if cohort.salt != sequence.table.salt:
                     sequence.table.use_salt(cohort.salt)
                 (cohort.prefilling if sequence.in_prompt else cohort.decoding)[sequence] = None
@@ -281,7 +282,7 @@ class Scheduler:
     def _exchange_places(self, now: float) -> None:
         """Have the first one without a place in a cohort get that of one which lacks blocks: it may have those."""
         stalled = next(sequence for cohort in self.cohorts for sequence in (*cohort.decoding, *cohort.prefilling))
-        self._leave_cohort(stalled)
+        stalled.cohort.remove(stalled)
         self._place(now)
         self._placed.append(stalled)
 
@@ -349,7 +350,7 @@ class Scheduler:
             self._waiting.popleft()
             cohort.prefilling[sequence] = None
             live += 1
-            sequence.cohort = cohort.number
+            sequence.cohort = cohort
             sequence.scheduled_s = now
             sequence.waited_for_kv_s = self.short_of_kv_s - sequence.short_of_kv_s
             sequence.cached_tokens = start
@@ -363,7 +364,7 @@ class Scheduler:
         """End a sequence. What it has comes free now, or with the step that is in flight."""
         sequence.ended = True
         del self.sequences[sequence.id]
-        self._leave_cohort(sequence)
+        sequence.cohort.remove(sequence)
         followers = self._followers.pop(sequence, [])
         while followers and followers[-1].ended:
             followers.pop()
@@ -377,10 +378,6 @@ class Scheduler:
             self.blocks.detach(sequence.id)
         else:
             self._free(sequence)
-
-    def _leave_cohort(self, sequence: Sequence) -> None:
-        if sequence.cohort is not None:
-            self.cohorts[sequence.cohort].remove(sequence)
 
     def _free(self, sequence: Sequence) -> None:
         """Free what a sequence has that has ended, and of which no step is in flight."""

@@ -26,7 +26,7 @@ class Sequence:
         self.tokens: list[int] = [*state.request.prompt, *state.generated]
         self.computed = 0
         self.table = table
-        self.cohort: int | None = None
+        self.cohort = UNPLACED
         """Which one it is of, since it has blocks."""
         self.in_flight = 0
         """Of `computed`, the tokens that a step in flight computes."""
@@ -51,7 +51,7 @@ class Sequence:
     def restart(self, table: BlockTable) -> None:
         """Have nothing of it be computed, and its executor not know it."""
         self.table, self.computed, self.in_flight = table, 0, 0
-        self.cohort, self.known, self.noted = None, False, None
+        self.cohort, self.known, self.noted = UNPLACED, False, None
         if self.scores_prompt:
             self.prompt_logprobs = []  # else they were told
 
@@ -106,6 +106,10 @@ class Cohort:
         """Have a sequence be none of these."""
         self.decoding.pop(sequence, None)
         self.prefilling.pop(sequence, None)
+
+
+UNPLACED = Cohort(0)
+"""Of sequences that are of no cohort."""
 
 
 class Produced(NamedTuple):

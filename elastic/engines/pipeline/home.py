@@ -48,10 +48,6 @@ class PathChange:
     copied_ahead: CopyAnswers = field(default_factory=CopyAnswers)
     """Their answers."""
 
-    def away(self, pages: Mapping[ShardMove, LayersKV]) -> dict[ShardMove, LayersKV]:
-        """Return what goes to other ranks than the home, of where everything lies that moves."""
-        return {move: pages[move] for move in self.moves if move.target != self.path.home}
-
 
 class HomeExecutor:
     """An `Executor`. Its calls come from the thread of the engine's loop, but for `abort` and what is said otherwise.
@@ -212,11 +208,16 @@ class HomeExecutor:
     def copy(
         self, copies: Mapping[ShardMove, LayersKV], blocks: Blocks, timeout_s: float, *, flips: bool = False
     ) -> CopyAnswers:
-        """Have the targets of moves copy blocks from where these lie. Raises `RankLost`; nobody copies for it then."""
+        """Have targets of moves, but the home, copy blocks from where these lie.
+
+        Raises `RankLost`; nobody copies for it then.
+        """
         self._note_changes(())
         asked: list[StageLink] = []
         try:
             for move, source in copies.items():
+                if move.target == self.rank:
+                    continue
                 link = self.links[move.target]
                 link.send(CopyItem(move.shards, source, blocks, *link.take_sectors(), flips))
                 asked.append(link)
@@ -229,7 +230,7 @@ class HomeExecutor:
     def flip(self, change: PathChange, copies: Mapping[ShardMove, LayersKV], blocks: Blocks, timeout_s: float) -> None:
         """Have all steps from now on go by another path. No step is in flight.
 
-        What goes from elsewhere to another rank, `copies`, is copied there ahead of the first of these steps, and
+        What goes from elsewhere to another rank, of `copies`, is copied there ahead of the first of these steps, and
         nobody waits for it: `confirm` says what became of it, and no step has a result before. All ranks keep what they
         have until `release`. Raises `RankLost` where a rank that layers go to has gone: steps go on by the path of
         before, if the group does.

@@ -105,7 +105,7 @@ class EvictingScheduler(StretchingScheduler):
     def _evict(self, sequence: LiveSequence) -> None:
         """Take the blocks of a sequence, of which no step is in flight."""
         self.evictions += 1
-        self._leave_cohort(sequence)
+        sequence.cohort.remove(sequence)
         if sequence.known:
             self._removed.append(sequence.id)
         self.blocks.forget(sequence.id)

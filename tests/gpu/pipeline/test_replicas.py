@@ -79,7 +79,7 @@ def live_blocks(ranks: EngineGroup) -> dict[tuple[str, int], torch.Tensor]:
     engine, found = ranks["a"], {}
     scheduler = engine._loop.scheduler
     for name, sequence in scheduler.sequences.items():
-        ranks_of = engine.path.of_copy(scheduler.copy_of(sequence)).ranks
+        ranks_of = engine.path.of_copy(sequence.cohort.copy).ranks
         for layer, owner in enumerate(ranks_of):
             memory = engine._memory if owner == "a" else ranks[owner].stages.by_home["a"].memory
             group = engine._memory.group_of(layer)

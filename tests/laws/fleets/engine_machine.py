@@ -289,7 +289,7 @@ class EngineMachine(RuleBasedStateMachine):
         engine = self.group[home]
         path, scheduler = engine.path, engine._loop.scheduler
         by = [rank in path.ranks[copy * LAYERS : (copy + 1) * LAYERS] for copy in range(path.copies)]
-        live = [sequence for sequence in scheduler.begun if by[scheduler.copy_of(sequence)]]
+        live = [sequence for sequence in scheduler.begun if by[sequence.cohort.copy]]
         known = dict(engine._runner.sequences())
         return {sequence.id: known[sequence.id] for sequence in live if sequence.id in known}
 

@@ -272,8 +272,8 @@ class LayerExchange:
         """Have the other ranks that shards go to copy beside the next step: so they say that they can."""
         flip.blocks = self._exchange().take()
         try:
-            away = flip.away(self._pages_of(flip, flip.blocks, timeout_s))
-            flip.copied_ahead = self._home.copy(away, flip.blocks, timeout_s)
+            pages = self._pages_of(flip, flip.blocks, timeout_s)
+            flip.copied_ahead = self._home.copy(pages, flip.blocks, timeout_s)
         except BaseException:
             self._exchange().add(flip.blocks)
             raise
@@ -303,7 +303,7 @@ class LayerExchange:
                 for move in flip.moves
                 if move.target == self._home.rank
             )
-            self._home.flip(flip, flip.away(pages), blocks, timeout_s)
+            self._home.flip(flip, pages, blocks, timeout_s)
         except BaseException:
             written.add(blocks)
             raise
@@ -386,7 +386,7 @@ class LayerExchange:
                 written.add(tuple(tuple(pool.prefixes.names) for pool in scheduler.blocks.pools))
         for sequence in scheduler.begun:
             kv = sequence.kv()
-            written.note(kv.blocks, 0, kv.computed, scheduler.copy_of(sequence))
+            written.note(kv.blocks, 0, kv.computed, sequence.cohort.copy)
 
     def _copy_of(self, shards: Sequence[int]) -> int:
         """Return the copy of the layers that shards are of. Raises `ConfigError` for those of several."""

@@ -167,7 +167,7 @@ class Recovery:
 
     def _is_kept(self, sequence: Sequence, kept: SequenceOf[Mapping[str, LayersKV] | None]) -> bool:
         """Return whether all that is computed of a sequence is here, or can be found."""
-        sources = kept[self._scheduler.copy_of(sequence)]
+        sources = kept[sequence.cohort.copy]
         if sources is None:
             return False
         pages = {part: sectors for source in sources.values() for part, sectors in source.pages.items()}
@@ -204,7 +204,7 @@ class Recovery:
         tables = [
             scheduler.blocks.blocks_of(sequence.table, sequence.computed)
             for sequence in scheduler.begun
-            if scheduler.copy_of(sequence) == copy
+            if sequence.cohort.copy == copy
         ]
         groups = range(len(self._memory.groups))
         return [sorted({block for table in tables for block in table[group][0]}) for group in groups]

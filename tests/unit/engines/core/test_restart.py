@@ -197,7 +197,7 @@ def test_what_was_held_while_layers_got_copies_shares_with_its_own_copy_alone() 
             assert result is not None
             serving.scheduler.update(step, result)
     (a,) = held
-    assert serving.scheduler.copy_of(a) == 1
+    assert a.cohort.copy == 1
     assert a.table.shared > 2
     name = b""  # as the first copy has them
     for i in range(a.table.shared):
