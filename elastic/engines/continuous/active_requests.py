@@ -46,20 +46,15 @@ class ActiveRequests:
     def __init__(self, counters: RequestMetrics, variants: VariantRecorder) -> None:
         self.counters = counters
         self._variants = variants
-        self._requests: dict[str, ActiveRequest] = {}
+        self.active: dict[str, ActiveRequest] = {}
+        """By their ids."""
         self._names: set[str] = set()  # of their sequences
         self._lock = threading.Lock()
-
-    def __contains__(self, request: str) -> bool:
-        return request in self._requests
-
-    def __len__(self) -> int:
-        return len(self._requests)
 
     def waiting_before(self, request: Request) -> int:
         """Count the others that were not in a step yet, without parts of this one's parent."""
         with self._lock:
-            waiting = [active.request for active in self._requests.values() if not active.scheduled]
+            waiting = [active.request for active in self.active.values() if not active.scheduled]
         others = [each for each in waiting if each.id != request.id]
         return sum(request.parent is None or other.parent != request.parent for other in others)
 
@@ -68,22 +63,22 @@ class ActiveRequests:
         request = states[0].request
         live = {state.index: state.id for state in states}
         with self._lock:
-            if request.id in self._requests or not self._names.isdisjoint(live.values()):
+            if request.id in self.active or not self._names.isdisjoint(live.values()):
                 raise ConfigError(f"request id {request.id!r} is in use; choose another")
             self._names.update(live.values())
-            self._requests[request.id] = ActiveRequest(request, listener, tuple(live.values()), live)
+            self.active[request.id] = ActiveRequest(request, listener, tuple(live.values()), live)
 
     def forget(self, request: str, outcome: Outcome) -> None:
         """End a request without a word to its listener; unknown: nothing happens."""
         with self._lock:
-            active = self._requests.pop(request, None)
+            active = self.active.pop(request, None)
             self._names.difference_update(active.names if active is not None else ())
         if active is not None:
             self.counters.ended(request, outcome)
 
     def sequences(self, request: str, index: int | None = None) -> list[str]:
         """List the sequences of a request's answers, or of one, that have not ended."""
-        active = self._requests.get(request)
+        active = self.active.get(request)
         live = dict(active.live) if active is not None else {}
         return list(live.values()) if index is None else [name for i, name in live.items() if i == index]
 
@@ -92,7 +87,7 @@ class ActiveRequests:
     def scheduled(self, sequences: Iterable[LiveSequence]) -> None:
         """Note sequences that are in a step for the first time."""
         for sequence in sequences:
-            active = self._requests.get(sequence.request.id)
+            active = self.active.get(sequence.request.id)
             if active is not None and not active.scheduled:
                 active.scheduled = True
                 self.counters.scheduled(sequence.request.id, sequence.scheduled_s)
@@ -108,7 +103,7 @@ class ActiveRequests:
             counts[sequence.request.id] = counts.get(sequence.request.id, 0) + 1
         self.counters.produced_together(counts, now)
         for sequence, sampled, finish in tokens:
-            active = self._requests.get(sequence.request.id)
+            active = self.active.get(sequence.request.id)
             if active is None or sampled.error is not None:
                 continue
             logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
@@ -129,7 +124,7 @@ class ActiveRequests:
 
     def end(self, sequence: LiveSequence, finish: FinishReason, error: str | None = None) -> None:
         """Tell that a sequence ended without a token."""
-        active = self._requests.get(sequence.request.id)
+        active = self.active.get(sequence.request.id)
         if active is not None:
             now, weights = time.perf_counter(), self._variants.current
             self._tell(active, Output(active.request.id, (), finish, error, now, weights, index=sequence.index))

@@ -131,8 +131,8 @@ class ContinuousEngine:
             self._put_together(scheduler, cohorts)
             stack.callback(self.ranks.close)
             stack.callback(model.register_forward_pre_hook(self._variants).remove)
-            kv.pool.listeners.append(self._loop.wake)
-            stack.callback(kv.pool.listeners.remove, self._loop.wake)
+            kv.pool.listeners.append(self._loop.news.set)
+            stack.callback(kv.pool.listeners.remove, self._loop.news.set)
             stack.callback(self.moves.close)
             occupation.end_dropped = self._lifetime.end_dropped
             self._lifetime.begin(self, stack.pop_all())
@@ -166,7 +166,8 @@ class ContinuousEngine:
         """How it goes on when another rank is lost."""
         self._lifetime = EngineLifetime(self.runtime, loop, home, self._requests)
         loop.before_steps, loop.when_stuck = self.cohorts.fill_stages, self.moves.end_crowded_out
-        loop.when_idle = partial(_prepare_steps, self.stages, home)
+        hosted = self.stages.by_home
+        loop.when_idle = lambda: not hosted and home.prepare()  # unless layers of other instances are computed here
         self._variants.counts = partial(_computes, loop, home)
 
     @property
@@ -202,7 +203,7 @@ class ContinuousEngine:
         names = [request.id] if request.n == 1 else [f"{request.id}[{index}]" for index in range(request.n)]
         states = [SequenceState(name, request, i, answer_seed(request, i)) for i, name in enumerate(names)]
         self._add(states, listener)
-        if not self._is_own_thread():  # as a listener is
+        if not self._variants.counts():  # as a listener is
             release_threads()
 
     def longest_request(self, most: int, *, ever: bool = False) -> int:
@@ -278,7 +279,7 @@ class ContinuousEngine:
             for sequence in self._requests.sequences(request, index):
                 self._loop.end(sequence, "cancelled")
 
-        if request in self._requests:
+        if request in self._requests.active:
             with suppress(StateError):  # the loop has ended, and all requests with it
                 self._loop.post(leave)
 
@@ -336,9 +337,6 @@ class ContinuousEngine:
 
     # -- inside
 
-    def _is_own_thread(self) -> bool:
-        return self._variants.counts()
-
     def _add(
         self, states: Sequence[SequenceState], listener: Listener, received: Mapping[str, ReceivedKV] | None = None
     ) -> None:
@@ -382,8 +380,3 @@ def _computes(loop: StepLoop, home: HomeExecutor) -> bool:
     """Return whether the present thread computes an engine's own steps."""
     thread = threading.current_thread()
     return thread is loop.thread or thread in home.threads.started
-
-
-def _prepare_steps(stages: HostedStages, home: HomeExecutor) -> bool:
-    """Use idle time, unless layers of other instances are computed here; return whether there is more to do."""
-    return not stages.by_home and home.prepare()

@@ -61,7 +61,7 @@ class EngineLifetime:
 
         Its own thread, in the last listener, cannot.
         """
-        in_use = self._engine is None or self._engine() is not None or len(self._requests)
+        in_use = self._engine is None or self._engine() is not None or self._requests.active
         if in_use or threading.current_thread() is self._loop.thread:
             return False
         self.end()

@@ -67,13 +67,13 @@ class MovingRequests:
         `ConfigError` for another form of blocks, `StateError` where the memory cannot be read: nothing is kept then.
         """
         request = one_request(states).id
-        if request in self._requests:
+        if request in self._requests.active:
             raise ConfigError(f"request id {request!r} is in use here; it cannot be received")
         self._loop.require_started()
         try:
             return self.received.receive(states, kv, source, coordinated=coordinated)
         except ElasticError:
-            self._loop.wake()  # blocks may have come free
+            self._loop.news.set()  # blocks may have come free
             raise
 
     def take_received(
@@ -92,7 +92,7 @@ class MovingRequests:
     def give_up(self, request: str) -> None:
         """Free what was received for a request that does not come; unknown: nothing happens."""
         if self.received.give_up(request):
-            self._loop.wake()
+            self._loop.news.set()
 
     # -- where it comes from
 
@@ -145,10 +145,10 @@ class MovingRequests:
     # -- inside the engine
 
     def refuse(self, why: str) -> None:
-        """Have no request move with its keys and values until `received.allow`. Raises `StateError` while one does."""
+        """Have no request move with its keys and values while `received.refusal` says why; `StateError` if one does."""
         self.received.refuse(why)
         if self.held:
-            self.received.allow()
+            self.received.refusal = ""
             raise StateError(f"requests {sorted(self.held)} are being handed over; try again")
 
     def end_crowded_out(self) -> None:

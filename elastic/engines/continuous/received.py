@@ -30,14 +30,12 @@ class ReceivedKV:
     source: tuple[tuple[int, ...], ...] = ()
     """The blocks that they were copied from, by group."""
 
-    def is_of(self, state: SequenceState) -> bool:
-        """Return whether it is of that answer, and not of another with its name."""
+    def is_of(self, state: SequenceState, kv: SequenceKV | None = None) -> bool:
+        """Return whether it is of that answer, and not of another with its name; and lies where it did, by `kv`."""
+        if kv is not None and any(a[: len(b)] != b for a, b in zip(kv.blocks, self.source, strict=True)):
+            return False
         theirs, ours = (replace(each.request, arrived_s=None) for each in (state, self.state))
         return (theirs, state.seed) == (ours, self.state.seed)
-
-    def lies_at(self, kv: SequenceKV) -> bool:
-        """Return whether it lies at its source where it did."""
-        return all(now[: len(before)] == before for now, before in zip(kv.blocks, self.source, strict=True))
 
     def alike(self, kv: SequenceKV, block_tokens: int) -> int:
         """Count the first blocks that another sequence shares with it at their source; they are full."""
@@ -66,23 +64,20 @@ class ReceivedRequests:
         self._lock = threading.Lock()  # of the two below
         self._requests: dict[str, _Reservation] = {}
         self._closed = False
-        self._refusal = ""
+        self.refusal = ""
+        """Why nothing is received, nor handed over; empty: it may be."""
 
     def refuse(self, why: str) -> None:
-        """Receive nothing more until `allow`. Raises `StateError` while something is received."""
+        """Receive nothing more until `refusal` is empty. Raises `StateError` while something is received."""
         with self._lock:
             if self._requests:
                 raise StateError(f"requests {sorted(self._requests)} are being received; try again when they are here")
-            self._refusal = why
-
-    def allow(self) -> None:
-        """Undo `refuse`."""
-        self._refusal = ""
+            self.refusal = why
 
     def require_allowed(self) -> None:
         """Raise `StateError` where requests cannot move with their keys and values."""
-        if self._refusal:
-            raise StateError(f"no request can be moved with its keys and values: {self._refusal}")
+        if self.refusal:
+            raise StateError(f"no request can be moved with its keys and values: {self.refusal}")
 
     def receive(
         self,
@@ -168,7 +163,7 @@ class ReceivedRequests:
     ) -> bool:
         """Return whether what is here is the beginning of what is there, and not of an earlier life of the request."""
         received = [(reservation.sequences[state.id], state) for state in states if state.id in reservation.sequences]
-        return all(each.is_of(state) and (state.id not in kv or each.lies_at(kv[state.id])) for each, state in received)
+        return all(each.is_of(state, kv.get(state.id)) for each, state in received)
 
     def _receive(self, reservation: _Reservation, state: SequenceState, kv: SequenceKV, copier: BlockCopier) -> int:
         """Copy what is not here yet of one sequence; return bytes."""

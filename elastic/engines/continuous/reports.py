@@ -43,6 +43,8 @@ class EngineReports:
         self.on_room: Callable[[], object] | None = None
         """Set before the engine starts: told when blocks came free behind what `on_step` was told, and no step follows
         with which that could be told."""
+        self.shares_prefixes = loop.scheduler.blocks.shares
+        """Whether sequences share the blocks of a common beginning."""
         self._loop, self._home, self._kv = loop, home, kv
         self._load = EngineLoad()
 
@@ -72,11 +74,6 @@ class EngineReports:
         """The blocks of a sector, of each group of layers."""
         memory = self._kv.memory
         return tuple(memory.blocks_per_sector(group) for group in range(len(memory.groups)))
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether sequences share the blocks of a common beginning."""
-        return self._loop.scheduler.blocks.shares
 
     def kv_room(self) -> KVHeadroom:
         """Return what the memory of the KV cache could hold."""

@@ -26,7 +26,7 @@ IDLE_S = 0.02
 
 
 class StepLoop:
-    """Runs on one thread; `post`, `between_steps`, `wake` and `stop` may be called from any."""
+    """Runs on one thread; `post`, `between_steps` and `stop` may be called from any."""
 
     def __init__(self, scheduler: RestartingScheduler, executor: Executor, requests: ActiveRequests) -> None:
         self.scheduler = scheduler
@@ -55,7 +55,8 @@ class StepLoop:
         self._in_flight: deque[tuple[Step, Future[StepResult]]] = deque()
         self._commands: deque[Callable[[], object]] = deque()
         self._lock = threading.Lock()  # of the commands, and `ended`
-        self._news = threading.Event()
+        self.news = threading.Event()
+        """Set by whoever wishes that it looks again whether a sequence can go on."""
         self._draining = self._halting = False
         self.ended = False
         """True when nothing is taken any more."""
@@ -71,7 +72,7 @@ class StepLoop:
             if self.ended:
                 raise StateError("the engine has stopped; make a new one")
             self._commands.append(command)
-        self._news.set()
+        self.news.set()
 
     def between_steps(self, work: Callable[[], T], *, follow_s: float = 0.0) -> T:
         """Have the loop's thread do something between two steps; return or raise what it does.
@@ -96,21 +97,17 @@ class StepLoop:
         if self.thread is None:
             raise StateError("the engine is not serving; start it first")
 
-    def wake(self) -> None:
-        """Look again whether a sequence can go on."""
-        self._news.set()
-
     def stop(self, *, drain: bool) -> None:
         """End when all sequences have (`drain`), or after the steps in flight; what is left is cancelled."""
         self._draining = True
         self._halting = self._halting or not drain
-        self._news.set()
+        self.news.set()
 
     def run(self) -> None:
         """Run until it is stopped. Whatever ends it, all sequences have ended then, and later commands are refused."""
         try:
             while not self._halting:
-                self._news.clear()  # before looking: what comes later is seen the next time
+                self.news.clear()  # before looking: what comes later is seen the next time
                 self._run_commands()
                 self._tell(always=False)
                 if self._halting or (self._draining and (self.lost is not None or not self.scheduler.has_work)):
@@ -120,9 +117,9 @@ class StepLoop:
                 if self.scheduler.has_work and not (self.lost or self.paused):
                     self.when_stuck()
                     self._tell(always=False)
-                if not self.scheduler.has_work and (self._news.wait(IDLE_S) or self.when_idle()):
+                if not self.scheduler.has_work and (self.news.wait(IDLE_S) or self.when_idle()):
                     continue
-                self._news.wait(POLL_S if self.scheduler.has_work else None)
+                self.news.wait(POLL_S if self.scheduler.has_work else None)
             while self._in_flight:
                 self._finish_step()
         finally:
@@ -213,19 +210,18 @@ class StepLoop:
         self._to_tell = False
 
     def _run_commands(self) -> None:
-        while self._commands or self._wait_for_more():
-            self._commands.popleft()()
-
-    def _wait_for_more(self) -> bool:
-        """Wait for what was said to follow; return whether something has come."""
-        began_s = time.perf_counter()
-        while not self._commands and (left_s := self._follow_until_s - time.perf_counter()) > 0:
-            self._news.clear()
-            if not self._commands:
-                self._news.wait(left_s)
-        self._follow_until_s = 0.0
-        self.followed_s += time.perf_counter() - began_s
-        return bool(self._commands)
+        """Run what was posted, and wait for what was said to follow."""
+        while self._commands or self._follow_until_s:
+            if self._commands:
+                self._commands.popleft()()
+                continue
+            began_s = time.perf_counter()
+            while not self._commands and (left_s := self._follow_until_s - time.perf_counter()) > 0:
+                self.news.clear()
+                if not self._commands:
+                    self.news.wait(left_s)
+            self._follow_until_s = 0.0
+            self.followed_s += time.perf_counter() - began_s
 
 
 def _call(listener: Callable[[], object] | None) -> None:

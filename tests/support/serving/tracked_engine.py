@@ -93,7 +93,7 @@ class TrackedEngine:
             elastic.unwrap(self.model)
 
     def _count(self, module: Any, args: Any, inputs: Any) -> None:
-        if "paged_cache" in inputs and self.engine._is_own_thread():
+        if "paged_cache" in inputs and self.engine._variants.counts():
             with self._more:
                 assert self._more.wait_for(lambda: self._left > 0, 60)
                 self._left -= 1

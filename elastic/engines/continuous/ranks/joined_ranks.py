@@ -70,7 +70,7 @@ class JoinedRanks:
             try:
                 self._stages.begin_sharing()
             except BaseException:
-                self._moves.received.allow()
+                self._moves.received.refusal = ""
                 raise
             home.attach(rank, log, partial(self._note_lost, rank))
             home.transport = transport
@@ -95,7 +95,7 @@ class JoinedRanks:
         with self._kv.memory.lock:
             self._kv.memory.set_cap(sectors)
             load = self._reports.load()
-        self._loop.wake()
+        self._loop.news.set()
         return load
 
     def cap_reached(self) -> bool:
@@ -114,7 +114,7 @@ class JoinedRanks:
     def part(self, path: LayerPath) -> None:
         """Have nothing to do with other ranks any more, as a home. On the loop's thread."""
         self._home.reset(path)
-        self._moves.received.allow()
+        self._moves.received.refusal = ""
         self._stages.end_sharing()
         self._reports.begin()
 
