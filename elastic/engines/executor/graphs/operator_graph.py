@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elastic.engines.executor.graphs.graph_memory import GraphMemory, assign_buffers, storage_of
 from elastic.engines.executor.kernels.elementwise import ElementwiseProgram, Instruction, elementwise_library, translate
-from elastic.quant.kernels.compiled.integer_matmul import FIXED, recorder
+from elastic.quant.kernels.compiled.integer_matmul import FIXED
+from elastic.quant.kernels.compiled.integer_matmul import recorder as products
 
 T = TypeVar("T")
 
@@ -49,24 +50,24 @@ class OperatorGraph:
 
     def __init__(self) -> None:
         self._operators: list[Operator] = []
-        self._created: list[torch.Tensor] = []  # in memory of their own, by operators
-        self._recording = False
         self._output: Any = None
+        self._recorder: _OperatorRecorder | None = None  # in a capture
 
     def capture(self, run: Callable[[], T], memory: GraphMemory) -> T:
         """Run a computation and record it; return what it returned. What replays compute lies in buffers of `memory`.
 
         Raises `CaptureRefused` where a replay would not be the same computation.
         """
-        self._recording = recorder.active = True
+        recorder = self._recorder = _OperatorRecorder()
+        products.active = True
         try:
-            with _RefuseReading(self), _RecordOperators(self):
+            with _RefuseReading(recorder), recorder:
                 output = run()
         finally:
-            self._recording = recorder.active = False
+            products.active, self._recorder = False, None
         kept = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        calls = [_tensors(each.args, *each.kwargs.values(), each.results) for each in self._operators]
-        move = assign_buffers(calls, kept, self._created, memory)
+        calls = [_tensors(each.args, *each.kwargs.values(), each.results) for each in recorder.operators]
+        move = assign_buffers(calls, kept, recorder.created, memory)
         moved = [
             Operator(
                 each.function,
@@ -74,10 +75,10 @@ class OperatorGraph:
                 {name: _moved(value, move) for name, value in each.kwargs.items()},
                 _moved(each.results, move),
             )
-            for each in self._operators
+            for each in recorder.operators
         ]
         self._operators = [_at_fixed_addresses(each) for each in _with_programs(moved)]
-        self._output, self._created = tree_map_only(torch.Tensor, move, output), []
+        self._output = tree_map_only(torch.Tensor, move, output)
         return output
 
     def call(self, function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
@@ -85,13 +86,15 @@ class OperatorGraph:
 
         Arguments and result have any shapes, the same each time.
         """
-        self._recording = False
+        recorder = self._recorder
+        assert recorder is not None
+        recorder.paused = True
         try:
             result = function(*args).contiguous()
         finally:
-            self._recording = True
-        self._operators.append(Operator(function, args, {}, (result,)))
-        self._created.append(result)
+            recorder.paused = False
+        recorder.operators.append(Operator(function, args, {}, (result,)))
+        recorder.created.append(result)
         return result
 
     def replay(self) -> Any:
@@ -103,9 +106,22 @@ class OperatorGraph:
                     result.copy_(value)
         return self._output
 
-    def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an operator, and record it if it fills memory: views of it stay good."""
-        if not self._recording:
+
+class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records operators that fill memory, as they are called: views of it stay good."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: list[Operator] = []
+        self.created: list[torch.Tensor] = []
+        """In memory of their own, by operators."""
+        self.paused = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
             return func(*args, **kwargs)
         tensors = _tensors(args, *kwargs.values())
         # indexing tells its shape from contents only where it is by masks
@@ -116,44 +132,31 @@ class OperatorGraph:
             raise CaptureRefused(f"it calls {func} with tensors of a class of their own")
         output = func(*args, **kwargs)
         if func._schema.is_mutable:
-            self._operators.append(Operator(func, args, kwargs))
+            self.operators.append(Operator(func, args, kwargs))
             return output
         given = {storage_of(tensor) for tensor in tensors}
         new = tuple(tensor for tensor in _tensors(output) if storage_of(tensor) not in given)
         if any(tensor.layout is not torch.strided for tensor in new):
             raise CaptureRefused(f"{func} returns a tensor without strides")
-        self._created.extend(new)
+        self.created.extend(new)
         if new and func.overloadpacket not in _UNFILLED:
-            self._operators.append(_filling(func, args, kwargs, new))
+            self.operators.append(_filling(func, args, kwargs, new))
         return output
-
-    def read_tensor(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function of tensors of any shape, unless it reads one without an operator while these are recorded."""
-        if self._recording and func in _READERS:
-            raise CaptureRefused(f"it calls {func}")
-        return func(*args, **kwargs)
-
-
-class _RecordOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, graph: OperatorGraph) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._graph = graph
-
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._graph.run_operator(func, args, kwargs or {})
 
 
 class _RefuseReading(TorchFunctionMode):
-    def __init__(self, graph: OperatorGraph) -> None:
+    """Refuses functions that read a tensor without an operator."""
+
+    def __init__(self, recorder: _OperatorRecorder) -> None:
         super().__init__()
-        self._graph = graph
+        self._recorder = recorder
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self._graph.read_tensor(func, args, kwargs or {})
+        if func in _READERS and not self._recorder.paused:
+            raise CaptureRefused(f"it calls {func}")
+        return func(*args, **(kwargs or {}))
 
 
 def _with_programs(operators: list[Operator]) -> list[Operator]:
