@@ -103,7 +103,7 @@ class ReceivedRequests:
             try:
                 by_name = {each.sequence: each for each in kv}
                 if not self._goes_on(reservation, states, by_name):
-                    self._free_blocks(reservation)
+                    self._free(reservation)
                 peers, pace = self._exchange.peers, self._exchange.pace if coordinated else None
                 copier = BlockCopier(self._memory, source, lambda: reservation.wanted, peers=peers, pace=pace)
                 with closing(copier):
@@ -116,6 +116,7 @@ class ReceivedRequests:
                 with self._lock:
                     if self._requests.get(request) is reservation:
                         del self._requests[request]
+                reservation.wanted = False
                 self._free(reservation)
                 raise
 
@@ -134,6 +135,7 @@ class ReceivedRequests:
                 if received is not None and self._usable(received, state, by_name.get(state.id)):
                     taken[state.id] = reservation.sequences.pop(state.id)
                     received.table.private = not by_name[state.id].exact
+            reservation.wanted = False
             self._free(reservation)
             return taken
 
@@ -216,10 +218,6 @@ class ReceivedRequests:
         return received.computed > 0
 
     def _free(self, reservation: _Reservation) -> None:
-        reservation.wanted = False
-        self._free_blocks(reservation)
-
-    def _free_blocks(self, reservation: _Reservation) -> None:
         for received in reservation.sequences.values():
             self._blocks.release(received.table)
         reservation.sequences.clear()

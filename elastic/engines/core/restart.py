@@ -70,7 +70,7 @@ class RestartingScheduler(Scheduler):
 
     def unkeepable(self) -> list[Sequence]:
         """Return those of which a void step has left too little, or that need more than keys and values to go on."""
-        return [s for s in self.begun if s in self._torn or not s.computed or s.scores_prompt]
+        return [s for s in self.begun if s in self._torn or not s.computed or s.state().scores_prompt]
 
     def keep(self) -> None:
         """Have all go on from what is computed of them, with an executor that does not know them. No step is in flight.

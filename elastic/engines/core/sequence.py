@@ -52,7 +52,7 @@ class Sequence:
         """Have nothing of it be computed, and its executor not know it."""
         self.table, self.computed, self.in_flight = table, 0, 0
         self.cohort, self.known, self.noted = UNPLACED, False, None
-        if self.scores_prompt:
+        if self.state().scores_prompt:
             self.prompt_logprobs = []  # else they were told
 
     def append(self, token: int) -> FinishReason | None:
@@ -61,11 +61,6 @@ class Sequence:
         if token in self.request.stop_tokens:
             return "stop"
         return "length" if len(self.tokens) >= self.table.most_tokens else None
-
-    @property
-    def scores_prompt(self) -> bool:
-        """True while log-probabilities of its prompt are still wanted, which executors know only as a whole."""
-        return self.prompt_logprobs is not None and len(self.tokens) == len(self.request.prompt)
 
     @property
     def in_prompt(self) -> bool:

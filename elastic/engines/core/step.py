@@ -25,7 +25,7 @@ class SequenceState:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are to come with it."""
+        """Whether log-probabilities of the prompt are still to come with it, which executors know only as a whole."""
         return self.request.prompt_logprobs is not None and not self.index and not self.generated
 
 

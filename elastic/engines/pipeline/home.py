@@ -281,10 +281,10 @@ class HomeExecutor:
         """Tell all ranks of another path whose steps may come to them, or do. Raises `RankLost`; see `flip`."""
         targets = dict.fromkeys(move.target for move in self.path.moves_to(path) if move.target != path.home)
         for rank in dict.fromkeys((*targets, *self.path.helpers, *path.helpers)):
-            joins = not path.copies_at(rank) <= self.path.copies_at(rank)
+            before, after = ({shard // way.numbers for shard in way.shards_of(rank)} for way in (self.path, path))
             try:
                 self.links[rank].flush()  # of a rank that leaves, what it is told later would be out of date
-                self.links[rank].send(FlipItem(path, self._runner.sequences() if joins else ()))
+                self.links[rank].send(FlipItem(path, () if after <= before else self._runner.sequences()))
             except RankLost:
                 if rank in targets:
                     raise

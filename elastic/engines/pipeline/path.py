@@ -91,10 +91,6 @@ class LayerPath:
         """Return the rank of each shard of a layer, of the first copy."""
         return self.ranks[layer * self.shards : (layer + 1) * self.shards]
 
-    def copies_at(self, rank: str) -> frozenset[int]:
-        """Return the copies of which a rank computes something."""
-        return frozenset(shard // self.numbers for shard in self.shards_of(rank))
-
     def copies_of(self, layer: int) -> tuple[tuple[str, ...], ...]:
         """Return the ranks that compute each different copy of a layer, in the order of their shards."""
         first = (self.of_copy(copy).holders(layer) for copy in range(self.copies))
