@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
+import numpy as np
 import torch
 
 from elastic.controller.sensors.request_metrics import RequestMetrics
@@ -62,7 +63,7 @@ class Sampling:
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             require(-most <= value <= most, name, value, "finite, from -1e30 to 1e30")
-        if self.logit_bias != ():
+        if not isinstance(self.logit_bias, tuple) or self.logit_bias:
             _check_biases(self.logit_bias)
             object.__setattr__(self, "logit_bias", tuple((token, bias) for token, bias in self.logit_bias))
         require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", self.seed, "from -2**63 to 2**64 - 1")
@@ -82,7 +83,7 @@ def _check_biases(biases: object) -> None:
 
 def _is_index(kind: type) -> bool:
     """Return whether values of a type can be token ids."""
-    return hasattr(kind, "__index__") and kind is not bool and kind is not torch.Tensor
+    return hasattr(kind, "__index__") and not issubclass(kind, bool | torch.Tensor | np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Grammar:
 
     def __post_init__(self) -> None:
         kinds = ("json_schema", "regex", "lark")
-        require(self.kind in kinds, "kind", self.kind, f"one of {', '.join(kinds)}")
+        require(isinstance(self.kind, str) and self.kind in kinds, "kind", self.kind, f"one of {', '.join(kinds)}")
         require(isinstance(self.text, str), "text", self.text, "a text, such as json.dumps(schema)")
 
 
@@ -130,7 +131,7 @@ class Request:
 
     def __post_init__(self) -> None:
         _check_tokens("prompt", self.prompt, isinstance(self.prompt, Sequence))
-        if self.stop_tokens != ():
+        if not isinstance(self.stop_tokens, tuple) or self.stop_tokens:
             _check_tokens("stop_tokens", self.stop_tokens, isinstance(self.stop_tokens, Collection))
             least = min(self.stop_tokens, default=0)
             require(least >= 0, "stop_tokens", least, "of token ids, which are at least 0")
@@ -149,12 +150,13 @@ class Request:
         )
         arrived = self.arrived_s
         require(arrived is None or is_number(arrived), "arrived_s", arrived, "a finite number of seconds, or None")
+        require(self.parent is None or isinstance(self.parent, str), "parent", self.parent, "a text, or None")
         require(isinstance(self.id, str), "id", self.id, "a text")
 
 
 def _check_tokens(name: str, tokens: Any, listed: bool) -> None:
     """Raise `ConfigError` for what is not `listed`, or has other things than whole numbers; looks at each type once."""
-    listed = listed and not isinstance(tokens, bytes)
+    listed = listed and not isinstance(tokens, bytes | bytearray | memoryview) and getattr(tokens, "ndim", 1) == 1
     kinds = set(map(type, tokens)) if listed else {type(tokens)}
     if not listed or not all(map(_is_index, kinds)):
         wrong = ", ".join(sorted(each.__name__ for each in kinds))

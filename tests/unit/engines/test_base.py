@@ -59,6 +59,15 @@ from elastic.errors import ConfigError
         (lambda: Sampling(logit_bias=((5, 10**400),)), "logit_bias=1000.* cannot be; it must be a number"),
         (lambda: Sampling(logit_bias=((5.0, 1),)), "logit_bias=5.0 cannot be; it must be of token ids"),
         (lambda: Sampling(logit_bias=((True, 1.0),)), "logit_bias=True cannot be; it must be of token ids"),
+        (lambda: Sampling(logit_bias=np.array([[5, 1]])), "logit_bias=array.* cannot be; it must be pairs"),
+        (lambda: Sampling(logit_bias=np.float32(2.0)), "logit_bias=.* cannot be; it must be pairs"),
+        (lambda: Request(bytearray(b"abc"), 5), "prompt: .* not of bytearray"),
+        (lambda: Request((np.array(3),), 5), "prompt: .* not of ndarray"),
+        (lambda: Request((1,), 5, stop_tokens=np.int64(2)), "stop_tokens: .* not of int64"),
+        (lambda: Request((1,), 5, stop_tokens=np.array([[1, 2]])), "stop_tokens: .* not of ndarray"),
+        (lambda: Request((1,), 5, stop_tokens=torch.tensor(3)), "stop_tokens: .* not of Tensor"),
+        (lambda: Request((1,), 5, parent=np.array([1, 2])), "parent=array.* cannot be; it must be a text, or None"),
+        (lambda: Grammar(np.array(["lark", "regex"]), "a"), "kind=array.* cannot be"),
     ],
 )
 def test_what_is_of_another_type_is_refused_in_words(make: Callable[[], Any], words: str) -> None:
@@ -86,4 +95,5 @@ def test_what_was_given_in_lists_can_be_changed_afterwards() -> None:
 
 def test_token_ids_of_numpy_and_sets_of_them_are_taken() -> None:
     assert Request((1, 2), 5, stop_tokens=frozenset({np.int64(3)})).stop_tokens == {3}  # type: ignore[arg-type]
+    assert Request((1, 2), 5, stop_tokens=np.array([3, 4])).stop_tokens == (3, 4)  # type: ignore[arg-type]
     assert Sampling(logit_bias=((np.int64(3), -math.inf),)).logit_bias == ((3, -math.inf),)  # type: ignore[arg-type]
