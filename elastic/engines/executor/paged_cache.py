@@ -78,6 +78,7 @@ class PagedCache:
         """By decoder layer."""
         self._memory = memory
         self._dtype = layout.stored or dtype
+        self._part_blocks = [memory.sectors * memory.blocks_per_sector(group) for group in range(len(memory.groups))]
         self._parts: dict[tuple[int, tuple[int, ...]], CacheParts] = {}  # group, parts
         self.refresh()
 
@@ -91,7 +92,7 @@ class PagedCache:
             parts_here: dict[int, list[int]] = {}
             for number in ranges.layers:
                 parts_here.setdefault(number // self.kv_shards, []).append(number % self.kv_shards)
-            size = self.kv_shards * self._part_blocks(index) * self.layout.block_elements
+            size = self.kv_shards * self._part_blocks[index] * self.layout.block_elements
             for layer, parts in parts_here.items():
                 elements = ranges.view_parts(layer, self._dtype)[:size]
                 layers[layer] = CachedLayer(index, elements, tuple(parts))
@@ -116,7 +117,7 @@ class PagedCache:
         """Describe parts as they lie in each layer of a group; equal ones by the same object."""
         views = self._parts.get((group, parts))
         if views is None:
-            first = torch.tensor(parts, device=self.device) * self._part_blocks(group)
+            first = torch.tensor(parts, device=self.device) * self._part_blocks[group]
             views = self.layout.parts(first)
             finish_current_stream(self.device)  # threads of other places may read them before this one is joined
             self._parts[group, parts] = views
@@ -164,10 +165,6 @@ class PagedCache:
         if heads == list(range(heads[0], heads[0] + len(heads))):
             return slice(heads[0], heads[0] + len(heads))
         return torch.tensor(heads, device=self.device)
-
-    def _part_blocks(self, group: int) -> int:
-        """Count the blocks for which a part of a layer has addresses."""
-        return self._memory.sectors * self._memory.blocks_per_sector(group)
 
 
 class RequestSlice:
