@@ -37,7 +37,7 @@ from elastic.engines.executor.model_runner import ModelRunner
 from elastic.engines.pipeline.home import HomeExecutor
 from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.turn import Turn
-from elastic.engines.sampling import answer_seed, require_valid
+from elastic.engines.sampling import answer_seed, require_tokens, require_valid
 from elastic.engines.stopping import end_tokens, with_ends
 from elastic.errors import (
     CapacityError,
@@ -45,6 +45,7 @@ from elastic.errors import (
     ElasticError,
     Overloaded,
     StateError,
+    is_number,
     require,
     require_flag,
     require_seconds,
@@ -197,8 +198,7 @@ class ContinuousEngine:
 
     def submit(self, request: Request, listener: Listener) -> None:
         """Queue a request; see `Engine`."""
-        require(callable(listener), "listener", listener, "a function of an elastic.Output")
-        self._check(request)
+        self._check(request, listener)
         request = with_ends(request, self.end_tokens)
         names = [request.id] if request.n == 1 else [f"{request.id}[{index}]" for index in range(request.n)]
         states = [SequenceState(name, request, i, answer_seed(request, i)) for i, name in enumerate(names)]
@@ -238,11 +238,13 @@ class ContinuousEngine:
         None: as it says itself. Raises `Overloaded` if there is no room for the blocks now; nothing is kept then.
         """
         request = one_request(states)
-        self._check(request)
+        self._check(request, listener)
         for state in states:
             if len(state.generated) >= request.max_tokens:
                 raise ConfigError(f"adopt: {state.id!r} has all of its {request.max_tokens} tokens; it has ended")
+            require_tokens("generated", state.generated, self._config.vocab_size)
         if waited_s is not None:
+            require(is_number(waited_s), "waited_s", waited_s, "a number of seconds, or None")
             request = replace(request, arrived_s=time.perf_counter() - waited_s)
             states = [replace(state, request=request) for state in states]
         received = self.moves.take_received(states, kv, source)
@@ -368,7 +370,8 @@ class ContinuousEngine:
                 self._requests.forget(request.id, "failed")
                 raise
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: Request, listener: Listener) -> None:
+        require(callable(listener), "listener", listener, "a function of an elastic.Output")
         require_valid(request, self._config.vocab_size, batch_context_length(self._config))
         if request.grammar is not None:
             if self._grammars is None:

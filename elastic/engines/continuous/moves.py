@@ -188,4 +188,7 @@ def one_request(states: Sequence[SequenceState]) -> Request:
     """Return the request that sequences are answers of. Raises `ConfigError` where it is not one."""
     if not states or len({state.request.id for state in states}) > 1:
         raise ConfigError(f"{len(states)} sequences: give those of one request, at least one")
+    names, answers = [state.id for state in states], [state.index for state in states]
+    if min(len({*names}), len({*answers})) < len(states):
+        raise ConfigError(f"{len(states)} sequences {names} are answers {answers}: one is given twice")
     return states[0].request

@@ -4,10 +4,10 @@ Way in: `SamplingState` for each answer, `sample` for a batch, `token_logprobs`.
 engines' protocol.
 """
 
-from elastic.engines.sampling.limits import require_valid
+from elastic.engines.sampling.limits import require_tokens, require_valid
 from elastic.engines.sampling.logprobs import token_logprobs
 from elastic.engines.sampling.random_numbers import answer_seed
 from elastic.engines.sampling.sampler import sample
 from elastic.engines.sampling.state import SamplingState
 
-__all__ = ["SamplingState", "answer_seed", "require_valid", "sample", "token_logprobs"]
+__all__ = ["SamplingState", "answer_seed", "require_tokens", "require_valid", "sample", "token_logprobs"]

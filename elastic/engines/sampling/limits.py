@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from elastic.engines.base import MOST_ANSWERS, Request
 from elastic.errors import ConfigError, require
 
@@ -18,15 +20,20 @@ def require_valid(request: Request, vocabulary: int, longest: int | None) -> Non
     require(1 <= request.n <= MOST_ANSWERS, "n", request.n, f"at least 1, at most {MOST_ANSWERS}")
     allowed = f"from 0 to max_tokens={request.max_tokens}"
     require(0 <= request.min_tokens <= request.max_tokens, "min_tokens", request.min_tokens, allowed)
-    if min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
-        wrong = next(token for token in request.prompt if not 0 <= token < vocabulary)
-        raise ConfigError(f"prompt: token {wrong} is none of the model's; they are 0 to {vocabulary - 1}")
+    require_tokens("prompt", request.prompt, vocabulary)
     require_vocabulary(request, vocabulary)
     if longest and len(request.prompt) + request.max_tokens > longest:
         raise ConfigError(
             f"the prompt has {len(request.prompt)} tokens; with max_tokens={request.max_tokens} that is more than "
             f"the {longest} of its context (with longrope: of the original one; use generate for more)"
         )
+
+
+def require_tokens(name: str, tokens: Sequence[int], vocabulary: int) -> None:
+    """Raise `ConfigError` for token ids that a vocabulary of this size has not."""
+    if tokens and (min(tokens) < 0 or max(tokens) >= vocabulary):
+        wrong = next(token for token in tokens if not 0 <= token < vocabulary)
+        raise ConfigError(f"{name}: token {wrong} is none of the model's; they are 0 to {vocabulary - 1}")
 
 
 def require_vocabulary(request: Request, vocabulary: int) -> None:

@@ -40,7 +40,13 @@ class BlockMemory(SectorSpace):
     ) -> None:
         sizes, budget = sector_layer_pages(groups, kv.pool.page_bytes), kv.pool.budget_pages
         whole = sizes[0] * len(groups[0].layers)
-        super().__init__(kv, groups, min(budget // min(sizes), _MOST_TIMES * budget // whole))
+        sectors = min(budget // min(sizes), _MOST_TIMES * budget // whole)
+        if not sectors:
+            raise ConfigError(
+                f"{kv.pool.name} has {budget} pages of {kv.pool.page_bytes} bytes, too few for {whole}, which blocks "
+                "come in; give it more, or smaller pages or block_tokens"
+            )
+        super().__init__(kv, groups, sectors)
         self.promised = self.owed = promised
         """`owed`: of what is promised, that of requests that live."""
         self.cap = SectorCap()

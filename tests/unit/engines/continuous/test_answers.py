@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from elastic import ConfigError, StateError
 from elastic.engines.base import Grammar, Output, Request, Sampling, TokenLogprobs
 from elastic.engines.continuous import ContinuousEngine
+from elastic.engines.core.step import SequenceState
 from support import architectures
 from support.architectures import in_turn
 from support.serving.generations import SERVED, Collector, continuation, prompts, same_unless_close, serve
@@ -205,6 +207,21 @@ def test_what_cannot_be_adopted_is_refused_in_words(engines: Any) -> None:
     engine = engines(architectures.build("llama-gqa"))
     with pytest.raises(ConfigError, match="at least one"):
         engine.adopt((), Answers())
+    request = Request((3, 4), 5, n=2, id="a")
+    state = SequenceState("a[0]", request, 0, 0)
+    for twice in (state, SequenceState("a[0]", request, 1, 0), SequenceState("a[1]", request, 0, 0)):
+        with pytest.raises(ConfigError, match=r"2 sequences .*a\[0\].* twice"):
+            engine.adopt([state, twice], Answers())
+    for token in (-1, architectures.VOCAB):
+        with pytest.raises(ConfigError, match=f"token {token} is none of the model's"):
+            engine.adopt([replace(state, generated=(3, token))], Answers())
+    with pytest.raises(ConfigError, match="waited_s='5' cannot be"):
+        engine.adopt([state], Answers(), waited_s="5")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="listener=None cannot be"):
+        engine.adopt([state], None)  # type: ignore[arg-type]
+    heard = Answers()
+    engine.adopt([state], heard)
+    heard.wait_for_ends(1)
     engine.stop()
     with pytest.raises(StateError):
         engine.export("unknown")

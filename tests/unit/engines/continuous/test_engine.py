@@ -437,6 +437,14 @@ def test_an_engine_with_options_that_are_none_is_not_made(option: str, words: st
         ContinuousEngine(None, **{option: "off"})  # type: ignore[arg-type]
 
 
+def test_an_engine_whose_blocks_are_larger_than_its_place_is_not_made(wrapped: Any) -> None:
+    model = architectures.build("llama-gqa")
+    wrapped(model, small(8 << 20))
+    with pytest.raises(ConfigError, match=r"too few .* block_tokens"):
+        ContinuousEngine(model, block_tokens=1 << 20)
+    ContinuousEngine(model).stop()
+
+
 @pytest.mark.parametrize(
     "rule",
     [
