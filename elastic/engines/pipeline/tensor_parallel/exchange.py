@@ -103,7 +103,7 @@ class StepExchange:
         return {rank: tensors[rank] for rank in shapes}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ShardedCache:
     """An engine's cache as a forward pass sees it that shares layers with other ranks: all heads, few of them here."""
 
