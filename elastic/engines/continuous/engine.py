@@ -7,6 +7,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -265,11 +266,15 @@ class ContinuousEngine:
         """
 
         def leave() -> tuple[SequenceState, ...]:
-            exported = map(self._loop.scheduler.export, self._requests.sequences(request))
-            states = tuple(state for state in exported if state is not None)
+            names = self._requests.sequences(request)
+            states = {name: self._loop.scheduler.export(name) for name in names}
+            for sequence, sampled, _ in copy(self._requests.untold):  # as a listener is told another's token
+                if sequence.id in states and sampled.error is None:
+                    state = sequence.state()
+                    states[sequence.id] = replace(state, generated=state.generated[:-1])
             if request not in self.moves.held:
                 self._requests.forget(request, "moved")
-            return states
+            return tuple(state for state in states.values() if state is not None)
 
         return leave() if threading.current_thread() is self._loop.thread else self._loop.between_steps(leave)
 

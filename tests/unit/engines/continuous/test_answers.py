@@ -180,6 +180,32 @@ def test_a_request_goes_on_in_another_engine_with_the_same_tokens(name: str, rul
     assert here.counters.read().running == there.counters.read().running == 0
 
 
+@pytest.mark.parametrize("after", [5, 12])
+def test_a_request_that_the_listener_of_another_exports_loses_no_token(after: int, engines: Any) -> None:
+    """Although its token of the same step, the last one after 12, was not told yet."""
+    here, there = (engines(architectures.build("llama-gqa")) for _ in range(2))
+    one, other = (Request((3, 4, 5), 12) for _ in range(2))
+    told, heard, exported, left = Answers(), Answers(), [], threading.Event()
+
+    def listener(output: Output) -> None:
+        told(output)
+        if len(told.tokens_of(0)) == after:
+            exported.extend(here.export(other.id))
+            left.set()
+
+    here.exchange.pause()  # until both are there: they are in the same steps
+    here.submit(one, listener)
+    here.submit(other, heard)
+    here.exchange.resume()
+    assert left.wait(60)
+    assert [len(state.generated) for state in exported] == [after - 1]
+    assert len(heard.tokens_of(0)) == after - 1
+    there.adopt(exported, heard)
+    for each in (told, heard):
+        each.wait_for_ends(1)
+    assert heard.tokens_of(0) == told.tokens_of(0)
+
+
 def test_a_request_is_cancelled_while_the_engine_drains(engines: Any) -> None:
     model = architectures.build("llama-gqa")
     engine, heard, request = engines(model), Answers(), Request((3, 4, 5), 400)
