@@ -272,9 +272,10 @@ class ContinuousEngine:
                 if sequence.id in states and sampled.error is None:
                     state = sequence.state()
                     states[sequence.id] = replace(state, generated=state.generated[:-1])
-            if request not in self.moves.held:
+            exported = tuple(state for state in states.values() if state is not None)
+            if exported:  # else it is unknown, was handed over, or a listener asks: its end is not told yet
                 self._requests.forget(request, "moved")
-            return tuple(state for state in states.values() if state is not None)
+            return exported
 
         return leave() if threading.current_thread() is self._loop.thread else self._loop.between_steps(leave)
 

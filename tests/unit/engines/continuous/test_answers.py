@@ -206,6 +206,35 @@ def test_a_request_that_the_listener_of_another_exports_loses_no_token(after: in
     assert heard.tokens_of(0) == told.tokens_of(0)
 
 
+def test_a_request_that_cannot_be_exported_by_a_listener_goes_on_or_is_told_its_end(engines: Any) -> None:
+    """One that the engine's thread has not taken yet, and one of the same failed step."""
+    model = architectures.build("llama-gqa")
+    engine = engines(model, enforce_eager=True)
+    one, other, late = (Request((3, 4, 5), 4) for _ in range(3))
+    told, heard, of_late, exported = Answers(), Answers(), Answers(), []
+
+    def listener(output: Output) -> None:
+        if not told.outputs:
+            engine.submit(late, of_late)
+        exported.append(engine.export(other.id if output.finish else late.id))
+        told(output)
+
+    def fail(*_: Any) -> None:
+        if told.outputs:
+            hook.remove()
+            raise RuntimeError("no memory")
+
+    engine.exchange.pause()
+    engine.submit(one, listener)
+    engine.submit(other, heard)
+    hook = model.register_forward_pre_hook(fail)
+    engine.exchange.resume()
+    for each in (told, heard, of_late):
+        each.wait_for_ends(1)
+    assert exported == [(), ()]
+    assert [each.outputs[0][-1].finish for each in (told, heard)] == ["failed"] * 2
+
+
 def test_a_request_is_cancelled_while_the_engine_drains(engines: Any) -> None:
     model = architectures.build("llama-gqa")
     engine, heard, request = engines(model), Answers(), Request((3, 4, 5), 400)
