@@ -243,8 +243,8 @@ class Shape:
 
     def room(self, tp: int, layers: range) -> KVBlockCapacity:
         """Return the blocks of some layers at one of the ranks that share them."""
-        kv = kv_shape_of(self.layout.config, 4).at_rank(tp)
-        return KVBlockCapacity(self.layout.config, kv, None, CPU_PAGE_BYTES, layers)
+        config = self.layout.decoder.config
+        return KVBlockCapacity(config, None, CPU_PAGE_BYTES, kv_shape_of(config, 4), tp, layers)
 
     def served_batch_bytes(self, form: str) -> int:
         """Return what the largest batch of the points takes at a rank."""

@@ -47,7 +47,7 @@ def read_tokens(layout: ModelLayout, start: int, count: int, device: str) -> int
     seen = start + count
     if copies_blocks(layout, device) or not are_few(np.array([count]), np.array([seen])).all():
         return seen
-    windows = [group.window for group in layer_groups(layout.config) if group.window is not None]
+    windows = [group.window for group in layer_groups(layout.decoder.config) if group.window is not None]
     shorter = [window for window in windows if window < seen and count > 1]
     return min(seen, max(shorter) + count) if shorter else 0
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from elastic.errors import ConfigError
 from elastic.estimation.kv_room import KVShape
-from elastic.estimation.model_layout import LayerKind
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.weight_pages import WeightPages
 from elastic.estimation.work import layer_work, rest_work
@@ -19,93 +19,71 @@ from elastic.planning.estimate.roofline import BatchCost, Roofline, sharded_cost
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.sharding.heads import kv_shards
 
+Parts = tuple[dict[str, BatchCost], BatchCost]
+"""The cost of one layer of each kind, by its name, and of what is around the layers."""
 
-class Costs(Protocol):
+
+@dataclass(frozen=True)
+class Costs:
     """Seconds of the parts of a model on a kind of device."""
 
     basis: str
     """Where they are from."""
+    parts: Callable[[str, KVShape, int], Parts]
+    """Gives them by the variant, keys and values, and how many ranks share a layer. Raises `ConfigError` for what was
+    not measured."""
     link: LinearLatency
     """For so many bytes from one device to another."""
     link_basis: str
     """Where those of links are from: "measured", or "assumed" (their latency, if not their rate, is)."""
-    handovers: Handovers
+    handovers: Handovers = NO_HANDOVERS
     """What engines take around links."""
-
-    def layer(self, kind: LayerKind, weights: str, kv: KVShape, tp: int) -> BatchCost:
-        """Return the cost of a layer in a variant at one of `tp` ranks. Raises `ConfigError` where it is not known."""
-
-    def rest(self, weights: str, kv: KVShape) -> BatchCost:
-        """Return the cost of what is around the layers."""
-
-    def beside(self, cost: BatchCost, others: int) -> BatchCost:
-        """Return a cost while so many other devices compute."""
+    contention: float = 0.0
+    """By how much more slowly a rank reads for each other one that reads meanwhile."""
 
 
-class SheetCosts:
-    """Seconds at the rates of a data sheet: no less than these."""
+def costs_of(pages: WeightPages, device: DeviceKind, profile: CostProfile | None) -> Costs:
+    """Return costs as a profile has them; without one those of the data sheet, no less than which it takes.
 
-    link_basis = "assumed"
-    handovers = NO_HANDOVERS
+    Those of links are the data sheet's where they were not measured. Raises `ConfigError` for another device's profile.
+    """
+    link = LinearLatency(LINK_LATENCY_S, 1 / device.link_bytes_s)
+    if profile is None:
+        basis = "assumed" if device.source.startswith("assumed") else "data sheet"
+        return Costs(basis, cache(partial(_by_sheet, pages, device)), link, "assumed")
+    if profile.device != device.type:
+        raise ConfigError(
+            f"profile: it was measured on {profile.device}, the devices are {device.name}; measure it there"
+        )
+    link, link_basis = (link, "assumed") if profile.link is None else (profile.link, "measured")
+    as_measured = partial(_as_measured, pages, profile)
+    return Costs("measured", as_measured, link, link_basis, profile.handovers, profile.contention)
 
-    def __init__(self, pages: WeightPages, device: DeviceKind) -> None:
-        self.pages = pages
-        self.device = device
-        self.link = _link(device)
-        self.basis = "assumed" if device.source.startswith("assumed") else "data sheet"
-        self._layers: dict[tuple[str, str, KVShape, int], Roofline] = {}
 
-    def layer(self, kind: LayerKind, weights: str, kv: KVShape, tp: int) -> BatchCost:
-        """Return the cost of one layer in a variant at one of `tp` ranks."""
-        key = kind.name, weights, kv, tp
-        if key not in self._layers:
-            work = layer_work(self.pages, kind, weights, kv, tp)
-            self._layers[key] = Roofline(work, self.device.flops_s, self.device.bytes_s)
-        return self._layers[key]
-
-    def rest(self, weights: str, kv: KVShape) -> BatchCost:
-        """Return the cost of the head; weights are full there."""
-        return Roofline((rest_work(self.pages.layout),), self.device.flops_s, self.device.bytes_s)
-
-    def beside(self, cost: BatchCost, others: int) -> BatchCost:
-        """Return it as it is: each device has memory of its own."""
+def among_ranks(cost: BatchCost, ranks: int, contention: float = 0.0) -> BatchCost:
+    """Return a cost at one of so many ranks, of which others read: of several none replays decode steps."""
+    if not isinstance(cost, LayerCost):
         return cost
+    beside = cost.beside(contention)
+    return replace(beside, replay_saving=0.0) if ranks > 1 else beside
 
 
-class MeasuredCosts:
-    """Seconds that were fitted to measurements of fingerprints; those of links are `device`'s where they were not."""
+def _by_sheet(pages: WeightPages, device: DeviceKind, weights: str, kv: KVShape, tp: int) -> Parts:
+    """Return rooflines; what is around the layers is the head, whose weights are full, at every rank."""
+    roofline = partial(Roofline, flops_s=device.flops_s, bytes_s=device.bytes_s)
+    layers = {kind.name: roofline(layer_work(pages, kind, weights, kv, tp)) for kind in pages.layout.kinds}
+    return {**layers}, roofline((rest_work(pages.layout),))
 
-    basis = "measured"
 
-    def __init__(self, pages: WeightPages, device: DeviceKind, profile: CostProfile) -> None:
-        self.pages = pages
-        self.profile = profile
-        self.link = _link(device) if profile.link is None else profile.link
-        self.link_basis = "assumed" if profile.link is None else "measured"
-        self.handovers = profile.handovers
-
-    def layer(self, kind: LayerKind, weights: str, kv: KVShape, tp: int) -> BatchCost:
-        """Return the cost of a layer in a variant at one of `tp` ranks, which share it by their part of its weights."""
-        form = form_of(weights, kv.form)
-        cost = self.profile.layers.get((kind.name, form))
+def _as_measured(pages: WeightPages, profile: CostProfile, weights: str, kv: KVShape, tp: int) -> Parts:
+    """Return what was measured; ranks share it by their part of a layer's weights."""
+    form, kv_parts = form_of(weights, kv.form), kv_shards(tp, kv.heads)
+    layers: dict[str, BatchCost] = {}
+    for kind in pages.layout.kinds:
+        cost = profile.layers.get((kind.name, form))
         if cost is None:
             raise ConfigError(f"{kind.name} in {form} was not measured; profile it too")
-        share, parts = self.pages.cut_share(kind, tp), kv_shards(tp, kv.heads)
-        return cost.shared(share, tp, parts) if isinstance(cost, LayerCost) else sharded_cost(cost, share, tp)
-
-    def rest(self, weights: str, kv: KVShape) -> BatchCost:
-        """Return the cost of what is around the layers."""
-        return self.profile.around[form_of(weights, kv.form)]
-
-    def beside(self, cost: BatchCost, others: int) -> BatchCost:
-        """Return a cost while so many others read the same memory."""
-        return cost.beside(self.profile.contention * others) if isinstance(cost, LayerCost) else cost
-
-
-def without_replays(cost: BatchCost) -> BatchCost:
-    """Return the cost at one of several ranks, which replay no decode steps."""
-    return replace(cost, replay_saving=0.0) if isinstance(cost, LayerCost) else cost
-
-
-def _link(device: DeviceKind) -> LinearLatency:
-    return LinearLatency(LINK_LATENCY_S, 1 / device.link_bytes_s)
+        share = pages.cut_share(kind, tp)
+        shared = cost.shared(share, tp, kv_parts) if isinstance(cost, LayerCost) else sharded_cost(cost, share, tp)
+        layers[kind.name] = shared
+    return layers, profile.around[form]

@@ -14,16 +14,16 @@ import torch
 
 from elastic.engines.core.kv_state import INT8
 from elastic.errors import ConfigError, is_number, require, require_flag, require_whole
-from elastic.estimation.costs import Costs, MeasuredCosts, SheetCosts, without_replays
+from elastic.estimation.costs import Parts, among_ranks, costs_of
 from elastic.estimation.device_list import parse_devices
-from elastic.estimation.kv_room import KVBlockCapacity, KVShape, check_kv_form
+from elastic.estimation.kv_room import KVBlockCapacity, check_kv_form
 from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.profile import CostProfile
-from elastic.estimation.weight_pages import WeightPages, kernel_target, variant_config
+from elastic.estimation.weight_pages import WeightPages, variant_config
 from elastic.estimation.work import activation_bytes, copied_share, copies_blocks, read_bytes
 from elastic.planning.deployment.placing import MOST_REQUESTS
 from elastic.planning.estimate.configuration import FULL, Configuration, configurations, named_forms
-from elastic.planning.estimate.devices import Device, DeviceKind
+from elastic.planning.estimate.devices import Device
 from elastic.planning.estimate.intent import Intent, Objective
 from elastic.planning.estimate.paper import OUTPUTS, Latency, MemoryParts, estimate_by_parts
 from elastic.planning.estimate.performance import USUAL_LOAD, InstanceCost, Load
@@ -40,6 +40,7 @@ from elastic.planning.estimate.roofline import BatchCost
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.planning.sharding.share import even_stages
+from elastic.quant.formats.base import KernelTarget
 from elastic.quant.variants.variant import NAMED, config_of
 from elastic.weights.decoder import batch_context_length
 
@@ -138,17 +139,20 @@ class Estimator:
         if len(kinds) != 1:
             names = ", ".join(sorted(kinds))
             raise ConfigError(f"devices of kinds {names}: estimates are of devices of one kind: ask for each by itself")
-        most = batch_context_length(self.layout.config)
+        config = self.layout.decoder.config
+        most = batch_context_length(config)
         if most and self.load.tokens > most:
             raise ConfigError(
                 f"requests of {self.load.tokens} tokens are longer than the {most} that the model was made for"
             )
         self.devices = sorted(self.devices, key=lambda device: -device.memory_bytes)
         kind = self.devices[0].kind
-        self.pages = WeightPages(self.layout, kind.page_bytes, kernel_target(kind.type, kind.instructions))
-        self.room = cache(self._room)
+        sheet = KernelTarget(kind.type, kind.instructions)
+        target = sheet if kind.instructions else KernelTarget.of(torch.device(kind.type))
+        self.pages = WeightPages(self.layout, kind.page_bytes, target)
+        self.room = cache(partial(KVBlockCapacity, config, self.block_tokens, kind.page_bytes))
         self._activations = cache(partial(activation_bytes, self.layout, self.step_tokens, context=self.load.tokens))
-        self.costs: Costs = _costs(self.pages, kind, self.profile)
+        self.costs = costs_of(self.pages, kind, self.profile)
 
     def space(self, weights: Sequence[str], kv: Sequence[str]) -> Iterator[Configuration]:
         """Yield all configurations on the devices. Raises `ConfigError` for an unknown variant or form."""
@@ -271,10 +275,6 @@ class Estimator:
         losses = [self.losses.get(name) for name in configuration.compressed]
         return math.fsum(loss for loss in losses if loss is not None) if None not in losses else None
 
-    def _room(self, kv: KVShape, tp: int, layers: range) -> KVBlockCapacity:
-        """Return the blocks of a stage at one of its ranks."""
-        return KVBlockCapacity(self.layout.config, kv.at_rank(tp), self.block_tokens, self.pages.page_bytes, layers)
-
     def ranks(
         self,
         configuration: Configuration,
@@ -331,38 +331,37 @@ class Estimator:
 
     def instance_cost(self, configuration: Configuration, stages: Sequence[range]) -> InstanceCost | None:
         """Return the seconds of an instance's batches; None where they were not measured."""
-        tp, weights, kv = configuration.tp, configuration.weights, self.layout.kv_shape(configuration.kv)
+        tp, ranks = configuration.tp, configuration.tp * len(stages)
         try:
-            layers = {k.name: self.costs.layer(k, weights, kv, tp) for k in self.layout.kinds}
-            rest = self.costs.rest(weights, kv)
+            parts = self.costs.parts(configuration.weights, self.layout.kv_shape(configuration.kv), tp)
         except ConfigError:
             if self.profile is None:
                 raise
             return None
-        if tp * len(stages) > 1:
-            layers, rest = {name: without_replays(cost) for name, cost in layers.items()}, without_replays(rest)
         link = self.costs.link
         # each rank sends its heads to all others, and a sum of full width: the mean of the two
         exchange = LinearLatency(link.fixed_s, link.each_s * (tp - 1) * (1 + 1 / tp) / 2)
         return InstanceCost(
-            self._parts(stages, layers, rest, tp - 1),
+            self._stage_costs(stages, parts, ranks, tp - 1),
             tuple(EXCHANGES * len(stage) if tp > 1 else 0 for stage in stages),
             exchange,
             link,
-            self.layout.config.hidden_size * self.layout.dtype.itemsize,
+            self.layout.decoder.config.hidden_size * self.layout.dtype.itemsize,
             self.step_tokens,
-            self._parts(stages, layers, rest, tp * len(stages) - 1) if len(stages) > 1 else (),
+            self._stage_costs(stages, parts, ranks, ranks - 1) if len(stages) > 1 else (),
             self.costs.handovers,
         )
 
-    def _parts(
-        self, stages: Sequence[range], layers: Mapping[str, BatchCost], rest: BatchCost, others: int
+    def _stage_costs(
+        self, stages: Sequence[range], parts: Parts, ranks: int, others: int
     ) -> tuple[tuple[tuple[BatchCost, int], ...], ...]:
         """Return the costs of each stage, while so many other ranks compute; of the last, of what is around, too."""
-        beside = {kind: self.costs.beside(cost, others) for kind, cost in layers.items()}
+        among = partial(among_ranks, ranks=ranks, contention=others * self.costs.contention)
+        layers, rest = parts
+        each = {name: among(cost) for name, cost in layers.items()}
         kinds = [Counter(self.layout.kind_of[layer].name for layer in stage) for stage in stages]
-        parts = [tuple((beside[kind], count) for kind, count in counts.items()) for counts in kinds]
-        return (*parts[:-1], (*parts[-1], (self.costs.beside(rest, others), 1)))
+        costs = [tuple((each[name], count) for name, count in counts.items()) for counts in kinds]
+        return (*costs[:-1], (*costs[-1], (among(rest), 1)))
 
 
 def _check_method(method: str, load: Load, kv: Sequence[str]) -> None:
@@ -377,16 +376,6 @@ def _check_method(method: str, load: Load, kv: Sequence[str]) -> None:
         )
     if tuple(kv) != (FULL,):
         raise ConfigError(f"method='paper' counts no keys and values, and knows no kv={', '.join(kv)}; leave it out")
-
-
-def _costs(pages: WeightPages, kind: DeviceKind, profile: CostProfile | None) -> Costs:
-    if profile is None:
-        return SheetCosts(pages, kind)
-    if profile.device != kind.type:
-        raise ConfigError(
-            f"profile: it was measured on {profile.device}, the devices are {kind.name}; measure it there"
-        )
-    return MeasuredCosts(pages, kind, profile)
 
 
 def check_losses(losses: Mapping[str, float]) -> None:

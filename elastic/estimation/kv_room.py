@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from elastic.engines.core.kv_state import INT8, SCALE_BYTES, scale_slots, usual_block_tokens
@@ -21,36 +21,17 @@ class KVShape:
     heads: int
     dim: int
     itemsize: int
-    scale_bytes: int = 0
-    """For the keys, or the values, of one head."""
-
-    @property
-    def form(self) -> str:
-        """Its form, by name."""
-        return INT8 if self.scale_bytes else FULL
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes of one token without scales."""
-        return 2 * self.heads * self.dim * self.itemsize
+    form: str = FULL
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token."""
-        return self.value_bytes + 2 * self.heads * self.scale_bytes
+        """Bytes of one token, with the scales of the keys, and of the values, of each head."""
+        return 2 * self.heads * (self.dim * self.itemsize + (SCALE_BYTES if self.form == INT8 else 0))
 
-    def block_bytes(self, tokens: int) -> int:
-        """Return the bytes of a block of so many tokens."""
-        return self.value_bytes * (tokens + (scale_slots(tokens, self.dim) if self.scale_bytes else 0))
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens of a block where nobody has chosen them."""
-        return usual_block_tokens(self.form, self.dim)
-
-    def at_rank(self, tp: int) -> KVShape:
-        """Return what one of `tp` ranks has."""
-        return replace(self, heads=self.heads // kv_shards(tp, self.heads))
+    def block_bytes(self, tokens: int, tp: int = 1) -> int:
+        """Return the bytes of a block of so many tokens at one of `tp` ranks."""
+        slots = tokens + (scale_slots(tokens, self.dim) if self.form == INT8 else 0)
+        return 2 * slots * (self.heads // kv_shards(tp, self.heads)) * self.dim * self.itemsize
 
 
 def kv_shape_of(config: Any, itemsize: int, form: str = FULL) -> KVShape:
@@ -66,7 +47,7 @@ def kv_shape_of(config: Any, itemsize: int, form: str = FULL) -> KVShape:
     if key < value:
         raise ConfigError(f"keys of {key} and values of {value} elements: the engine's blocks have no larger values")
     check_kv_form(form)
-    return KVShape(kv_heads, key, itemsize) if form == FULL else KVShape(kv_heads, key, 1, SCALE_BYTES)
+    return KVShape(kv_heads, key, itemsize if form == FULL else 1, form)
 
 
 def check_kv_form(form: str) -> None:
@@ -76,14 +57,16 @@ def check_kv_form(form: str) -> None:
 
 
 class KVBlockCapacity:
-    """Blocks of some of a model's layers in the pages of a rank, as the engine would have them."""
+    """Blocks of some of a model's layers in the pages of one of `tp` ranks, as the engine would have them."""
 
-    def __init__(self, config: Any, shape: KVShape, block_tokens: int | None, page_bytes: int, layers: range) -> None:
+    def __init__(
+        self, config: Any, block_tokens: int | None, page_bytes: int, shape: KVShape, tp: int, layers: range
+    ) -> None:
         """`block_tokens`: None as the engine has them. Raises `ConfigError` for layers without a cache in blocks."""
-        self._block_tokens = block_tokens or shape.block_tokens
+        self._block_tokens = block_tokens or usual_block_tokens(shape.form, shape.dim)
         self._page_bytes = page_bytes
         groups = layer_groups(config)
-        block_bytes = shape.block_bytes(self._block_tokens)
+        block_bytes = shape.block_bytes(self._block_tokens, tp)
         sizes = sector_layer_pages([BlockGroup(group.layers, block_bytes) for group in groups], page_bytes)
         self.groups = tuple(
             (group.window, size * len(own_layers), size * page_bytes // block_bytes)

@@ -66,32 +66,18 @@ class ModelLayout:
     """A model whose parameters may have no data, and what its config makes of it."""
 
     model: Any
+    dtype: torch.dtype
+    """Of its first parameter."""
     decoder: Decoder
+    heads: tuple[AttentionHeads, ...]
+    """Of each layer."""
+    kv_shape: Callable[[str], KVShape]
+    """Gives the keys and values of one token in one layer by their form, as `kv_shape_of`."""
     kinds: tuple[LayerKind, ...]
     fixed: Mapping[str, int]
     """Bytes of what stays in ordinary tensors, by owner: embedding, head, norms, buffers."""
     trial: Callable[[], Any]
     """Gives the model on the meta device that stands for it where engines try what they can serve."""
-
-    @property
-    def config(self) -> Any:
-        """The model's text config."""
-        return self.decoder.config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of its first parameter."""
-        return next(self.model.parameters()).dtype  # type: ignore[no-any-return]
-
-    @cached_property
-    def heads(self) -> tuple[AttentionHeads, ...]:
-        """The heads of each layer."""
-        return attention_heads(self.config)
-
-    @cached_property
-    def kv_shape(self) -> Callable[[str], KVShape]:
-        """Gives the keys and values of one token in one layer by their form, as `kv_shape_of`."""
-        return cache(lambda form: kv_shape_of(self.config, self.dtype.itemsize, form))
 
     @cached_property
     def kind_of(self) -> tuple[LayerKind, ...]:
@@ -119,10 +105,11 @@ def layout_of(source: Any, dtype: torch.dtype | None = None) -> ModelLayout:
     if isinstance(getattr(model, "elastic", None), Runtime):
         model = _without_data(model)
     decoder = find_decoder(model)
-    for heads in attention_heads(decoder.config):
-        if heads.queries % heads.keys:
+    heads = attention_heads(decoder.config)
+    for each in heads:
+        if each.queries % each.keys:
             raise ConfigError(
-                f"{type(decoder.config).__name__}: {heads.queries} heads of queries cannot share {heads.keys} heads of "
+                f"{type(decoder.config).__name__}: {each.queries} heads of queries cannot share {each.keys} heads of "
                 "keys and values evenly; correct num_attention_heads or num_key_value_heads"
             )
     slots = layer_slots(model, decoder)
@@ -130,7 +117,9 @@ def layout_of(source: Any, dtype: torch.dtype | None = None) -> ModelLayout:
     for held in held_outside(model, decoder, slots).values():
         for owner, nbytes in held.items():
             fixed[owner] = fixed.get(owner, 0) + nbytes
-    return ModelLayout(model, decoder, _kinds(decoder, slots), fixed, trial)
+    own_dtype = next(model.parameters()).dtype
+    kv_shape = cache(partial(kv_shape_of, decoder.config, own_dtype.itemsize))
+    return ModelLayout(model, own_dtype, decoder, heads, kv_shape, _kinds(decoder, slots), fixed, trial)
 
 
 def meta_model(source: Any, dtype: torch.dtype | None = None) -> Any:

@@ -21,7 +21,7 @@ from elastic.estimation.activations import measured_share
 from elastic.estimation.fingerprint import fingerprint, take_layers
 from elastic.estimation.kv_room import KVBlockCapacity
 from elastic.estimation.model_layout import LayerKind, ModelLayout, layout_of
-from elastic.estimation.weight_pages import WeightPages, kernel_target
+from elastic.estimation.weight_pages import WeightPages
 from elastic.estimation.work import copies_blocks, layer_work, window_of
 from elastic.memory.backends.cuda import require_cuda
 from elastic.memory.backends.streams import synchronize
@@ -31,6 +31,7 @@ from elastic.planning.estimate.layer_cost import LayerCost, r_squared
 from elastic.planning.estimate.performance import NO_HANDOVERS, Handovers
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import ChunkCost, ChunkProfile
+from elastic.quant.formats.base import KernelTarget
 from elastic.quant.kernels.workspace import kept_bytes
 from elastic.wrap import unwrap, wrap
 
@@ -98,6 +99,7 @@ def measure_fingerprints(
         require_cuda(target)
     dtype = torch.float32 if target.type == "cpu" else None
     layout = layout_of(model, dtype)
+    of_files = isinstance(model, str | Path)
     layers: dict[tuple[str, str], LayerCost] = {}
     around: dict[str, LayerCost] = {}
     explained: dict[tuple[str, str], float] = {}
@@ -111,7 +113,7 @@ def measure_fingerprints(
         for _ in range(PASSES):
             rates.append(reading_rate(len(chosen) * kind.full.nbytes, target, pace))
             for name in forms:
-                small = _with_layers(model, chosen, dtype)
+                small = fingerprint(model, chosen, dtype) if of_files else take_layers(model, chosen)
                 with engine_for(small.to(target), name, target, context + step_tokens, step_tokens) as engine:
                     mixes = telling_mixes(engine, context, step_tokens, most_s, pace)
                     samples[name].append(profile_chunks(engine, mixes, ROUNDS, most_s=most_s / PASSES, pace=pace))
@@ -123,18 +125,13 @@ def measure_fingerprints(
                 taken[name], kept[name] = max(share, taken.get(name, 0.0)), kept_bytes()
         for name, passes in samples.items():
             of_layer = [sample for each in passes for sample in each.layer]
-            cost = LayerCost.fit(of_layer, window_of(layout.config, kind), block)
+            cost = LayerCost.fit(of_layer, window_of(layout.decoder.config, kind), block)
             read_s = least_bytes(layout, kind, name, target.type) / statistics.median(rates)
             layers[kind.name, name] = cost.with_reading(read_s).with_replays(replays[name])
             explained[kind.name, name] = r_squared(cost, of_layer)
             rest = [sample for each in passes for sample in each.rest]
             around.setdefault(name, LayerCost.fit(rest, attention=False).with_replays(replays[name]))
     return CostProfile(target.type, layers, around, activations=taken, scratch_bytes=kept, r_squared=explained)
-
-
-def _with_layers(model: Any, layers: Sequence[int], dtype: torch.dtype | None) -> Any:
-    """Return a model with these layers, of a directory or of a loaded model."""
-    return fingerprint(model, layers, dtype) if isinstance(model, str | Path) else take_layers(model, layers)
 
 
 def reading_rate(nbytes: int, device: torch.device, pace: Pace | None) -> float:
@@ -160,7 +157,7 @@ def least_bytes(layout: ModelLayout, kind: LayerKind, form: str, device: str) ->
     """Return the bytes of weights that a layer in a form reads for one token."""
     page_bytes = CPU_PAGE_BYTES if device == "cpu" else CUDA_PAGE_BYTES
     weights, kv = split_form(form)
-    pages = WeightPages(layout, page_bytes, kernel_target(device, ""))
+    pages = WeightPages(layout, page_bytes, KernelTarget.of(torch.device(device)))
     works = layer_work(pages, kind, weights, layout.kv_shape(kv), 1)
     return math.fsum(work.least_met * work.weight_bytes for work in works)
 
@@ -255,8 +252,8 @@ def _budget(model: Any, weights: str, kv: str, device: torch.device, tokens: int
     """Return the bytes that a model needs with so many tokens of some requests."""
     layout = layout_of(model)
     page_bytes = CPU_PAGE_BYTES if device.type == "cpu" else CUDA_PAGE_BYTES
-    pages = WeightPages(layout, page_bytes, kernel_target(device.type, ""))
+    pages = WeightPages(layout, page_bytes, KernelTarget.of(device))
     every = range(len(layout.decoder.layers))
-    room = KVBlockCapacity(layout.config, layout.kv_shape(kv), None, page_bytes, every)
+    room = KVBlockCapacity(layout.decoder.config, None, page_bytes, layout.kv_shape(kv), 1, every)
     held = pages.fixed + pages.layers(every, FULL, 1) + pages.staging(weights, 1)
     return (held + room.pages(_SEQUENCES, tokens)) * page_bytes

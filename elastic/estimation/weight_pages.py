@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -18,11 +19,6 @@ from elastic.runtime.cutting import cut_decoder_layer
 from elastic.weights.shards.layer_cut import LayerCut
 
 
-def kernel_target(device: str, instructions: str) -> KernelTarget:
-    """Return the hardware that variants are packed for; without instructions, this machine's processor."""
-    return KernelTarget(device, instructions) if instructions else KernelTarget.of(torch.device(device))
-
-
 class WeightPages:
     """Counts pages of one size, for one kind of hardware. Nothing is loaded."""
 
@@ -31,16 +27,12 @@ class WeightPages:
         self.page_bytes = page_bytes
         self.target = target
         self.of_kind = cache(self._of_kind)
-        self.cut = cache(self._cut)
-
-    @property
-    def fixed(self) -> int:
+        self.cut: Callable[[LayerKind, int], LayerCut] = cache(
+            lambda kind, tp: cut_decoder_layer(layout.decoder, kind.layers[0], kind.slots, page_bytes, tp)
+        )
+        """Cuts a layer for so many ranks. Raises `ConfigError` where its feed-forward network cannot be cut so."""
+        self.fixed = sum(-(-nbytes // page_bytes) for nbytes in layout.fixed.values())
         """Pages that embedding, head, norms and buffers are charged with, at every rank."""
-        return sum(self.pages_for(nbytes) for nbytes in self.layout.fixed.values())
-
-    def pages_for(self, nbytes: int) -> int:
-        """Count the pages that hold so many bytes."""
-        return -(-nbytes // self.page_bytes)
 
     def layers(self, layers: range, weights: str, tp: int) -> int:
         """Count the pages of some layers in a variant, at the fullest of the ranks that share them."""
@@ -50,7 +42,7 @@ class WeightPages:
         """Count the pages that `wrap` keeps back: of the largest packed layer, and of buffers for released layers."""
         packed = 0 if weights == FULL else max(self.of_kind(kind, weights, 1) for kind in self.layout.kinds)
         largest = max(kind.full.nbytes for kind in self.layout.kinds)
-        return packed + buffers * self.pages_for(largest)
+        return packed + buffers * -(-largest // self.page_bytes)
 
     def cut_share(self, kind: LayerKind, tp: int) -> float:
         """Return the share of a layer's weights that its ranks divide."""
@@ -93,10 +85,6 @@ class WeightPages:
                 shape[cuts[name].dim] = sum(map(len, cuts[name].rows[part]))
             tensors[name] = torch.empty(shape, dtype=slot.parameter.dtype, device="meta")
         return tensors
-
-    def _cut(self, kind: LayerKind, tp: int) -> LayerCut:
-        """Cut a layer. Raises `ConfigError` where it has no feed-forward network that can be cut into so many parts."""
-        return cut_decoder_layer(self.layout.decoder, kind.layers[0], kind.slots, self.page_bytes, tp)
 
 
 def variant_config(weights: str) -> Any:

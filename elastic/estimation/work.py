@@ -36,7 +36,7 @@ def layer_work(pages: WeightPages, kind: LayerKind, weights: str, kv: KVShape, t
 
     Matrices that all ranks have whole, shares of matrices, experts, and attention.
     """
-    config = pages.layout.config
+    config = pages.layout.decoder.config
     cuts = pages.cut(kind, tp).plan.cuts.keys() if tp > 1 else ()
     bytes_of = _stored_bytes(kind, weights, pages.target)
     smaller = weights != FULL and isinstance(variant_config(weights), Structured)
@@ -91,7 +91,7 @@ def activation_bytes(layout: ModelLayout, step_tokens: int, running: int, contex
     step_tokens: new tokens of the batch; running: its requests; context: the longest of them. What is alive at the same
     time: hidden states, and one of attention, a feed-forward network, and logits.
     """
-    config: Any = layout.config
+    config: Any = layout.decoder.config
     itemsize, hidden = layout.dtype.itemsize, config.hidden_size
     heads = max(each.queries for each in layout.heads)
     kv = layout.kv_shape(FULL)

@@ -121,7 +121,7 @@ class Chooser:
 
     def bounded(self, load: Load) -> Load:
         """Return a load whose requests are no longer than the model was made for."""
-        most = batch_context_length(self.layout.config)
+        most = batch_context_length(self.layout.decoder.config)
         if not most or load.tokens <= most:
             return load
         prompt = min(load.prompt, max(1, most - min(load.new, most // 4)))

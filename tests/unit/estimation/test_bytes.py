@@ -15,16 +15,17 @@ from elastic.errors import ConfigError
 from elastic.estimation.estimate import estimate
 from elastic.estimation.kv_room import KVBlockCapacity, kv_shape_of
 from elastic.estimation.model_layout import layout_of, meta_model
-from elastic.estimation.weight_pages import WeightPages, kernel_target
+from elastic.estimation.weight_pages import WeightPages
 from elastic.planning.estimate.configuration import FULL
 from elastic.planning.estimate.paper import MemoryParts
 from elastic.planning.estimate.performance import Load
 from elastic.planning.sharding.share import even_stages
+from elastic.quant.formats.base import KernelTarget
 from support import architectures
 from support.wrapped_model import PAGE, small
 
 VARIANTS = ("int8", "int4", "int3", "2:4", "4:8", "sparse50", "ffn75", "heads75")
-CPU = kernel_target("cpu", "")
+CPU = KernelTarget.of(torch.device("cpu"))
 
 
 def pages_of(source: Any, page_bytes: int, dtype: torch.dtype = torch.float32) -> WeightPages:
@@ -61,7 +62,7 @@ def test_a_wrapped_model_holds_the_estimated_pages_in_every_variant(
                 inside.elastic.swap(every, variant)
             held = owners(inside)
             assert sum(v for k, v in held.items() if k.startswith("layer:")) == pages.layers(every, variant, 1), variant
-        left = pages.pages_for(64 << 20) - pages.fixed - pages.layers(every, variants[-1], 1) - held["staging"]
+        left = (64 << 20) // page_bytes - pages.fixed - pages.layers(every, variants[-1], 1) - held["staging"]
         assert inside.elastic.status().kv[0].maximum_bytes == left * page_bytes
     finally:
         elastic.unwrap(inside)
@@ -103,7 +104,7 @@ def test_requests_find_the_room_that_is_estimated(name: str, form: str, block: i
         config = model.config
         shape = kv_shape_of(config, 4, form)
         assert shape.block_bytes(engine.kv_format.block_tokens) == engine.kv_format.block_bytes
-        room = KVBlockCapacity(config, shape, block, PAGE, range(3))
+        room = KVBlockCapacity(config, block, PAGE, shape, 1, range(3))
         free = model.elastic.status().kv[0].maximum_bytes // PAGE
         for tokens in (40, 130):
             most = room.requests(free, tokens)
@@ -124,18 +125,18 @@ def test_requests_find_the_room_that_is_estimated(name: str, form: str, block: i
 def test_a_stage_has_room_for_its_own_layers_only() -> None:
     config = architectures.CONFIGS["llama-gqa"]()
     shape = kv_shape_of(config, 4)
-    whole, stage = (KVBlockCapacity(config, shape, 16, PAGE, layers) for layers in (range(3), range(2, 3)))
+    whole, stage = (KVBlockCapacity(config, 16, PAGE, shape, 1, layers) for layers in (range(3), range(2, 3)))
     assert stage.pages(6, 100) * 3 == whole.pages(6, 100)
     assert stage.requests(60, 100) >= 3 * whole.requests(60, 100) > 0
-    half = KVBlockCapacity(config, shape.at_rank(2), 16, PAGE, range(3))
+    half = KVBlockCapacity(config, 16, PAGE, shape, 2, range(3))
     assert half.pages(60, 100) * 2 == whole.pages(60, 100)
-    assert kv_shape_of(config, 4).at_rank(8).heads == 1  # in two parts, which ranks share
+    assert shape.block_bytes(16, 8) * 2 == shape.block_bytes(16)  # in two parts, which ranks share
 
 
 def test_eight_bit_caches_hold_nearly_twice_sixteen_bit_ones() -> None:
     config = transformers.LlamaConfig(num_attention_heads=32, num_key_value_heads=8, hidden_size=4096)
     full, small_ = (
-        KVBlockCapacity(config, kv_shape_of(config, 2, form), None, 2 << 20, range(32)) for form in (FULL, "int8")
+        KVBlockCapacity(config, None, 2 << 20, kv_shape_of(config, 2, form), 1, range(32)) for form in (FULL, "int8")
     )
     assert 1.9 < full.request_bytes(4096) / small_.request_bytes(4096) < 2
     with pytest.raises(ConfigError, match="kv='fp4' is not known"):

@@ -7,9 +7,10 @@ import torch
 import transformers
 
 from elastic.estimation.model_layout import ModelLayout, layout_of
-from elastic.estimation.weight_pages import WeightPages, kernel_target
+from elastic.estimation.weight_pages import WeightPages
 from elastic.estimation.work import activation_bytes, layer_work
 from elastic.planning.estimate.configuration import FULL
+from elastic.quant.formats.base import KernelTarget
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 32, 48, 8, 2
 SIZES = {"vocab_size": 100, "max_position_embeddings": 512}
@@ -42,7 +43,7 @@ def mixtral() -> ModelLayout:
 @pytest.mark.parametrize("layout", [dbrx(), mixtral()], ids=["dbrx", "mixtral"])
 def test_a_token_meets_the_experts_that_it_is_sent_to(layout: ModelLayout) -> None:
     (kind,) = layout.kinds
-    pages = WeightPages(layout, 1 << 16, kernel_target("cuda", "sm90"))
+    pages = WeightPages(layout, 1 << 16, KernelTarget("cuda", "sm90"))
     work = layer_work(pages, kind, FULL, layout.kv_shape(FULL), 1)
     matrices = sum(slot.parameter.numel() for slot in kind.slots.values() if slot.parameter.ndim > 1)
     experts = EXPERTS * 3 * INNER * HIDDEN

@@ -17,8 +17,9 @@ from estimate_shapes import at_rest, config, save
 
 import elastic
 from elastic.estimation.model_layout import layout_of
-from elastic.estimation.weight_pages import WeightPages, kernel_target
+from elastic.estimation.weight_pages import WeightPages
 from elastic.planning.estimate.devices import CPU_PAGE_BYTES
+from elastic.quant.formats.base import KernelTarget
 from elastic.types import PlaceStatus
 
 
@@ -67,7 +68,7 @@ def test_stages_hold_what_is_estimated_whatever_forms_were_there_before(tmp_path
     """The kernel's count against the estimate's, whose code the ledger shares."""
     path, own = save(config("llama", 6, 256), tmp_path), {"r0": range(4), "r1": range(4, 6)}
     layout = layout_of(str(path), torch.float32)
-    pages = WeightPages(layout, CPU_PAGE_BYTES, kernel_target("cpu", ""))
+    pages = WeightPages(layout, CPU_PAGE_BYTES, KernelTarget.of(torch.device("cpu")))
     with ranks(path, ("full", "int8"), 1, launch=launcher) as (engine, route):
         done(engine.drop(layers={"r0": own["r1"], "r1": own["r0"]}))
         route.spread = True
