@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,12 +35,13 @@ class GuestProcess:
     """A module that runs as a process of the lowest priority and measures; `ended` looks whether it has."""
 
     def __init__(self, module: str, arguments: Sequence[str]) -> None:
+        # not a pipe, which holds 64 KiB until someone reads
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=self._output,
             stderr=subprocess.DEVNULL,
-            text=True,
         )
         os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)  # its imports take seconds of a core, too
         self._cancelled = False
@@ -54,7 +56,12 @@ class GuestProcess:
 
         Raises `ConfigError` with its reason, if it measured nothing, and `StateError` where others killed it.
         """
-        text = "" if self._cancelled else self._process.communicate()[0]
+        text = ""
+        if not self._cancelled:
+            self._process.wait()
+            with self._output as output:
+                output.seek(0)
+                text = output.read()
         try:
             content = json.loads(text.splitlines()[-1])
         except (ValueError, IndexError):
@@ -69,7 +76,8 @@ class GuestProcess:
         """End it at once; its memory is free then."""
         self._cancelled = True
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+        self._output.close()
 
 
 class ProfilingProcess(GuestProcess):

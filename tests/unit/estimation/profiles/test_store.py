@@ -15,8 +15,8 @@ import torch
 from elastic.errors import ConfigError, StateError
 from elastic.estimation.profile import CostProfile, measure_fingerprints
 from elastic.estimation.profiles import store as profile_store
-from elastic.estimation.profiles.guest import ProfilingProcess, guest_bytes
-from elastic.estimation.profiles.store import ProfileKey, ProfileStore, merged, model_digest
+from elastic.estimation.profiles.guest import GuestProcess, ProfilingProcess, guest_bytes
+from elastic.estimation.profiles.store import ProfileKey, ProfileStore, merged, model_digest, to_json
 from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import ChunkCost
@@ -155,6 +155,17 @@ def test_a_paced_measurement_waits_behind_each_batch_and_can_be_ended(model: Pat
 def test_a_guest_says_in_words_what_it_cannot_measure(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no model there"):
         guest_bytes(tmp_path, ("full",), 32)
+
+
+def test_a_guest_ends_whatever_it_has_to_say(tmp_path: Path) -> None:
+    cost = ChunkCost(1e-9, 2e-9, 3e-6, 4e-4, 1e-4)
+    layers = {(f"kind {number}", "full"): cost for number in range(2000)}
+    told = CostProfile("cpu", layers, {"full": cost})
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(to_json(told)))
+    guest = GuestProcess("json.tool", ["--compact", str(path)])
+    guest._process.wait(timeout=60)
+    assert guest.result() == told
 
 
 @pytest.mark.slow

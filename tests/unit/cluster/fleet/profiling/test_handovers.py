@@ -113,7 +113,7 @@ def test_a_guest_measures_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
             guest.subprocess, "Popen", lambda command, **_: commands.append(command) or SimpleNamespace(pid=0)
         )
         patch.setattr(guest.os, "setpriority", lambda *_: None)
-        LinkProfilingProcess(0.9, repeats=1, rounds=1, handover_rounds=1)
+        LinkProfilingProcess(0.9, repeats=1, rounds=1, handover_rounds=1)._output.close()
     ((_, option, module, *arguments),) = commands
     code = f"""
         import runpy, sys
