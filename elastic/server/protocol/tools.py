@@ -96,7 +96,10 @@ def calls_grammar(tools: Sequence[Tool], *, several: bool) -> Grammar:
     for i, tool in enumerate(tools):
         schema = dict(tool.function.parameters or NO_ARGUMENTS)
         for kind, schemas in definitions.items():
-            for name, definition in (schema.pop(kind, None) or {}).items():
+            own = schema.pop(kind, None) or {}
+            if not isinstance(own, dict):
+                raise invalid(f"tools.{i}.function.parameters.{kind}", "must be an object: schemas by their names")
+            for name, definition in own.items():
                 if schemas.setdefault(name, definition) != definition:
                     raise invalid(f"tools.{i}.function.parameters", f"another tool defines {name[:100]!r} otherwise")
         call = {"name": {"type": "string", "enum": [tool.function.name]}, "parameters": schema}

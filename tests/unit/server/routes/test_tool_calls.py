@@ -146,6 +146,12 @@ def test_rules_under_the_names_of_both_servers(fields: dict[str, Any], grammar: 
 
 NAMED = {"type": "function", "function": {"name": "missing"}}
 OTHER = {"type": "function", "function": {"name": "other", "parameters": {"$defs": {"days": {"type": "string"}}}}}
+
+
+def undefined(definitions: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "undefined", "parameters": {"$defs": definitions}}}
+
+
 WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"tools": [WEATHER], "tool_choice": NAMED}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
@@ -153,6 +159,8 @@ WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"tools": [{**WEATHER, "cache": 1}]}, "tools.0.cache"),
     ({"tools": [WEATHER] * 129}, "tools"),
     ({"tools": [WEATHER, OTHER], "tool_choice": "required"}, "tools.1.function.parameters"),
+    ({"tools": [undefined([1])], "tool_choice": "required"}, "tools.0.function.parameters.$defs"),
+    ({"tools": [WEATHER, undefined("x")], "tool_choice": "required"}, "tools.1.function.parameters.$defs"),
     ({"tools": [WEATHER], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
     ({"messages": [{**USER, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]}, "messages.0.tool_calls"),
     (
