@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from elastic.server.formats.base import JSON
 from elastic.server.formats.logprobs import LogprobsFormat
 from elastic.server.generation.metrics import Operation
 from elastic.server.generation.response_stream import ChoiceStream, TextDelta
+from elastic.server.generation.token_text import TokenTexts
 from elastic.server.protocol.chat import ChatBody
 from elastic.server.tools.base import CallDelta, Parsed, ToolParser
 
@@ -16,9 +18,10 @@ from elastic.server.tools.base import CallDelta, Parsed, ToolParser
 class CallsText:
     """One answer taken apart: content, and calls of tools with their ids."""
 
-    def __init__(self, parser: ToolParser | None, *, several: bool) -> None:
-        """Without `several`, only the first call is told."""
-        self._parser, self._several = parser, several
+    def __init__(self, parser: Callable[[], ToolParser] | None, *, several: bool) -> None:
+        """`parser` makes what takes it apart, None where there are no tools. Without `several`, only the first call is
+        told."""
+        self._parser, self._several = parser and parser(), several
         self.called = False
 
     def read(self, delta: TextDelta) -> Parsed:
@@ -32,16 +35,15 @@ class CallsText:
 
 
 class ChatFormat:
-    """The answers to one body; `parser` makes what takes the text of each apart, None where there are no tools."""
+    """The answers to one body; `parser` makes what takes the text of each apart, as in `CallsText`."""
 
     operation: Operation = "chat"
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self, body: ChatBody, logprobs: LogprobsFormat, parser: Callable[[], ToolParser] | None = None
-    ) -> None:
-        self._body, self._logprobs, self._parser = body, logprobs, parser
-        self._several = body.parallel_tool_calls is not False
+    def __init__(self, body: ChatBody, texts: TokenTexts, parser: Callable[[], ToolParser] | None = None) -> None:
+        self._body = body
+        self._logprobs = LogprobsFormat(texts, as_ids=bool(body.return_tokens_as_token_ids))
+        self._text = partial(CallsText, parser, several=body.parallel_tool_calls is not False)
         self._named = body.choice_of_tools not in ("none", "auto", "required")
         self._texts: dict[int, CallsText] = {}
 
@@ -56,13 +58,15 @@ class ChatFormat:
         if parsed.content or delta.tokens:
             changes.append({"content": parsed.content})
         changes += [{"tool_calls": [_call_chunk(call)]} for call in parsed.calls]
-        last = len(changes)
-        choices = [self._chunk(delta.index, change) for change in changes]
+        reporting = len(changes) - 1 - len(parsed.calls)
+        changes += [{}] if delta.finish else []
+        choices: list[JSON] = [
+            {"index": delta.index, "delta": change, "logprobs": None, "finish_reason": None} for change in changes
+        ]
         if delta.tokens:
-            choices[last - 1 - len(parsed.calls)] |= self._reported(delta)
+            choices[reporting] |= self._reported(delta)
         if delta.finish:
-            finish = {"finish_reason": self._finish(delta, text), "stop_reason": delta.stop_reason}
-            choices.append({**self._chunk(delta.index, {}), **finish})
+            choices[-1] |= {"finish_reason": self._finish(delta, text), "stop_reason": delta.stop_reason}
         return choices
 
     def choice(self, whole: TextDelta, answer: ChoiceStream) -> JSON:
@@ -90,12 +94,6 @@ class ChatFormat:
         if self._body.return_token_ids:
             fields["prompt_token_ids"] = list(answers[0].request.prompt)
         return fields
-
-    def _text(self) -> CallsText:
-        return CallsText(self._parser and self._parser(), several=self._several)
-
-    def _chunk(self, index: int, change: JSON) -> JSON:
-        return {"index": index, "delta": change, "logprobs": None, "finish_reason": None}
 
     def _reported(self, delta: TextDelta) -> JSON:
         fields: JSON = {}

@@ -9,6 +9,7 @@ from elastic.server.formats.logprobs import LogprobsFormat
 from elastic.server.generation.metrics import Operation
 from elastic.server.generation.request_builder import Echo
 from elastic.server.generation.response_stream import ChoiceStream, ReadToken, TextDelta
+from elastic.server.generation.token_text import TokenTexts
 from elastic.server.protocol.completions import CompletionBody
 
 
@@ -18,8 +19,9 @@ class CompletionFormat:
     operation: Operation = "text_completion"
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, body: CompletionBody, logprobs: LogprobsFormat, echoes: Sequence[Echo] = ()) -> None:
-        self._body, self._logprobs = body, logprobs
+    def __init__(self, body: CompletionBody, texts: TokenTexts, echoes: Sequence[Echo] = ()) -> None:
+        self._body = body
+        self._logprobs = LogprobsFormat(texts, as_ids=bool(body.return_tokens_as_token_ids))
         self._echoes = tuple(echoes)
         self._opened: set[int] = set()
 

@@ -49,15 +49,16 @@ class LogprobsFormat:
 
     def prompt(self, entries: Sequence[TokenLogprobs | None]) -> list[JSON | None]:
         """Return vLLM's `prompt_logprobs`: for each position the token's and the likeliest, by their ids."""
-        return [None if entry is None else self._by_id(entry) for entry in entries]
-
-    def _by_id(self, entry: TokenLogprobs) -> JSON:
-        ranked = {entry.token: (entry.logprob, entry.rank)}
-        ranked |= {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)}
-        return {
-            str(token): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self.texts.of(token)[0]}
-            for token, (logprob, rank) in ranked.items()
-        }
+        reports: list[JSON | None] = []
+        for entry in entries:
+            ranked = {} if entry is None else {entry.token: (entry.logprob, entry.rank)}
+            ranked |= {t: (p, rank) for rank, (t, p) in enumerate(() if entry is None else entry.top, 1)}
+            by_id = {
+                str(token): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self.texts.of(token)[0]}
+                for token, (logprob, rank) in ranked.items()
+            }
+            reports.append(by_id or None)
+        return reports
 
     def _entry(self, token: int, logprob: float) -> JSON:
         return {"token": self._name(token), "logprob": _finite(logprob), "bytes": list(self.texts.of(token)[1])}

@@ -11,6 +11,7 @@ from elastic.server.formats.base import JSON, usage
 from elastic.server.formats.chat import CallsText, new_call_id
 from elastic.server.formats.logprobs import LogprobsFormat
 from elastic.server.generation.response_stream import ChoiceStream, ReadToken, TextDelta
+from elastic.server.generation.token_text import TokenTexts
 from elastic.server.protocol.errors import APIError
 from elastic.server.protocol.responses import ResponsesBody
 from elastic.server.tools.base import CallDelta, ToolParser
@@ -26,11 +27,11 @@ class ResponsesFormat:
         body: ResponsesBody,
         model: str,
         id: str,
-        logprobs: LogprobsFormat,
+        texts: TokenTexts,
         parser: Callable[[], ToolParser] | None = None,
     ) -> None:
-        self._body, self._logprobs = body, logprobs
-        self._text = CallsText(parser and parser(), several=body.parallel_tool_calls is not False)
+        self._body, self._logprobs = body, LogprobsFormat(texts)
+        self._text = CallsText(parser, several=body.parallel_tool_calls is not False)
         self._output: list[JSON] = []
         self._sequence = 0
         self._id, self._model, self._created_s = f"resp_{id}", model, int(time.time())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
@@ -67,21 +68,22 @@ class InterTokenLatency:
         yield Families(self._name).histogram("inter_token_latency_seconds", help, values)
 
 
+@dataclass(eq=False)
 class PromptTokens:
     """Counts tokens of prompts by whether their KV was there already, under each name that vLLM's panels ask for."""
 
-    def __init__(self, name: str) -> None:
-        self._families = Families(name)
-        self._computed = self._cached = 0
+    families: Families
+    computed: int = 0
+    cached: int = 0
 
     def observe(self, tokens: int, cached: int) -> None:
         """Count a prompt. Called on the event loop."""
-        self._computed += tokens - cached
-        self._cached += cached
+        self.computed += tokens - cached
+        self.cached += cached
 
     def collect(self) -> Iterator[Metric]:
         """Yield the counters."""
-        counter, computed, cached = self._families.counter, self._computed, self._cached
+        counter, computed, cached = self.families.counter, self.computed, self.cached
         yield counter("prefix_cache_queries", "Tokens of prompts that have begun.", {(): computed + cached})
         yield counter("prefix_cache_hits", "Those whose KV was there already.", {(): cached})
         yield counter("prompt_tokens_cached", "The same.", {(): cached})
@@ -111,7 +113,7 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self.inter_token_latency = InterTokenLatency(name)
-        self._prompt_tokens = PromptTokens(name)
+        self._prompt_tokens = PromptTokens(Families(name))
         self.registry.register(self.inter_token_latency)
         self.registry.register(self._prompt_tokens)
         self.registry.register(Collector(engine, name))
@@ -136,16 +138,17 @@ class Metrics:
         if answer.generated > 1:
             self._tpot.labels(*labels).observe(max(0.0, last.at_s - first) / (answer.generated - 1))
         scheduled = first if answer.scheduled_s is None else answer.scheduled_s
-        self._observe("request_queue_time_seconds", scheduled - arrived)
-        self._observe("request_prefill_time_seconds", first - scheduled)
-        self._observe("request_decode_time_seconds", last.at_s - first)
-        self._observe("request_prompt_tokens", prompt)
-        self._observe("request_prefill_kv_computed_tokens", prompt - (cached or 0))
-        self._observe("request_generation_tokens", answer.generated)
-        self._observe("request_max_num_generation_tokens", answer.request.max_tokens)
-
-    def _observe(self, what: str, value: float) -> None:
-        self._of_requests[what].labels(self._name).observe(max(0.0, value))
+        values = {
+            "request_queue_time_seconds": scheduled - arrived,
+            "request_prefill_time_seconds": first - scheduled,
+            "request_decode_time_seconds": last.at_s - first,
+            "request_prompt_tokens": prompt,
+            "request_prefill_kv_computed_tokens": prompt - (cached or 0),
+            "request_generation_tokens": answer.generated,
+            "request_max_num_generation_tokens": answer.request.max_tokens,
+        }
+        for what, value in values.items():
+            self._of_requests[what].labels(self._name).observe(max(0.0, value))
 
     def render(self, accept: str, others: Sequence[Metrics] = ()) -> tuple[bytes, str]:
         """Return the text of a scrape and its content type, in the format that the `Accept` header asks for.
@@ -156,16 +159,16 @@ class Metrics:
         return encode(_Together([self.registry, *(each.registry for each in others)])), content_type
 
 
+@dataclass(frozen=True)
 class _Together:
     """Several registries as one, for an exposition: what several say of the process is said once."""
 
-    def __init__(self, registries: Sequence[CollectorRegistry]) -> None:
-        self._registries = registries
+    registries: Sequence[CollectorRegistry]
 
     def collect(self) -> Iterator[Metric]:
         """Yield each family once."""
         families: dict[str, Metric] = {}
-        for registry in self._registries:
+        for registry in self.registries:
             for metric in registry.collect():
                 family = families.setdefault(metric.name, metric)
                 if family is not metric and not metric.name.startswith("process_"):

@@ -36,21 +36,20 @@ class EventStream(StreamingResponse):
 
 async def data_events(objects: AsyncGenerator[list[JSON], None]) -> AsyncGenerator[bytes, None]:
     """Yield each object as `data: JSON`, the last `data: [DONE]`; before it, where something failed, an error."""
-    async with aclosing(sent_events(objects, lambda _: b"data: ", lambda error: [error.body()])) as events:
+    async with aclosing(sent_events(objects, APIError.body)) as events:
         async for together in events:
             yield together
     yield b"data: [DONE]\n\n"
 
 
 async def sent_events(
-    objects: AsyncGenerator[list[JSON], None],
-    head: Callable[[JSON], bytes],
-    of_error: Callable[[APIError], list[JSON]],
+    objects: AsyncGenerator[list[JSON], None], of_error: Callable[[APIError], JSON], *, named: bool = False
 ) -> AsyncGenerator[bytes, None]:
-    """Yield lists of objects as events, each behind its `head`; where something fails, the error's at the end."""
+    """Yield lists of objects as events, `named` ones by their type; where something fails, the error's at the end."""
 
     def written(together: list[JSON]) -> bytes:
-        return b"".join(head(each) + encoded(each) + b"\n\n" for each in together)
+        names = [f"event: {each['type']}\n".encode() if named else b"" for each in together]
+        return b"".join(name + b"data: " + encoded(each) + b"\n\n" for name, each in zip(names, together, strict=True))
 
     try:
         async with aclosing(objects):
@@ -59,7 +58,7 @@ async def sent_events(
     except Exception as error:  # the client is told of any: the status was sent long ago
         if not isinstance(error, APIError | ElasticError):
             logger.exception("a stream failed")
-        yield written(of_error(as_api_error(error)))
+        yield written([of_error(as_api_error(error))])
 
 
 def encoded(json_object: Any) -> bytes:

@@ -17,7 +17,6 @@ from elastic.engines.base import Request
 from elastic.server.formats.base import usage
 from elastic.server.formats.chat import ChatFormat
 from elastic.server.formats.completions import CompletionFormat
-from elastic.server.formats.logprobs import LogprobsFormat
 from elastic.server.generation.bodies import JSONRoute
 from elastic.server.generation.response_stream import AnswerOptions, ResponseStream, TextDelta
 from elastic.server.generation.state import ServerState
@@ -50,7 +49,7 @@ def routes(models: Catalogue) -> APIRouter:
         body.check()
         requests = await serving.prompts.completion(body, arrived_s)
         echoes = await serving.prompts.echoes(body, requests) if body.echo else ()
-        form = CompletionFormat(body, _logprobs(serving, body), echoes)
+        form = CompletionFormat(body, serving.token_texts, echoes)
         return await _answer(serving, form, body, requests, http)
 
     @router.post("/v1/chat/completions")
@@ -60,7 +59,7 @@ def routes(models: Catalogue) -> APIRouter:
         body.check()
         parser = tool_parser(serving, body)
         requests = await serving.prompts.chat(body, arrived_s)
-        return await _answer(serving, ChatFormat(body, _logprobs(serving, body), parser), body, requests, http)
+        return await _answer(serving, ChatFormat(body, serving.token_texts, parser), body, requests, http)
 
     @router.get("/v1/models")
     async def list_models() -> JSON:
@@ -100,10 +99,6 @@ def answer_options(serving: ServerState, body: SamplingBody, *, calls: bool = Fa
         report_tokens=body.top_tokens is not None or bool(body.return_token_ids),
         generate=body.max_tokens != 0,
     )
-
-
-def _logprobs(serving: ServerState, body: SamplingBody) -> LogprobsFormat:
-    return LogprobsFormat(serving.token_texts, as_ids=bool(body.return_tokens_as_token_ids))
 
 
 def _card(serving: ServerState) -> JSON:

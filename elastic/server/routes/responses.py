@@ -10,7 +10,6 @@ from typing import Any
 from fastapi import APIRouter, Response
 from fastapi import Request as HTTPRequest
 
-from elastic.server.formats.logprobs import LogprobsFormat
 from elastic.server.formats.responses import ResponsesFormat
 from elastic.server.generation.bodies import JSONRoute
 from elastic.server.generation.response_stream import ResponseStream
@@ -40,12 +39,12 @@ def routes(models: Catalogue) -> APIRouter:
             requests = await serving.prompts.chat(chat, arrived_s)
         except APIError as error:
             raise _of_body(error) from error
-        form = ResponsesFormat(body, serving.name, requests[0].id, LogprobsFormat(serving.token_texts), parser)
+        form = ResponsesFormat(body, serving.name, requests[0].id, serving.token_texts, parser)
         options = answer_options(serving, chat, calls=chat.choice_of_tools == "auto")
         stream = serving.respond(requests, options, "chat", eager=bool(body.stream))
         stream.submit()
         if body.stream:
-            return EventStream(stream, sent_events(_objects(stream, form), _head, lambda error: [form.failure(error)]))
+            return EventStream(stream, sent_events(_objects(stream, form), form.failure, named=True))
         async with stream.while_connected(http.receive):
             (answer,) = await stream.whole()
         form.events(answer)
@@ -53,10 +52,6 @@ def routes(models: Catalogue) -> APIRouter:
         return Response(encoded(status), media_type="application/json")
 
     return router
-
-
-def _head(event: JSON) -> bytes:
-    return f"event: {event['type']}\ndata: ".encode()
 
 
 def _of_body(error: APIError) -> APIError:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from elastic.server.tools.base import CallDelta, Parsed
+from dataclasses import dataclass, field
+
+from elastic.server.tools.base import CallDelta, Parsed, ToolParser
 from elastic.server.tools.json_call import CallList
 
 
-class ListParser:
+@dataclass
+class ListParser(ToolParser):
     """Reads `[{"name": …, "parameters": {…}}, …]`."""
 
-    def __init__(self) -> None:
-        self._calls = CallList()
+    _calls: CallList = field(default_factory=CallList)
 
     def push(self, text: str) -> Parsed:
         """Take more text."""
@@ -22,19 +24,16 @@ class ListParser:
         return Parsed(self._calls.flush())
 
 
-class ArgumentsParser:
+@dataclass
+class ArgumentsParser(ToolParser):
     """Reads the arguments of one call."""
 
-    def __init__(self, name: str) -> None:
-        self._name: str | None = name
+    name: str | None
+    """Of the function; None: it was told."""
 
     def push(self, text: str) -> Parsed:
         """Take more text."""
         if not text:
             return Parsed()
-        name, self._name = self._name, None
+        name, self.name = self.name, None
         return Parsed(calls=(CallDelta(0, name, text),))
-
-    def flush(self) -> Parsed:
-        """Return nothing: all was told."""
-        return Parsed()
