@@ -40,10 +40,8 @@ class ElasticEndpoints:
 
     name = "elastic"
     required_tasks = ("generate",)
-
-    def __init__(self) -> None:
-        self._client: Any = None  # an `AsyncLLM`, once there is one
-        self._model, self._since_s = "", time.time()
+    _client: Any = None  # an `AsyncLLM`, once there is one; then the other two are known
+    _model, _since_s = "", 0.0
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes to vLLM's server."""

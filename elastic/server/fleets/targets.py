@@ -10,7 +10,6 @@ from uuid import uuid4
 
 from elastic.engines.base import Engine
 from elastic.errors import ConfigError, ElasticError, NotFound, StateError
-from elastic.server.fleets.fleet import as_fleet
 from elastic.server.protocol.errors import APIError
 from elastic.types import Action, PlanStep, Prepared, Result, Status
 
@@ -43,8 +42,9 @@ Done = list[tuple[Target, Action, Any]]
 class ActionTargets:
     """The models behind one engine. Thread-safe."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._fleet = engine, as_fleet(engine)
+    def __init__(self, engine: Engine, fleet: Fleet | None) -> None:
+        """`fleet` is the engine, if it is one."""
+        self._engine, self._fleet = engine, fleet
         self._prepared: dict[str, Mapping[Target, tuple[Action, ...]]] = {}
         """By id: who has prepared what; of the last ones."""
 

@@ -22,6 +22,7 @@ from elastic.server.protocol.errors import APIError, invalid
 from elastic.server.protocol.sampling import SamplingBody
 
 T = TypeVar("T")
+GeneratingBody = ChatBody | CompletionBody
 DEFAULT_MAX_TOKENS = 16
 """Default of a completion, as OpenAI has it; a chat completion may use what is left of the context."""
 SHORT = 32_768
@@ -93,11 +94,8 @@ class RequestBuilder:
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the tokens of a text. Raises `APIError` where it cannot fit the context."""
-
-        def work(tokenizer: Any) -> list[int]:
-            return _encode(tokenizer, text, add_special_tokens=add_special_tokens)
-
         self._check_characters(text, "prompt")
+        work = partial(_encode, text=text, add_special_tokens=add_special_tokens)
         return await self._on_thread(len(text), work)
 
     async def encode_chat(self, body: PromptFields, *, add_special_tokens: bool | None) -> list[int]:
@@ -187,7 +185,7 @@ class RequestBuilder:
     def _request(
         self,
         ids: Sequence[int],
-        body: SamplingBody,
+        body: GeneratingBody,
         grammar: Grammar | None,
         max_tokens: int | None,
         param: str,

@@ -74,10 +74,6 @@ class TextDelta:
     stop_reason: str | int | None = None
     """The stop string or the asked-for stop token that ended it."""
 
-    def joined(self, more: TextDelta) -> TextDelta:
-        """Return this and more of the same answer as one."""
-        return replace(more, text=self.text + more.text, tokens=self.tokens + more.tokens)
-
 
 @dataclass(frozen=True)
 class AnswerOptions:
@@ -282,7 +278,8 @@ class ResponseStream:
         """Return the answers when all are complete. Raises `APIError`."""
         answers = [TextDelta(answer.index, "") for answer in self.answers]
         async for delta in self.deltas():
-            answers[delta.index] = answers[delta.index].joined(delta)
+            before = answers[delta.index]
+            answers[delta.index] = replace(delta, text=before.text + delta.text, tokens=before.tokens + delta.tokens)
         return answers
 
     def close(self) -> None:

@@ -8,10 +8,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from elastic.engines.base import Engine, GrammarCompiler, Output, Request
-from elastic.server.fleets.fleet import as_fleet
 from elastic.server.fleets.views import RankViews
 from elastic.server.generation.bodies import Bodies
 from elastic.server.generation.metrics import Metrics, Operation
@@ -20,6 +19,9 @@ from elastic.server.generation.response_stream import AnswerOptions, ChoiceStrea
 from elastic.server.generation.token_text import TokenTexts
 from elastic.server.protocol.errors import unavailable
 from elastic.server.tools.base import ToolFormat
+
+if TYPE_CHECKING:
+    from elastic.cluster.fleet.fleet import Fleet
 
 State = Literal["serving", "draining", "stopped"]
 SHUTTING_DOWN = "the server is shutting down; try another, or again later"
@@ -42,7 +44,7 @@ class ServerState:
         """`sampling_defaults` and `grammars` are for `RequestBuilder`; `tool_format` is how the model writes calls."""
         self.engine, self.name, self.max_model_len = engine, name, max_model_len
         self.tool_format = tool_format
-        self.fleet = as_fleet(engine)
+        self.fleet = cast("Fleet", engine) if hasattr(engine, "look") else None  # a fleet has ranks to look at
         """The engine, if it is a fleet."""
         self.ranks = RankViews(self.fleet) if self.fleet is not None else None
         self.since_s = time.time()

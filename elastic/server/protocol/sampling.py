@@ -87,19 +87,9 @@ class SamplingBody(StructuredFields):
     """For the same tokens again, from the same logits."""
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        """Stop strings, none or more."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
     def answers(self) -> int:
         """Answers to generate for each prompt."""
         return self.n or 1
-
-    @property
-    def top_tokens(self) -> int | None:
-        """Likeliest tokens to report with each new one; None: no report."""
-        return None
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:

@@ -34,7 +34,7 @@ class ActingRoute(JSONRoute):
         return acting
 
 
-async def act(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+async def act(work: Callable[[], T]) -> T:
     """Return what work on a thread answers.
 
     Raises `APIError`: 409 for what cannot be now. Other errors are answered as everywhere: 404 for what is not there,

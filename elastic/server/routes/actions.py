@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, get_args
 from uuid import uuid4
 
@@ -53,7 +54,7 @@ def closed() -> APIRouter:
 def routes(serving: ServerState) -> APIRouter:
     """Make the endpoints."""
     router = APIRouter(route_class=acting.ActingRoute)
-    targets = ActionTargets(serving.engine)
+    targets = ActionTargets(serving.engine, serving.fleet)
 
     @router.get("/elastic/actions")
     async def kinds() -> dict[str, Any]:
@@ -70,15 +71,12 @@ def routes(serving: ServerState) -> APIRouter:
 
     @router.post("/elastic/actions/{id}/commit")
     async def commit(id: str) -> dict[str, Any]:
-        return await acting.act(lambda: {"id": id, "results": _results(targets.commit(id))})
+        return {"id": id, "results": _records(await acting.act(partial(targets.commit, id)))}
 
     @router.post("/elastic/actions/{id}/rollback")
     async def rollback(id: str) -> dict[str, Any]:
-        def undo() -> dict[str, Any]:
-            targets.rollback(id)
-            return {"id": id}
-
-        return await acting.act(undo)
+        await acting.act(partial(targets.rollback, id))
+        return {"id": id}
 
     return router
 
@@ -107,22 +105,22 @@ def _act(targets: ActionTargets, body: ActionsBody) -> dict[str, Any]:
     """Plan the actions, or do them."""
     asked = _asked(targets, body)
     if body.dry_run:
-        steps = [(target, step) for target, actions in asked.items() for step in target.plan(actions)]
-        return {"dry_run": True, "steps": [_record(target, step.action, step) for target, step in steps]}
-    return {"dry_run": False, "results": _results(targets.apply(asked))}
+        steps = [(target, step.action, step) for target, actions in asked.items() for step in target.plan(actions)]
+        return {"dry_run": True, "steps": _records(steps)}
+    return {"dry_run": False, "results": _records(targets.apply(asked))}
 
 
 def _prepare(targets: ActionTargets, body: PrepareBody) -> dict[str, Any]:
     asked = _asked(targets, body)
     prepared = targets.prepare(asked, body.id or uuid4().hex, body.timeout_s)
-    steps = [_record(target, step.action, step) for target, told in prepared.items() for step in told.steps]
+    steps = [(target, step.action, step) for target, each in prepared.items() for step in each.steps]
     told = list(prepared.values())
     return {
         "id": told[0].id,
         "expires_s": min(each.expires_s for each in told),
         "moved_bytes": sum(each.moved_bytes for each in told),
         "pages": sum(each.pages for each in told),
-        "steps": steps,
+        "steps": _records(steps),
     }
 
 
@@ -130,13 +128,12 @@ def _asked(targets: ActionTargets, body: RankActions) -> dict[Target, list[Actio
     return {target: [_action(action, target) for action in body.actions] for target in targets.named(body.rank)}
 
 
-def _results(done: list[tuple[Target, Action, Any]]) -> list[dict[str, Any]]:
-    return [_record(target, action, result) for target, action, result in done]
-
-
-def _record(target: Target, action: Action, value: Any) -> dict[str, Any]:
-    """Return a step or a result as JSON, with its action, and its rank where there are several."""
-    return {**plain(value), "action": with_kind(action), **({"rank": target.name} if target.name else {})}
+def _records(told: list[tuple[Target, Action, Any]]) -> list[dict[str, Any]]:
+    """Return steps or results as JSON, with their actions, and their ranks where there are several."""
+    return [
+        {**plain(value), "action": with_kind(action), **({"rank": target.name} if target.name else {})}
+        for target, action, value in told
+    ]
 
 
 def _action(body: AnyActionBody, target: Target) -> Action:

@@ -18,12 +18,13 @@ from elastic.server.formats.base import usage
 from elastic.server.formats.chat import ChatFormat
 from elastic.server.formats.completions import CompletionFormat
 from elastic.server.generation.bodies import JSONRoute
+from elastic.server.generation.request_builder import GeneratingBody
 from elastic.server.generation.response_stream import AnswerOptions, ResponseStream, TextDelta
 from elastic.server.generation.state import ServerState
 from elastic.server.protocol.chat import ChatBody
 from elastic.server.protocol.completions import CompletionBody
 from elastic.server.protocol.errors import invalid
-from elastic.server.protocol.sampling import SamplingBody, StreamOptions
+from elastic.server.protocol.sampling import StreamOptions
 from elastic.server.protocol.tools import NamedTool
 from elastic.server.routes.catalogue import Catalogue
 from elastic.server.routes.event_stream import EventStream, data_events, encoded
@@ -88,11 +89,11 @@ def tool_parser(serving: ServerState, body: ChatBody) -> Callable[[], ToolParser
             return partial(ArgumentsParser, named.function.name)
 
 
-def answer_options(serving: ServerState, body: SamplingBody, *, calls: bool = False) -> AnswerOptions:
+def answer_options(serving: ServerState, body: GeneratingBody, *, calls: bool = False) -> AnswerOptions:
     """Return how the tokens of the answers become text; with `calls`, the marks of calls are kept in it."""
     marks = calls and serving.tool_format is not None and serving.tool_format.special
     return AnswerOptions(
-        stops=body.stops,
+        stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         stop_tokens=tuple(body.stop_token_ids or ()),
         keep_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False and not marks,
@@ -107,11 +108,11 @@ def _card(serving: ServerState) -> JSON:
 
 
 async def _answer(
-    serving: ServerState, form: AnswerFormat, body: SamplingBody, requests: Sequence[Request], http: HTTPRequest
+    serving: ServerState, form: AnswerFormat, body: GeneratingBody, requests: Sequence[Request], http: HTTPRequest
 ) -> Response:
     """Answer with a stream, or when all answers are complete."""
     options = answer_options(serving, body, calls=isinstance(body, ChatBody) and body.choice_of_tools == "auto")
-    stream = serving.respond(requests, options, form.operation, eager=bool(body.stream or body.stops))
+    stream = serving.respond(requests, options, form.operation, eager=bool(body.stream or body.stop))
     stream.submit()
     envelope = {"id": f"{form.prefix}-{requests[0].id}", "created": int(time.time()), "model": serving.name}
     if body.stream:
@@ -151,7 +152,7 @@ def _best(answers: Sequence[TextDelta], requests: Sequence[Request], kept: int) 
 
 
 async def _chunks(
-    stream: ResponseStream, form: AnswerFormat, envelope: JSON, body: SamplingBody
+    stream: ResponseStream, form: AnswerFormat, envelope: JSON, body: GeneratingBody
 ) -> AsyncGenerator[list[JSON], None]:
     """Yield the objects of a stream; those of one list are sent together.
 

@@ -12,7 +12,6 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic.cluster.control.messages import RuntimeView
-from elastic.server.fleets.fleet import as_fleet
 from elastic.server.fleets.views import RankViews
 from elastic.types import Release, ResizeKV
 from support.processes import wait_until
@@ -50,8 +49,8 @@ def scraped(client: TestClient) -> dict[tuple[str, ...], float]:
 
 
 def test_an_engine_is_a_fleet_if_it_can_do_what_one_does(fleet: FakeFleet) -> None:
-    assert as_fleet(fleet) is fleet
-    assert as_fleet(FakeEngine()) is None
+    assert app_for(fleet).state.serving.fleet is fleet
+    assert app_for(FakeEngine()).state.serving.fleet is None
 
 
 def test_health_is_good_while_one_rank_serves(client: TestClient, fleet: FakeFleet) -> None:
