@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +15,7 @@ from elastic.bench.replay.recorder import Recorder
 from elastic.bench.replay.records import Finish
 from elastic.bench.replay.server_status import parse_actions, parse_state
 from elastic.bench.replay.sse import error_message, parse
-from elastic.bench.replay.timeline import EngineState, FinishedAction
+from elastic.bench.replay.timeline import EngineState, FinishedAction, Observation
 from elastic.engines.base import Request
 from elastic.errors import BackendUnavailable, ConfigError, StateError
 
@@ -36,8 +37,6 @@ class HTTPTarget:
     `/elastic/status`. Raises `BackendUnavailable` without httpx, `ConfigError` when no such server answers.
     """
 
-    weights: tuple[tuple[str, ...], ...] = ()
-
     def __init__(self, url: str, *, model: str | None = None, headers: Mapping[str, str] | None = None) -> None:
         try:
             import httpx
@@ -50,17 +49,17 @@ class HTTPTarget:
             raise ConfigError(f"model={model!r} is empty; give the name that the server has for it, or None")
         self.model = self._first_model() if model is None else model
         self._tasks: dict[str, Future[None]] = {}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="elastic-bench-http", daemon=True)
         self._client: Any = None
         self._status_client = httpx.Client(headers=self._headers, timeout=STATUS_S)
         self._actions: dict[int, FinishedAction] = {}
         self._has_status = True
-        self._has_status = self.observe(0.0) is not None
+        self._has_status = self.observe(0.0).state is not None
 
     def __enter__(self) -> HTTPTarget:
         limits = self._httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._client = self._httpx.AsyncClient(headers=self._headers, limits=limits, timeout=None)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="elastic-bench-http", daemon=True)
         self._thread.start()
         return self
 
@@ -81,23 +80,19 @@ class HTTPTarget:
         if task is not None:
             task.cancel()
 
-    def observe(self, t_s: float) -> EngineState | None:
-        """Return the present state; None for a server that does not give one, which is not asked again."""
-        if not self._has_status:
-            return None
-        try:
-            document = self._status_client.get(f"{self.url}/elastic/status").raise_for_status().json()
-            self._actions = parse_actions(document)
-            return parse_state(document, t_s)
-        except (self._httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError):
-            return None
-
-    def actions(self) -> Mapping[int, FinishedAction]:
-        """Return the actions of the last status by their numbers; `t_s` in seconds since the epoch by this clock."""
-        return self._actions
+    def observe(self, t_s: float) -> Observation:
+        """Return the present state, and the actions of the last one; a server that gives none is not asked again."""
+        state: EngineState | None = None
+        if self._has_status:
+            with suppress(self._httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError):
+                document = self._status_client.get(f"{self.url}/elastic/status").raise_for_status().json()
+                self._actions = parse_actions(document)
+                state = parse_state(document, t_s)
+        return Observation(state, self._actions)
 
     def close(self) -> None:
         """Close all connections. Can be called twice."""
+        self._status_client.close()
         if self._client is None:
             return
         for task in self._tasks.values():
@@ -106,7 +101,6 @@ class HTTPTarget:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        self._status_client.close()
 
     def _first_model(self) -> str:
         """Return the name of the server's first model. Raises `ConfigError` where it gives none."""

@@ -117,10 +117,23 @@ class _Replay:
         ]
 
     def run(self, slo: SLO | None, progress: Progress) -> ReplayRun:
-        """Submit, wait and measure."""
-        sampler = StateSampler(self._target.observe, self._target.actions, self._options.sample_every_s)
-        interrupted = False
+        """Submit, wait and measure. Nothing goes on behind it, however it ends."""
+        sampler = StateSampler(self._target.observe, self._options.sample_every_s)
         sampler.start(self._start_s)
+        try:
+            interrupted = self._offer(progress)
+        finally:
+            end_s = time.perf_counter() - self._start_s
+            for recorder in self._recorders:  # left over after an interrupt or a fault: the engine need not go on
+                if recorder.submitted and not recorder.ended:
+                    recorder.end("unfinished", time.perf_counter(), "the replay was interrupted")
+                    self._target.cancel(recorder.name)
+            timeline, actions, weights = sampler.stop()
+        records = tuple(r.record() for r in self._recorders if r.submitted)
+        return ReplayRun(self._trace, records, end_s, slo, weights, timeline, actions, interrupted)
+
+    def _offer(self, progress: Progress) -> bool:
+        """Submit all requests and wait for their ends; return whether Ctrl-C came before."""
         with ThreadPoolExecutor(1, "elastic-bench-submitter") as submitter:
             submitting = submitter.submit(self._submit_all)
             try:
@@ -128,17 +141,10 @@ class _Replay:
                     for ended in self._wait(submitting):
                         show(ended, self._submitted)
             except KeyboardInterrupt:
-                interrupted = True
+                return True
             finally:
                 self._stop.set()
-        end_s = time.perf_counter() - self._start_s
-        for recorder in self._recorders:  # left over only after an interrupt: the engine need not go on
-            if recorder.submitted and not recorder.ended:
-                recorder.end("unfinished", time.perf_counter(), "the replay was interrupted")
-                self._target.cancel(recorder.name)
-        timeline, actions = sampler.stop()
-        records = tuple(r.record() for r in self._recorders if r.submitted)
-        return ReplayRun(self._trace, records, end_s, slo, self._target.weights, timeline, actions, interrupted)
+        return False
 
     def _submit_all(self) -> None:
         for recorder, wanted, prompt in zip(self._recorders, self._trace.requests, self._prompts, strict=True):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from elastic.bench.replay.recorder import Recorder
-from elastic.bench.replay.timeline import EngineState, FinishedAction
+from elastic.bench.replay.timeline import EngineState, FinishedAction, Observation
 from elastic.engines.base import Engine, Request
 from elastic.errors import CapacityError, ElasticError, Overloaded
 from elastic.types import DROPPED, HOST, KINDS, Drop, Event, Release, ResizeKV, Swap
@@ -20,38 +21,26 @@ _FORM_AFTER: Mapping[type, str] = {Release: "absent", Drop: DROPPED}
 class LoadTarget(Protocol):
     """Anything that serves the requests of a replay. Thread-safe."""
 
-    @property
-    def weights(self) -> tuple[tuple[str, ...], ...]:
-        """The forms of `Engine.weights`; empty where they are not known."""
-
     def submit(self, request: Request, recorder: Recorder) -> None:
         """Hand a request in and return at once; its tokens and its end, a refusal too, go to the recorder."""
 
     def cancel(self, request: str) -> None:
         """Stop a request that nobody waits for any more."""
 
-    def observe(self, t_s: float) -> EngineState | None:
-        """Return the present state, if it can be known; `t_s` is the time of the replay."""
-
-    def actions(self) -> Mapping[int, FinishedAction]:
-        """Return the last finished actions by their numbers; `t_s` in seconds since the epoch."""
+    def observe(self, t_s: float) -> Observation:
+        """Return the present state and the last actions, as far as they can be known; `t_s`: the replay's time."""
 
 
+@dataclass(frozen=True)
 class InProcessTarget:
     """An engine in this process, which somebody else starts and stops."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    @property
-    def weights(self) -> tuple[tuple[str, ...], ...]:
-        """The forms that the engine's model has had."""
-        return self._engine.weights
+    engine: Engine
 
     def submit(self, request: Request, recorder: Recorder) -> None:
         """Submit a request to the engine; a refusal is recorded, not raised."""
         try:
-            self._engine.submit(request, recorder.hear)
+            self.engine.submit(request, recorder.hear)
         except (Overloaded, CapacityError) as error:
             recorder.end("rejected", time.perf_counter(), str(error))
         except ElasticError as error:
@@ -59,14 +48,12 @@ class InProcessTarget:
 
     def cancel(self, request: str) -> None:
         """Cancel a request of the engine."""
-        self._engine.cancel(request)
+        self.engine.cancel(request)
 
-    def observe(self, t_s: float) -> EngineState | None:
-        """Return the present state of the engine and its runtime."""
-        traffic = self._engine.counters.read()
-        runtime = self._engine.runtime
+    def observe(self, t_s: float) -> Observation:
+        """Return the present state of the engine and its runtime, and the runtime's last events."""
+        traffic, runtime, weights = self.engine.counters.read(), self.engine.runtime, self.engine.weights
         if runtime is None:
-            weights = self._engine.weights
             layers = Counter(weights[-1] if weights else ())
         else:
             variants = (
@@ -74,7 +61,7 @@ class InProcessTarget:
                 for copies in runtime.status().residencies.values()
             )
             layers = Counter(forms[0] if forms else "absent" for forms in variants)
-        return EngineState(
+        state = EngineState(
             t_s,
             traffic.waiting,
             traffic.running,
@@ -84,11 +71,8 @@ class InProcessTarget:
             traffic.preemptions,
             traffic.stalls,
         )
-
-    def actions(self) -> Mapping[int, FinishedAction]:
-        """Return the runtime's last events by their numbers; `t_s` in seconds since the epoch."""
-        runtime = self._engine.runtime
-        return {event.id: _finished(event) for event in runtime.events()} if runtime else {}
+        events = runtime.events() if runtime else ()
+        return Observation(state, {event.id: _finished(event) for event in events}, weights)
 
 
 def _finished(event: Event) -> FinishedAction:

@@ -47,25 +47,31 @@ class FinishedAction:
     outcome: str
 
 
-class StateSampler:
-    """A thread that samples at intervals, and keeps the states and all actions since it was made.
+@dataclass(frozen=True)
+class Observation:
+    """What a target says of itself at one moment."""
 
-    `observe` returns the state at a time, None if it is not known; `actions` returns the last actions by their numbers,
-    with `t_s` in seconds since the epoch.
+    state: EngineState | None
+    """None: it cannot be known."""
+    actions: Mapping[int, FinishedAction]
+    """The last finished ones by their numbers; `t_s` in seconds since the epoch."""
+    weights: tuple[tuple[str, ...], ...] = ()
+    """The forms of `Engine.weights`; empty where they are not known."""
+
+
+class StateSampler:
+    """A thread that observes at intervals, and keeps the states and all actions since it was made.
+
+    `observe` is called with the time of the replay.
     """
 
-    def __init__(
-        self,
-        observe: Callable[[float], EngineState | None],
-        actions: Callable[[], Mapping[int, FinishedAction]],
-        every_s: float,
-    ) -> None:
+    def __init__(self, observe: Callable[[float], Observation], every_s: float) -> None:
         self._observe = observe
-        self._list_actions = actions
         self._every_s = every_s
         self._states: list[EngineState] = []
         self._actions: dict[int, FinishedAction] = {}
-        self._old = set(actions())
+        self._last = observe(0.0)
+        self._old = set(self._last.actions)
         self._start_s = self._wall_s = 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._sample_until_stopped, name="elastic-bench-sampler", daemon=True)
@@ -76,13 +82,14 @@ class StateSampler:
         self._wall_s = time.time() - (time.perf_counter() - start_s)
         self._thread.start()
 
-    def stop(self) -> tuple[tuple[EngineState, ...], tuple[FinishedAction, ...]]:
-        """End with a last sample; return all states and actions."""
+    def stop(self) -> tuple[tuple[EngineState, ...], tuple[FinishedAction, ...], tuple[tuple[str, ...], ...]]:
+        """End with a last sample; return all states and actions, and the forms of the weights."""
         self._stopped.set()
         self._thread.join()
         self._sample()
         actions = [self._actions[number] for number in sorted(self._actions)]
-        return tuple(self._states), tuple(replace(a, t_s=a.t_s - self._wall_s) for a in actions)
+        on_our_clock = tuple(replace(action, t_s=action.t_s - self._wall_s) for action in actions)
+        return tuple(self._states), on_our_clock, self._last.weights
 
     def _sample_until_stopped(self) -> None:
         while not self._stopped.is_set():
@@ -90,7 +97,7 @@ class StateSampler:
             self._stopped.wait(self._every_s)
 
     def _sample(self) -> None:
-        state = self._observe(time.perf_counter() - self._start_s)
-        if state is not None:
-            self._states.append(state)
-        self._actions |= {n: action for n, action in self._list_actions().items() if n not in self._old}
+        self._last = self._observe(time.perf_counter() - self._start_s)
+        if self._last.state is not None:
+            self._states.append(self._last.state)
+        self._actions |= {n: action for n, action in self._last.actions.items() if n not in self._old}

@@ -106,12 +106,9 @@ def kv_states(result: Result) -> list[tuple[float, float, float]]:
 
 def layer_states(result: Result) -> list[tuple[float, int]]:
     """Return seconds, and the number of decoder layers that are not in full precision."""
-    return [(float(s["t_s"]), swapped_layers(s)) for s in result.elastic["state_timeline"]]
-
-
-def swapped_layers(state: dict[str, Any]) -> int:
-    """Count the decoder layers that are not in full precision."""
-    return sum(count for variant, count in state["layers"].items() if variant not in FULL)
+    timeline = result.elastic["state_timeline"]
+    counts = [sum(count for variant, count in s["layers"].items() if variant not in FULL) for s in timeline]
+    return [(float(s["t_s"]), count) for s, count in zip(timeline, counts, strict=True)]
 
 
 def slo_bound(result: Result, key: str) -> float | None:

@@ -196,7 +196,9 @@ def test_states_and_actions_come_from_the_status_page() -> None:
         nonlocal asked
         asked += 1
         now = time.time() + skew_s
-        events = [event(0, now - 50)] + ([event(1, now)] if asked > 2 else [])
+        events = [event(0, now - 50)]
+        events += [event(1, now - 40, "release")] if asked > 1 else []  # as of warm-up requests
+        events += [event(2, now)] if asked > 3 else []
         cache = {"used_bytes": 5, "capacity_bytes": 10}
         return {
             "at_s": now, "events": events, "layers": ["float32", "int4"], "status": {"kv": [cache, cache]},
@@ -223,7 +225,7 @@ def test_what_a_server_counts_by_variant_during_the_run_is_the_share_of_the_work
         asked += 1
         return {
             "at_s": time.time(), "events": [], "layers": ["int4"], "status": None, "traffic": asdict(RequestStats()),
-            "token_layers": {"float32": 100, "int4": 7} if asked < 3 else {"float32": 400, "int4": 107, "int3": 0},
+            "token_layers": {"float32": 100, "int4": 7} if asked < 4 else {"float32": 400, "int4": 107, "int3": 0},
         }  # fmt: skip
 
     with stub() as server:

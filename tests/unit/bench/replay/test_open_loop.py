@@ -183,6 +183,18 @@ def test_a_fault_of_the_engine_ends_the_replay_instead_of_hanging_it() -> None:
         replay(Scripted(broken), trace, prompts_for(trace), options=ReplayOptions(timeout_s=60))
 
 
+def test_a_replay_that_fails_leaves_nothing_that_goes_on() -> None:
+    def answer(request: Request, listener: Listener) -> None:
+        if len(engine.submitted) == 2:
+            raise RuntimeError("a fault")
+
+    engine, trace = Scripted(answer), offered(3)
+    with pytest.raises(RuntimeError, match="a fault"):
+        replay(engine, trace, prompts_for(trace))
+    assert engine.submitted[0].id in engine.cancelled
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("elastic-bench")]
+
+
 def test_warm_up_requests_come_first_and_are_not_recorded() -> None:
     engine = Scripted(lambda request, listener: listener(Output(request.id, (1,), "length", at_s=time.perf_counter())))
     trace = offered(4)
@@ -206,7 +218,7 @@ def test_a_warm_up_that_fails_says_so_before_anything_is_measured() -> None:
 
 def test_the_state_is_sampled_from_beginning_to_end() -> None:
     class Counting(RequestMetrics):
-        reads = 0
+        reads = -1  # the first one, before the run, is no sample
 
         def read(self, at_s: float | None = None) -> RequestStats:
             self.reads += 1

@@ -16,7 +16,7 @@ from elastic.bench.replay.open_loop import replay
 from elastic.bench.replay.timeline import EngineState
 from elastic.bench.report import plots
 from elastic.bench.report.compare import Result, read_results, rows, warnings
-from elastic.bench.report.plots import arrivals_per_second, cdf, draw, swapped_layers, tpots, ttfts
+from elastic.bench.report.plots import arrivals_per_second, cdf, draw, layer_states, tpots, ttfts
 from elastic.bench.report.summary import summarize
 from elastic.bench.traces.generator import Fixed, Poisson, generate
 from elastic.bench.traces.prompts import random_prompts
@@ -182,7 +182,8 @@ def test_what_is_drawn_is_what_was_measured() -> None:
     assert arrivals_per_second(result) == ([2.0, 0.0, 0.0, 1.0, 1.0], 1.0)
     assert ttfts(result) == [(0.0, 0.25), (3.5, 0.5), (4.0, 1.0)], "one got no token"
     assert tpots(result) == pytest.approx([200.0, 200.0])
-    assert swapped_layers({"layers": {"float32": 3, "int4": 2, "int8": 1}}) == 3
+    states = [{"t_s": 1, "layers": {"float32": 3, "int4": 2, "int8": 1}}]
+    assert layer_states(Result("r", {"elastic": {"state_timeline": states}})) == [(1.0, 3)]
 
 
 @given(st.lists(st.floats(0, 100), max_size=30))
