@@ -37,8 +37,14 @@ KEY = "OPENAI_API_KEY"
 
 
 def bench(options: Namespace) -> int:
-    """Run the sub-command."""
-    return compare(options) if options.mode == "compare" else run(options)
+    """Compare, or replay: after Ctrl-C or SIGTERM what there is by then is written and shown, too."""
+    if options.mode == "compare":
+        return compare(options)
+    with terminable() as interrupts:
+        try:
+            return interrupts.code if measure(options).interrupted else 0
+        except KeyboardInterrupt:  # before there was anything
+            return interrupts.code
 
 
 def compare(options: Namespace) -> int:
@@ -50,15 +56,6 @@ def compare(options: Namespace) -> int:
     if options.plot is not None:
         draw(results, Path(options.plot))
     return 0
-
-
-def run(options: Namespace) -> int:
-    """Replay, write the files and show the figures; after Ctrl-C or SIGTERM too, with the requests so far."""
-    with terminable() as interrupts:
-        try:
-            return interrupts.code if measure(options).interrupted else 0
-        except KeyboardInterrupt:  # before there was anything
-            return interrupts.code
 
 
 def measure(options: Namespace) -> ReplayRun:

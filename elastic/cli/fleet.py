@@ -174,8 +174,13 @@ def _drop(send: Send, options: Namespace) -> int:
 
 
 def _restore(send: Send, options: Namespace) -> int:
-    body = {**_said(options, "rank", "sharing", "dry_run"), **_form(options)}
-    return _returned(send("restore", body))
+    """Have the layers of a group return; or have it part, which is the same and closes its connections."""
+    body = _said(options, "rank")
+    if options.what == "restore":
+        body |= {**_said(options, "sharing", "dry_run"), **_form(options)}
+    restored = send(options.what, body)
+    members = ", ".join(restored.get("members") or ["no rank"])
+    return _exchanged(restored, f"{members}; {restored.get('fetched_bytes', 0):,} bytes of weights came back")
 
 
 def _reshard(send: Send, options: Namespace) -> int:
@@ -209,10 +214,6 @@ def _merge(send: Send, options: Namespace) -> int:
     return 0
 
 
-def _split(send: Send, options: Namespace) -> int:
-    return _returned(send("split", _said(options, "rank")))
-
-
 def _layers_at(options: Namespace) -> dict[str, Any]:
     """Return what was said of layers of an instance that are to be at another rank."""
     return {**_said(options, "home", "rank", "dry_run"), "layers": _layers(options.layers)}
@@ -221,12 +222,6 @@ def _layers_at(options: Namespace) -> dict[str, Any]:
 def _form(options: Namespace) -> dict[str, Any]:
     """Return what was said of how layers change their rank, and how long that may take."""
     return exchange_form(options) | ({} if options.timeout is None else {"timeout_s": options.timeout})
-
-
-def _returned(restored: Mapping[str, Any]) -> int:
-    """Say what a restore came to; return the exit code."""
-    members = ", ".join(restored.get("members") or ["no rank"])
-    return _exchanged(restored, f"{members}; {restored.get('fetched_bytes', 0):,} bytes of weights came back")
 
 
 def _exchanged(done: Mapping[str, Any], what: str) -> int:
@@ -293,6 +288,6 @@ _ACTS = {
     "replicate": _replicate,
     "evict": _evict,
     "merge": _merge,
-    "split": _split,
+    "split": _restore,
     **DEPLOYING,
 }

@@ -38,11 +38,7 @@ def layers_at(
                 cells.append(*(OWN if place == homes[0] else REPLICA))
             else:
                 cells.append(*(PART if place in (modules or {}).get(index, ()) else NOTHING))
-        table.add_row(Text(place), cells, Text(spans(place, layers)))
+        held = [index for index, homes in enumerate(layers) if place in homes]
+        table.add_row(Text(place), cells, Text(ranges(held)))
     legend = Text.assemble(OWN, " own   ", REPLICA, " replica   ", PART, " modules of it")
     return Panel(Group(table, legend), title=f"{len(layers)} layers at {len(places)} places")
-
-
-def spans(place: str, layers: Sequence[tuple[str, ...]]) -> str:
-    """Return the layers that a place has as text, such as `0-7, 12`."""
-    return ranges([index for index, homes in enumerate(layers) if place in homes])

@@ -28,7 +28,7 @@ def stages(document: StatusDocument) -> Panel | None:
     """Draw a line for each rank, a cell for each layer; None: every instance computes its layers by itself."""
     paths = {instance.name: instance.path for instance in document.instances if instance.path}
     ranks = [rank for rank in document.ranks if rank.state in UP]
-    alone = all(len(set(path)) == 1 and len(_ranks(path, 0)) == 1 for path in paths.values())
+    alone = all(len(set(path)) == 1 and SHARED not in path[0] and REPLICA not in path[0] for path in paths.values())
     if alone and not any(rank.dropped for rank in ranks):
         return None
     leaders = {each.leader or next(iter(each.ranks), ""): each.name for each in document.instances}
@@ -80,9 +80,13 @@ def grid(
     has of each layer, as `0,1/4`, and empty for a whole one.
     """
     count = max(map(len, paths.values()), default=0)
+    at = {name: [set(ranks.replace(REPLICA, SHARED).split(SHARED)) for ranks in path] for name, path in paths.items()}
     table = Table.grid(padding=(0, 1))
     for rank, away in dropped.items():
-        by_layer = [[name for name, path in paths.items() if rank in _ranks(path, i)] for i in range(count)]
+        by_layer = [
+            [name for name, layers in at.items() if layer < len(layers) and rank in layers[layer]]
+            for layer in range(count)
+        ]
         has = dict(enumerate((parts or {}).get(rank, ())))
         shared = [
             _words_of_layer([paths[name][i] for name in these], has.get(i, "")) for i, these in enumerate(by_layer)
@@ -104,11 +108,6 @@ def _cell(instances: Sequence[str], own: str | None, dropped: bool) -> tuple[str
         return DROPPED if dropped else IDLE
     text = str(len(instances)) if len(instances) <= MOST else "+"
     return text, OWN if own in instances else OTHERS
-
-
-def _ranks(path: Sequence[str], layer: int) -> list[str]:
-    """Return the ranks that compute a layer."""
-    return path[layer].replace(REPLICA, SHARED).split(SHARED) if layer < len(path) else []
 
 
 def _words_of_layer(ranks: Sequence[str], parts: str) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 from elastic.assets import MODEL_DIR
 from elastic.cli.main import main
 from elastic.cli.predictions.plan import sizes_of
-from elastic.cli.views.layer_grid import layers_at, of_status, spans
+from elastic.cli.views.layer_grid import layers_at, of_status
 from elastic.cli.views.panels import screen
 from elastic.config import Place
 from elastic.planning.assumed_speeds import ASSUMED, assume
@@ -52,7 +52,7 @@ def test_a_grid_has_a_line_for_each_place() -> None:
     assert "cpu#a ██·▖ 0-1" in lines[1]
     assert "cpu#b ·▒·█ 1, 3" in lines[2]
     assert "host  ··█· 2" in lines[3]
-    assert spans("cpu#c", layers) == ""
+    assert printed(layers_at(["cpu#c"], layers)).splitlines()[1].strip("│ ") == "cpu#c ····"
 
 
 def test_modules_that_are_elsewhere_are_no_layers_of_their_own() -> None:
@@ -65,7 +65,7 @@ def test_dropped_layers_are_told_from_released_ones() -> None:
     after = replace(before, residencies=residencies)
     places, layers, _ = of_status(after)
     assert places == ["cpu#a", "cpu#b", "host", "dropped"]
-    assert spans("dropped", layers) == "3"
+    assert "dropped ···█ 3" in printed(layers_at(places, layers))
     assert variants(after) == ["float32", "float32", "absent", "dropped"]
 
 
