@@ -43,11 +43,8 @@ class LayerKind:
     """Its parameters that live in pages, by their names in the layer."""
     path: str
     """Its name in the model."""
-
-    @cached_property
-    def full(self) -> LayerLayout:
-        """How it lies in pages."""
-        return LayerLayout.pack({n: ParameterLayout.like(s.parameter) for n, s in self.slots.items()})
+    full: LayerLayout
+    """How it lies in pages."""
 
     @cached_property
     def parameters(self) -> LayerParameters:
@@ -186,5 +183,6 @@ def _kinds(decoder: Decoder, slots: list[dict[str, ParameterSlot]]) -> tuple[Lay
         name = f"{type(decoder.layers[first]).__name__}{f' {attention}' if attention else ''}"
         name += f" from {first}" if any(kind.name == name for kind in kinds) else ""
         layer, path = decoder.layers[first], decoder.layer_names[first]
-        kinds.append(LayerKind(name, tuple(layers), attention, layer, slots[first], path))
+        full = LayerLayout.pack({n: ParameterLayout.like(s.parameter) for n, s in slots[first].items()})
+        kinds.append(LayerKind(name, tuple(layers), attention, layer, slots[first], path, full))
     return tuple(kinds)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -24,19 +25,20 @@ _NAME = re.compile(r"\*|(\*\.)?[^\s/:*]*[^\s/:*.]")
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\sA-Z/?#*@]+")
 
 
+@dataclass(frozen=True)
 class Hosts:
     """ASGI middleware: only requests whose `Host` is an address, or one of these names; `*.x` is any name below x."""
 
-    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
-        self._app = app
-        self._allowed = tuple(name.lower() for name in allowed)
+    app: ASGIApp
+    allowed: Sequence[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
         name = _PORT.sub("", host).lower().rstrip(".")
-        allowed = ANY in self._allowed or not name or _is_address(name)  # without a name it is no browser
-        if allowed or any(name.endswith(a[1:]) if a.startswith("*.") else name == a for a in self._allowed):
-            await self._app(scope, receive, send)
+        allowed = ANY in self.allowed or not name or _is_address(name)  # without a name it is no browser
+        names = map(str.lower, self.allowed)
+        if allowed or any(name.endswith(a[1:]) if a.startswith("*.") else name == a for a in names):
+            await self.app(scope, receive, send)
             return
         message = f"this server does not answer to the name {host!r}; start it with --allowed-hosts to change that"
         headers = {"Connection": "close"}

@@ -71,7 +71,7 @@ class ActionTargets:
         """Do actions: on one model as `Runtime.apply`; on several all or none, so that none of them is deferred."""
         if len(asked) == 1:
             ((target, actions),) = asked.items()
-            return _paired(target, actions, target.apply(actions))
+            return [(target, *pair) for pair in zip(actions, target.apply(actions), strict=True)]
         id = uuid4().hex
         self.prepare(asked, id, 60.0)
         return self.commit(id)
@@ -105,7 +105,7 @@ class ActionTargets:
         asked = self._asked(id)
         for position, (target, actions) in enumerate(asked.items()):
             try:
-                done += _paired(target, actions, target.commit(id))
+                done += [(target, *pair) for pair in zip(actions, target.commit(id), strict=True)]
             except ElasticError as error:
                 for other in list(asked)[position + 1 :]:
                     _undo(other, id)
@@ -155,10 +155,6 @@ def _of_rank(fleet: Fleet, name: str) -> Target:
         partial(fleet.commit, name),
         partial(fleet.rollback, name),
     )
-
-
-def _paired(target: Target, actions: Sequence[Action], results: Sequence[Any]) -> Done:
-    return [(target, action, result) for action, result in zip(actions, results, strict=True)]
 
 
 def _undo(target: Target, id: str) -> None:

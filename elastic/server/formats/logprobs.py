@@ -12,7 +12,8 @@ from elastic.server.generation.token_text import TokenTexts
 
 JSON = dict[str, Any]
 LEAST = -9999.0
-"""For what JSON cannot say: of a token that was impossible it is minus infinity, of logits with NaN it is NaN."""
+"""For what JSON cannot say: of a token that was impossible it is minus infinity, of logits with NaN it is NaN.
+`max(LEAST, x)` is `LEAST` of both."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ class LogprobsFormat:
         tokens = list(tokens)
         entries = [token.logprobs for token in tokens]
         ranked = [None if each is None else (*each.top, (each.token, each.logprob)) for each in entries]
-        tops = [None if each is None else {self._name(token): _finite(p) for token, p in each} for each in ranked]
+        tops = [None if each is None else {self._name(token): max(LEAST, p) for token, p in each} for each in ranked]
         return {
             "tokens": [self._name(token.id) for token in tokens],
-            "token_logprobs": [None if each is None else _finite(each.logprob) for each in entries],
+            "token_logprobs": [None if each is None else max(LEAST, each.logprob) for each in entries],
             "top_logprobs": tops if top else None,
             "text_offset": [token.offset for token in tokens],
         }
@@ -54,18 +55,14 @@ class LogprobsFormat:
             ranked = {} if entry is None else {entry.token: (entry.logprob, entry.rank)}
             ranked |= {t: (p, rank) for rank, (t, p) in enumerate(() if entry is None else entry.top, 1)}
             by_id = {
-                str(token): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self.texts.of(token)[0]}
+                str(token): {"logprob": max(LEAST, logprob), "rank": rank, "decoded_token": self.texts.of(token)[0]}
                 for token, (logprob, rank) in ranked.items()
             }
             reports.append(by_id or None)
         return reports
 
     def _entry(self, token: int, logprob: float) -> JSON:
-        return {"token": self._name(token), "logprob": _finite(logprob), "bytes": list(self.texts.of(token)[1])}
+        return {"token": self._name(token), "logprob": max(LEAST, logprob), "bytes": list(self.texts.of(token)[1])}
 
     def _name(self, token: int) -> str:
         return f"token_id:{token}" if self.as_ids else self.texts.of(token)[0]
-
-
-def _finite(logprob: float) -> float:
-    return logprob if logprob > LEAST else LEAST  # not of NaN

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from elastic.planning.estimate.intent import Intent, Objective
+from elastic.planning.estimate.intent import Objective
 from elastic.planning.estimate.performance import Load
 from elastic.server.protocol.fields import StrictBody
 
@@ -131,18 +131,13 @@ class SplitBody(StrictBody):
 
 
 class IntentBody(StrictBody):
-    """What is to be small, and what may not be exceeded."""
+    """What is to be small, and what may not be exceeded: the fields of `Intent`."""
 
     minimize: Objective | None = None
     latency_s: float | None = None
     cost: float | None = None
     quality_loss: float | None = None
     tolerance: float = 0.0
-
-    @property
-    def intent(self) -> Intent:
-        """The intent. Raises `ConfigError` for bounds that cannot be."""
-        return Intent(**self.model_dump())
 
 
 class LoadBody(StrictBody):

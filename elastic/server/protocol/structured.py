@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -77,6 +76,17 @@ class StructuredOutputs(RequestBody):
     """In Lark's notation."""
     json_object: bool | None = None
 
+    def rules(self) -> dict[str, Grammar | None]:
+        """Return the rule of each field, None where it says nothing."""
+        choices = "|".join(_MEANING.sub(r"\\\g<0>", choice) for choice in self.choice or ())
+        return {
+            "json": None if self.json_ is None else json_grammar(self.json_),
+            "regex": Grammar("regex", self.regex) if self.regex else None,
+            "choice": Grammar("regex", choices) if self.choice else None,
+            "grammar": Grammar("lark", self.grammar) if self.grammar else None,
+            "json_object": ANY_OBJECT if self.json_object else None,
+        }
+
 
 class StructuredFields(RequestBody):
     """The fields of a body that say what the text of an answer must be; at most one of them."""
@@ -90,19 +100,12 @@ class StructuredFields(RequestBody):
 
     def grammar(self) -> Grammar | None:
         """Return the rule, None without one. Raises `APIError` for several, and for one that is too long."""
-        outputs = self.structured_outputs or StructuredOutputs.model_validate({})
-        rules = {
-            "response_format": self.response_format and format_grammar(self.response_format),
-            "structured_outputs.json": outputs.json_ is not None and json_grammar(outputs.json_),
-            "structured_outputs.regex": outputs.regex and Grammar("regex", outputs.regex),
-            "structured_outputs.choice": outputs.choice and choice_grammar(outputs.choice),
-            "structured_outputs.grammar": outputs.grammar and Grammar("lark", outputs.grammar),
-            "structured_outputs.json_object": outputs.json_object and ANY_OBJECT,
-            "guided_json": self.guided_json is not None and json_grammar(self.guided_json),
-            "guided_regex": self.guided_regex and Grammar("regex", self.guided_regex),
-            "guided_choice": self.guided_choice and choice_grammar(self.guided_choice),
-            "guided_grammar": self.guided_grammar and Grammar("lark", self.guided_grammar),
-        }
+        guided = {name: getattr(self, f"guided_{name}") for name in ("regex", "choice", "grammar")}
+        of_guided = StructuredOutputs.model_construct(json_=self.guided_json, **guided)
+        sources = {"structured_outputs.": self.structured_outputs, "guided_": of_guided}
+        rules = {"response_format": self.response_format and format_grammar(self.response_format)}
+        for prefix, outputs in sources.items():
+            rules |= {} if outputs is None else {f"{prefix}{name}": rule for name, rule in outputs.rules().items()}
         given = [(name, rule) for name, rule in rules.items() if isinstance(rule, Grammar)]
         if len(given) > 1:
             raise invalid(given[1][0], f"{given[0][0]} says already what the text must be; give one of them")
@@ -126,8 +129,3 @@ def format_grammar(form: TextFormat | JSONObjectFormat | JSONSchemaFormat) -> Gr
 def json_grammar(schema: dict[str, Any] | bool | str) -> Grammar:
     """Return the rule of a JSON schema, given as JSON or as its text."""
     return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
-
-
-def choice_grammar(choices: Sequence[str]) -> Grammar:
-    """Return the rule of a text that is one of several."""
-    return Grammar("regex", "|".join(_MEANING.sub(r"\\\g<0>", choice) for choice in choices))

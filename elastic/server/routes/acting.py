@@ -19,7 +19,10 @@ B = TypeVar("B", bound=StrictBody)
 
 
 class ActingRoute(JSONRoute):
-    """A route behind which what ranks told before is out of date: who reads the status next sees what was done."""
+    """A route behind which what ranks told before is out of date: who reads the status next sees what was done.
+
+    What finds no memory is a conflict with what the model has to do now: 409.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -27,6 +30,8 @@ class ActingRoute(JSONRoute):
         async def acting(request: Request) -> Response:
             try:
                 return await handle(request)
+            except CapacityError as error:
+                raise APIError(409, str(error), code="capacity_exceeded") from error
             finally:
                 if (ranks := request.app.state.serving.ranks) is not None:
                     ranks.outdate()
@@ -42,8 +47,6 @@ async def act(work: Callable[[], T]) -> T:
     """
     try:
         return await asyncio.to_thread(work)
-    except CapacityError as error:
-        raise APIError(409, str(error), code="capacity_exceeded") from error
     except StateError as error:
         raise APIError(409, str(error), code="conflict") from error
 

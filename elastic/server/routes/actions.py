@@ -12,7 +12,6 @@ asked again; a transaction that nobody ends is rolled back after `timeout_s`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 from typing import Any, get_args
 from uuid import uuid4
@@ -20,7 +19,7 @@ from uuid import uuid4
 from fastapi import APIRouter
 
 from elastic.config import parse_limit
-from elastic.errors import CapacityError, ConfigError
+from elastic.errors import ConfigError
 from elastic.server.fleets.targets import ActionTargets, Target
 from elastic.server.generation.state import ServerState
 from elastic.server.protocol.actions import (
@@ -63,11 +62,11 @@ def routes(serving: ServerState) -> APIRouter:
 
     @router.post("/elastic/actions")
     async def act(body: ActionsBody) -> dict[str, Any]:
-        return await _answered(lambda: _act(targets, body))
+        return await asyncio.to_thread(_act, targets, body)
 
     @router.post("/elastic/actions/prepare")
     async def prepare(body: PrepareBody) -> dict[str, Any]:
-        return await _answered(lambda: _prepare(targets, body))
+        return await asyncio.to_thread(_prepare, targets, body)
 
     @router.post("/elastic/actions/{id}/commit")
     async def commit(id: str) -> dict[str, Any]:
@@ -79,14 +78,6 @@ def routes(serving: ServerState) -> APIRouter:
         return {"id": id}
 
     return router
-
-
-async def _answered(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Do work on a thread; what finds no memory is a conflict with what the model has to do now."""
-    try:
-        return await asyncio.to_thread(work)
-    except CapacityError as error:
-        raise APIError(409, str(error), code="capacity_exceeded") from error
 
 
 def _described(model: type[StrictBody]) -> tuple[str, dict[str, Any]]:

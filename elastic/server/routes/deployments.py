@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter
 
 from elastic.errors import StateError
+from elastic.planning.estimate.intent import Intent
 from elastic.planning.estimate.performance import USUAL_LOAD
 from elastic.server.protocol.fleet import DeployBody, IntendBody, ResizeBody, UndeployBody
 from elastic.server.routes.acting import ActingRoutes
@@ -35,7 +36,7 @@ def routes(models: Catalogue) -> APIRouter:
             models.options(body.path)  # what nobody could ask for is refused before it takes devices
         load = body.load.over(USUAL_LOAD) if body.load is not None else None
         options: dict[str, Any] = {"name": body.name, "weights": body.weights, "replicas": body.replicas}
-        return {"deployed": deployments.deploy(body.path, body.intent.intent, load=load, **options)}
+        return {"deployed": deployments.deploy(body.path, Intent(**body.intent.model_dump()), load=load, **options)}
 
     def undeploy(deployments: Deployments, body: UndeployBody) -> dict[str, Any]:
         if body.name == models.own.name:
@@ -52,7 +53,7 @@ def routes(models: Catalogue) -> APIRouter:
 
 
 def _intend(deployments: Deployments, body: IntendBody) -> dict[str, Any]:
-    intent = body.intent.intent if body.intent is not None else None
+    intent = Intent(**body.intent.model_dump()) if body.intent is not None else None
     load = body.load.over(deployments.expected(body.name)) if body.load is not None else None
     told = deployments.intend(body.name, intent, load=load, replicas=body.replicas, dry_run=body.dry_run)
     return {"intended": told}
