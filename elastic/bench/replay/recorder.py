@@ -68,7 +68,8 @@ class Recorder:
     def counted(self, output_tokens: int) -> None:
         """Record a server's count of all tokens."""
         with self._lock:
-            self._reported = output_tokens
+            if not self.ended:
+                self._reported = output_tokens
 
     def end(self, finish: Finish, now_s: float, error: str | None = None) -> None:
         """Record the end, unless there was one already."""

@@ -337,7 +337,9 @@ def test_a_recorder_hears_nothing_after_the_end() -> None:
     recorder.hear(Output("r", (6,), "length", at_s=103.0))
     recorder.end("failed", 104.0)
     recorder.piece(105.0)
+    recorder.counted(7)
     record = recorder.record()
+    assert record.output_tokens == 1
     assert (record.tokens, record.token_times_s, record.finish, record.ended_s) == ((5,), (1.0,), "timeout", 2.0)
     assert over.acquire(blocking=False)
     assert not over.acquire(blocking=False), "an end is told once"
