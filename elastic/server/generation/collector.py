@@ -150,17 +150,19 @@ class ActionTotals:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last: dict[Labels, int] = {}
+        """By rank, the last event that was counted."""
         self._done: Counter[Labels] = Counter()
         self._pauses: dict[Labels, float] = {}
         self._moved: Counter[Labels] = Counter()
 
     def add(self, of: Labels, events: Sequence[Event]) -> None:
-        """Count the events of a model that were not counted yet."""
+        """Count the events of a model that were not counted yet; those of a rank, by whatever instance it has now."""
+        rank = of[-1:]
         with self._lock:
             for event in events:
-                if event.id <= self._last.get(of, -1):
+                if event.id <= self._last.get(rank, -1):
                     continue
-                self._last[of] = event.id
+                self._last[rank] = event.id
                 kind = KINDS.get(type(event.action), "other")
                 outcome = event.outcome if event.outcome in _STATUSES else "applied_later"
                 self._done[*of, kind, outcome if event.ok else "failed"] += 1

@@ -53,6 +53,21 @@ def test_an_engine_is_a_fleet_if_it_can_do_what_one_does(fleet: FakeFleet) -> No
     assert app_for(FakeEngine()).state.serving.fleet is None
 
 
+def test_actions_of_a_rank_count_once_whatever_instance_it_has(
+    client: TestClient, fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of one that joins between the two looks at the fleet of a scrape: its instance is not known yet."""
+
+    def counted() -> float:
+        return sum(v for (name, *labels), v in scraped(client).items() if name == "elastic_actions_total")
+
+    status = fleet.status()
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet, "status", lambda: replace(status, instances=status.instances[:1]))
+        before = counted()
+    assert counted() == before > 0
+
+
 def test_health_is_good_while_one_rank_serves(client: TestClient, fleet: FakeFleet) -> None:
     fleet.becomes("a", "lost", "killed")
     answer = client.get("/health")
