@@ -37,7 +37,16 @@ from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.base import GrammarCompiler, Listener, Request
 from elastic.engines.sampling import require_valid
 from elastic.engines.stopping import with_ends
-from elastic.errors import ConfigError, ElasticError, StateError, require, require_count, require_flag, require_whole
+from elastic.errors import (
+    ConfigError,
+    ElasticError,
+    StateError,
+    is_integer,
+    require,
+    require_count,
+    require_flag,
+    require_whole,
+)
 from elastic.planning.sharding.share import shares
 
 _fleets: weakref.WeakSet[Fleet] = weakref.WeakSet()
@@ -187,10 +196,10 @@ class Fleet(PricedVerbs):
     def submit(self, request: Request, listener: Listener) -> None:
         """Queue a request; see `Engine`."""
         require(callable(listener), "listener", listener, "a function of an elastic.Output")
+        self._require_state("serving")
         facts = self._members.facts
-        if facts is None or not self.serving:
-            self._refuse()
-        assert facts is not None
+        if facts is None or self._supervisor.hopeless:
+            raise StateError("no rank is left, and none comes; add one")
         require_valid(request, facts.vocabulary, facts.longest)
         if request.grammar is not None and self._grammars is not None:
             self._grammars.matcher(request.grammar)
@@ -204,6 +213,7 @@ class Fleet(PricedVerbs):
     def cancel(self, request: str, index: int | None = None) -> None:
         """End a request, or one of its answers; its listener gets `cancelled` for each. Unknown: nothing happens."""
         require(isinstance(request, str), "request", request, "the id of a request, a text")
+        require(index is None or is_integer(index), "index", index, "the number of an answer, or None for all of them")
         self._dispatcher.cancel(request, index)
 
     def stop(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
@@ -271,13 +281,13 @@ class Fleet(PricedVerbs):
 
     def add(self, places: Sequence[str] | None = None, *, cores: Sequence[int] = ()) -> str:
         """Start one more rank; return its name when it serves. Raises as `start` does; the others serve on."""
-        self._require_serving()
+        self._require_state("serving")
         spec = self._starter.spec(self._specs[0].places if places is None else places, cores)
         return self._starter.start(spec).name
 
     def scale_out(self, ranks: int) -> tuple[str, ...]:
         """Start so many more ranks, like the first; return their names. Raises the first error, if not all came."""
-        self._require_serving()
+        self._require_state("serving")
         require_whole(ranks, "ranks")
         specs = [self._starter.spec(self._specs[0].places) for _ in range(ranks)]
         return self._starter.start_all(self._starter.in_units(specs, self._shares))
@@ -325,7 +335,11 @@ class Fleet(PricedVerbs):
         self._supervisor.fail_if_hopeless(f"rank {name!r} was removed")
 
     def kill(self, name: str) -> None:
-        """Fence a rank at once, as if it had failed; return when its requests wait or go on elsewhere."""
+        """Fence a rank at once, as if it had failed; return when its requests wait or go on elsewhere.
+
+        Not for listeners.
+        """
+        Delivery.forbid("a rank cannot be killed")
         instance = self._instance(name)
         instance.client.kill("killed by hand")
         with self._dispatcher.lock:
@@ -373,22 +387,6 @@ class Fleet(PricedVerbs):
         with self._dispatcher.lock:
             ranks = list(self._dispatcher.instances)
         self._groups.ranks.ask_all(dict.fromkeys(ranks, Check()))
-
-    # -- inside
-
-    def _require_started(self) -> None:
-        if self._state in ("new", "stopped"):
-            self._refuse()
-
-    def _require_serving(self) -> None:
-        if self._state != "serving":
-            self._refuse()
-
-    def _refuse(self) -> None:
-        if self._state == "serving":
-            raise StateError("no rank is left, and none comes; add one")
-        remedy = {"new": "start it first: fleet.start(), or with fleet:", "starting": "wait until start() returns"}
-        raise StateError(f"the fleet is {self._state}; {remedy.get(self._state, 'make a new one')}")
 
 
 def _stop_all() -> None:

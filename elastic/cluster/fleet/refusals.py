@@ -13,6 +13,7 @@ from elastic.errors import (
     CapacityError,
     NotFound,
     Overloaded,
+    StateError,
     is_integer,
     require,
     require_count,
@@ -40,14 +41,13 @@ def require_possible(serving: Sequence[Instance], request: Request, retry_after_
 
 def longest_request(serving: Sequence[Instance], most: int, *, ever: bool) -> int:
     """Return the most tokens, up to `most`, of a request that is not refused; `ever`: not for good."""
-
     require_whole(most, "most", least=0)
-
-    def is_refused(tokens: int) -> bool:
-        holds = (instance.most_blocks if ever else instance.reachable_limit for instance in serving)
-        return all(i.blocks_alone(tokens) > blocks for i, blocks in zip(serving, holds, strict=True))
-
-    return bisect_left(range(1, most + 1), True, key=is_refused) if serving else most
+    if not serving:
+        return most
+    limits = [(each, each.most_blocks if ever else each.reachable_limit) for each in serving]
+    return bisect_left(
+        range(1, most + 1), True, key=lambda tokens: all(each.blocks_alone(tokens) > limit for each, limit in limits)
+    )
 
 
 def no_room(instances: Sequence[Instance], request: Request) -> CapacityError:
@@ -84,15 +84,24 @@ def require_timeout(timeout_s: Any) -> None:
         require_seconds(timeout_s, "timeout_s")
 
 
+STARTED = ("starting", "serving", "draining", "stopping")
+"""The states of a fleet that may have ranks."""
+
+
 class VerbChecks:
     """What the verbs of a fleet check before they begin."""
 
-    def _require_started(self) -> None:
-        """Raise `StateError` for a fleet that has no ranks yet, or none any more."""
+    _state = "serving"  # one of `new`, those of `STARTED`, `stopped`; a simulated fleet serves always
+
+    def _require_state(self, *states: str) -> None:
+        """Raise `StateError` for a fleet that is in none of these states."""
+        if self._state not in states:
+            remedy = {"new": "start it first: fleet.start(), or with fleet:", "starting": "wait until start() returns"}
+            raise StateError(f"the fleet is {self._state}; {remedy.get(self._state, 'make a new one')}")
 
     def _require_verb(self, **arguments: Any) -> None:
         """Raise `StateError` without ranks, and `ConfigError` for arguments, by their names, of another kind."""
-        self._require_started()
+        self._require_state(*STARTED)
         for name, value in arguments.items():
             _CHECKS[name](value, name)
 
@@ -104,12 +113,11 @@ def layer_numbers(layers: Any) -> tuple[int, ...]:
     return numbers
 
 
-def _require_text(value: Any, name: str) -> None:
-    require(isinstance(value, str), name, value, "its name, a text")
-
-
 _CHECKS: dict[str, Callable[[Any, str], None]] = {
-    **dict.fromkeys(("rank", "home", "request", "instance", "id", "why"), _require_text),
+    **dict.fromkeys(
+        ("rank", "home", "request", "instance", "id", "why"),
+        lambda value, name: require(isinstance(value, str), name, value, "its name, a text"),
+    ),
     **dict.fromkeys(("dry_run", "drain", "sharing", "whole"), require_flag),
     "most": require_count,
     "timeout_s": require_seconds,

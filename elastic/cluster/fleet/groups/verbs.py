@@ -46,7 +46,7 @@ class GroupVerbs(VerbChecks):
 
         What a policy of drops asks for again and again: a rank may have joined, or a request wait that needs that room.
         """
-        self._require_started()
+        self._require_verb()
         self._groups.keep_staging()
 
     def get_ready(self) -> None:
@@ -54,7 +54,7 @@ class GroupVerbs(VerbChecks):
 
         What policies that may need it ask for, again and again: a rank may have joined.
         """
-        self._require_started()
+        self._require_verb()
         self._groups.ranks.get_ready()
 
     def drop(

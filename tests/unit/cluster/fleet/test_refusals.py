@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from elastic import ConfigError, StateError
 from elastic.cluster.fleet.fleet import Fleet
-from elastic.engines.base import Request
+from elastic.engines.base import Output, Request
 from elastic.types import Release
 from support import architectures
 
@@ -49,6 +50,8 @@ WRONG: tuple[tuple[Callable[[Any], object], str], ...] = (
     (lambda fleet: fleet.submit(5, print), "request=5 cannot be"),
     (lambda fleet: fleet.submit(Request((1,), 1), "listener"), "listener='listener' cannot be"),
     (lambda fleet: fleet.cancel([]), r"request=\[\] cannot be"),
+    (lambda fleet: fleet.cancel("request", "0"), "index='0' cannot be"),
+    (lambda fleet: fleet.cancel("request", True), "index=True cannot be"),
     (lambda fleet: fleet.longest_request(2.5), "most=2.5 cannot be"),
     (lambda fleet: fleet.add(5), "places=5 cannot be"),
     (lambda fleet: fleet.add(["cpu"], cores=["0"]), r"cores=\['0'\] cannot be"),
@@ -119,3 +122,23 @@ def test_arguments_that_cannot_be_are_refused_in_words() -> None:
             with pytest.raises(ConfigError, match=words):
                 verb(fleet)
             assert fleet.health()
+
+
+@pytest.mark.slow
+def test_a_listener_kills_no_rank_whose_answers_it_keeps_from_being_read() -> None:
+    errors, ended = list[StateError](), threading.Event()
+
+    def listener(output: Output) -> None:
+        if output.finish is not None:
+            ended.set()
+        elif not errors:
+            try:
+                fleet.kill("r0")
+            except StateError as error:
+                errors.append(error)
+
+    with Fleet.of(architectures.build("qwen3"), places=["cpu#0=4MiB"], engine=ENGINE) as fleet:
+        fleet.submit(Request((1, 2, 3), 4, ignore_eos=True), listener)
+        assert ended.wait(60)
+        assert [str(error) for error in errors] == ["a rank cannot be killed by a listener; use another thread"]
+        assert fleet.health()
