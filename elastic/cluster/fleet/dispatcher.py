@@ -72,8 +72,8 @@ class Dispatcher:
         self._routing, self._max_queue = routing, max_queue
         self._counters = counters
         self._prefixes = PrefixIndex()
-        self.answer_lengths = AnswerLengths()
-        self._drain_rate = DrainRate()
+        self.answer_lengths = AnswerLengths(maxlen=256)
+        self._drain_rate = DrainRate(maxlen=64)
 
     # -- what users ask
 
@@ -93,10 +93,7 @@ class Dispatcher:
                 raise ConfigError(f"request id {request.id!r} is in use; choose another")
             try:
                 require_possible(self.serving(), request, self.retry_after_s)
-                chosen = None if self.queue or self.on_waiting is not None else self._choose(record)
-                if chosen is not None:
-                    self._give(record, *chosen)
-                else:
+                if self.queue or self.on_waiting is not None or not self._offer(record):
                     require_place(self.queue, request, self._max_queue, self.retry_after_s)
                     encode(record.states())  # what cannot be sent is refused now
                     self.queue.append(record)
@@ -274,11 +271,10 @@ class Dispatcher:
 
     def place(self, record: RequestRecord, among: Collection[str] | None = None) -> bool:
         """Give a request that waits to an instance, one of some; return False if none of them can hold it now."""
-        chosen = self._choose(record, among)
-        if chosen is not None:
+        given = self._offer(record, among)
+        if given:
             self.queue.remove(record)
-            self._give(record, *chosen)
-        return chosen is not None
+        return given
 
     def serving(self) -> list[Instance]:
         """List the instances that take requests."""
@@ -297,7 +293,7 @@ class Dispatcher:
     def give_up(self, record: RequestRecord, now: float, delivery: Delivery) -> None:
         """End a request that waits, if for `UNREACHABLE_S` no instance there is could ever have held it."""
         serving = self.serving()
-        if not serving or any(instance.ever_holds(record.request) for instance in serving):
+        if not serving or any(each.request_blocks(record.request) <= each.most_blocks for each in serving):
             record.unreachable_s = None
         elif record.unreachable_s is None:
             record.unreachable_s = now
@@ -343,9 +339,12 @@ class Dispatcher:
 
     # -- inside, under the lock
 
-    def _choose(self, record: RequestRecord, among: Collection[str] | None = None) -> tuple[Instance, int] | None:
-        """Return where a request goes now, and how many blocks of its prompt are there; None: nowhere."""
-        return choose(self.instances, record, self._prefixes, self._routing, self.clock(), among)
+    def _offer(self, record: RequestRecord, among: Collection[str] | None = None) -> bool:
+        """Give a request to an instance, one of some; return False if none of them can hold it now."""
+        chosen = choose(self.instances, record, self._prefixes, self._routing, self.clock(), among)
+        if chosen is not None:
+            self._give(record, *chosen)
+        return chosen is not None
 
     def _give(self, record: RequestRecord, instance: Instance, cached: int) -> None:
         """Send a request to an instance, with its KV where that can be read there."""
@@ -370,9 +369,9 @@ class Dispatcher:
         self._names.difference_update(answer.state.id for answer in record.answers)
         now = self.clock()
         self._counters.ended(request, outcome, now)
-        self._drain_rate.note(now)
+        self._drain_rate.append(now)
         if outcome == "completed":
-            self.answer_lengths.note(*(len(answer.tokens) for answer in record.answers))
+            self.answer_lengths.extend(len(answer.tokens) for answer in record.answers)
         record.forget_kv()
         if record.resumption is not None:
             record.resumption.heard(request)

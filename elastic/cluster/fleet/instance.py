@@ -92,24 +92,18 @@ class Instance:
         self._full: tuple[str, int, int] | None = None  # a request for which it had no room: its id and answers, when
 
     @property
-    def rank_state(self) -> RankState:
-        """What is told of its rank: `flipping` while it serves and layers change their rank."""
-        return "flipping" if self.flips and self.state == "serving" else self.state
-
-    @property
     def most_blocks(self) -> int:
-        """The highest limit that it had by itself, or can have now."""
-        return max(self._alone_blocks, self.load.total_blocks, self.reachable_blocks)
+        """The highest limit that it had by itself, or can have now: what is larger never fits."""
+        return max(self._alone_blocks, self.reachable_blocks)
 
     @property
     def reachable_blocks(self) -> int:
-        """The highest limit that it is given when a request waits which needs it; alone, what it keeps free too."""
-        return max(self.group_blocks, self.policy_blocks, 0 if self.group else self.load.uncapped_blocks)
+        """The highest limit that a request may wait for: it is given that when one waits which needs it.
 
-    @property
-    def reachable_limit(self) -> int:
-        """The highest limit that a request may wait for."""
-        return max(self.load.total_blocks, self.reachable_blocks)
+        Alone, what it keeps free counts too.
+        """
+        uncapped = 0 if self.group else self.load.uncapped_blocks
+        return max(self.load.total_blocks, self.group_blocks, self.policy_blocks, uncapped)
 
     @property
     def sequences(self) -> int:
@@ -201,14 +195,6 @@ class Instance:
     def fits_alone(self, request: Request) -> bool:
         """Return whether one answer of a request fits there, if nothing else is there, while its limit is as it is."""
         return self.request_blocks(request) <= self.load.total_blocks
-
-    def ever_holds(self, request: Request) -> bool:
-        """Return whether it would fit at the highest limit that there was, or can be."""
-        return self.request_blocks(request) <= self.most_blocks
-
-    def reaches(self, request: Request) -> bool:
-        """Return whether it may wait for a limit at which it fits."""
-        return self.request_blocks(request) <= self.reachable_limit
 
     def request_blocks(self, request: Request) -> int:
         """Count the blocks, as its load counts them, that one answer of a request needs by itself."""

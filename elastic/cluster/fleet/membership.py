@@ -218,6 +218,5 @@ def rank_status(instance: Instance, beat_s: float | None) -> RankStatus:
     """Return what `Fleet.status` says of a rank."""
     hello = instance.hello
     places = instance.spec.places or tuple(place.text for place in hello.places)  # it chose them itself
-    return RankStatus(
-        instance.name, instance.rank_state, hello.pid, hello.host, instance.launcher, places, beat_s, instance.why
-    )
+    state = "flipping" if instance.flips and instance.state == "serving" else instance.state
+    return RankStatus(instance.name, state, hello.pid, hello.host, instance.launcher, places, beat_s, instance.why)

@@ -28,9 +28,9 @@ def require_possible(serving: Sequence[Instance], request: Request, retry_after_
 
     `Overloaded`, if one could have held it, and limits of KV have been lowered since.
     """
-    if not serving or any(instance.reaches(request) for instance in serving):
+    if not serving or any(each.request_blocks(request) <= each.reachable_blocks for each in serving):
         return
-    if any(instance.ever_holds(request) for instance in serving):
+    if any(each.request_blocks(request) <= each.most_blocks for each in serving):
         tokens = len(request.prompt) + request.max_tokens
         raise Overloaded(
             f"a request of {tokens} tokens does not fit while the limits of KV are as they are",
@@ -44,7 +44,7 @@ def longest_request(serving: Sequence[Instance], most: int, *, ever: bool) -> in
     require_whole(most, "most", least=0)
     if not serving:
         return most
-    limits = [(each, each.most_blocks if ever else each.reachable_limit) for each in serving]
+    limits = [(each, each.most_blocks if ever else each.reachable_blocks) for each in serving]
     return bisect_left(
         range(1, most + 1), True, key=lambda tokens: all(each.blocks_alone(tokens) > limit for each, limit in limits)
     )

@@ -7,36 +7,22 @@ from collections import deque
 LEAST_S, MOST_S = 1.0, 60.0
 
 
-class AnswerLengths:
-    """The tokens of the last 256 answers that ended by themselves. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._lengths: deque[int] = deque(maxlen=256)
-
-    def note(self, *tokens: int) -> None:
-        """Note that answers have ended."""
-        self._lengths.extend(tokens)
+class AnswerLengths(deque[int]):
+    """The tokens of the last answers that ended by themselves. Not thread-safe."""
 
     def usual(self) -> int | None:
         """Return the length that nine of ten of them do not exceed (P90); None: there are none yet."""
-        if not self._lengths:
+        if not self:
             return None
-        return sorted(self._lengths)[-(-9 * len(self._lengths) // 10) - 1]
+        return sorted(self)[-(-9 * len(self) // 10) - 1]
 
 
-class DrainRate:
-    """How fast requests end, by the last 64. Times are seconds of one clock. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._ends: deque[float] = deque(maxlen=64)
-
-    def note(self, at_s: float) -> None:
-        """Note that a request has ended."""
-        self._ends.append(at_s)
+class DrainRate(deque[float]):
+    """When the last requests ended, in seconds of one clock: how fast they do. Not thread-safe."""
 
     def wait_s(self, waiting: int, now_s: float) -> float:
         """Return in how many seconds so many requests should have begun, from 1 to 60."""
-        if len(self._ends) < 2:
+        if len(self) < 2:
             return LEAST_S
-        rate = len(self._ends) / max(1e-3, now_s - self._ends[0])
+        rate = len(self) / max(1e-3, now_s - self[0])
         return min(MOST_S, max(LEAST_S, waiting / rate))

@@ -50,7 +50,8 @@ def reserved_blocks(instances: Iterable[Instance], record: RequestRecord, now: f
             continue
         first, _ = waiting_answers(instance)[0]
         lacking = waiting_blocks(instance)[0] - instance.load.free_blocks
-        if lacking > 0 and first.arrived_s < record.arrived_s and instance.reaches(first.request):
+        reached = instance.request_blocks(first.request) <= instance.reachable_blocks
+        if lacking > 0 and first.arrived_s < record.arrived_s and reached:
             others = (name for name in instance.group if name != instance.name)
             reserved.update((name, max(lacking, reserved.get(name, 0))) for name in others)
     return reserved

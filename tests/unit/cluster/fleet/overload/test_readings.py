@@ -75,7 +75,7 @@ def test_what_waits_at_the_fleet_counts_with_the_answer_that_is_usual(fleet: Fle
     assert snapshot is not None
     assert snapshot.queued_bytes == 2 * 40 * EACH // BLOCK
     assert snapshot.queue_s > 0
-    fleet._dispatcher.answer_lengths.note(12)
+    fleet._dispatcher.answer_lengths.append(12)
     snapshot = readings(fleet).read((), WEIGHTS)
     assert snapshot is not None
     assert snapshot.queued_bytes == 2 * 20 * EACH // BLOCK
