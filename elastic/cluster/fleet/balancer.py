@@ -11,7 +11,6 @@ from elastic.cluster.fleet.instance import Instance, all_blocks, blocks_of
 from elastic.cluster.fleet.moves import Mover
 from elastic.cluster.fleet.planning.balance import InstanceBooks, Movable, Move, plan_moves
 from elastic.cluster.fleet.planning.router import freeness
-from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.errors import ElasticError
 
 logger = logging.getLogger(__name__)
@@ -54,14 +53,14 @@ class Balancer:
         return next(iter(plan_moves(books, waiting)), None)
 
     def _books(self, instance: Instance) -> InstanceBooks:
-        requests = tuple(self._movable(instance, record) for record in instance.records.values())
-        return InstanceBooks(instance.name, instance.load.total_blocks, requests, instance.hello.max_requests)
-
-    def _movable(self, instance: Instance, record: RequestRecord) -> Movable:
-        kv, prompt = instance.kv_format, len(record.request.prompt)
-        held = sum(blocks_of(kv, prompt + len(answer.tokens)) for answer in record.live)
-        steady = record.begun and not record.moving and not record.cancelled and record.request.id not in self._rests
-        return Movable(record.request.id, held, all_blocks(kv, record), record.left, steady)
+        """Return what an instance has to do, and which of it may move."""
+        kv, requests = instance.kv_format, list[Movable]()
+        for request, record in instance.records.items():
+            prompt = len(record.request.prompt)
+            held = sum(blocks_of(kv, prompt + len(answer.tokens)) for answer in record.live)
+            steady = record.begun and not record.moving and not record.cancelled and request not in self._rests
+            requests.append(Movable(request, held, all_blocks(kv, record), record.left, steady))
+        return InstanceBooks(instance.name, instance.load.total_blocks, tuple(requests), instance.hello.max_requests)
 
 
 def _furthest_apart(instances: Sequence[Instance]) -> list[Instance]:

@@ -37,16 +37,13 @@ class RankStarter:
 
     def __init__(self, launcher: Launcher, members: Membership, model: Any, options: Mapping[str, Any]) -> None:
         self.launcher = launcher
+        self.waits = hasattr(launcher, "pass_on")
+        """Whether ranks come by themselves."""
         self._members, self._model, self._options = members, model, options
         self._numbers, self._units = itertools.count(), itertools.count()
         self._ended = False
         self.on_joined: Callable[[Instance], None] = lambda _: None
         """Called with each rank that has joined, by who started it; what it raises, that raises."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether ranks come by themselves."""
-        return hasattr(self.launcher, "pass_on")
 
     def specs(
         self,
@@ -97,10 +94,6 @@ class RankStarter:
         """Start a rank and have it join. Raises what it raised."""
         self._require_memory([spec])
         return self._join(self.launcher.start(spec), spec)
-
-    def end(self) -> None:
-        """Start no more, and end ranks that are loading."""
-        self.launcher.close()
 
     def start_all(self, specs: Sequence[RankSpec]) -> tuple[str, ...]:
         """Start ranks side by side, and have them join in this order; return their names.

@@ -73,7 +73,7 @@ class Supervisor:
         """Watch no more, and replace none; return when no thread is left. Ranks that are loading are ended."""
         self._stopping.set()
         self._watch.stop()
-        self._starter.end()
+        self._starter.launcher.close()  # no more are started, and those that are loading end
         for thread in self._threads:
             if thread.ident is not None and thread is not clock.current().current_thread():
                 thread.join()

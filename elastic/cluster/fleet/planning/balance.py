@@ -45,10 +45,6 @@ class InstanceBooks:
         """Sequences that live here."""
         return sum(request.sequences for request in self.requests)
 
-    def takes(self, request: Movable) -> bool:
-        """Return whether there is room for one more."""
-        return request.needed <= self.free_blocks and self.sequences + request.sequences <= self.max_requests
-
 
 @dataclass(frozen=True, slots=True)
 class Move:
@@ -77,10 +73,10 @@ def plan_moves(instances: Sequence[InstanceBooks], waiting_blocks: int | None = 
         return []
     source = min(instances, key=_freeness)
     target = max((books for books in instances if books is not source), key=_freeness)
-    before = _freeness(source)
+    before, slots = _freeness(source), target.max_requests - target.sequences
     best: tuple[float, int, Move] | None = None
     for request in source.requests:
-        if not request.steady or not target.takes(request):
+        if not request.steady or request.needed > target.free_blocks or request.sequences > slots:
             continue
         after = min(_freeness(source, -1, request), _freeness(target, 1, request))
         if after >= before + 1 + (WORTH - 1) * max(0.0, before) and (best is None or (after, -request.held) > best[:2]):

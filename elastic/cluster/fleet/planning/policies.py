@@ -66,11 +66,9 @@ def chosen(policy: FleetPolicy | Sequence[FleetPolicy] | None) -> FleetPolicies:
     """Return one policy or several as a record. Raises `ConfigError` for what is none, or is given twice."""
     given = () if policy is None else (policy,) if isinstance(policy, str | Overload | Lengths) else policy
     named = {"balance": None, "drop": Overload(), "lengths": Lengths()}
-
-    def is_policy(each: Any) -> bool:
-        return isinstance(each, Overload | Lengths) or (isinstance(each, str) and each in named)
-
-    if not is_list(given, is_policy):
+    if not is_list(
+        given, lambda each: isinstance(each, Overload | Lengths) or (isinstance(each, str) and each in named)
+    ):
         raise ConfigError(
             f"policy={policy!r} must be 'balance', 'drop', 'lengths', an elastic.Overload, an elastic.Lengths, or "
             "several of these"

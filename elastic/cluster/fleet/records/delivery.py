@@ -39,14 +39,9 @@ class Delivery:
         self.tell()  # after an error too: the records have it
 
     @classmethod
-    def on_this_thread(cls) -> bool:
-        """Return whether the calling thread is in a listener."""
-        return getattr(cls._inside, "depth", 0) > 0
-
-    @classmethod
     def forbid(cls, what: str) -> None:
         """Raise `StateError` in a listener: the calling thread is the one that reads what ranks answer."""
-        if cls.on_this_thread():
+        if getattr(cls._inside, "depth", 0) > 0:
             raise StateError(f"{what} by a listener; use another thread")
 
     def add(self, record: RequestRecord, output: Output) -> None:

@@ -94,7 +94,7 @@ def test_what_may_not_be_ended_here_stays_deployed(
 ) -> None:
     fleet.deploy(path, load=LOAD)
     with monkeypatch.context() as listening:
-        listening.setattr(Delivery, "on_this_thread", lambda: True)
+        listening.setattr(Delivery._inside, "depth", 1, raising=False)
         with pytest.raises(StateError, match="by a listener"):
             fleet.remove("model")
     assert (fleet.names(), fleet["model"].serving) == (("model",), True)

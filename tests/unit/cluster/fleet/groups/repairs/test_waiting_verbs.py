@@ -195,7 +195,7 @@ def test_a_listener_may_ask_no_rank(
     """Its thread is the one that reads the answer: it waited for ever, or for minutes."""
     fleet, ranks = served
     with monkeypatch.context() as listening:
-        listening.setattr(Delivery, "on_this_thread", lambda: True)
+        listening.setattr(Delivery._inside, "depth", 1, raising=False)
         with pytest.raises(StateError, match="by a listener; use another thread"):
             ASKING[verb](fleet)
     assert not any(rank.asked for rank in ranks)
