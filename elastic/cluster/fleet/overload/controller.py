@@ -11,6 +11,7 @@ from typing import Any
 from elastic import clock
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.price import learned_cost
+from elastic.cluster.fleet.groups.results import Dropped
 from elastic.cluster.fleet.overload.offers import MOVED, START_S, add_offer, lacking_bytes, move_offer, planned_offer
 from elastic.cluster.fleet.overload.prices import PricedVerbs
 from elastic.cluster.fleet.overload.readings import FleetReadings
@@ -96,9 +97,10 @@ class OverloadController:
         snapshot = self._readings.read(self._verbs.groups(), self._verbs.layer_bytes(), busy=changing)
         if snapshot is None:
             return None
-        if _waits(snapshot) and not changing:  # else nothing is dropped, and ranks answer late
+        waits = snapshot.queued_bytes > 0 or any(group.waiting_bytes for group in snapshot.groups)
+        if waits and not changing:  # else nothing is dropped, and ranks answer late
             snapshot = self._verbs.budgets().of_all(snapshot)
-        if self._swaps.settling(snapshot.at_s) or self._shares.settling(snapshot.at_s):
+        if max(self._swaps.settled_s, self._shares.settled_s) > snapshot.at_s:
             snapshot = _busy(snapshot)
         plan = self._policy.decide(snapshot, self._state)
         choice = self._choose(snapshot, plan) if plan.drops or plan.scale_out else None
@@ -109,7 +111,6 @@ class OverloadController:
             plan = replace(plan, reason=f"{plan.reason}; {choice.words}", scale_out=0 if enough else plan.scale_out)
         self._state = plan.state
         self.reason = f"{plan.reason}; {plan.figures}"
-        waits = _waits(snapshot)
         self._tell_shortage(plan, waits)
         if choice is not None and choice.offer.kind != "drop" and not (choice.offer.kind == "add" and plan.scale_out):
             self._leave_to(choice, snapshot.at_s)
@@ -118,7 +119,7 @@ class OverloadController:
         for rank in self._swaps.restore(snapshot):
             self._log.add("swapped back", rank=rank, instance=rank, why=self.reason)
         if plan.drops:
-            dropped = self._verbs.drop(plan=_drop_plan(plan), timeout_s=ACT_S, why=self.reason, **self._form)
+            dropped = self._drop(plan, why=self.reason)
             logger.info("layers were dropped (%s): %s; %s", dropped.status, self.reason, dropped.why)
         for members in plan.restores:
             restored = self._verbs.restore(members[0], sharing=True, timeout_s=ACT_S, why=self.reason, **self._form)
@@ -135,7 +136,7 @@ class OverloadController:
             return self._added if plan.drops else None
         drops, offers, lacking = [], [], lacking_bytes(snapshot)
         if plan.drops and not self._barred(plan):
-            planned = self._verbs.drop(plan=_drop_plan(plan), dry_run=True, timeout_s=ACT_S, **self._form)
+            planned = self._drop(plan, dry_run=True)
             drops = [offer] if (offer := planned_offer("drop", planned)) is not None else []
         moved_in_vain = self._moving_since is not None and snapshot.at_s - self._moving_since > MOVES_S
         if self._moves and not moved_in_vain:
@@ -154,9 +155,14 @@ class OverloadController:
         choice = cheapest(offers, lacking)
         return choice if choice is None or choice.suffices or not drops else cheapest(drops, lacking)
 
-    def _barred(self, plan: OverloadPlan) -> frozenset[str]:
+    def _drop(self, plan: OverloadPlan, **how: Any) -> Dropped:
+        """Have layers dropped as the policy says; `how` are further arguments of `Fleet.drop`."""
+        wanted = DropPlan(plan.drops, sum(group.freed_bytes for group in plan.drops))
+        return self._verbs.drop(plan=wanted, timeout_s=ACT_S, **self._form, **how)
+
+    def _barred(self, plan: OverloadPlan) -> set[str]:
         """Return the ranks that would drop layers, and have some in a variant: these come back first."""
-        return self._swaps.ranks.intersection(name for group in plan.drops for name in group.members)
+        return self._swaps.done.keys() & {name for group in plan.drops for name in group.members}
 
     def _settled(self, snapshot: FleetSnapshot, plan: OverloadPlan, choice: Choice | None) -> OverloadPlan:
         """Return the policy's plan as it will be done: with its drop, or as if something else were under way."""
@@ -214,14 +220,6 @@ class OverloadController:
             logger.info("added %s: %s", ", ".join(names), self.reason)
         except ElasticError as error:
             logger.warning("no instance could be added: %s", error)
-
-
-def _waits(snapshot: FleetSnapshot) -> bool:
-    return snapshot.queued_bytes > 0 or any(group.waiting_bytes for group in snapshot.groups)
-
-
-def _drop_plan(plan: OverloadPlan) -> DropPlan:
-    return DropPlan(plan.drops, sum(group.freed_bytes for group in plan.drops))
 
 
 def _busy(snapshot: FleetSnapshot) -> FleetSnapshot:

@@ -32,7 +32,8 @@ class Shares:
     def __init__(self, verbs: GroupVerbs, most_ranks: int, form: Mapping[str, Any]) -> None:
         """At most so many ranks share layers; 1: none do. `form`: how they change their rank; see `Fleet.reshard`."""
         self._verbs, self._most_ranks, self._form = verbs, most_ranks, form
-        self._done_s = -math.inf
+        self.settled_s = -math.inf
+        """Until then ranks may not have said yet what they have since they share layers."""
 
     def plan(self, plan: OverloadPlan) -> SharePlan | None:
         """Plan it for those that would drop.
@@ -52,9 +53,5 @@ class Shares:
 
     def do(self, plan: SharePlan, now_s: float, timeout_s: float, why: str) -> Resharded:
         """Have ranks share their layers. Raises what the fleet's verbs raise."""
-        self._done_s = now_s
+        self.settled_s = now_s + SETTLE_S
         return self._verbs.reshard(plan.ranks, tp=len(plan.ranks), timeout_s=timeout_s, why=why, **self._form)
-
-    def settling(self, now_s: float) -> bool:
-        """Return whether ranks may not have said yet what they have since."""
-        return now_s - self._done_s < SETTLE_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -49,16 +50,10 @@ class Swaps:
 
     def __init__(self, verbs: RankVerbs, settings: Overload) -> None:
         self._verbs, self._settings = verbs, settings
-        self._done: dict[str, _Swapped] = {}
-
-    @property
-    def ranks(self) -> frozenset[str]:
-        """The ranks of which layers are in a variant: they drop none until these are back."""
-        return frozenset(self._done)
-
-    def settling(self, now_s: float) -> bool:
-        """Return whether a rank may not have said yet what a swap gave it."""
-        return any(now_s - done.at_s < SETTLE_S for done in self._done.values())
+        self.done: dict[str, _Swapped] = {}
+        """Of the ranks of which layers are in a variant: they drop none until these are back."""
+        self.settled_s = -math.inf
+        """Until then a rank may not have said yet what a swap gave it."""
 
     def plan(self, snapshot: FleetSnapshot) -> SwapPlan | None:
         """Plan as few layers as suffice, of instances that are short first; None: there are none.
@@ -84,9 +79,10 @@ class Swaps:
         """Swap, and return the ranks. Raises what a rank raises; those before it keep what was done."""
         for rank, swap in plan.swaps.items():
             self._verbs.apply(rank, (swap,), why=why)
-            before = self._done.get(rank)
+            before = self.done.get(rank)
             layers, freed_bytes = (before.layers, before.freed_bytes) if before else ((), 0)
-            self._done[rank] = _Swapped((*layers, *swap.layers), freed_bytes + plan.freed_bytes[rank], now_s)
+            self.done[rank] = _Swapped((*layers, *swap.layers), freed_bytes + plan.freed_bytes[rank], now_s)
+            self.settled_s = now_s + SETTLE_S
         return tuple(plan.swaps)
 
     def restore(self, snapshot: FleetSnapshot) -> tuple[str, ...]:
@@ -95,19 +91,19 @@ class Swaps:
         Nothing waits, and what live requests have is at most `restore_below` of the cache that will be left, for
         `recovery_ticks` ticks, `dwell_s` after the swap at least.
         """
-        if not self._done:
+        if not self.done:
             return ()
         alone = {group.names[0]: group for group in snapshot.groups if len(group.members) == 1}
         there = {name for group in snapshot.groups for name in group.names}
-        self._done = {rank: done for rank, done in self._done.items() if rank in there}
+        self.done = {rank: done for rank, done in self.done.items() if rank in there}
         returned = []
-        for rank, done in list(self._done.items()):
+        for rank, done in list(self.done.items()):
             eased = rank in alone and not snapshot.queued_bytes and self._is_eased(alone[rank], done)
             done.eased = done.eased + 1 if eased else 0
             if done.eased < self._settings.recovery_ticks or snapshot.at_s - done.at_s < self._settings.dwell_s:
                 continue
             self._verbs.apply(rank, (Restore(done.layers),), why="the overload has gone")
-            del self._done[rank]
+            del self.done[rank]
             returned.append(rank)
         return tuple(returned)
 
