@@ -13,7 +13,8 @@ def needed_at(rank: str, flips: FlipRound, books: Books, shape: Shape, caps: Map
     coming: dict[str, LayerFlip] = {}
     for flip in flips:
         if flip.target == rank:
-            coming[flip.home] = coming[flip.home].with_more(flip.shards) if flip.home in coming else flip
+            before = coming[flip.home].shards if flip.home in coming else ()
+            coming[flip.home] = flip._replace(shards=before + flip.shards)
     return sum(books.needed(flip, shape, caps) for flip in coming.values())
 
 

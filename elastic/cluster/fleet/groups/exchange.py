@@ -37,7 +37,6 @@ from elastic.cluster.fleet.groups.transition import (
     plans_of,
 )
 from elastic.cluster.fleet.groups.weights.checks import compare_weights, require_droppable
-from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError, ElasticError, RankLost, StateError
 from elastic.planning.arrangement.caps import GAIN
 from elastic.types import Action, Change, Drop, Fetch, Restore, WeightsSource
@@ -124,11 +123,8 @@ class Exchange:
     def _share_out(self, home: str, copies: int) -> None:
         """Have requests of an instance go by so many copies of its layers, at the ranks where these are."""
         with self._ranks.flipping((home, *self.group.shape.paths[home].helpers)):
-            self._goes_by(home, self._ranks.ask(home, SetCopies(copies)))
-
-    def _goes_by(self, home: str, path: LayerPath) -> None:
-        shape = self.group.shape
-        self.group.shape = replace(shape, paths={**shape.paths, home: path})
+            path = self._ranks.ask(home, SetCopies(copies))
+            self.group.shape = self.group.shape.altered({home: path})
 
     def _result(self, status: Status, why: str = "") -> Exchanged:
         counts = self.counts
@@ -282,7 +278,7 @@ class Exchange:
     def _note(self, flips: Sequence[LayerFlip], done: FlipDone) -> None:
         """Note what has flipped at one pause of an instance."""
         counts = self.counts
-        self._goes_by(done.path.home, done.path)
+        self.group.shape = self.group.shape.altered({done.path.home: done.path})
         counts.flips += sum(len({shard // self.group.shape.shards for shard in flip.shards}) for flip in flips)
         counts.moved_bytes += done.moved_bytes
         counts.copy_s += done.copy_s
@@ -295,7 +291,7 @@ class Exchange:
         gone = {rank: sorted(shape.weights[rank] - kept[rank]) for rank in kept if shape.weights[rank] - kept[rank]}
         asked = {rank: (Drop(shards=tuple(shards)),) for rank, shards in gone.items()}
         for rank, change in self._apply(asked):
-            self._now_has(rank, kept[rank])
+            self.group.shape = self.group.shape.altered(weights={rank: kept[rank]})
             self.counts.freed_bytes += change.released_bytes
 
     def _fetch(self, wanted: Mapping[str, Iterable[int]]) -> None:
@@ -320,7 +316,7 @@ class Exchange:
             if change.deferred:
                 self._await(rank, chosen[rank])
             self.counts.fetched_bytes += int(change.moved_bytes)
-            self._now_has(rank, have[rank].union(chosen[rank]))
+            self.group.shape = self.group.shape.altered(weights={rank: have[rank].union(chosen[rank])})
 
     def _told(self, missing: Mapping[str, set[int]]) -> tuple[dict[str, _Told], dict[str, str]]:
         """Return for each rank where others have shards that it lacks, and why one gives none; raises `RankLost`."""
@@ -360,14 +356,12 @@ class Exchange:
             layer = shards[0] // self.group.shape.shards
             raise StateError(f"the weights of layer {layer} wait at rank {rank!r} for pages that live requests need")
 
-    def _now_has(self, rank: str, shards: frozenset[int]) -> None:
-        shape = self.group.shape
-        self.group.shape = replace(shape, weights={**shape.weights, rank: shards})
-
 
 def keeps_staging(ranks: Ranks, group: Group) -> bool:
     """Return whether a group keeps room for a layer more at each rank, since a policy may have it drop more."""
-    return bool(group.staged) and (group.shape.has_twice or len(ranks.serving()) > len(group.members))
+    weights = group.shape.weights.values()
+    has_twice = sum(map(len, weights)) > len(frozenset().union(*weights))
+    return bool(group.staged) and (has_twice or len(ranks.serving()) > len(group.members))
 
 
 def close_stages(ranks: Ranks, stages: Iterable[tuple[str, str]]) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from elastic import clock
 from elastic.cluster.fleet.groups.results import GroupStatus
 from elastic.cluster.fleet.records.memory_file import HeldMemory
-from elastic.engines.core.kv_state import KVSource
 from elastic.engines.pipeline.path import LayerPath
 from elastic.planning.sharding.numbers import whole_layers
 
@@ -24,10 +23,6 @@ class LayerFlip(NamedTuple):
     source: str
     target: str
 
-    def with_more(self, shards: tuple[int, ...]) -> LayerFlip:
-        """Return the flip of further shards, too."""
-        return self._replace(shards=(*self.shards, *shards))
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -37,26 +32,27 @@ class Shape:
     """Of each instance, by its home."""
     weights: Mapping[str, frozenset[int]] = field(hash=False)
     """Rank -> the shards whose weights it has."""
+    members: tuple[str, ...] = field(init=False)
+    """The ranks, each the home of an instance."""
+    layers: int = field(init=False)
+    """How many decoder layers there are."""
+    shards: int = field(init=False)
+    """How many shards each layer has."""
+    numbers: int = field(init=False)
+    """How many shards a copy of the layers has, numbered from 0."""
 
-    @property
-    def layers(self) -> int:
-        """How many decoder layers there are."""
-        return next(iter(self.paths.values())).layers
+    def __post_init__(self) -> None:
+        """Take the sizes from a path: they are those of all."""
+        path = next(iter(self.paths.values()))
+        sizes = {"layers": path.layers, "shards": path.shards, "numbers": path.numbers}
+        for name, value in {"members": tuple(self.paths), **sizes}.items():
+            object.__setattr__(self, name, value)
 
-    @property
-    def shards(self) -> int:
-        """How many shards each layer has."""
-        return next(iter(self.paths.values())).shards
-
-    @property
-    def numbers(self) -> int:
-        """How many shards a copy of the layers has, numbered from 0."""
-        return self.layers * self.shards
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """The ranks, each the home of an instance."""
-        return tuple(self.paths)
+    def altered(
+        self, paths: Mapping[str, LayerPath] | None = None, weights: Mapping[str, frozenset[int]] | None = None
+    ) -> Shape:
+        """Return the shape in which these paths are others, and these ranks have other weights."""
+        return Shape({**self.paths, **(paths or {})}, {**self.weights, **(weights or {})})
 
     @property
     def apart(self) -> bool:
@@ -68,11 +64,6 @@ class Shape:
         """How many ranks share a copy of a layer, at the most."""
         return max(len(copy) for path in self.paths.values() for i in range(self.layers) for copy in path.copies_of(i))
 
-    @property
-    def has_twice(self) -> bool:
-        """Whether several ranks have the weights of a shard."""
-        return sum(map(len, self.weights.values())) > len(frozenset().union(*self.weights.values()))
-
     def units(self) -> tuple[tuple[str, ...], ...]:
         """Return the members that compute layers of each other, together; one that does not by itself."""
         units = {rank: {rank} for rank in self.members}
@@ -82,10 +73,6 @@ class Shape:
                 units.update(dict.fromkeys(units[home], units[home]))
         ordered = (tuple(rank for rank in self.members if rank in unit) for unit in units.values())
         return tuple(dict.fromkeys(ordered))
-
-    def replicated(self, home: str) -> tuple[int, ...]:
-        """Return the layers of an instance that have a replica."""
-        return tuple(layer for layer in range(self.layers) if len(self.paths[home].copies_of(layer)) > 1)
 
     def shards_at(self, rank: str) -> dict[str, tuple[int, ...]]:
         """Return what a rank computes: home -> shards."""
@@ -97,10 +84,9 @@ class Shape:
 
     def after(self, flip: LayerFlip, wanted: Mapping[str, frozenset[int]]) -> Shape:
         """Return the shape after a flip, when its source has dropped what it neither needs nor wants."""
-        paths = {**self.paths, flip.home: self.paths[flip.home].redirected(dict.fromkeys(flip.shards, flip.target))}
-        weights = {**self.weights, flip.target: self.weights[flip.target].union(self.weights_of(flip))}
-        shape = Shape(paths, weights)
-        return replace(shape, weights={**weights, flip.source: shape.kept(flip.source, wanted)})
+        path = self.paths[flip.home].redirected(dict.fromkeys(flip.shards, flip.target))
+        shape = self.altered({flip.home: path}, {flip.target: self.weights[flip.target].union(self.weights_of(flip))})
+        return shape.altered(weights={flip.source: shape.kept(flip.source, wanted)})
 
     def weights_of(self, flip: LayerFlip) -> frozenset[int]:
         """Return the shards whose weights a flip needs at its target: the same for all copies of a layer."""
@@ -139,14 +125,9 @@ class Group:
     killed: set[str] = field(default_factory=set)
     """Ranks that have gone without giving anything back."""
 
-    @property
-    def members(self) -> tuple[str, ...]:
-        """The ranks."""
-        return self.shape.members
-
-    def left(self) -> dict[str, KVSource]:
-        """Return the memories of killed ranks."""
-        return {rank: self.memories[rank].source for rank in self.killed if rank in self.memories}
+    def __post_init__(self) -> None:
+        self.members = self.shape.members
+        """The ranks: other ones are another group."""
 
     def part_of(self, members: tuple[str, ...]) -> Group:
         """Return the group of some of the members, of whom no other one computes a layer, with what is held of them."""
@@ -203,21 +184,21 @@ class RankClaims:
                 self._changed.notify_all()
 
 
+@dataclass(frozen=True)
 class Deadline:
     """When something must have been done."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._began_s = clock.now()
-        self._until_s = self._began_s + timeout_s
+    timeout_s: float
+    began_s: float = field(default_factory=clock.now)
 
     @property
     def seconds(self) -> float:
         """Seconds since the beginning."""
-        return clock.now() - self._began_s
+        return clock.now() - self.began_s
 
     def wait(self, seconds: float) -> bool:
         """Wait a little; return False if there is no time left."""
-        left = self._until_s - clock.now()
+        left = self.timeout_s - self.seconds
         if left <= 0:
             return False
         clock.sleep(min(seconds, left))

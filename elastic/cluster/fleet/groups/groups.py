@@ -61,14 +61,8 @@ class Groups:
         self.verbs = clock.current().lock()
         """Held by the verb that runs; see `verb`."""
         self._layer_bytes: tuple[int, ...] = ()
-        self._following = False  # whether it is no verb that runs, but caps that change
-
-    # -- how it is
-
-    @property
-    def changing(self) -> bool:
-        """Whether a verb is under way, or a group is repaired."""
-        return (self.verbs.locked() and not self._following) or self.registry.repairing
+        self.following = False
+        """Whether it is no verb that runs, but caps that change."""
 
     def layer_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each decoder layer's weights: they are the same at all ranks."""
@@ -91,7 +85,7 @@ class Groups:
         if not (self.registry.groups or self._staging.caps) or not self.verbs.acquire(blocking=False):
             return 0
         try:
-            self._following = True
+            self.following = True
             self._staging.give_way(self._alone())
             followed = 0
             for group in [each for each in self.registry.groups if all(map(self.ranks.there, each.members))]:
@@ -99,7 +93,7 @@ class Groups:
                     followed += group in self.registry.groups and follow(self.ranks, group)
             return followed
         finally:
-            self._following = False
+            self.following = False
             self.verbs.release()
 
     def keep_staging(self) -> None:
@@ -187,7 +181,7 @@ class Groups:
         with self.registry.acting(group.members):
             if group not in self.registry.groups:  # it was repaired: all of them are by themselves
                 return Exchanged("applied")
-            target = (targets.undropped if sharing else targets.apart)(group.shape)
+            target = targets.restored(group.shape, go_on_sharing=sharing)
             done = self._run(Exchange(self.ranks, group, target, timeout_s, form), "restored")
             if not sharing and group.shape.apart and done.status == "applied":
                 self.registry.part(group)

@@ -57,8 +57,9 @@ def _go_on_alone(ranks: Ranks, group: Group, lost: str, left: Sequence[Instance]
     for instance in left:
         with suppress(ElasticError):  # what is wrong shows in the next answer
             ranks.ask(instance.name, CloseStage(lost, keep))
+    memories = {rank: group.memories[rank].source for rank in group.killed if rank in group.memories}
     with ranks.flipping(instance.name for instance in left):
-        asked = [(each, each.client.ask(Recover(lost, group.left(), weights[each.name]))) for each in left]
+        asked = [(each, each.client.ask(Recover(lost, memories, weights[each.name]))) for each in left]
         recomputed = sum(_answer(instance, answer) for instance, answer in asked)
     for instance in left:
         for home in group.members:

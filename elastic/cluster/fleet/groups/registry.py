@@ -33,13 +33,9 @@ class GroupRegistry:
         self._lock = clock.current().lock()  # while the groups and the repairs are changed
         self._changed = clock.current().condition(self._lock)
         self._claims = RankClaims()
-        self._repairs: list[clock.Thread] = []
+        self.repairs: list[clock.Thread] = []
+        """Threads of which each repairs a group, and some that have done so."""
         self._closed = False
-
-    @property
-    def repairing(self) -> bool:
-        """Whether a group is repaired."""
-        return any(thread.is_alive() for thread in self._repairs)
 
     def group_of(self, rank: str) -> Group | None:
         """Return the group that a rank is in."""
@@ -229,7 +225,7 @@ class GroupRegistry:
         thread = clock.current().thread(partial(self._repair, instance.name), f"elastic-repair-{instance.name}")
         with self._lock:
             thread.start()
-            self._repairs = [*(other for other in self._repairs if other.is_alive()), thread]
+            self.repairs = [*(other for other in self.repairs if other.is_alive()), thread]
 
     def _repair(self, rank: str) -> None:
         while (group := self.group_of(rank)) is not None and not self._closed:
@@ -248,7 +244,7 @@ class GroupRegistry:
         with self._lock:
             self._closed = True
             self._changed.notify_all()
-        for thread in self._repairs:
+        for thread in self.repairs:
             thread.join()
         for group in self.groups:
             group.close()

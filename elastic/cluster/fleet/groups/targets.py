@@ -96,7 +96,7 @@ def shape_keeping(now: Shape, keeps: Mapping[str, frozenset[int]], stages: Mappi
             shards = of_layers((layer,), now.shards)
             shared = not keeps[home].isdisjoint(shards)
             ranks += [_rank_of(shard, path, keeps, owners[shard], shared=shared) for shard in shards]
-        paths[home] = _goes_by(path, ranks)
+        paths[home] = replace(path, ranks=tuple(ranks) * path.copies)
     return Shape(paths, dict(keeps))
 
 
@@ -144,40 +144,29 @@ def sharded(now: Shape, units: Iterable[Sequence[str]]) -> Shape:
             ranks += [rank] * size
             weights[rank] = shards
         for rank in unit:
-            paths[rank] = _goes_by(now.paths[rank], ranks * now.layers)
+            path = now.paths[rank]
+            paths[rank] = replace(path, ranks=tuple(ranks) * now.layers * path.copies)
     return Shape(paths, weights)
 
 
-def parallel(now: Shape, tp: int) -> Shape:
-    """Return the shape in which so many members each, in their order, share every layer evenly."""
-    return sharded(now, units_of(now.members, tp))
+def restored(now: Shape, *, go_on_sharing: bool) -> Shape:
+    """Return the shape in which nothing is dropped: each instance computes all of its layers itself.
 
-
-def apart(now: Shape) -> Shape:
-    """Return the shape in which each instance computes all of its layers itself."""
-    return parallel(now, 1)
-
-
-def undropped(now: Shape) -> Shape:
-    """Return the shape in which nothing is dropped; ranks that share layers go on to."""
-    return sharded(now, sharing(now.paths))
+    With `go_on_sharing` ranks that share layers go on to.
+    """
+    return sharded(now, sharing(now.paths) if go_on_sharing else [(rank,) for rank in now.members])
 
 
 def migrated(now: Shape, home: str, layers: Sequence[int], rank: str) -> Shape:
     """Return the shape in which a rank computes these layers of an instance. Who has weights keeps them."""
-    _require_some(layers)
-    require_layers(now.layers, home, layers)
-    path, shards = now.paths[home], frozenset(of_layers(layers, now.shards))
+    path, shards = now.paths[home], _some_shards(now, home, layers)
     ranks = tuple(rank if shard % now.numbers in shards else other for shard, other in enumerate(path.ranks))
-    weights = {**now.weights, rank: now.weights[rank] | shards}
-    return Shape({**now.paths, home: replace(path, ranks=ranks)}, weights)
+    return now.altered({home: replace(path, ranks=ranks)}, {rank: now.weights[rank] | shards})
 
 
 def replicated(now: Shape, home: str, layers: Collection[int], rank: str) -> Shape:
     """Return the shape in which a rank has a second copy of these layers of an instance, for half of its requests."""
-    _require_some(layers)
-    require_layers(now.layers, home, layers)
-    path, shards = now.paths[home], frozenset(of_layers(layers, now.shards))
+    path, shards = now.paths[home], _some_shards(now, home, layers)
     first, second = path.of_copy(0).ranks, path.of_copy(path.copies - 1).ranks
     for shard in sorted(shards):
         if rank == first[shard] or first[shard] != second[shard]:
@@ -186,8 +175,7 @@ def replicated(now: Shape, home: str, layers: Collection[int], rank: str) -> Sha
                 f"layers: layer {shard // now.shards} of {home!r} {has}; evict its replica, or name another"
             )
     ranks = (*first, *(rank if shard in shards else other for shard, other in enumerate(second)))
-    weights = {**now.weights, rank: now.weights[rank] | shards}
-    return Shape({**now.paths, home: replace(path, ranks=ranks, copies=2)}, weights)
+    return now.altered({home: replace(path, ranks=ranks, copies=2)}, {rank: now.weights[rank] | shards})
 
 
 def evicted(now: Shape, home: str, layers: Collection[int]) -> Shape:
@@ -197,7 +185,7 @@ def evicted(now: Shape, home: str, layers: Collection[int]) -> Shape:
     ranks = tuple(
         first[shard % now.numbers] if shard % now.numbers in shards else other for shard, other in enumerate(path.ranks)
     )
-    return replace(now, paths={**now.paths, home: replace(path, ranks=ranks)})
+    return now.altered({home: replace(path, ranks=ranks)})
 
 
 def require_layers(count: int, rank: str, layers: Iterable[int]) -> None:
@@ -206,9 +194,12 @@ def require_layers(count: int, rank: str, layers: Iterable[int]) -> None:
         raise ConfigError(f"layers: rank {rank!r} has no layer {wrong[0]}; its model has {count}")
 
 
-def _require_some(layers: Collection[int]) -> None:
+def _some_shards(now: Shape, home: str, layers: Collection[int]) -> frozenset[int]:
+    """Return the shards of layers of an instance. Raises `ConfigError` for none, and for those that it has not."""
     if not layers:
         raise ConfigError("layers=() names none; name one at least")
+    require_layers(now.layers, home, layers)
+    return frozenset(of_layers(layers, now.shards))
 
 
 def _part_of(now: Shape, rank: str, layers: Iterable[int]) -> Iterator[int]:
@@ -241,8 +232,3 @@ def _rank_of(shard: int, path: LayerPath, keeps: Mapping[str, frozenset[int]], o
         return path.home
     now = path.ranks[shard]
     return now if shared and shard in keeps[now] else owner
-
-
-def _goes_by(path: LayerPath, ranks: Sequence[str]) -> LayerPath:
-    """Return the path of which all copies are at these ranks."""
-    return replace(path, ranks=tuple(ranks) * path.copies)

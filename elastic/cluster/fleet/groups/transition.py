@@ -114,11 +114,12 @@ class Books:
     def staged(self, home: str) -> int:
         """Count the sectors that an instance can have by itself with room left for a layer of another like it."""
         pages, every = self.pages[home] - self.rooms[home].weights_of(self._all), self._every
-        return min(self.alone(home), max(0, pages) // (self.sector_pages(home, every) + self._layer_pages(home)))
+        return min(self.alone(home), max(0, pages) // (self.sector_pages(home, every) + self.layer_pages(home)))
 
-    def staging(self, caps: Mapping[str, int]) -> dict[str, int]:
-        """Return the pages of each rank that a layer more of any instance needs there."""
-        return {rank: max(caps.values()) * self._layer_pages(rank) for rank in self.pages}
+    def layer_pages(self, rank: str) -> int:
+        """Return the pages that a sector needs at a rank in the layer that needs most."""
+        every, size, room = self._every, self._layer, self.rooms[rank]
+        return max(max(self._by_group(room, room.parts_of(every[i : i + size]))) for i in every[::size])
 
     def caps(self, shape: Shape, *, staging: int = 0) -> dict[str, int]:
         """Return the most sectors for each instance: the same multiple of what it has alone, then what is left.
@@ -130,7 +131,7 @@ class Books:
             base = dict.fromkeys(base, 1)
         none = dict.fromkeys(base, 0)
         free = {rank: self.free(rank, shape, none) for rank in self.pages}
-        layer = {rank: staging * self._layer_pages(rank) for rank in self.pages}
+        layer = {rank: staging * self.layer_pages(rank) for rank in self.pages}
         factor = math.inf
         for rank in self.pages:
             cost = sum(base[home] * self.sector_pages(rank, at) for home, at in shape.shards_at(rank).items())
@@ -169,11 +170,6 @@ class Books:
     def _by_group(self, room: Room, parts: Collection[int]) -> list[int]:
         """Return the pages of a sector in parts of the KV cache, for each group of layers."""
         return [sum(room.sector_pages[part] for part in parts if part in group) for group in self._groups]
-
-    def _layer_pages(self, rank: str) -> int:
-        """Return the pages that a sector needs at a rank in the layer that needs most."""
-        every, size, room = self._every, self._layer, self.rooms[rank]
-        return max(max(self._by_group(room, room.parts_of(every[i : i + size]))) for i in every[::size])
 
 
 def plan_transition(
@@ -266,14 +262,14 @@ def _round(most: int, left: list[LayerFlip], shape: Shape, books: Books, caps: M
         for home, pause in pauses.items():
             for flip in [flip for flip in waiting if flip.home == home and pause.takes(flip)]:
                 coming = pause.coming.get(flip.target)
-                joined = flip if coming is None else coming.with_more(flip.shards)
+                joined = flip if coming is None else coming._replace(shards=coming.shards + flip.shards)
                 needed = books.needed(joined, shape, caps) - (books.needed(coming, shape, caps) if coming else 0)
                 if needed <= free[flip.target]:
                     pause.add(flip, joined)
                     free[flip.target] -= needed
                     waiting.remove(flip)
                     break
-    return tuple(flip for pause in pauses.values() for flip in pause.flips())
+    return tuple(flip for pause in pauses.values() for flip in pause.ways.values())
 
 
 class _Pause:
@@ -282,26 +278,24 @@ class _Pause:
     def __init__(self, most: int, shape: Shape) -> None:
         self.coming: dict[str, LayerFlip] = {}  # rank -> all that it gets, whosever it was
         self._most, self._shards, self._numbers = most, shape.shards, shape.numbers
-        self._ways: dict[tuple[str, str], LayerFlip] = {}
+        self.ways: dict[tuple[str, str], LayerFlip] = {}
+        """What is chosen, by source and target."""
         self._layers: set[int] = set()
 
     def takes(self, flip: LayerFlip) -> bool:
         """Return whether the flip of a layer can be at the same pause; there may be no room for it."""
-        copies = {each.shards[0] // self._numbers for each in (flip, *self._ways.values())}
-        if len(copies) > 1 or any(flip.source == target or flip.target == source for source, target in self._ways):
+        copies = {each.shards[0] // self._numbers for each in (flip, *self.ways.values())}
+        if len(copies) > 1 or any(flip.source == target or flip.target == source for source, target in self.ways):
             return False
         return len(self._layers) < self._most or flip.shards[0] // self._shards in self._layers
 
     def add(self, flip: LayerFlip, coming: LayerFlip) -> None:
         """Have it be one more; `coming` is then all that its target gets."""
         way = (flip.source, flip.target)
-        self._ways[way] = self._ways[way].with_more(flip.shards) if way in self._ways else flip
+        before = self.ways[way].shards if way in self.ways else ()
+        self.ways[way] = flip._replace(shards=tuple(sorted(before + flip.shards)))
         self.coming[flip.target] = coming
         self._layers.add(flip.shards[0] // self._shards)
-
-    def flips(self) -> Iterable[LayerFlip]:
-        """Return what is chosen, by its way."""
-        return [flip._replace(shards=tuple(sorted(flip.shards))) for flip in self._ways.values()]
 
 
 def _lowered(shape: Shape, flip: LayerFlip, lacking: int, books: Books, caps: Mapping[str, int]) -> dict[str, int]:

@@ -134,7 +134,7 @@ class GroupVerbs(VerbChecks):
                 return Restored("planned" if dry_run else "applied", members=(rank,))
             members = tuple(name for group in groups for name in group.members)
             if dry_run:
-                target_of = targets.undropped if sharing else targets.apart
+                target_of = partial(targets.restored, go_on_sharing=sharing)
                 would, _ = self._groups.dry_runs.of([(group.members, target_of) for group in groups], form)
                 return Restored(**vars(would), members=members)
             done = [self._groups.restore(each, timeout_s, why, form, sharing=sharing) for each in groups]
@@ -304,8 +304,10 @@ class GroupVerbs(VerbChecks):
 
     @property
     def changing(self) -> bool:
-        """Whether one of these verbs is under way."""
-        return self._groups.changing
+        """Whether one of these verbs is under way, or a group is repaired."""
+        groups = self._groups
+        is_repairing = any(thread.is_alive() for thread in groups.registry.repairs)
+        return is_repairing or (groups.verbs.locked() and not groups.following)
 
     def groups(self) -> tuple[GroupStatus, ...]:
         """Return the groups of instances that compute each other's layers; others are by themselves."""
@@ -332,8 +334,10 @@ class GroupVerbs(VerbChecks):
         return Dropped(**added_up(dropped), groups=plans, freed_bytes=sum(each.freed_bytes for each in dropped))
 
     def _replicas(self, home: str) -> tuple[int, ...]:
+        """Return the layers of an instance that have a replica."""
         group = self._groups.registry.group_of(home)
-        return () if group is None else group.shape.replicated(home)
+        path = None if group is None else group.shape.paths[home]
+        return () if path is None else tuple(i for i in range(path.layers) if len(path.copies_of(i)) > 1)
 
     def _begin(self, **arguments: Any) -> None:
         """Raise in a listener, without ranks, and for arguments that cannot be; see `VerbChecks`."""

@@ -60,9 +60,11 @@ def needs_of(dispatcher: Dispatcher, rooms: Mapping[str, Room], caps: Mapping[st
 def shared_memory(books: Books, shape: Shape, caps: Mapping[str, int] | None = None) -> SharedMemory:
     """Return the memory that instances of a shape share; with `caps` less room for a layer more of who has most."""
     none = dict.fromkeys(shape.paths, 0)
-    kept = books.staging(caps) if caps is not None else dict.fromkeys(books.pages, 0)
+    free = {rank: books.free(rank, shape, none) for rank in books.pages}
+    if caps is not None:
+        free = {rank: pages - max(caps.values()) * books.layer_pages(rank) for rank, pages in free.items()}
     return SharedMemory(
-        {rank: books.free(rank, shape, none) - kept[rank] for rank in books.pages},
+        free,
         {
             rank: {home: books.sector_pages(rank, shards) for home, shards in shape.shards_at(rank).items()}
             for rank in books.pages

@@ -9,7 +9,7 @@ from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.caps.needs import load_blocks, shared_memory
 from elastic.cluster.fleet.groups.group import Shape
-from elastic.cluster.fleet.groups.targets import parallel
+from elastic.cluster.fleet.groups.targets import sharded
 from elastic.cluster.fleet.groups.transition import Books
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.pipeline.path import LayerPath
@@ -45,7 +45,7 @@ def blocks_by_degree(room: Room, format: KVFormat, degrees: Iterable[int]) -> di
             now = Shape(paths, dict.fromkeys(names, room.resident))
             apart = replace(now, weights=dict.fromkeys(names, frozenset(range(len(room.path.ranks)))))
             books = Books(dict.fromkeys(names, room), format, now)
-            blocks[degree] = _reachable(books, parallel(apart, degree), names[0]) * load_blocks(room, format)
+            blocks[degree] = _reachable(books, sharded(apart, [names]), names[0]) * load_blocks(room, format)
     return blocks
 
 

@@ -672,7 +672,7 @@ def test_caps_go_where_requests_wait_and_stay_there(fleets: Any) -> None:
     assert fleet._groups.follow_needs() == 0  # nobody waits
     ask_for(fleet, a, 1000)
     assert fleet._groups.follow_needs() == 1
-    assert not fleet._groups.changing
+    assert not fleet.changing
     caps = fleet.groups()[0].caps
     assert (caps["r0"], caps["r1"]) == (a.cap, b.cap)
     assert caps["r0"] > 0.8 * total > 3 <= caps["r1"]

@@ -339,7 +339,7 @@ def test_no_rank_ever_needs_more_than_it_has(
     for tp in degrees:
         if shards % tp or not min(caps.values()):
             continue
-        target = targets.parallel(now, tp)
+        target = targets.sharded(now, targets.units_of(now.members, tp))
         transition = plan_transition(now, target, books, caps, most)
         for flips in transition.rounds:
             assert all(len(layers) <= (most or LAYERS) for layers in layers_of_pauses(flips, shards).values())
@@ -374,6 +374,6 @@ def test_instances_that_have_no_room_by_themselves_have_equal_shares_of_a_group(
     )
     books = Books(rooms, kv_of(2), now)
     assert [books.alone(name) for name in rooms] == [0, 0]
-    caps = books.caps(targets.parallel(now, 2))
+    caps = books.caps(targets.sharded(now, targets.units_of(now.members, 2)))
     assert caps["r0"] > 0
     assert abs(caps["r0"] - caps["r1"]) <= 1
