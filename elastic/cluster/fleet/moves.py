@@ -63,27 +63,24 @@ class _Move:
         self.memory = source.memory.hold() if source.memory is not None else None
         self.by_file = self.memory is not None and source.hello.host == target.hello.host
         """Whether the target finds the source's memory file."""
+        memory = source.hello.memory
+        self.reachable = self.by_file or (memory is not None and memory.memory is not None)
+        """Whether the target finds that, or the source itself; false where they cannot be introduced."""
         self.states = tuple(answer.state for answer in record.live)
-        self.met = False
-        """Whether the target knows where the source answers what it reads."""
         self.handed = self.flipped = self.received = False
         self.told = 0
         self.moved_bytes = self.rounds = 0
         self.resumption = Resumption(1, left={self.request})
 
     @property
-    def readable(self) -> bool:
-        """Whether the target can use what the source has computed, if it can read it."""
+    def reads(self) -> bool:
+        """Whether the target can copy what the source has computed, and use it."""
         return (
-            self.source.directory is not None
+            self.reachable
+            and self.source.directory is not None
             and self.source.kv_format == self.target.kv_format
             and (self.record.request.prompt_logprobs is None or bool(self.record.answers[0].tokens))
         )
-
-    @property
-    def reads(self) -> bool:
-        """Whether the target can copy what the source has computed."""
-        return self.readable and (self.by_file or self.met)
 
     @property
     def settled(self) -> bool:
@@ -195,15 +192,13 @@ class Mover:
 
     def _meet(self, move: _Move) -> None:
         """Have the target be able to ask the source for what it finds in no file."""
-        source = move.source.hello.memory
-        if move.by_file or not move.readable or source is None or source.memory is None:
+        if move.by_file or not move.reads:
             return
         try:
             self._introduce((move.source.name, move.target.name))
         except ElasticError as error:
             logger.info("request %s is computed anew at %s: %s", move.request, move.target.name, error)
-        else:
-            move.met = True
+            move.reachable = False
 
     def _copy(self, move: _Move) -> None:
         """Copy what is computed, while more is, until little is left."""
