@@ -317,11 +317,12 @@ class Dispatcher:
         delivery: Delivery,
         error: str | None = None,
     ) -> None:
-        """End answers of a request that no instance has."""
-        for output in record.end(indices, finish, self.clock(), error):
+        """End answers of a request that no instance has; those that have ended are passed over."""
+        ended = record.end(indices, finish, self.clock(), error)
+        for output in ended:
             record.had.pop(output.index, None)
             delivery.add(record, output)
-        if not record.left:
+        if ended and not record.left:
             if record in self.queue:
                 self.queue.remove(record)
             self._end(record, OUTCOMES[finish])

@@ -298,6 +298,17 @@ def test_a_request_that_all_refuse_for_ever_fails_in_words(fleets: Any) -> None:
     assert heard.ends["b"].error in ("no grammar", None) or "too long" in str(heard.ends["b"].error)
 
 
+def test_a_request_that_is_cancelled_and_refused_at_once_ends_once(fleets: Any) -> None:
+    fleet, (rank,) = fleets(1)
+    heard = Collector()
+    rank.refuses = CapacityError("too long", requested_bytes=2, free_bytes=0, total_bytes=1)
+    fleet.submit(request(id="a"), heard)
+    fleet.cancel("a")
+    rank.step()
+    assert heard.ends["a"].finish == "cancelled"
+    fleet.check()
+
+
 def test_weights_of_ranks_are_those_of_the_fleet(fleets: Any) -> None:
     fleet, ranks = fleets(2, routing="round_robin")
     heard = Collector()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -202,3 +203,24 @@ def test_requests_that_wait_end_where_no_rank_is_left(served: tuple[Fleet, list[
     heard.wait(["q"])
     assert heard.ends["q"].finish == "failed"
     assert "no rank is left" in str(heard.ends["q"].error)
+
+
+def test_a_request_that_waits_for_a_repair_fails_once_when_no_rank_is_left(
+    served: tuple[Fleet, list[TellingRank]],
+) -> None:
+    fleet, (a, b) = served
+    heard, _ = begin(fleet, a, b)
+    repaired = threading.Event()
+
+    def wait(question: Any) -> None:
+        if isinstance(question, Recover):
+            repaired.wait(20)
+
+    b.fails = wait
+    a.die()
+    b.die()
+    fleet._supervisor.fail_if_hopeless("as the thread of each lost rank says")
+    assert heard.ends["q"].finish == "failed"
+    repaired.set()
+    until(lambda: not fleet.groups())
+    fleet._dispatcher.check()
