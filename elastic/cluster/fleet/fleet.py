@@ -330,7 +330,6 @@ class Fleet(PricedVerbs):
                 self._members.serve_on(instance)
                 raise
             instance.client.ask(Drain())
-        self._log.add("removed", rank=name, instance=name, requests=len(instance.records))
         self._members.end(instance, END_S)
         self._supervisor.fail_if_hopeless(f"rank {name!r} was removed")
 

@@ -36,9 +36,10 @@ class Membership:
 
     def __init__(self, dispatcher: Dispatcher, log: EventLog) -> None:
         self.on_losing: Callable[[Instance], None] = lambda _: None
-        """Called for each rank that is lost before it is forgotten, under the lock."""
+        """Called for each rank that is lost before it is forgotten, under the lock; not for one that others do without,
+        as it was being removed."""
         self.on_lost: Callable[[Instance], None] = lambda _: None
-        """Called for each rank that was lost, on its client's thread."""
+        """Called for each of these ranks, on its client's thread."""
         self.on_gone: Callable[[Instance], None] = lambda _: None
         """Called for each rank that has ended, lost or not, before that; it does not wait."""
         self.facts: ModelFacts | None = None
@@ -114,8 +115,10 @@ class Membership:
     def end(self, instance: Instance, timeout_s: float) -> None:
         """End a rank that was removed: in order within so many seconds, or as it is if others have use for that."""
         with self._lock:  # from now on nobody begins to read there
-            instance.leaving = True
+            is_first, instance.leaving = not instance.leaving, True
             is_read = bool(instance.records or instance.moves)
+        if is_first:
+            self._log.add("removed", rank=instance.name, instance=instance.name, requests=len(instance.records))
         if is_read:  # what is there stays as it is
             instance.client.kill("removed from the fleet")
         instance.client.close(timeout_s=timeout_s)
@@ -139,10 +142,11 @@ class Membership:
         """Have the requests of a rank that has ended go on elsewhere. On its client's thread, once."""
         delivery = Delivery(self._lock)
         with self._lock:
-            asked = instance.leaving
+            asked, removed = instance.leaving, instance.state == "draining"
             instance.state, instance.why = ("ended", "") if asked else ("lost", why)
             resumption = self._resume(instance)
-            if not asked:
+            is_missed = not asked and not (removed and self._dispatcher.serving())
+            if is_missed:
                 self.on_losing(instance)
             self._dispatcher.forget(instance)
             back = [record for record in instance.records.values() if not record.moving]
@@ -169,6 +173,7 @@ class Membership:
         delivery.tell()
         if not asked:
             logger.warning("rank %s was lost: %s; its %d requests go on", instance.name, why, resumption.requests)
+        if is_missed:
             self.on_lost(instance)
 
     def _resume(self, instance: Instance) -> Resumption:

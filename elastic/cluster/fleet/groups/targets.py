@@ -8,9 +8,10 @@ from dataclasses import replace
 from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.fleet.groups.group import Shape
 from elastic.engines.pipeline.path import LayerPath
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, require
 from elastic.planning.arrangement.drop import GroupPlan
 from elastic.planning.arrangement.stages import Held
+from elastic.planning.sharding.bounds import is_degree
 from elastic.planning.sharding.numbers import by_layer, of_layers, whole_layers
 from elastic.planning.sharding.share import Share
 
@@ -112,8 +113,7 @@ def units_of(members: Sequence[str], tp: int) -> tuple[tuple[str, ...], ...]:
 
 def require_shards(rooms: Mapping[str, Room], tp: int) -> None:
     """Raise `ConfigError` for layers that cannot be shared by so many ranks."""
-    if type(tp) is not int or tp < 1:
-        raise ConfigError(f"tp={tp!r} must be a whole number, at least 1")
+    require(type(tp) is int and is_degree(tp), "tp", tp, "a power of two")
     for name, room in rooms.items():
         if room.path.shards % tp:
             cut = f"in {room.path.shards} shards" if room.path.shards > 1 else "not cut"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elastic import ConfigError, Overloaded, StateError
-from elastic.cluster.control.messages import Beat, News
+from elastic.cluster.control.messages import Beat, Drain, News
 from elastic.cluster.fleet import supervisor
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.membership import MOST_LOSSES
@@ -502,6 +502,37 @@ def test_a_rank_is_removed_and_its_requests_go_on(world: Any, drain: bool) -> No
     w.finish()
     assert [(rank.name, rank.state) for rank in w.fleet.status().ranks] == [("r0", "ended"), ("r1", "serving")]
     assert w.fleet.status().totals.ranks_lost == 0
+
+
+def test_a_rank_that_is_removed_twice_at_once_is_told_of_once(world: Any) -> None:
+    class Twice(FakeRank):
+        def ask(self, question: Any) -> Any:
+            if isinstance(question, Drain) and not drained:
+                drained.append(self.hello.name)
+                w.fleet.remove(self.hello.name)
+            return super().ask(question)
+
+    drained = list[str]()
+    w = world(2, lambda spec: Twice(spec.name))
+    w.fleet.remove("r0")
+    assert w.kinds() == ["joined", "joined", "removed"]
+
+
+def test_no_rank_begins_in_the_place_of_one_that_is_lost_as_it_is_removed(world: Any) -> None:
+    w = world(2, replace=True)
+    w.submit(4)
+    removing = threading.Thread(target=w.fleet.remove, args=("r0",))
+    removing.start()
+    while w.fleet.status().ranks[0].state != "draining":
+        removing.join(0.005)
+    w.launcher.ranks["r0"].die("it fell over")
+    assert not w.fleet.replaces("r0")
+    while removing.is_alive():
+        w.launcher.step()
+        removing.join(0.005)
+    w.finish()
+    assert w.kinds().count("lost") == w.kinds().count("removed") == 1
+    assert w.launcher.ranks.keys() == {"r0", "r1"}
 
 
 def test_the_last_rank_is_removed_when_its_requests_have_ended(world: Any) -> None:
