@@ -147,17 +147,19 @@ class Mover:
         dispatcher = self._dispatcher
         while until_s is None or self._dispatcher.clock() < until_s:
             with self._lock:
-                requests = list(instance.records)
-                others = dispatcher.serving()
-            if not requests and not instance.moves:
-                return
-            target = max(others, key=lambda other: other.freeness, default=None)
-            for request in requests if target is not None else ():
-                assert target is not None
+                records = list(instance.records.values())
+                if not records and not instance.moves:
+                    return
+            for record in records:
+                with self._lock:
+                    others = [each for each in dispatcher.serving() if not each.group and each.holds(record, 0)]
+                    target = max(others, key=lambda other: other.freeness, default=None)
+                if target is None:
+                    continue
                 try:
-                    self.move(request, target.name)
+                    self.move(record.request.id, target.name)
                 except ElasticError as error:
-                    logger.debug("request %s stays at %s: %s", request, instance.name, error)
+                    logger.debug("request %s stays at %s: %s", record.request.id, instance.name, error)
             with self._lock:  # what did not move gets on meanwhile, or makes room elsewhere
                 dispatcher.changed.wait_for(lambda: not instance.records and not instance.moves, 0.2)
 

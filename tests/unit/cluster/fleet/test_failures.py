@@ -504,6 +504,30 @@ def test_a_rank_is_removed_and_its_requests_go_on(world: Any, drain: bool) -> No
     assert w.fleet.status().totals.ranks_lost == 0
 
 
+@pytest.mark.parametrize("why", ["its requests stay", "it computes no more at a time"])
+def test_requests_of_a_rank_that_is_removed_pass_over_a_freer_one_that_can_have_none(world: Any, why: str) -> None:
+    few = {"max_requests": 1} if why != "its requests stay" else {}
+    w = world(3, lambda spec: FakeRank(spec.name, **{"r1": {"blocks": 500, **few}}.get(spec.name, {})))
+    instances = w.fleet._dispatcher.instances
+    if few:
+        for instance in (instances["r0"], instances["r2"]):
+            instance.state = "draining"
+        w.submit(2, tokens=1000)
+        for instance in (instances["r0"], instances["r2"]):
+            instance.state = "serving"
+    else:
+        instances["r1"].group = ("r1", "r3")
+    instances["r1"].state = instances["r2"].state = "draining"
+    (request,) = w.submit(1, tokens=200)
+    instances["r1"].state = instances["r2"].state = "serving"
+    w.launcher.step(2)
+    w.in_background(lambda: w.fleet.remove("r0"))
+    assert w.fleet.instance_of(request.id) == "r2"
+    assert w.kinds().count("moved") == 1
+    assert "move failed" not in w.kinds()
+    instances["r1"].group = ()
+
+
 def test_a_rank_that_is_removed_twice_at_once_is_told_of_once(world: Any) -> None:
     class Twice(FakeRank):
         def ask(self, question: Any) -> Any:
