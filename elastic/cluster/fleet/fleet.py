@@ -264,6 +264,7 @@ class Fleet(PricedVerbs):
             self._groups.registry.close()
             self._starter.end_all()
             self._supervisor.stop()
+            self._policies.join()
             self._starter.end_all()  # one may have come in the place of another
             self._members.cancel_requests()
             _fleets.discard(self)

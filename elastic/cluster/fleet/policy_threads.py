@@ -65,6 +65,12 @@ class PolicyThreads:
             thread.start()
 
     def stop(self) -> None:
-        """Do nothing more; return when what is being done is done. Can be called twice."""
+        """Do nothing more; return when what is being done is done. Can be called twice. See `join`."""
         for thread in self._threads:
             thread.stop()
+
+    def join(self) -> None:
+        """Return when instances that a policy has added have come, or cannot, as their launcher is closed."""
+        for policy in self._changing:
+            if isinstance(policy, OverloadController) and policy.adding is not None:
+                policy.adding.join()

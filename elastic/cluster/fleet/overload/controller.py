@@ -68,7 +68,8 @@ class OverloadController:
         self._shares = Shares(verbs, most_shared, self._form)
         self._share: SharePlan | None = None  # what the offer to share layers was
         self._add, self._addable = add, settings.scale_out
-        self._adding: clock.Thread | None = None
+        self.adding: clock.Thread | None = None
+        """Adds instances, or has done so: it ends when these have come, or their launcher is closed."""
         self._short = False  # whether it was told that no drop suffices, and requests still wait
         self._start_s = START_S  # that an instance took to come
         self._added: Choice | None = None  # why one comes now, if it is instead of a drop
@@ -81,10 +82,8 @@ class OverloadController:
         self._thread.start()
 
     def stop(self) -> None:
-        """Do nothing more; return when what is being done is done."""
+        """Do nothing more; return when what is being done is done, but for instances that come: see `adding`."""
         self._thread.stop()
-        if self._adding is not None:
-            self._adding.join()
 
     def _prepare_and_tick(self) -> None:
         self._verbs.get_ready()
@@ -203,13 +202,13 @@ class OverloadController:
 
     @property
     def _is_adding(self) -> bool:
-        return self._adding is not None and self._adding.is_alive()
+        return self.adding is not None and self.adding.is_alive()
 
     def _add_instances(self, count: int) -> None:
         """Have instances added, beside the caller."""
         self._addable -= count
-        self._adding = clock.current().thread(partial(self._scale_out, count), "elastic-fleet-scale-out")
-        self._adding.start()
+        self.adding = clock.current().thread(partial(self._scale_out, count), "elastic-fleet-scale-out")
+        self.adding.start()
 
     def _scale_out(self, count: int) -> None:
         assert self._add is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic import ConfigError, StateError
+from elastic import ConfigError, Overload, StateError
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.rank.spec import RankSpec
 from elastic.engines.base import Request
@@ -240,3 +240,31 @@ def test_seconds_that_are_no_number_leave_it_serving(world: World) -> None:
         with pytest.raises(ConfigError, match="timeout_s"):
             world.fleet.stop(timeout_s=seconds)  # type: ignore[arg-type]
     assert world.fleet.serving
+
+
+def test_an_instance_that_a_policy_has_added_does_not_hold_up_the_end_as_it_loads() -> None:
+    loads, closed = threading.Event(), threading.Event()
+
+    class Loading(FakeLauncher):
+        def start(self, spec: RankSpec) -> Any:
+            if spec.name == "r0":
+                return super().start(spec)
+            loads.set()
+            assert closed.wait(20), "its end waits for this"
+            raise StateError("the launcher was closed")
+
+        def close(self) -> None:
+            closed.set()
+
+    options: dict[str, Any] = {"beat_timeout_s": 1e6, "hang_timeout_s": 1e6}
+    fleet = Fleet("no model", launch=Loading(), policy=Overload(scale_out=1, tick_s=1e6), **options)
+    fleet.start()
+    (overload,) = fleet._policies._changing
+    overload._add_instances(1)
+    assert loads.wait(20)
+    stopping = threading.Thread(target=fleet.stop)
+    stopping.start()
+    stopping.join(10)
+    assert not stopping.is_alive()
+    assert closed.is_set()
+    assert not overload._is_adding

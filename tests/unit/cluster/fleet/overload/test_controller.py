@@ -265,8 +265,8 @@ def test_instances_are_added_up_to_the_most_that_may_be(world: Callable[..., Wor
     w.burst(30)
     for _ in range(20):
         w.tick()
-        if w.controller._adding is not None:
-            w.controller._adding.join()
+        if w.controller.adding is not None:
+            w.controller.adding.join()
     assert sum(added) == 3
     off = world(add=add)
     off.burst(30)
@@ -398,8 +398,8 @@ def test_an_instance_is_added_where_a_drop_would_cost_more(world: Any) -> None:
     for _ in range(5):
         assert not w.tick().drops  # it is on its way
     there.set()
-    assert w.controller._adding is not None
-    w.controller._adding.join()
+    assert w.controller.adding is not None
+    w.controller.adding.join()
     assert added == [1]
     assert "add 10 s for 10,000 bytes; add: the cheapest that suffices" in w.log.events()[0].why
     while not w.verbs.asked:  # no further one may come
