@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -143,9 +144,9 @@ class Mover:
 
     def drain(self, instance: Instance, timeout_s: float | None) -> None:
         """Have the requests of an instance that gets no more move, or end where they do not fit elsewhere."""
-        until_s = None if timeout_s is None else self._dispatcher.clock() + timeout_s
         dispatcher = self._dispatcher
-        while until_s is None or self._dispatcher.clock() < until_s:
+        until_s = math.inf if timeout_s is None else dispatcher.clock() + timeout_s
+        while dispatcher.clock() < until_s:
             with self._lock:
                 records = list(instance.records.values())
                 if not records and not instance.moves:
@@ -154,7 +155,7 @@ class Mover:
                 with self._lock:
                     others = [each for each in dispatcher.serving() if not each.group and each.holds(record, 0)]
                     target = max(others, key=lambda other: other.freeness, default=None)
-                if target is None:
+                if target is None or dispatcher.clock() >= until_s:
                     continue
                 try:
                     self.move(record.request.id, target.name)

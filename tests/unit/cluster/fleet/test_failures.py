@@ -528,6 +528,18 @@ def test_requests_of_a_rank_that_is_removed_pass_over_a_freer_one_that_can_have_
     instances["r1"].group = ()
 
 
+def test_no_move_begins_when_a_removal_has_had_its_time(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = world(2)
+    dispatcher, mover, moved = w.fleet._dispatcher, w.fleet._mover, list[str]()
+    dispatcher.instances["r1"].state = "draining"
+    w.submit(5)
+    dispatcher.instances["r1"].state, dispatcher.instances["r0"].state = "serving", "draining"
+    monkeypatch.setattr(dispatcher, "clock", lambda: float(len(moved)))
+    monkeypatch.setattr(mover, "move", lambda request, target: moved.append(request))
+    mover.drain(dispatcher.instances["r0"], 2.5)
+    assert len(moved) == 3, "each takes a second"
+
+
 def test_a_rank_that_is_removed_twice_at_once_is_told_of_once(world: Any) -> None:
     class Twice(FakeRank):
         def ask(self, question: Any) -> Any:
