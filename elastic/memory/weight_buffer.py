@@ -59,7 +59,7 @@ class WeightBuffer:
         """
         try:
             with self.pool.mapping_lock:
-                self.pool.reuse(list(self._range.slots.values()), owner, self)
+                self.pool.reuse(list(self._range.slots.values()), owner, self.reclaim)
             self.extend(owner, pace)
         except BaseException:
             self.make_reclaimable()
@@ -92,7 +92,7 @@ class WeightBuffer:
                 made = self.pool.make_ready(least, huge_pages=not before)
                 if pace is not None:
                     pace.acquire(made * self.pool.page_bytes)
-                most = least if before else min(stop - slot, max(least, self.pool.cached_pages // size * size))
+                most = least if before else min(stop - slot, max(least, len(self.pool.cached) // size * size))
                 slot += self._map(slot, most, owner, huge_pages=not before)
 
     @property
@@ -129,7 +129,7 @@ class WeightBuffer:
         with self.pool.mapping_lock:
             owned = self.pool.owned_of(self._range.slots.values())
             if owned:
-                self.pool.mark_reclaimable(owned, self)
+                self.pool.mark_reclaimable(owned, self.reclaim)
                 self.pool.notify()
 
     def reclaim(self, count: int) -> int:
@@ -138,13 +138,13 @@ class WeightBuffer:
             unmapped = 0
             if self.pool.owned_of(self._range.slots.values()):
                 return 0  # allocated again meanwhile
-            for first, length in reversed(self._range.mapped_runs()):
+            for first, length in reversed(runs(sorted(self._range.slots))):
                 taken = min(length, count - unmapped)
                 if taken:
                     self.pool.free(self._range.unmap(first + length - taken, taken))
                     unmapped += taken
             if not self._range.slots:
-                self.pool.unregister_holder(self)
+                self.pool.unregister_holder(self.reclaim)
             return unmapped
 
     def show(self, layout: LayerLayout) -> dict[str, torch.Tensor]:

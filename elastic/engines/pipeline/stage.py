@@ -300,7 +300,7 @@ class GuestStage:
         pool = self.memory.kv.pool
         step = max(1, CREATED_BYTES // pool.page_bytes)
         for ready in range(step, count + step, step):
-            lacking = min(ready, count) - pool.cached_pages
+            lacking = min(ready, count) - len(pool.cached)
             if lacking > 0:
                 with pace.copying(lacking * pool.page_bytes, "pages"):
                     pool.make_ready(min(ready, count))

@@ -24,7 +24,7 @@ from elastic.engines.vllm.kv.prefixes import PrefixSharing
 from elastic.engines.vllm.kv.worker_channel import WorkerChannel
 from elastic.engines.vllm.metrics import CapacityStats
 from elastic.errors import ElasticError, StateError
-from elastic.memory.backends.shared_file import OpenFile, open_shared
+from elastic.memory.backends.shared_file import OpenFile
 
 logger = logging.getLogger(__name__)
 IDLE_S = 0.005
@@ -325,7 +325,7 @@ def _open_wake_files(handshakes: Iterable[Handshake]) -> list[OpenFile]:
     for handshake in handshakes:
         try:
             if handshake.wakes is not None:
-                files.append(open_shared(handshake.wakes))
+                files.append(OpenFile(handshake.wakes))
         except StateError as error:
             logger.warning("actions of rank %d wait while there are no requests: %s", handshake.rank, str(error))
     return files

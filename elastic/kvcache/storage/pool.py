@@ -187,7 +187,7 @@ class KVPool:
             unreserved = max(0, limit - self.reserved)
             unmapped = max(0, min(used + idle - unreserved, idle + spare))
             kept_ready = self.reclaimer.ready_pages(unreserved, used + idle - unmapped)
-            released = max(0, self.pool.cached_pages + unmapped - kept_ready)
+            released = max(0, len(self.pool.cached) + unmapped - kept_ready)
             kept = max(0, used + self.reserved - spare)
             return ("applied" if kept <= limit else "deferred"), released, max(0, kept - limit)
 

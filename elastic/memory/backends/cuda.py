@@ -65,6 +65,8 @@ class CudaBackend:
                 "use another one, or a 'cpu' place"
             )
         self._context = self._call("cuDevicePrimaryCtxRetain", index)
+        self._descriptors = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        """The kind of handle that processes hand each other as a file descriptor."""
         self._properties = cu.CUmemAllocationProp()
         self._properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._properties.location = self._location(index)
@@ -78,11 +80,6 @@ class CudaBackend:
         self._handles: dict[int, Any] = {}  # page -> driver handle
         self._mapped: dict[int, int] = {}  # address -> page
         self._closed = False
-
-    @property
-    def _descriptors(self) -> Any:
-        """The kind of handle that processes hand each other as a file descriptor."""
-        return self._cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     @property
     def mappings(self) -> int:
@@ -123,8 +120,20 @@ class CudaBackend:
                 del self._handles[page]
 
     def map(self, address: int, pages: Sequence[int], *, readable_gaps: bool = False) -> None:
+        mapped: list[int] = []
+        size = len(pages) * self.page_bytes
         with self._current():
-            self._map(address, pages)
+            try:
+                for at, page in zip(range(address, address + size, self.page_bytes), pages, strict=True):
+                    self._call("cuMemMap", at, self.page_bytes, 0, self._handles[page], 0)
+                    self._mapped[at] = page
+                    mapped.append(at)
+                if pages:
+                    self._call("cuMemSetAccess", address, size, self._access, len(self._access), nbytes=size)
+            except BaseException:
+                for at in mapped:
+                    self._unmap(at)
+                raise
 
     def unmap(self, address: int, count: int, *, readable_gaps: bool = False) -> None:
         unmapped: list[int] = []
@@ -133,7 +142,7 @@ class CudaBackend:
                 for i in range(count):
                     unmapped.append(self._unmap(address + i * self.page_bytes))
             except BaseException:
-                self._map(address, unmapped)
+                self.map(address, unmapped)
                 raise
 
     def shared_file(self) -> None:
@@ -187,22 +196,6 @@ class CudaBackend:
                 self._call("cuMemRelease", handle)
             raise
         self._handles |= made
-
-    def _map(self, address: int, pages: Sequence[int]) -> None:
-        mapped: list[int] = []
-        size = len(pages) * self.page_bytes
-        try:
-            for i, page in enumerate(pages):
-                at = address + i * self.page_bytes
-                self._call("cuMemMap", at, self.page_bytes, 0, self._handles[page], 0)
-                self._mapped[at] = page
-                mapped.append(at)
-            if pages:
-                self._call("cuMemSetAccess", address, size, self._access, len(self._access), nbytes=size)
-        except BaseException:
-            for at in mapped:
-                self._unmap(at)
-            raise
 
     def _unmap(self, address: int) -> int:
         """Unmap the page at an address, and return it."""

@@ -84,7 +84,8 @@ class ReservedRange:
         elif last < len(self.starts):
             segments.append((self.starts[last], self.pages[last]))
             last += 1
-        return PendingRemap(self, first, last, self._join(segments))
+        joined = self._join(segments)
+        return PendingRemap(self, first, last, joined, len(joined) - (last - first))
 
     def mapped(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """List the mapped parts of [start, stop) as (address, first page, pages)."""
@@ -120,11 +121,8 @@ class PendingRemap:
     first: int
     stop: int
     segments: list[Segment]
-
-    @property
-    def added(self) -> int:
-        """Mappings that there will be more."""
-        return len(self.segments) - (self.stop - self.first)
+    added: int
+    """Mappings that there will be more."""
 
 
 class AddressSpace:

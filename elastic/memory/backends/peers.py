@@ -11,10 +11,8 @@ import torch
 logger = logging.getLogger(__name__)
 
 
-@cache
-def can_access(device: int, other: int) -> bool:
-    """Return whether kernels and copies of one CUDA device, by index, may touch the memory of another."""
-    return torch.cuda.can_device_access_peer(device, other)
+can_access = cache(torch.cuda.can_device_access_peer)
+"""Whether kernels and copies of one CUDA device, by index, may touch the memory of another."""
 
 
 def reachable(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from elastic.errors import StateError
 from elastic.memory.backends.peers import host_buffer
-from elastic.memory.backends.shared_file import SharedFile, host_name, open_shared
+from elastic.memory.backends.shared_file import OpenFile, SharedFile, host_name
 from elastic.types import RankMemory
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def open_memory(
     reachable = memory is not None and peers is not None
     if file is not None and (file.host == host_name() or not reachable):
         try:
-            return open_shared(file)
+            return OpenFile(file)
         except StateError as error:
             if not reachable:
                 raise

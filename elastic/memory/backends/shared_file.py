@@ -35,29 +35,6 @@ def share(descriptor: int) -> SharedFile:
     return SharedFile(host_name(), os.getpid(), descriptor, facts.st_ino, facts.st_size)
 
 
-def open_shared(file: SharedFile) -> OpenFile:
-    """Open a memory file that a process of this host holds, to read it.
-
-    Raises `StateError` where it cannot be: another host, an ended process, another user's, another file by now.
-    """
-    if file.host != host_name():
-        raise StateError(
-            f"the memory of process {file.pid} is on host {file.host}; only processes of that host can open it, and "
-            f"this one is on {host_name()}"
-        )
-    path = f"/proc/{file.pid}/fd/{file.descriptor}"
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except PermissionError as error:
-        raise StateError(f"{path} may not be read: run both processes as one user, and let them be traced") from error
-    except OSError as error:
-        raise StateError(f"{path} is gone ({error.strerror}): its process has ended, or closed its memory") from error
-    if os.fstat(descriptor).st_ino != file.inode:
-        os.close(descriptor)
-        raise StateError(f"{path} is another file by now: the process that shared it has closed its memory, or ended")
-    return OpenFile(descriptor)
-
-
 class OpenFile:
     """A memory file of another process, for reading. It is held until `close`, also when that process has ended.
 
@@ -66,18 +43,40 @@ class OpenFile:
 
     waits = False
     device = torch.device("cpu")
+    descriptor = -1
+    """`share` it: others find the file as long as this process holds it. -1: it is not open."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, file: SharedFile) -> None:
+        """Open a file that a process of this host holds.
+
+        Raises `StateError` where it cannot be: another host, an ended process, another user's, another file by now.
+        """
+        if file.host != host_name():
+            raise StateError(
+                f"the memory of process {file.pid} is on host {file.host}; only processes of that host can open it, "
+                f"and this one is on {host_name()}"
+            )
+        path = f"/proc/{file.pid}/fd/{file.descriptor}"
+        try:
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except PermissionError as error:
+            raise StateError(
+                f"{path} may not be read: run both processes as one user, and let them be traced"
+            ) from error
+        except OSError as error:
+            raise StateError(
+                f"{path} is gone ({error.strerror}): its process has ended, or closed its memory"
+            ) from error
+        if os.fstat(self.descriptor).st_ino != file.inode:
+            self.close()
+            raise StateError(
+                f"{path} is another file by now: the process that shared it has closed its memory, or ended"
+            )
 
     @property
     def nbytes(self) -> int:
         """Count the bytes of it now, holes included."""
-        return os.fstat(self._descriptor).st_size
-
-    def reshare(self) -> SharedFile:
-        """Say where others find it as long as this process holds it."""
-        return share(self._descriptor)
+        return os.fstat(self.descriptor).st_size
 
     def read(self, address: int, pieces: Sequence[tuple[int, int]]) -> None:
         """Copy pieces (offset, bytes) of the file side by side to an address; see `read_into`."""
@@ -89,7 +88,7 @@ class OpenFile:
         """Copy bytes of the file to an address, without the interpreter's lock. Raises `StateError` beyond its end."""
         done = 0
         while done < nbytes:
-            count = libc.pread(self._descriptor, address + done, min(nbytes - done, _PIECE_BYTES), offset + done)
+            count = libc.pread(self.descriptor, address + done, min(nbytes - done, _PIECE_BYTES), offset + done)
             if count > 0:
                 done += count
             elif count == 0:
@@ -99,7 +98,7 @@ class OpenFile:
 
     def close(self) -> None:
         """Let go of it. Can be called twice."""
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from elastic.errors import CapacityError, IntegrityError, StateError
@@ -16,21 +16,15 @@ from elastic.memory.pages.free_pages import FreePages
 from elastic.types import PlaceStatus
 
 logger = logging.getLogger(__name__)
+Reclaim = Callable[[int], int]
+"""Asked to give up some number of pages; returns how many it did."""
 
 
 class MappedRange(Protocol):
     """Address space that shows pages."""
 
-    @property
-    def slots(self) -> Mapping[int, int]:
-        """The page of each slot that shows one."""
-
-
-class ReclaimableHolder(Protocol):
-    """A range that still shows pages which nobody owns any more."""
-
-    def reclaim(self, count: int) -> int:
-        """Unmap up to `count` of them and give them back; returns how many."""
+    slots: dict[int, int]
+    """The page of each slot that shows one."""
 
 
 class PagePool:
@@ -56,7 +50,7 @@ class PagePool:
         self.page_bytes = backend.page_bytes
         self.budget_pages = budget_bytes // self.page_bytes
         self.ready_pages = ready_pages
-        self.reclaimers: list[Callable[[int], int]] = []
+        self.reclaimers: list[Reclaim] = []
         """Asked in turn, without the pool's own lock, to free some number of pages when the budget is short."""
         self.claims: dict[object, Callable[[], int]] = {}
         """By who has caches here: pages that others are to leave to it; below zero, what it would give them."""
@@ -69,9 +63,11 @@ class PagePool:
         self._owned: Counter[str] = Counter()  # owner -> pages
         self._reserved: Counter[str] = Counter()
         self._charged: Counter[str] = Counter()  # owner -> pages that only count
-        self._cached = FreePages(backend.pages_per_huge_page)
+        self.cached = FreePages(backend.pages_per_huge_page)
+        """Created pages that nobody owns and no range shows. Changed under the pool's own lock."""
         self._reclaimable: set[int] = set()
-        self._holders: list[ReclaimableHolder] = []  # of reclaimable pages, the longest at rest first
+        self._holders: list[Reclaim] = []
+        """Of what still shows reclaimable pages: each unmaps and frees some. The longest at rest is first."""
         self._uncreated = FreePages(backend.pages_per_huge_page, self.budget_pages)
         self._in_creation: set[int] = set()
         self._none_in_creation = threading.Condition(self._lock)
@@ -87,11 +83,6 @@ class PagePool:
     def claimed(self, *, but: object) -> int:
         """Count the pages that all others claim."""
         return sum(count() for user, count in self.claims.items() if user is not but)
-
-    @property
-    def cached_pages(self) -> int:
-        """Created pages that nobody owns and no range shows."""
-        return len(self._cached)
 
     def pages_of(self, owner: str) -> int:
         """Count the pages of one owner, charged and reserved ones included."""
@@ -124,8 +115,8 @@ class PagePool:
                 self._none_in_creation.wait_for(lambda: not self._in_creation)
             self._require_free(owner, count, self._unshown_pages)
             most = self._creatable_pages
-            cached = self._cached.take_whole(count) if huge_pages else []
-            cached += self._cached.take(min(len(self._cached), count - len(cached)))
+            cached = self.cached.take_whole(count) if huge_pages else []
+            cached += self.cached.take(min(len(self.cached), count - len(cached)))
             lacking = count - len(cached)
             created = self._to_create(lacking, most)
             fresh, spare = created[:lacking], created[lacking:]
@@ -138,12 +129,12 @@ class PagePool:
                 with self._lock:
                     self._disown([*cached, *fresh])
                     self._uncreated.add(fresh)
-                    self._cached.add(cached)
+                    self.cached.add(cached)
                     self._end_creation(spare, self._uncreated)
                 raise
             with self._lock:
-                self._end_creation(spare, self._cached)
-        if self.ready_pages and len(self._cached) < self.ready_pages:
+                self._end_creation(spare, self.cached)
+        if self.ready_pages and len(self.cached) < self.ready_pages:
             janitor.submit(self.replenish)
         return cached + fresh
 
@@ -154,7 +145,7 @@ class PagePool:
             self._reclaimable -= reclaimable
             owned = self.owned_of(pages) if len(reclaimable) < len(pages) else []
             self._disown(owned)
-            self._cached.add([*reclaimable, *owned])
+            self.cached.add([*reclaimable, *owned])
             closed = self._closed
         if closed:
             try:
@@ -176,15 +167,15 @@ class PagePool:
                 self._owner[page] = owner
                 self._owned[owner] += 1
 
-    def mark_reclaimable(self, pages: Sequence[int], holder: ReclaimableHolder) -> None:
-        """Have owned pages be free from now on, though `holder` shows them until somebody takes them."""
+    def mark_reclaimable(self, pages: Sequence[int], holder: Reclaim) -> None:
+        """Have owned pages be free from now on, though they are shown until `holder` is asked to give them up."""
         with self._lock:
             self._disown(pages)
             self._reclaimable.update(pages)
             if holder not in self._holders:
                 self._holders.append(holder)
 
-    def reuse(self, pages: Sequence[int], owner: str, holder: ReclaimableHolder) -> None:
+    def reuse(self, pages: Sequence[int], owner: str, holder: Reclaim) -> None:
         """Give `owner` the reclaimable pages of `holder`, all or none. Raises `CapacityError`."""
         with self._lock:
             self._require_free(owner, len(pages))
@@ -193,8 +184,8 @@ class PagePool:
             if holder in self._holders:
                 self._holders.remove(holder)
 
-    def unregister_holder(self, holder: ReclaimableHolder) -> None:
-        """Note that `holder` shows no reclaimable page any more."""
+    def unregister_holder(self, holder: Reclaim) -> None:
+        """Note that `holder` has no reclaimable page any more."""
         with self._lock:
             if holder in self._holders:
                 self._holders.remove(holder)
@@ -237,7 +228,7 @@ class PagePool:
     def unmap_idle(self) -> None:
         """Take reclaimable pages out of the ranges that show them; they are cached then."""
         for holder in list(self._holders):
-            holder.reclaim(self.budget_pages)
+            holder(self.budget_pages)
 
     def give_back_unused(self) -> int:
         """Give every page that nobody needs back to the system, those of reclaimers first; return the bytes."""
@@ -261,9 +252,9 @@ class PagePool:
         `huge_pages`: until so many are in whole ones, as long as there are such to create.
         """
         with self._lock:
-            lacking = count - len(self._cached)
+            lacking = count - len(self.cached)
             if huge_pages:
-                lacking = max(lacking, min(count - self._cached.whole, self._uncreated.whole))
+                lacking = max(lacking, min(count - self.cached.whole, self._uncreated.whole))
             room = min(lacking - len(self._in_creation), self._creatable_pages)
             if self._closed or room <= 0:
                 return 0
@@ -276,7 +267,7 @@ class PagePool:
             return len(pages)
         finally:
             with self._lock:
-                self._end_creation(pages, self._cached if created else self._uncreated)
+                self._end_creation(pages, self.cached if created else self._uncreated)
 
     def status(self) -> PlaceStatus:
         """Return a snapshot of the ledger."""
@@ -291,7 +282,7 @@ class PagePool:
                 owners={owner: count * size for owner, count in sorted(owners.items())},
                 free_bytes=free * size,
                 idle_bytes=reclaimable * size,
-                parked_bytes=min(len(self._cached), free - reclaimable) * size,
+                parked_bytes=min(len(self.cached), free - reclaimable) * size,
                 mappings=self.backend.mappings,
             )
 
@@ -303,8 +294,8 @@ class PagePool:
         with self._lock:
             mapped: Counter[int] = Counter(page for r in self.ranges for page in r.slots.values())
             mapped_twice = [page for page, count in mapped.items() if count > 1]
-            created = [*self._owner, *self._reclaimable, *self._cached, *self._in_creation]
-            unowned, free = len(self._reclaimable) + len(self._cached), self.free_pages
+            created = [*self._owner, *self._reclaimable, *self.cached, *self._in_creation]
+            unowned, free = len(self._reclaimable) + len(self.cached), self.free_pages
             reserved = self._reserved.total()
             books: list[tuple[str, object, object]] = [
                 ("mapped pages and owned and reclaimable pages", set(mapped), {*self._owner, *self._reclaimable}),
@@ -337,7 +328,7 @@ class PagePool:
     @property
     def _creatable_pages(self) -> int:
         """Pages that may still be created while those that are cached stay so."""
-        return self._unshown_pages - len(self._cached) - len(self._in_creation)
+        return self._unshown_pages - len(self.cached) - len(self._in_creation)
 
     def _to_create(self, count: int, most: int) -> list[int]:
         """Take so many pages to create; or up to `most`, where these end a huge page that is created at once."""
@@ -360,16 +351,16 @@ class PagePool:
         for holder in list(self._holders):
             if count <= self._unshown_pages:
                 break
-            holder.reclaim(count - self._unshown_pages)
+            holder(count - self._unshown_pages)
 
     def _destroy_cached(self, keep: int) -> int:
         """Give all cached pages but `keep` back to the system; return how many."""
-        surplus = self._cached.take_last(max(0, len(self._cached) - max(0, keep)))
+        surplus = self.cached.take_last(max(0, len(self.cached) - max(0, keep)))
         if surplus:
             try:
                 self.backend.destroy(surplus)
             except BaseException:
-                self._cached.add(surplus)
+                self.cached.add(surplus)
                 raise
             self._uncreated.add(surplus)
         return len(surplus)

@@ -46,14 +46,10 @@ class VirtualRange:
         """Give every page and the address space back. Can be called twice."""
         if self._closed:
             return
-        for first, count in self.mapped_runs():
+        for first, count in runs(sorted(self.slots)):
             self.pool.free(self.unmap(first, count))
         self.pool.backend.unreserve(self.address, self.capacity * self.pool.page_bytes)
         self._closed = True
-
-    def mapped_runs(self) -> list[tuple[int, int]]:
-        """List the mapped slots as (first, count), in order."""
-        return runs(sorted(self.slots))
 
 
 def map_all(parts: Iterable[tuple[VirtualRange, int, Sequence[int]]]) -> None:

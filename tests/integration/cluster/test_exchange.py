@@ -210,7 +210,7 @@ faulthandler.cancel_dump_traceback_later()  # its thread would be missing in the
 number = 1 if os.fork() else 0
 name = f"{{shared_file.host_name().split('/')[0]}}/n{{number}}"
 shared_file.host_name = rank_memory.host_name = lambda: name
-rank_memory.open_shared = None
+rank_memory.OpenFile = None
 from elastic.cluster.rank import rank
 
 rank.host_name = lambda: name

@@ -82,7 +82,7 @@ def test_parameters_lie_side_by_side_each_in_a_storage_of_its_own() -> None:
     shown.clear()
     del tensor
     block.close()
-    assert pool.backend.created == pool.cached_pages
+    assert pool.backend.created == len(pool.cached)
     pool.check()
 
 

@@ -19,7 +19,7 @@ import elastic
 from elastic import ConfigError, Fetch, RankLost, StateError
 from elastic.memory import copy_engine
 from elastic.memory.backends.rank_memory import Pieces
-from elastic.memory.backends.shared_file import open_shared
+from elastic.memory.backends.shared_file import OpenFile
 from elastic.memory.rate_limit import YieldingPace
 from elastic.types import RankMemory, SharedFile
 from elastic.weights import layer
@@ -111,7 +111,7 @@ class OtherRank:
     def read(self, address: int, pieces: Pieces) -> None:
         if self.lost:
             raise RankLost("rank 'there' has gone", rank="there")
-        with closing(open_shared(self._file)) as file:
+        with closing(OpenFile(self._file)) as file:
             file.read(address, pieces)
 
     def close(self) -> None:

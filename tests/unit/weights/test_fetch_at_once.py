@@ -16,7 +16,7 @@ import torch
 from elastic import ConfigError, RankLost, StateError
 from elastic.actions import fetch
 from elastic.memory.backends.rank_memory import Pieces
-from elastic.memory.backends.shared_file import open_shared
+from elastic.memory.backends.shared_file import OpenFile
 from elastic.memory.rate_limit import YieldingPace
 from elastic.types import RankMemory, SharedFile, WeightsSource
 from support.weights.sharded import SHARDS, place, wide
@@ -38,7 +38,7 @@ class OtherRank:
         ranks.on_read(self._name)
         if self._name in ranks.lost:
             raise RankLost(f"rank {self._name!r} has gone", rank=self._name)
-        with closing(open_shared(ranks.files[self._name])) as file:
+        with closing(OpenFile(ranks.files[self._name])) as file:
             file.read(address, pieces)
         ranks.read[self._name] += sum(nbytes for _, nbytes in pieces)
 

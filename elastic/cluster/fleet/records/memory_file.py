@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from elastic.engines.core.kv_state import KVSource
 from elastic.errors import StateError
-from elastic.memory.backends.shared_file import open_shared
+from elastic.memory.backends.shared_file import OpenFile, share
 from elastic.memory.pages.background import janitor
 
 logger = logging.getLogger(__name__)
@@ -24,8 +24,8 @@ class HeldMemory:
         janitor.start()
         self._lock = threading.Lock()
         self._users = 1
-        self._file = open_shared(memory.file)
-        self.source = replace(memory, file=self._file.reshare(), memory=None)
+        self._file = OpenFile(memory.file)
+        self.source = replace(memory, file=share(self._file.descriptor), memory=None)
         """Where others of the host can read it, also when the rank has ended."""
 
     def hold(self) -> HeldMemory:

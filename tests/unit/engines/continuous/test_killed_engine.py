@@ -20,7 +20,7 @@ from elastic import StateError
 from elastic.engines.base import Request
 from elastic.engines.core.kv_state import KVDirectory, KVReport, SequenceKV
 from elastic.engines.core.step import SequenceState
-from elastic.memory.backends.shared_file import OpenFile, open_shared
+from elastic.memory.backends.shared_file import OpenFile, share
 from support import architectures
 from support.architectures import in_turn
 from support.child_process import Forked
@@ -74,7 +74,7 @@ class Killed:
         self.process = Forked(facts + textwrap.dedent(CHILD))
         self.source = self._next()
         self.directory = KVDirectory(self.source)
-        self.file: OpenFile = open_shared(self.source.file)
+        self.file: OpenFile = OpenFile(self.source.file)
         self.tokens: dict[str, list[int]] = {f"r{i}": [] for i in range(len(LENGTHS))}
 
     def hear(self, steps: int) -> None:
@@ -127,7 +127,7 @@ def test_what_a_killed_engine_had_computed_is_not_computed_again(killed: Killed,
             found = killed.directory.of(asked.id, len(prompt) + len(so_far))
             kv = () if found is None else (found,)
             assert kv or not so_far, "what has tokens has blocks"
-            file = killed.file.reshare()
+            file = share(killed.file.descriptor)
             source = replace(killed.source, file=file, sectors=killed.directory.sectors_of(kv))
             taken = engine.engine.adopt([state], heard, kv=kv, source=source)
             assert taken == (kv[0].computed if kv else 0)

@@ -18,7 +18,7 @@ from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.pipeline.stage import GuestStage
 from elastic.errors import RankLost
 from elastic.kvcache.storage.guest import GuestMemory
-from elastic.memory.backends.shared_file import OpenFile, open_shared
+from elastic.memory.backends.shared_file import OpenFile
 from support import architectures
 from support.architectures import in_turn
 from support.cluster.engine_group import EngineGroup, engine_groups, read_file
@@ -105,7 +105,7 @@ def live_bytes(ranks: EngineGroup, home: str) -> dict[tuple[str, int], list[byte
         kv = engine.kv.locate([layer]) if owner == home else ranks[owner].stages.of(home).layers_kv([layer])
         group, size = engine._memory.group_of(layer), kv.format.block_bytes
         per_sector = engine._memory.blocks_per_sector(group)
-        with closing(open_shared(kv.file)) as file:
+        with closing(OpenFile(kv.file)) as file:
             sectors = {
                 sector: b"".join(read_file(file, page * kv.page_bytes, kv.page_bytes) for page in pages)
                 for sector, pages in kv.pages[layer].items()

@@ -15,7 +15,7 @@ from elastic import ConfigError, StateError
 from elastic.engines.executor.kv_exchange import KVExchange
 from elastic.engines.pipeline.items import Copied
 from elastic.engines.pipeline.stage import GuestStage
-from elastic.memory.backends.shared_file import open_shared
+from elastic.memory.backends.shared_file import OpenFile
 from elastic.planning.sharding.heads import kv_parts
 from support import architectures
 from support.architectures import long_ones
@@ -165,7 +165,7 @@ def live_bytes(ranks: EngineGroup, home: str) -> dict[tuple[str, int], list[byte
         group, size = engine._memory.group_of(part), kv.format.block_bytes
         per_sector = engine._memory.blocks_per_sector(group)
         assert kv.file is not None
-        with closing(open_shared(kv.file)) as file:
+        with closing(OpenFile(kv.file)) as file:
             sectors = {
                 sector: b"".join(read_file(file, page * kv.page_bytes, kv.page_bytes) for page in pages)
                 for sector, pages in kv.pages[part].items()

@@ -27,7 +27,7 @@ from elastic.kvcache.storage.pool import KVPool
 from elastic.kvcache.storage.sector_space import BlockGroup, SectorSpace
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.backends.rank_memory import Pieces
-from elastic.memory.backends.shared_file import OpenFile, open_shared
+from elastic.memory.backends.shared_file import OpenFile
 from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.rate_limit import YieldingPace
 from elastic.types import RankMemory
@@ -290,7 +290,7 @@ class AnsweringRank:
     def read(self, address: int, pieces: Pieces) -> None:
         self._rank.asked.append(sum(count for _, count in pieces))
         self._rank.meanwhile()
-        with closing(open_shared(self._rank.file)) as file:
+        with closing(OpenFile(self._rank.file)) as file:
             file.read(address, pieces)
 
     def close(self) -> None:

@@ -14,14 +14,14 @@ import pytest
 from elastic.errors import StateError
 from elastic.memory.backends.libc import libc
 from elastic.memory.backends.memfd import MemfdBackend
-from elastic.memory.backends.shared_file import OpenFile, SharedFile, host_name, open_shared
+from elastic.memory.backends.shared_file import OpenFile, SharedFile, host_name, share
 from support.child_process import Forked, in_fork
 
 PAGE = 4096
 CHILD = """
     import ctypes, sys
     from elastic.memory.backends.memfd import MemfdBackend
-    from elastic.memory.backends.shared_file import open_shared, SharedFile
+    from elastic.memory.backends.shared_file import OpenFile, SharedFile
     backend = MemfdBackend(4096)
     address = backend.reserve(4 * 4096)
     backend.create([0, 1, 2, 3])
@@ -60,7 +60,7 @@ def test_pages_are_read_where_they_are_in_the_file_also_those_that_come_later(ba
     ctypes.memset(address + PAGE, 8, PAGE)
     shared = backend.shared_file()
     assert shared is not None
-    with closing(open_shared(shared)) as file:
+    with closing(OpenFile(shared)) as file:
         assert (read(file, 0), read(file, 1)) == (b"\x08" * PAGE, b"\x07" * PAGE)
         assert read(file, 0, 2 * PAGE) == b"\x08" * PAGE + b"\x07" * PAGE
         with pytest.raises(StateError, match="8,192 bytes"):
@@ -79,25 +79,25 @@ def test_what_a_file_has_outlives_its_process_while_another_holds_it(
     child: tuple[Forked, SharedFile],
 ) -> None:
     process, shared = child
-    with closing(open_shared(shared)) as held:
-        assert held.reshare().pid == os.getpid()
+    with closing(OpenFile(shared)) as held:
+        assert share(held.descriptor).pid == os.getpid()
         process.close()
         with pytest.raises(StateError, match="its process has ended"):
-            open_shared(shared)
+            OpenFile(shared)
         assert read(held, 2) == b"a" * PAGE
-        again = held.reshare()
+        again = share(held.descriptor)
         code = f"""
             import ctypes
             from contextlib import closing
-            from elastic.memory.backends.shared_file import SharedFile, open_shared
+            from elastic.memory.backends.shared_file import OpenFile, SharedFile
             buffer = ctypes.create_string_buffer(4)
-            with closing(open_shared({again!r})) as file:
+            with closing(OpenFile({again!r})) as file:
                 file.read_into(ctypes.addressof(buffer), 2 * 4096, 4)
             print(buffer.raw.decode())
         """
         assert in_fork(code) == "aaaa\n"
     with pytest.raises(StateError, match=r"is gone|another file"):
-        open_shared(again)
+        OpenFile(again)
 
 
 def test_a_file_that_cannot_be_opened_is_refused_in_words(backend: MemfdBackend, tmp_path: Path) -> None:
@@ -105,12 +105,12 @@ def test_a_file_that_cannot_be_opened_is_refused_in_words(backend: MemfdBackend,
     assert shared is not None
     descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(StateError, match=r"is on host elsewhere; .* this one is on"):
-        open_shared(replace(shared, host="elsewhere"))
+        OpenFile(replace(shared, host="elsewhere"))
     with pytest.raises(StateError, match="its process has ended"):
-        open_shared(replace(shared, descriptor=1 << 20))
+        OpenFile(replace(shared, descriptor=1 << 20))
     (tmp_path / "other").write_text("x")
     with open(tmp_path / "other") as other, pytest.raises(StateError, match="another file by now"):
-        open_shared(replace(shared, descriptor=other.fileno()))
+        OpenFile(replace(shared, descriptor=other.fileno()))
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
@@ -119,9 +119,9 @@ def test_nothing_is_left_open_and_nothing_has_a_name(backend: MemfdBackend) -> N
     assert shared is not None
     named, descriptors = os.listdir("/dev/shm"), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        with closing(open_shared(shared)):
+        with closing(OpenFile(shared)):
             assert len(os.listdir("/proc/self/fd")) == descriptors + 1
-    file = open_shared(shared)
+    file = OpenFile(shared)
     file.close()
     file.close()
     del file
@@ -135,8 +135,8 @@ def test_what_is_opened_cannot_be_written(backend: MemfdBackend) -> None:
     shared = backend.shared_file()
     assert shared is not None
     backend.create([0])
-    with closing(open_shared(shared)) as file, pytest.raises(OSError, match="Bad file descriptor"):
-        os.pwrite(file.reshare().descriptor, b"x", 0)
+    with closing(OpenFile(shared)) as file, pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(file.descriptor, b"x", 0)
 
 
 def test_a_read_to_where_nothing_is_mapped_is_an_error_and_no_crash(backend: MemfdBackend) -> None:
@@ -144,7 +144,7 @@ def test_a_read_to_where_nothing_is_mapped_is_an_error_and_no_crash(backend: Mem
     shared = backend.shared_file()
     assert shared is not None
     address = backend.reserve(PAGE)
-    with closing(open_shared(shared)) as file, pytest.raises(StateError, match="Bad address"):
+    with closing(OpenFile(shared)) as file, pytest.raises(StateError, match="Bad address"):
         file.read_into(address, 0, PAGE)
     backend.unreserve(address, PAGE)
     assert libc.pread(-1, 0, 0, 0) == -1
