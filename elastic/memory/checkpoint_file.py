@@ -42,23 +42,21 @@ class CheckpointFile:
             self.size = os.fstat(file.fileno()).st_size
             self._entries, self.metadata, self._start = _read_header(path, file, self.size)
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self.names = list(self._entries)
+        self.shapes = {name: tuple(entry["shape"]) for name, entry in self._entries.items()}
+        """Of its entries, by name."""
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """Map a tensor, [shape of its entry], as a storage of its own; None for an unknown dtype."""
         entry = self._entries[name]
         dtype = _DTYPES.get(entry["dtype"])
         first, last = entry["data_offsets"]
-        shape = entry["shape"]
         if dtype is None or first == last or (self._start + first) % dtype.itemsize:
             return None
         count = (last - first) // dtype.itemsize
         with torch.inference_mode(False):
-            return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._start + first).view(shape)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of an entry."""
-        return tuple(self._entries[name]["shape"])
+            return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._start + first).view(
+                self.shapes[name]
+            )
 
     def forget(self, name: str) -> None:
         """Have the bytes of a tensor, read so far, in memory of this process no more: they are read anew if needed."""
@@ -76,7 +74,7 @@ class Checkpoint:
         files = sorted(path.glob("*.safetensors")) if os.path.isdir(path) else [path]
         if not files or not all(map(os.path.isfile, files)):
             raise ConfigError(f"checkpoint={str(path)!r} is no safetensors file and no directory with such files")
-        self._files = {name: file for file in map(_open, files) for name in file.names}
+        self._files = {name: file for file in map(_open, files) for name in file.shapes}
         self.names = list(self._files)
         self.blocks: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
         """Of parameters that are not there by their names: the entries that have them, and where each begins."""
@@ -133,7 +131,8 @@ def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, Any], dict
 
 def _check_entry(entry: dict[str, Any], size: int) -> None:
     first, last = entry["data_offsets"]
-    dtype = _DTYPES.get(entry["dtype"])
-    expected = last - first if dtype is None else math.prod(entry["shape"]) * dtype.itemsize
-    if not 0 <= first <= last <= size or expected != last - first:
+    shape, dtype = entry["shape"], _DTYPES.get(entry["dtype"])
+    expected = last - first if dtype is None else math.prod(shape) * dtype.itemsize
+    are_sizes = all(type(number) is int and number >= 0 for number in (first, last, *shape))
+    if not are_sizes or not first <= last <= size or expected != last - first:
         raise ValueError(f"an entry does not fit the file: {entry}")

@@ -145,7 +145,7 @@ def _load_layer(file: CheckpointFile, layer: LayerParameters, description: Mappi
             raise _foreign(file.path, f"{layer.name}.{name} of the model is another one")
     if not entries:
         return PackedLayer({}, None)
-    flat = file.tensor(layer.name) if layer.name in file.names else None
+    flat = file.tensor(layer.name) if layer.name in file.shapes else None
     layout = _layout(entries)
     if flat is None or flat.nbytes != layout.nbytes or digest(flat) != description["digest"]:
         raise _damaged(file.path, f"the checksum of {layer.name} does not fit")

@@ -115,11 +115,11 @@ def _tiles(checkpoint: Checkpoint, name: str, ndim: int) -> Iterator[Tile]:
     located = checkpoint.locate(name)
     if located is not None:
         file, entry = located
-        if len(file.shape(entry)) == ndim:
+        if len(file.shapes[entry]) == ndim:
             yield Tile(file, entry, (0,) * ndim)
         return
     for entry, at in checkpoint.find_blocks(name):
         located = checkpoint.locate(entry)
-        if located is None or len(located[0].shape(located[1])) > ndim:
+        if located is None or len(located[0].shapes[located[1]]) > ndim:
             return
         yield Tile(*located, at)

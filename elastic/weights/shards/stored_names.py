@@ -38,7 +38,7 @@ def blocks_of(model: Any, files: Checkpoint) -> Blocks:
         located = files.locate(entry)
         assert located is not None, "it is a name of the files"
         file, key = located
-        shape = file.shape(key)
+        shape = file.shapes[key]
         if pattern is None:
             blocks[name] = [(entry, (0,) * len(shape))]
         elif [type(step).__name__ for step in by_pattern[pattern].operations] in _JOINED:

@@ -177,6 +177,23 @@ def test_what_is_no_checkpoint_is_refused_by_name(what: str, tmp_path: Path) -> 
         Checkpoint(tmp_path if what == "empty folder" else path)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [-4, -4], "data_offsets": [0, 64]},
+        {"dtype": "F32", "shape": [4.0, 4], "data_offsets": [0, 64]},
+        {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64.0]},
+        {"dtype": "F6_E2M3", "data_offsets": [0, 12]},
+    ],
+)
+def test_a_header_with_sizes_that_no_tensor_has_is_refused(entry: dict[str, Any], tmp_path: Path) -> None:
+    header = json.dumps({"a": entry}).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
+    with pytest.raises(ConfigError, match=f"{path} is damaged"):
+        Checkpoint(path)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_header_is_an_error_of_ours_or_harmless(data: st.DataObject, tmp_path: Path) -> None:
