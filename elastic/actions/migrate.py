@@ -90,7 +90,7 @@ class MigrateHandler(ActionHandler):
             for move in self._check(action):
                 self._allocator.take(move.arriving, self._copy_rate)
                 prepared.moves.append(move)
-                copies.add(self._fill(move))
+                copies.handles.append(self._fill(move))
             copies.finish()
         except BaseException:
             copies.discard()

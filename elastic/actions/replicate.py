@@ -100,7 +100,7 @@ class ReplicateHandler(ActionHandler):
         copies = CopyBatch()
         try:
             for layer in self._check_replicate(action):
-                copies.add(self._replicate(layer, prepared))
+                copies.handles.append(self._replicate(layer, prepared))
             copies.finish()
         except BaseException:
             copies.discard()

@@ -145,10 +145,6 @@ class CopyBatch:
 
     handles: list[CopyHandle] = field(default_factory=list)
 
-    def add(self, handle: CopyHandle) -> None:
-        """Have this copy be there too."""
-        self.handles.append(handle)
-
     def finish(self) -> None:
         """Return when all bytes are there. Raises what the first failed copy raised."""
         for handle in self.handles:

@@ -38,8 +38,9 @@ class WeightBuffer:
         self.pool = pool
         self._slots = set(range(pool.pages_for(nbytes)) if slots is None else slots)
         self._range = VirtualRange(pool, max(1, pool.pages_for(nbytes)))
-        self._storages: dict[str, tuple[int, MappedStorage]] = {}  # parameter -> offset, its memory
-        self._shown: dict[str, torch.Tensor] = {}
+        self.shown: dict[str, tuple[int, MappedStorage]] = {}
+        """What it shows, parameters and runs by name: the offset of each, and its memory."""
+        self._parameters: dict[str, torch.Tensor] = {}
         self._given_up: list[tuple[int, MappedStorage]] = []  # tensors outside show them, or did a moment ago
         self._leaving: set[int] = set()  # slots that a `shrink` frees when queued work is over, and nobody else
         self._orphaned = False
@@ -124,7 +125,7 @@ class WeightBuffer:
 
     def make_reclaimable(self) -> None:
         """Free the pages when queued work on them is over: whoever needs some takes them out of this buffer."""
-        assert not self._storages, "hide first"
+        assert not self.shown, "hide first"
         (synchronize if self._given_up else finish_queued_work)(self.pool.device)
         with self.pool.mapping_lock:
             owned = self.pool.owned_of(self._range.slots.values())
@@ -150,26 +151,26 @@ class WeightBuffer:
     def show(self, layout: LayerLayout) -> dict[str, torch.Tensor]:
         """View the parameters by name, [shape in the checkpoint] each, in its dtypes; the same tensors until `hide`."""
         for name, parameter in layout.parameters.items():
-            if name not in self._shown:
+            if name not in self._parameters:
                 part = self.show_part(name, parameter.offset, parameter.nbytes, parameter.dtype)
-                self._shown[name] = parameter.show(part)
-        return {name: self._shown[name] for name in layout.parameters}
+                self._parameters[name] = parameter.show(part)
+        return {name: self._parameters[name] for name in layout.parameters}
 
     def show_part(self, key: str, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         """View a run of bytes, as [elements] of a dtype, under a name that no parameter and no other run has."""
-        if key not in self._storages:
+        if key not in self.shown:
             address = self._range.address + offset
-            self._storages[key] = offset, MappedStorage(address, nbytes, self.pool.device, self._note_death)
-        return self._storages[key][1].tensor(dtype)
+            self.shown[key] = offset, MappedStorage(address, nbytes, self.pool.device, self._note_death)
+        return self.shown[key][1].tensor(dtype)
 
     def hide(self) -> bool:
         """Drop the parameters; return whether no tensor outside shows one."""
-        self._shown.clear()
-        for _, storage in self._storages.values():
+        self._parameters.clear()
+        for _, storage in self.shown.values():
             storage.drop()
-        if any(storage.alive for _, storage in [*self._storages.values(), *self._given_up]):
+        if any(storage.alive for _, storage in [*self.shown.values(), *self._given_up]):
             return False
-        self._storages.clear()
+        self.shown.clear()
         return True
 
     def orphan(self, on_freed: Callable[[int], object]) -> int:
@@ -179,12 +180,7 @@ class WeightBuffer:
         free when the last such tensor dies.
         """
         self._orphaned = True
-        return self.shrink(list(self._storages), on_freed)
-
-    @property
-    def shown(self) -> tuple[str, ...]:
-        """The names of what it shows: parameters and runs."""
-        return tuple(self._storages)
+        return self.shrink(list(self.shown), on_freed)
 
     def shrink(
         self, names: Iterable[str], on_freed: Callable[[int], object], keep: Collection[int] | None = None
@@ -196,12 +192,12 @@ class WeightBuffer:
         with self.pool.mapping_lock:
             self._on_freed = on_freed
             for name in names:
-                offset, storage = self._storages.pop(name)
-                self._shown.pop(name, None)
+                offset, storage = self.shown.pop(name)
+                self._parameters.pop(name, None)
                 storage.drop()
                 if storage.alive:
                     self._given_up.append((offset, storage))
-            self._slots = self._slots_under(self._storages.values()) if keep is None else set(keep)
+            self._slots = self._slots_under(self.shown.values()) if keep is None else set(keep)
             retained = self._slots_under(self._given_up) - self._slots
             self.pool.reassign((self._range.slots[slot] for slot in retained), RETAINED)
             self._leaving = self._range.slots.keys() - self._slots - retained

@@ -164,7 +164,7 @@ def test_after_a_failed_start_nothing_is_written_any_more(simulator: ModuleType,
 def test_a_batch_that_is_given_up_writes_no_more(simulator: ModuleType, engine: StreamCopyEngine) -> None:
     kept, target = keep(HostStore(), torch.ones(64), lock=True), torch.empty(64, device=GPU)
     batch = CopyBatch()
-    batch.add(engine.copy([(target, kept.tensor)], RateLimiter()))
+    batch.handles.append(engine.copy([(target, kept.tensor)], RateLimiter()))
     batch.discard()
     kept.tensor.fill_(7)
     torch.cuda.synchronize()

@@ -112,13 +112,13 @@ def test_copies_are_carried_one_after_another_beside_the_caller(monkeypatch: pyt
     monkeypatch.setattr(copy_engine, "copy", slowly)
     copier, copies, target = ThreadCopyEngine(), CopyBatch(), torch.zeros(8)
     for value in (1.0, 2.0):
-        copies.add(copier.copy_async([(target, torch.full((8,), value))], RateLimiter()))
+        copies.handles.append(copier.copy_async([(target, torch.full((8,), value))], RateLimiter()))
     assert begun.wait(30)
     assert not target.any()
     go_on.set()
     copies.finish()
     assert target.tolist() == [2.0] * 8
-    copies.add(copier.copy_async([(target, torch.ones(3))], RateLimiter()))
+    copies.handles.append(copier.copy_async([(target, torch.ones(3))], RateLimiter()))
     with pytest.raises(RuntimeError):
         copies.finish()
     copies.discard()
