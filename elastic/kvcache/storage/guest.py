@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from elastic.errors import ConfigError, IntegrityError, StateError
 from elastic.kvcache.storage.pool import KVPool
 from elastic.kvcache.storage.reservation import Reservation
 from elastic.kvcache.storage.sector_space import BlockGroup, Sector, SectorSpace, map_parts
+from elastic.kvcache.storage.usage import SectorUsage
 from elastic.memory.backends.streams import finish_queued_work
 
 
@@ -19,33 +20,20 @@ class GuestMemory(SectorSpace):
     that the home has (`BlockMemory.sectors`), where pages must be as large as here.
     """
 
-    idle_pages = 0
-    """None: the home must unmap sectors before."""
-
     def __init__(self, kv: KVPool, groups: Sequence[BlockGroup], sectors: int) -> None:
         super().__init__(kv, groups, sectors)
         self.allotted = 0
         """Sectors that the home may have at the most."""
         self._reservation = Reservation(kv)
         self._closed = False
-        kv.join(self)
-
-    # -- what the KV pool asks
-
-    used_pages = SectorSpace.mapped_pages
-    """Pages of mapped sectors."""
-
-    @property
-    def promised_pages(self) -> int:
-        """Pages kept for sectors that are not mapped yet."""
-        return self._reservation.pages
-
-    owed_pages = promised_pages
-    """The same."""
-
-    def trim(self, pages: int) -> int:
-        """Give nothing back."""
-        return 0
+        kept = self._reservation
+        self.usage = SectorUsage(
+            used=lambda: self.mapped_pages,  # none is idle: the home must unmap sectors before
+            check=self.check,
+            promised=lambda: kept.pages,
+            owed=lambda: kept.pages,
+        )
+        kv.join(self.usage)
 
     # -- what the home orders
 
@@ -85,7 +73,7 @@ class GuestMemory(SectorSpace):
                 self._reservation.resize(self.allotted * self.sector_pages - self.mapped_pages)
                 raise
 
-    def growth(self, layers: Collection[int]) -> int:
+    def growth(self, layers: frozenset[int]) -> int:
         """Count the pages that the mapped sectors need in layers that are not here."""
         with self.lock:
             return self._growth_with(layers)
@@ -157,7 +145,7 @@ class GuestMemory(SectorSpace):
                 group.close()
             self.allotted = 0
             self._reservation.resize(0)
-            self.kv.leave(self)
+            self.kv.leave(self.usage)
 
     # -- inside, under the lock
 

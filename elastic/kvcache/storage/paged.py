@@ -9,6 +9,7 @@ from elastic.errors import ConfigError, IntegrityError, Overloaded
 from elastic.kvcache.storage.pool import OWNER, RETAINED, KVPool
 from elastic.kvcache.storage.sector_cap import SectorCap
 from elastic.kvcache.storage.sector_space import BlockGroup, Sector, SectorSpace, sector_layer_pages
+from elastic.kvcache.storage.usage import SectorUsage
 from elastic.memory.backends.streams import finish_queued_work
 
 RETRY_AFTER_S = 5.0
@@ -62,7 +63,15 @@ class BlockMemory(SectorSpace):
         """If somebody wants to know: the sectors that were mapped, in order; some may be mapped no more."""
         self._idle: list[dict[int, None]] = [{} for _ in groups]
         self._changes: tuple[dict[Sector, None], dict[Sector, None]] = {}, {}  # mapped and unmapped, as sets in order
-        kv.join(self)
+        self.usage = SectorUsage(
+            used=lambda: self.used_pages,
+            check=self.check,
+            idle=lambda: self.idle_pages,
+            promised=lambda: self.promised() * self.sector_pages,
+            owed=lambda: self.owed() * self.sector_pages,
+            trim=self.trim,
+        )
+        kv.join(self.usage)
 
     # -- what there is
 
@@ -88,16 +97,6 @@ class BlockMemory(SectorSpace):
         return idle + self._reusable() * min(group.sector_pages for group in self.groups)
 
     @property
-    def promised_pages(self) -> int:
-        """Pages that must remain to be had beside those in use."""
-        return self.promised() * self.sector_pages
-
-    @property
-    def owed_pages(self) -> int:
-        """Those of them that requests need which live."""
-        return self.owed() * self.sector_pages
-
-    @property
     def reusable_limit(self) -> int:
         """Sectors that may stay mapped for reuse alone while memory is free: those of the pool's watermark."""
         return self._sectors_of(int(self.kv.limits.open * self.kv.reclaimer.idle_share))
@@ -116,11 +115,11 @@ class BlockMemory(SectorSpace):
     @property
     def uncapped(self) -> int:
         """The same without the cap."""
-        return self._sectors_of(max(0, self.kv.reachable - self.kv.usage.of_others(self)))
+        return self._sectors_of(max(0, self.kv.reachable - self.kv.usage.of_others(self.usage)))
 
     def room(self, *, growing: bool) -> int:
         """Count the sectors that could be allocated now: for requests that live (`growing`), or for new ones."""
-        free = self._sectors_of(self.kv.available(growing=growing, asker=self))
+        free = self._sectors_of(self.kv.available(growing=growing, asker=self.usage))
         most = self.cap.within(self.sectors, growing=growing)
         return max(0, min(free, most - self.sectors_in_use))
 
@@ -228,11 +227,12 @@ class BlockMemory(SectorSpace):
     def reached_cap(self) -> bool:
         """Return whether there are no more sectors than the cap allows, nor will be for what was promised."""
         with self.lock:
-            if self.cap.sectors is not None and not self.cap.reached:
-                self._unmap_above(self.cap.sectors)
-                if max(self.mapped_count, self.sectors_in_use + self.promised()) <= self.cap.sectors:
-                    self.cap.reach()
-            return self.cap.reached
+            cap = self.cap
+            if cap.sectors is not None and cap.live != cap.sectors:
+                self._unmap_above(cap.sectors)
+                if max(self.mapped_count, self.sectors_in_use + self.promised()) <= cap.sectors:
+                    cap.live = cap.sectors
+            return cap.live == cap.sectors
 
     # -- layers
 
@@ -300,7 +300,7 @@ class BlockMemory(SectorSpace):
                 group.close()
             for idle in self._idle:
                 idle.clear()
-            self.kv.leave(self)
+            self.kv.leave(self.usage)
 
     # -- inside, under the lock
 
@@ -360,5 +360,5 @@ class BlockMemory(SectorSpace):
     def _lacking_for(self, layers: frozenset[int]) -> int:
         """Count the pages of these that are not to be had (below zero: so many more are)."""
         kv = self.kv
-        unpromised = kv.limits.maximum - kv.usage.used - kv.usage.idle - kv.usage.promised(but=self)
+        unpromised = kv.limits.maximum - kv.usage.used - kv.usage.idle - kv.usage.promised(but=self.usage)
         return self._needed_for(layers) - min(unpromised, kv.pool.free_pages)

@@ -9,24 +9,16 @@ class SectorCap:
     def __init__(self) -> None:
         self.sectors: int | None = None
         """That new requests may bring; None: any number."""
-        self._live: int | None = None  # for those that live: of before, until the present one is reached
+        self.live: int | None = None
+        """That those that live may have: of before, until they need no more than `sectors`; then it is to be that."""
 
     def set(self, sectors: int | None) -> None:
-        """Have so many at the most. Call `reach` when those that live need no more."""
+        """Have so many at the most, for new requests."""
         self.sectors = sectors
-        if sectors is None or (self._live is not None and sectors > self._live):
-            self._live = sectors
-
-    def reach(self) -> None:
-        """Bind those that live, too."""
-        self._live = self.sectors
-
-    @property
-    def reached(self) -> bool:
-        """Whether those that live are bound by it."""
-        return self._live == self.sectors
+        if sectors is None or (self.live is not None and sectors > self.live):
+            self.live = sectors
 
     def within(self, sectors: int, *, growing: bool = False) -> int:
         """Return so many sectors, or as many as there may be: with requests that live (`growing`), or with new ones."""
-        most = self._live if growing else self.sectors
+        most = self.live if growing else self.sectors
         return sectors if most is None else min(sectors, most)

@@ -60,15 +60,12 @@ class GroupRanges:
         self.layer_pages = layer_pages
         self.layers: tuple[int, ...] = ()
         """Those that are here, in order."""
+        self.sector_pages = 0
+        """Pages of a sector in these layers."""
         self.mapped: dict[int, None] = {}  # sector ids, as a set in order
         self._kv = kv
         self._slots = sectors * layer_pages
         self._ranges: dict[int, tuple[VirtualRange, MappedStorage]] = {}  # of decoder layers that are here, or were
-
-    @property
-    def sector_pages(self) -> int:
-        """Pages of a sector in the layers that are here."""
-        return len(self.layers) * self.layer_pages
 
     def view(self, layer: int, dtype: torch.dtype) -> torch.Tensor:
         """View all address space of a layer as [elements] of `dtype`. Only mapped sectors may be written.
@@ -119,6 +116,7 @@ class GroupRanges:
         for layer in layers:
             self._range(layer)
         self.layers = tuple(layer for layer in self.group.layers if layer in layers)
+        self.sector_pages = len(self.layers) * self.layer_pages
 
     def check(self) -> None:
         """Recount; raises `IntegrityError`."""
@@ -135,7 +133,7 @@ class GroupRanges:
         for layer_range, storage in self._ranges.values():
             storage.drop()
             layer_range.close()
-        self.layers = ()
+        self.set_layers(())
         self.mapped.clear()
 
     def _range(self, layer: int) -> tuple[VirtualRange, int]:
@@ -234,17 +232,13 @@ class SectorSpace:
             raise StateError(f"the KV cache of layers {wrong} is {where}; here is that of layers {self.layers}")
         return chosen
 
-    def _size_with(self, layers: Collection[int]) -> int:
+    def _size_with(self, layers: frozenset[int]) -> int:
         """Count the pages that a sector has with these layers too: `sector_pages` once they are here."""
-        return max(g.sector_pages + self._layers_in(g, layers) * g.layer_pages for g in self.groups)
+        return max(g.sector_pages + len(layers.intersection(g.group.layers)) * g.layer_pages for g in self.groups)
 
-    def _growth_with(self, layers: Collection[int]) -> int:
+    def _growth_with(self, layers: frozenset[int]) -> int:
         """Count the pages that the mapped sectors need in these layers."""
-        return sum(len(g.mapped) * self._layers_in(g, layers) * g.layer_pages for g in self.groups)
-
-    @staticmethod
-    def _layers_in(group: GroupRanges, layers: Collection[int]) -> int:
-        return sum(layer in layers for layer in group.group.layers)
+        return sum(len(g.mapped) * len(layers.intersection(g.group.layers)) * g.layer_pages for g in self.groups)
 
     def _put_in(self, layers: Collection[int], pages: Sequence[int]) -> None:
         """Map all mapped sectors in layers that come here, all or none. Raises `CapacityError`."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from elastic.kvcache.storage.layer_store import LayerStore, StoreState
 from elastic.kvcache.storage.layout import StoreGeometry
@@ -45,30 +45,22 @@ class KVLimits:
         return replace(self, maximum=maximum, limit=limit)
 
 
-class SectorUsage(Protocol):
-    """Pages that an engine hands out in sectors of blocks."""
+@dataclass(frozen=True, eq=False)
+class SectorUsage:
+    """Pages that an engine hands out in sectors of blocks, as it answers under the lock of the KV pool."""
 
-    @property
-    def used_pages(self) -> int:
-        """Pages in sectors that hold tokens of live requests."""
-
-    @property
-    def idle_pages(self) -> int:
-        """Pages mapped in other sectors."""
-
-    @property
-    def promised_pages(self) -> int:
-        """Pages that live requests must still get, one after another, if all of them are to end."""
-
-    @property
-    def owed_pages(self) -> int:
-        """The same, of requests that have some already; also what waits is promised pages."""
-
-    def trim(self, pages: int) -> int:
-        """Give idle sectors back until `pages` pages came free; return how many did."""
-
-    def check(self) -> None:
-        """Recount; raises `IntegrityError`."""
+    used: Callable[[], int]
+    """Pages in sectors that hold tokens of live requests."""
+    check: Callable[[], None]
+    """Recounts; raises `IntegrityError`."""
+    idle: Callable[[], int] = lambda: 0
+    """Pages mapped in other sectors."""
+    promised: Callable[[], int] = lambda: 0
+    """Pages that live requests must still get, one after another, if all of them are to end."""
+    owed: Callable[[], int] = lambda: 0
+    """The same, of requests that have some already; also what waits is promised pages."""
+    trim: Callable[[int], int] = lambda pages: 0
+    """Gives idle sectors back until so many pages came free; returns how many did."""
 
 
 class PoolUsage:
@@ -83,21 +75,21 @@ class PoolUsage:
     @property
     def used(self) -> int:
         """Pages for caches that are alive."""
-        return self.pages_in(StoreState.LIVE) + sum(sectors.used_pages for sectors in self.sectors)
+        return self.pages_in(StoreState.LIVE) + sum(sectors.used() for sectors in self.sectors)
 
     @property
     def idle(self) -> int:
         """Pages kept for the next cache."""
-        return self.pages_in(StoreState.IDLE) + sum(sectors.idle_pages for sectors in self.sectors)
+        return self.pages_in(StoreState.IDLE) + sum(sectors.idle() for sectors in self.sectors)
 
     def promised(self, *, but: SectorUsage | None = None) -> int:
         """Pages that were promised in sectors, to all engines but one."""
-        return sum(sectors.promised_pages for sectors in self.sectors if sectors is not but)
+        return sum(sectors.promised() for sectors in self.sectors if sectors is not but)
 
     @property
     def owed(self) -> int:
         """Pages without which live requests could not all end, one after another."""
-        return sum(sectors.owed_pages for sectors in self.sectors)
+        return sum(sectors.owed() for sectors in self.sectors)
 
     def beside_others(self, pool: PagePool, user: object, *, growing: bool) -> int:
         """Return the pages to be had of the idle ones and the free ones, of which other models claim some.
@@ -111,7 +103,7 @@ class PoolUsage:
     def of_others(self, own: SectorUsage) -> int:
         """Pages that other engines have or were promised in sectors."""
         others = [sectors for sectors in self.sectors if sectors is not own]
-        return sum(sectors.used_pages + sectors.promised_pages for sectors in others)
+        return sum(sectors.used() + sectors.promised() for sectors in others)
 
     def stores_in(self, state: StoreState) -> list[LayerStore]:
         """List the stores in a state."""

@@ -121,11 +121,12 @@ class SimulatedMemory:
 
     def reached_cap(self) -> bool:
         """Return whether there are no more sectors than the cap allows, nor will be for what was promised."""
-        if self.cap is not None and not self._cap.reached:
-            self._give_up_reusable(self.allocated - self.cap)
-            if max(self.allocated, self.used_sectors + self.promised()) <= self.cap:
-                self._cap.reach()
-        return self._cap.reached
+        cap = self._cap
+        if cap.sectors is not None and cap.live != cap.sectors:
+            self._give_up_reusable(self.allocated - cap.sectors)
+            if max(self.allocated, self.used_sectors + self.promised()) <= cap.sectors:
+                cap.live = cap.sectors
+        return cap.live == cap.sectors
 
     def resize(self, *, other_pages: int | None = None, sector_pages: int | None = None) -> None:
         """Have weights, or layers with keys and values, come or go. Raises `CapacityError` where live ones lack room.

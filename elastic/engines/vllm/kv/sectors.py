@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from elastic.errors import BackendUnavailable, ConfigError, IntegrityError, StateError
 from elastic.kvcache.storage.pool import OWNER, KVPool
+from elastic.kvcache.storage.usage import SectorUsage
 from elastic.memory.backends.streams import finish_queued_work, new_stream, note_current_stream, on_stream
 from elastic.memory.pages.background import janitor
 from elastic.memory.pages.virtual_range import VirtualRange, map_all, unmap_all
@@ -64,9 +65,6 @@ def blocks_per_sector(block_bytes: Sequence[int], page_bytes: int) -> int:
 class KVSectors:
     """Sectors of vLLM's KV cache at one rank. Guarded by the lock of its KV pool."""
 
-    idle_pages = promised_pages = owed_pages = 0
-    """None: vLLM's scheduler must give blocks up before, and what requests were promised is mapped."""
-
     def __init__(self, kv: KVPool, tensors: Sequence[TensorPlacement], blocks: int) -> None:
         if not tensors:
             raise ConfigError(
@@ -91,7 +89,9 @@ class KVSectors:
         self._storage = self.range.storage(0, self.nbytes, lambda: janitor.submit(self.range.close))
         self._closed = self._allocated = False
         self._stream = new_stream(kv.device) if kv.device.type == "cuda" else None  # not behind steps under way
-        kv.join(self)
+        # none is idle or to be trimmed: vLLM's scheduler gives blocks up before; what it promised requests is mapped
+        self._usage = SectorUsage(used=lambda: self.mapped * self.sector_pages, check=self.check)
+        kv.join(self._usage)
 
     def map(self) -> bool:
         """Map one sector more, with zeros in it; return whether caches may have as much.
@@ -129,7 +129,7 @@ class KVSectors:
         with self.kv.lock:
             self._closed = True
         self.unmap_to(0)
-        self.kv.leave(self)
+        self.kv.leave(self._usage)
         self._storage.drop()
 
     @contextmanager
@@ -149,17 +149,6 @@ class KVSectors:
                 "allocates it in another way than elastic knows"
             )
         self._allocated = True
-
-    # -- what the KV pool asks
-
-    @property
-    def used_pages(self) -> int:
-        """Pages of mapped sectors: what vLLM's scheduler has not given back may not be taken."""
-        return self.mapped * self.sector_pages
-
-    def trim(self, pages: int) -> int:
-        """Give nothing back: that is ordered by the scheduler's side."""
-        return 0
 
     def check(self) -> None:
         """Recount; raises `IntegrityError`."""

@@ -382,7 +382,7 @@ class LayersMachine(RuleBasedStateMachine):
             assert kv.pool.pages_of("kv") == kv.usage.used + kv.usage.idle + kv.reserved
             assert kv.pool.pages_of("layer") == self.weights[rank]
             guests = [home.guests[rank] for home in self.homes.values() if rank in home.guests]
-            assert kv.reserved == sum(guest.promised_pages for guest in guests)
+            assert kv.reserved == sum(guest.usage.promised() for guest in guests)
             assert kv.usage.used + kv.usage.promised() <= kv.limits.maximum
 
     def teardown(self) -> None:

@@ -323,10 +323,10 @@ def test_what_a_guest_was_allotted_nobody_else_gets() -> None:
     memory.allocate(0)
     memory.promised = lambda: 1
     guest.allot(4)
-    assert guest.promised_pages == 0, "of layers that are not here nothing is kept"
+    assert guest.usage.promised() == 0, "of layers that are not here nothing is kept"
     guest.map([(0, 5)])
     guest.add_layers((2, 3))
-    assert (guest.used_pages, guest.promised_pages, kv.pool.free_pages) == (2, 6, 10)
+    assert (guest.mapped_pages, guest.usage.promised(), kv.pool.free_pages) == (2, 6, 10)
     assert (memory.room(growing=False), memory.capacity) == (5, 6)
     with pytest.raises(CapacityError, match="no room to promise"):
         guest.allot(9)
@@ -338,7 +338,7 @@ def test_what_a_guest_was_allotted_nobody_else_gets() -> None:
         memory.allocate(0)
     guest.map((0, sector) for sector in range(6, 12))
     guest.map([(0, 1), (0, 5)])
-    assert (guest.used_pages, guest.promised_pages, guest.mapped_count) == (16, 0, 8)
+    assert (guest.mapped_pages, guest.usage.promised(), guest.mapped_count) == (16, 0, 8)
     check(kv)
 
 
@@ -356,9 +356,9 @@ def test_a_guest_gets_no_more_than_it_was_allotted_nor_keeps_less_than_it_has() 
     with pytest.raises(ConfigError, match="8 at the most"):
         guest.allot(9)
     guest.unmap([(0, 3), (0, 7), (0, 3)])
-    assert (guest.used_pages, guest.promised_pages) == (1, 1)
+    assert (guest.mapped_pages, guest.usage.promised()) == (1, 1)
     guest.allot(1)
-    assert (guest.used_pages, guest.promised_pages) == (1, 0)
+    assert (guest.mapped_pages, guest.usage.promised()) == (1, 0)
     check(kv)
     guest.close()
     guest.close()
@@ -382,10 +382,10 @@ def test_layers_of_a_guest_come_whole_or_not_at_all() -> None:
         backend.fail(call, nth)
         with pytest.raises(CapacityError, match="injected"):
             guest.add_layers((0,))
-        assert (guest.layers, guest.used_pages, guest.promised_pages) == ((1, 2), 4, 0)
+        assert (guest.layers, guest.mapped_pages, guest.usage.promised()) == ((1, 2), 4, 0)
         check(kv)
     guest.add_layers((0,))
-    assert guest.used_pages == 6
+    assert guest.mapped_pages == 6
     assert guest.remove_layers((1, 0)) == 4
     assert (guest.layers, kv.pool.free_pages) == ((2,), 6)
     assert bool((shown(guest, 2, 6) == 9).all())
@@ -401,7 +401,7 @@ def test_a_fault_while_new_sectors_are_mapped_in_several_layers_is_undone() -> N
     backend.fail("map", 2)
     with pytest.raises(CapacityError, match="injected"):
         guest.map([(0, 0), (0, 5)])
-    assert (guest.layers, guest.mapped_sectors, guest.promised_pages) == ((1, 2), ((0, 0),), 6)
+    assert (guest.layers, guest.mapped_sectors, guest.usage.promised()) == ((1, 2), ((0, 0),), 6)
     check(kv)
 
 
