@@ -127,14 +127,14 @@ class AttentionSwitch:
         return self._all and all(_says_sdpa(c) and not getattr(c, "kv_lora_rank", None) for c in self._configs)
 
 
-def attends(model: nn.Module, config: PretrainedConfig) -> bool:
-    """Return whether the modules of a model with this config now attend by `elastic_sdpa`."""
-    return _has_ours(model, config) and _says_sdpa(config)
+def elastic_attention(model: nn.Module, config: PretrainedConfig) -> str | None:
+    """Return when the modules of a model with this config now attend by `elastic_sdpa`, by what the config says.
 
-
-def attends_for_engines(model: nn.Module, config: PretrainedConfig) -> bool:
-    """Return whether the modules of a model with this config attend by `elastic_sdpa` for an engine's cache."""
-    return attends(model, config) or (config._attn_implementation == _EAGER and _has_ours(model, config))
+    "sdpa": always; "eager": for an engine's cache; None: never.
+    """
+    if not any(m in _elastic_modules for m in model.modules() if getattr(m, "config", None) is config):
+        return None
+    return _SDPA if _says_sdpa(config) else _EAGER if config._attn_implementation == _EAGER else None
 
 
 def attend_alike(original: nn.Module, copy: nn.Module) -> None:
@@ -219,10 +219,6 @@ def _terms(
     if position_bias is not None:
         raise ConfigError("this model's attention adds biases of positions to its scores; use generate instead")
     return ScoreTerms(softcap, s_aux)
-
-
-def _has_ours(model: nn.Module, config: PretrainedConfig) -> bool:
-    return any(m in _elastic_modules for m in model.modules() if getattr(m, "config", None) is config)
 
 
 def _says_sdpa(config: PretrainedConfig) -> bool:

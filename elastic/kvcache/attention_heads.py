@@ -19,28 +19,24 @@ class AttentionHeads(NamedTuple):
 
 def attention_heads(config: Any) -> tuple[AttentionHeads, ...]:
     """Return the heads of each decoder layer by a text config."""
-    return tuple(map(_heads_of, layer_configs(config)))
+    layers = []
+    for layer in layer_configs(config):
+        queries = getattr(layer, "num_attention_heads", None) or 1
+        keys = getattr(layer, "num_key_value_heads", None) or queries
+        if hasattr(layer, "new_decoder_architecture"):  # a Falcon, whose cache does not have what `num_kv_heads` says
+            keys = queries if layer.new_decoder_architecture or not layer.multi_query else 1
+        even = getattr(layer, "hidden_size", 0) // queries
+        dim = getattr(layer, "head_dim", None) or getattr(layer, "dim_head", None) or even
+        key_dim, value_dim = (getattr(layer, name, None) or dim for name in ("qk_head_dim", "v_head_dim"))
+        layers.append(AttentionHeads(queries, keys, key_dim, value_dim))
+    return tuple(layers)
 
 
 def cached_elements(config: Any) -> tuple[int, ...]:
     """Return the elements that the caches of `generate` hold of one token in each decoder layer, by a text config."""
-    return tuple(map(_cached_of, layer_configs(config)))
-
-
-def _heads_of(config: Any) -> AttentionHeads:
-    queries = getattr(config, "num_attention_heads", None) or 1
-    keys = getattr(config, "num_key_value_heads", None) or queries
-    if hasattr(config, "new_decoder_architecture"):  # a Falcon, whose cache does not have what `num_kv_heads` says
-        keys = queries if config.new_decoder_architecture or not config.multi_query else 1
-    even = getattr(config, "hidden_size", 0) // queries
-    dim = getattr(config, "head_dim", None) or getattr(config, "dim_head", None) or even
-    key_dim, value_dim = (getattr(config, name, None) or dim for name in ("qk_head_dim", "v_head_dim"))
-    return AttentionHeads(queries, keys, key_dim, value_dim)
-
-
-def _cached_of(config: Any) -> int:
-    latent = getattr(config, "kv_lora_rank", None)  # of MLA, whose caches hold latents, and the keys with positions
-    if latent:
-        return int(latent + config.qk_rope_head_dim)
-    heads = _heads_of(config)
-    return heads.keys * (heads.key_dim + heads.value_dim)
+    elements = []
+    for layer, heads in zip(layer_configs(config), attention_heads(config), strict=True):
+        latent = getattr(layer, "kv_lora_rank", None)  # of MLA, whose caches hold latents, and the keys with positions
+        expanded = heads.keys * (heads.key_dim + heads.value_dim)
+        elements.append(int(latent + layer.qk_rope_head_dim) if latent else expanded)
+    return tuple(elements)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, BartConfig, BertConfig, DynamicCache, RecurrentGemmaConfig
 
 import elastic
-from elastic.kvcache.attention import attends
+from elastic.kvcache.attention import elastic_attention
 from elastic.kvcache.layers.full import ElasticLayer
 from elastic.weights.decoder import CACHE_NAMES, cache_argument, returned_cache
 from support.architectures import CONFIGS, GQA, SMALL, build, in_turn, prompt
@@ -105,7 +105,7 @@ def test_each_attention_choice_gives_the_plain_models_logits(attention: str, wra
     expected = model(**inputs).logits
     wrapped(model)
     assert torch.equal(model(**inputs).logits, expected)
-    assert attends(model, model.config) == (attention == "sdpa")
+    assert elastic_attention(model, model.config) == attention
 
 
 def test_a_plain_loop_needs_no_argument(wrapped: Any, device: str) -> None:

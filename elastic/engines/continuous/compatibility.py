@@ -15,7 +15,7 @@ from elastic.engines.executor.layer_groups import layer_groups
 from elastic.engines.pipeline.forward import Attended, StageForward
 from elastic.engines.pipeline.turn import Turn
 from elastic.errors import ConfigError, require, require_count, require_flag, require_whole
-from elastic.kvcache.attention import AttentionSwitch, attends_for_engines
+from elastic.kvcache.attention import AttentionSwitch, elastic_attention
 from elastic.kvcache.score_terms import ScoreTerms
 from elastic.kvcache.storage.pool import KVPool
 from elastic.planning.sharding.heads import kv_shards
@@ -103,7 +103,7 @@ def kv_shape(model: Any, present: Sequence[int] | None) -> tuple[int, int]:
         f"{type(model).__name__} attends by code of its own, or of another library; continuous batching needs "
         "transformers' attention interface: use generate instead"
     )
-    if not attends_for_engines(model, config):
+    if elastic_attention(model, config) is None:
         if attention in ("sdpa", "eager"):
             raise by_itself
         raise ConfigError(

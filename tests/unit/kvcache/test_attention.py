@@ -18,7 +18,7 @@ import elastic
 from elastic import ConfigError
 from elastic.engines.continuous import ContinuousEngine
 from elastic.kvcache import attention
-from elastic.kvcache.attention import attends, attends_for_engines, elastic_sdpa
+from elastic.kvcache.attention import elastic_attention, elastic_sdpa
 from support.architectures import MLA, SMALL, VOCAB, build, prompt
 from support.child_process import wait_for_the_janitor
 from support.wrapped_model import pickled
@@ -100,19 +100,19 @@ def test_the_choice_of_another_attention_holds_while_wrapped(wrapped: Any, calls
     model.set_attn_implementation("eager")
     model(**prompt())
     assert not calls
-    assert not attends(model, model.config)
+    assert elastic_attention(model, model.config) != "sdpa"
     assert not model.elastic.kv.memory.attention_follows()
     model.set_attn_implementation("sdpa")
     model(**prompt())
     assert calls
-    assert attends(model, model.config)
+    assert elastic_attention(model, model.config) == "sdpa"
     assert model.elastic.kv.memory.attention_follows()
 
 
 def test_latents_are_brought_to_the_weights_that_expand_them(wrapped: Any) -> None:
     """Those of MLA, which the model makes keys and values of before it attends."""
     model = wrapped(build("deepseek-v3"))
-    assert attends(model, model.config)
+    assert elastic_attention(model, model.config) == "sdpa"
     assert not model.elastic.kv.memory.attention_follows()
 
 
@@ -130,8 +130,8 @@ def test_the_last_model_that_is_unwrapped_leaves_the_stock_function(wrapped: Any
     for model in models:
         wrapped(model, place)
     elastic.unwrap(models[0])
-    assert not attends(models[0], models[0].config)
-    assert attends(models[1], models[1].config)
+    assert elastic_attention(models[0], models[0].config) != "sdpa"
+    assert elastic_attention(models[1], models[1].config) == "sdpa"
     elastic.unwrap(models[1])
     assert AttentionInterface()["sdpa"] is sdpa_attention_forward
 
@@ -155,11 +155,10 @@ def test_the_last_model_of_a_kind_that_is_unwrapped_leaves_its_eager_function(wr
     for model in models:
         wrapped(model, place)
     assert modeling_gpt_oss.eager_attention_forward is not stock
-    assert attends_for_engines(models[0], models[0].config)
-    assert not attends(models[0], models[0].config)
+    assert elastic_attention(models[0], models[0].config) == "eager"
     elastic.unwrap(models[0])
-    assert not attends_for_engines(models[0], models[0].config)
-    assert attends_for_engines(models[1], models[1].config)
+    assert elastic_attention(models[0], models[0].config) is None
+    assert elastic_attention(models[1], models[1].config) == "eager"
     assert modeling_gpt_oss.eager_attention_forward is not stock
     elastic.unwrap(models[1])
     assert modeling_gpt_oss.eager_attention_forward is stock
