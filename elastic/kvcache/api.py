@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from elastic.config import parse_limit
 from elastic.errors import StateError
@@ -15,12 +15,6 @@ if TYPE_CHECKING:
     from elastic.kvcache.manager import KVMemory
 
 
-class ActionRunner(Protocol):
-    """Who does actions: the runtime."""
-
-    def apply(self, actions: Sequence[ResizeKV], *, wait: bool = True) -> Any: ...
-
-
 class KV:
     """The KV cache of a wrapped model: `rt.kv`. Sizes are bytes.
 
@@ -28,9 +22,10 @@ class KV:
     are what all caches together may hold before the first place is full.
     """
 
-    def __init__(self, memory: KVMemory, runtime: ActionRunner) -> None:
+    def __init__(self, memory: KVMemory, apply: Callable[..., Any]) -> None:
+        """`apply`: the method of the runtime that does actions."""
         self.memory = memory
-        self._runtime = weakref.ref(runtime)
+        self._apply = weakref.WeakMethod(apply)  # the runtime knows this object
 
     @property
     def capacity_bytes(self) -> int:
@@ -80,12 +75,12 @@ class KV:
             actions = [ResizeKV(pool.pool.name, None, revision) for pool in shares]
         else:
             actions = [ResizeKV(pool.pool.name, int(limit * share), revision) for pool, share in shares.items()]
-        done = self._require_runtime().apply(actions, wait=wait)
+        done = self._require_wrapped()(actions, wait=wait)
         return done if isinstance(done, Future) else self._total(done)
 
     def trim(self) -> int:
         """Give every page that no living cache needs back to the system; returns bytes."""
-        self._require_runtime()
+        self._require_wrapped()
         return sum(pool.trim() for pool in self.memory.pools)
 
     def _least(self, size: Callable[[KVStatus], int]) -> int:
@@ -106,8 +101,9 @@ class KV:
             moved_bytes=sum(r.moved_bytes for r in results),
         )
 
-    def _require_runtime(self) -> ActionRunner:
-        runtime = self._runtime()
-        if runtime is None:
+    def _require_wrapped(self) -> Callable[..., Any]:
+        """Return the runtime's `apply`. Raises `StateError` where it is gone."""
+        apply = self._apply()
+        if apply is None:
             raise StateError("the model was unwrapped; wrap it again")
-        return runtime
+        return apply

@@ -80,7 +80,7 @@ class Runtime(LayerVerbs):
         self._log, agreement = ActionLog(), agreement or Agreement()
         super().__init__(parts.weights, ActionExecutor(parts.gate, parts.handlers, self._log.record, agreement))
         self.state = RuntimeState.NEW
-        self.kv = KV(parts.kv, self)
+        self.kv = KV(parts.kv, self.apply)
         self.forward = parts.forward
         """What the layers do beside computing: set by actions, at safe points."""
         self.counters = RequestMetrics()
