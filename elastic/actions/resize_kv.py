@@ -55,7 +55,7 @@ class ResizeHandler(ActionHandler):
     def commit(self, prepared: PreparedResize) -> None:
         """Move the limit, once. A cache that was used since it was copied stays where it is."""
         if prepared.result is None:
-            moved = [copy.nbytes for copy in prepared.copies if copy.layer.move_to_host(copy)]
+            moved = [copy.keys.nbytes + copy.values.nbytes for copy in prepared.copies if copy.layer.move_to_host(copy)]
             result = prepared.pool.resize(prepared.action.limit_bytes, prepared.action.revision)
             prepared.result = replace(result, moved_bytes=sum(moved))
 

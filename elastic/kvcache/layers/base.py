@@ -23,6 +23,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
     is_croppable = True
     is_sliding = False
+    sliding_window: int
+    """Of sliding layers: how many tokens a query attends to, its own included."""
     lock: threading.RLock
     """Held while the contents change, or move."""
 
@@ -35,7 +37,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Hold other contents of the same shape, [batch, kv_heads, tokens, head_dim] each."""
 
     @abstractmethod
-    def replace(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def replace(self, keys: torch.Tensor, values: torch.Tensor) -> Any:
         """Hold other rows for the same tokens, [new batch, kv_heads, tokens, head_dim] each, in any dtype."""
 
     @abstractmethod
@@ -55,6 +57,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def values(self) -> torch.Tensor | None:
         """The values held, [batch, kv_heads, tokens, head_dim]; None before the first tokens."""
         return self.views()[1] if self.is_initialized else None
+
+    def get_max_length(self) -> int:
+        """Return the size of the window; -1: there is none."""
+        return self.sliding_window if self.is_sliding else -1
 
     @synchronized
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

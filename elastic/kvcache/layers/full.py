@@ -58,11 +58,6 @@ class OffloadedTokens:
     keys: torch.Tensor
     values: torch.Tensor
 
-    @property
-    def nbytes(self) -> int:
-        """Keys and values of all tokens."""
-        return self.keys.nbytes + self.values.nbytes
-
 
 class ElasticLayer(PagedLayer):
     """Full attention: keys and values of every token, [batch, kv_heads, tokens, head_dim].
@@ -81,7 +76,9 @@ class ElasticLayer(PagedLayer):
         self.fixed_pool = fixed_pool
         """The pool of a part that does not follow its decoder layer's KV cache; None: it does."""
         self._lease: StoreLease | None = None
-        self._first = self._length = 0  # tokens [first, length) are held
+        self.cumulative_length = 0
+        """Tokens seen, those included that a window has left behind; transformers reads it under this name."""
+        self._first = 0  # tokens before this one are not held
         self._origin = 0  # the token at the beginning of the store
         self._host: tuple[torch.Tensor, torch.Tensor] | None = None  # the contents, while they are in host memory
         self.limit_epoch: int | None = None
@@ -123,13 +120,13 @@ class ElasticLayer(PagedLayer):
             )
         with self.lock:  # itself, as every layer of every step comes here
             lease = self._lease_for(key_states, value_states)
-            stop = self._length + key_states.shape[2]
+            stop = self.cumulative_length + key_states.shape[2]
             if stop - self._origin > lease.max_tokens:
-                lease = self._place(*self.views(), tokens=stop - self._first)
+                lease = self.replace(*self.views(), room=stop - self._first)
             read, origin = self._visible_from(), self._origin
             keep = self._first if self.record_past else read
             keys, values = lease.write(key_states, value_states, keep - origin, read - origin, stop - origin)
-            self._first, self._length = keep, stop
+            self._first, self.cumulative_length = keep, stop
             self.last_used = next(self._memory.clock)
             self.device = key_states.device
             if keys.device == self.device or self._memory.attention_follows():
@@ -138,30 +135,26 @@ class ElasticLayer(PagedLayer):
 
     def get_seq_length(self) -> int:
         """Count the tokens seen, those included that a window has left behind."""
-        return self._length
-
-    def get_max_length(self) -> int:
-        """Return -1: there is none."""
-        return -1
+        return self.cumulative_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many tokens attention sees after `query_length` more, and the position of the first of them."""
         first = self._visible_from()
-        return self._length - first + query_length, first
+        return self.cumulative_length - first + query_length, first
 
     @synchronized
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens; their pages stay mapped until somebody needs them."""
         if tokens_to_remove > 0:
             raise ConfigError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
-        self.rewind(max(self._first, self._length + tokens_to_remove))
+        self.rewind(max(self._first, self.cumulative_length + tokens_to_remove))
 
     @synchronized
     def rewind(self, length: int) -> None:
         """Hold `length` tokens again, no more than now."""
-        if length < self._length:
+        if length < self.cumulative_length:
             lease = self._resident()
-            self._length = length
+            self.cumulative_length = length
             self._changed()
             lease.hold(self._first - self._origin, length - self._origin)
 
@@ -172,7 +165,7 @@ class ElasticLayer(PagedLayer):
             self._lease.hold(0, 0)
         else:
             self.give_up()
-        self._first = self._length = self._origin = 0
+        self._first = self.cumulative_length = self._origin = 0
         self._changed()
 
     @synchronized
@@ -193,7 +186,7 @@ class ElasticLayer(PagedLayer):
     @synchronized
     def views(self) -> tuple[torch.Tensor, torch.Tensor]:
         """View the keys and values held, [batch, kv_heads, tokens, head_dim] each, in the memory itself."""
-        return self._resident().views(self._first - self._origin, self._length - self._origin)
+        return self._resident().views(self._first - self._origin, self.cumulative_length - self._origin)
 
     @synchronized
     def overwrite(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -202,9 +195,20 @@ class ElasticLayer(PagedLayer):
         for held, rows in zip(self.views(), (keys, values), strict=True):
             held.copy_(reachable(rows, held.device))
 
-    def replace(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Hold other rows for the same tokens, [new batch, kv_heads, tokens, head_dim] each, in any dtype."""
-        self._place(keys, values, tokens=keys.shape[2])
+    def replace(self, keys: torch.Tensor, values: torch.Tensor, *, room: int = 0) -> StoreLease:
+        """Hold [new batch, kv_heads, tokens, head_dim] for the same tokens, in a new store with `room` for more."""
+        old = self._lease
+        lease = self._memory.lease(keys, values, max(room, keys.shape[2]), self)
+        try:
+            lease.write(keys, values, 0, 0, keys.shape[2])
+        except BaseException:
+            lease.end()
+            raise
+        self._lease, self._origin = lease, self._first
+        self._changed()
+        if old is not None:
+            old.end()
+        return lease
 
     @synchronized
     def give_up(self) -> None:
@@ -217,11 +221,13 @@ class ElasticLayer(PagedLayer):
     @property
     def pages(self) -> int:
         """Pages mapped for this layer."""
-        return self._lease.store.pages if self._lease is not None else 0
+        lease = self._lease  # read once: it may end in another thread
+        return lease.store.pages if lease is not None else 0
 
     def is_on(self, pool: KVPool) -> bool:
         """Return whether the contents are in pages of this pool."""
-        return self._lease is not None and self._lease.pool is pool
+        lease = self._lease
+        return lease is not None and lease.pool is pool
 
     # -- to another place, to host memory and back
 
@@ -230,7 +236,7 @@ class ElasticLayer(PagedLayer):
         """Describe where the contents are now; None if not in pages."""
         if self._lease is None:
             return None
-        return HeldTokens(self._lease, self._origin, self._first, self._length, self.content_epoch)
+        return HeldTokens(self._lease, self._origin, self._first, self.cumulative_length, self.content_epoch)
 
     @synchronized
     def exchange(self, lease: StoreLease, origin: int) -> None:
@@ -239,11 +245,12 @@ class ElasticLayer(PagedLayer):
 
     def copy_to_host(self) -> OffloadedTokens | None:
         """Copy what is held to host memory; None if there is nothing to copy."""
-        if self._lease is None or not self._length:
-            return None
-        last_used = self.last_used
-        with on_stream(self._lease.store.stream):
-            copies = [host_buffer(rows.shape, rows.dtype, rows.device).copy_(rows) for rows in self.views()]
+        with self.lock:
+            if self._lease is None or not self.cumulative_length:
+                return None
+            last_used, stream, views = self.last_used, self._lease.store.stream, self.views()
+        with on_stream(stream):
+            copies = [host_buffer(rows.shape, rows.dtype, rows.device).copy_(rows) for rows in views]
         return OffloadedTokens(self, last_used, *copies)
 
     @synchronized
@@ -280,15 +287,15 @@ class ElasticLayer(PagedLayer):
         self.dtype, self.device = keys.dtype, keys.device
         if self.fixed_pool is other.fixed_pool:
             self.limit_epoch = other._resident().store.limit_epoch
-        self._first, self._length = other._first, other._length
-        self._place(keys, values, tokens=keys.shape[2])
+        self._first, self.cumulative_length = other._first, other.cumulative_length
+        self.replace(keys, values)
         self.is_initialized = True
 
     # -- inside
 
     def _visible_from(self) -> int:
         """Return the first token that the next query attends to."""
-        return 0
+        return max(self._first, self.cumulative_length - self.sliding_window + 1) if self.is_sliding else 0
 
     def _changed(self) -> None:
         if self._lease is not None:
@@ -308,7 +315,7 @@ class ElasticLayer(PagedLayer):
     def _resident(self) -> StoreLease:
         """Return the lease, after fetching back what is in host memory. Raises `CapacityError`, keeping the copy."""
         if self._host is not None:
-            self._place(*self._host, tokens=self._host[0].shape[2])
+            self.replace(*self._host)
             self._host = None
         assert self._lease is not None
         return self._lease
@@ -324,7 +331,7 @@ class ElasticLayer(PagedLayer):
         lease = self._resident()
         if lease.store.fits(keys, values):
             return lease
-        if not self._length:
+        if not self.cumulative_length:
             self.give_up()
             self.lazy_initialization(keys, values)
             return self._resident()
@@ -332,7 +339,7 @@ class ElasticLayer(PagedLayer):
         given = [(states.shape[0], states.shape[1], states.shape[3]) for states in (keys, values)]
         if expected != given:
             raise ConfigError(
-                f"the cache holds {self._length} tokens for (batch, heads, dim) {expected}, and was given "
+                f"the cache holds {self.cumulative_length} tokens for (batch, heads, dim) {expected}, and was given "
                 f"{given}; a cache belongs to one batch: build a new one, or reset() this one"
             )
         # under autocast dtypes vary: hold what concatenating with the new ones would give
@@ -341,18 +348,3 @@ class ElasticLayer(PagedLayer):
         if [rows.dtype for rows in held] != wider:
             self.replace(*(rows.to(dtype) for rows, dtype in zip(held, wider, strict=True)))
         return self._resident()
-
-    def _place(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> StoreLease:
-        """Hold these keys and values, from the first token on, in a new store with room for `tokens`."""
-        old = self._lease
-        lease = self._memory.lease(keys, values, tokens, self)
-        try:
-            lease.write(keys, values, 0, 0, keys.shape[2])
-        except BaseException:
-            lease.end()
-            raise
-        self._lease, self._origin = lease, self._first
-        self._changed()
-        if old is not None:
-            old.end()
-        return lease

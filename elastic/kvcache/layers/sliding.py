@@ -30,18 +30,9 @@ class ElasticSlidingLayer(ElasticLayer):
         self.sliding_window = sliding_window
         self.record_past = record_past
 
-    @property
-    def cumulative_length(self) -> int:
-        """Tokens seen; transformers reads it under this name."""
-        return self._length
-
     def activate_past_recording(self) -> None:
         """Keep what slides out of the window until the next `crop`."""
         self.record_past = True
-
-    def get_max_length(self) -> int:
-        """Return the size of the window."""
-        return self.sliding_window
 
     @synchronized
     def crop(self, tokens_to_remove: int) -> None:
@@ -50,33 +41,31 @@ class ElasticSlidingLayer(ElasticLayer):
         That is also where a crop before it has given them up, with no tokens between the two, or where they went before
         the past was recorded.
         """
-        if self._length >= self.sliding_window and not self.record_past:
+        length, window = self.cumulative_length, self.sliding_window
+        if length >= window and not self.record_past:
             raise StateError(
-                f"the window of {self.sliding_window} tokens was passed without recording the past; call "
+                f"the window of {window} tokens was passed without recording the past; call "
                 "activate_past_recording() on the cache before tokens are to be cropped"
             )
-        if self._first > max(0, self._length + tokens_to_remove - self.sliding_window + 1):
+        if self._first > max(0, length + tokens_to_remove - window + 1):
             raise StateError(
-                f"crop({tokens_to_remove}): what is held begins at token {self._first} of {self._length}, and the "
-                f"window of {self.sliding_window} needs more: an earlier crop gave it up, or it went before the past "
+                f"crop({tokens_to_remove}): what is held begins at token {self._first} of {length}, and the "
+                f"window of {window} needs more: an earlier crop gave it up, or it went before the past "
                 "was recorded; remove all tokens in one crop, and call activate_past_recording() before they come"
             )
         super().crop(tokens_to_remove)
-        if self._length:
+        if self.cumulative_length:
             first = self._visible_from()
-            self._resident().hold(first - self._origin, self._length - self._origin)
+            self._resident().hold(first - self._origin, self.cumulative_length - self._origin)
             self._first = first
 
     @synchronized
     def to_stock(self) -> DynamicSlidingWindowLayer:
         """Make a stock cache layer with a copy of what is held."""
         stock = DynamicSlidingWindowLayer(self.sliding_window)
-        stock.record_past, stock.cumulative_length = self.record_past, self._length
+        stock.record_past, stock.cumulative_length = self.record_past, self.cumulative_length
         return self._copy_into(stock)
 
     def like(self, fixed_pool: KVPool | None) -> ElasticLayer:
         """Make an empty layer of the same kind and window."""
         return ElasticSlidingLayer(self._memory, self.sliding_window, self.record_past, self.index, fixed_pool)
-
-    def _visible_from(self) -> int:
-        return max(self._first, self._length - self.sliding_window + 1)

@@ -98,10 +98,6 @@ class RowSplitLayer(PagedLayer):
         """Count the tokens seen, those included that a window has left behind."""
         return self.parts[0].layer.get_seq_length()
 
-    def get_max_length(self) -> int:
-        """Return the size of the window; -1: there is none."""
-        return self.parts[0].layer.get_max_length()
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many tokens attention sees after `query_length` more, and the position of the first of them."""
         return self.parts[0].layer.get_mask_sizes(query_length)
@@ -124,7 +120,7 @@ class RowSplitLayer(PagedLayer):
     def activate_past_recording(self) -> None:
         """Keep what slides out of a window until the next `crop`."""
         for part in self.parts:
-            getattr(part.layer, "activate_past_recording", lambda: None)()
+            part.layer.record_past = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowSplitLayer:
         other: RowSplitLayer = object.__new__(type(self))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from elastic import CapacityError, ConfigError, StateError
+from elastic.kvcache.layers import full
 from elastic.kvcache.layers.full import ElasticLayer
 from elastic.kvcache.layers.sliding import ElasticSlidingLayer
 from elastic.kvcache.manager import KVMemory
@@ -296,6 +299,41 @@ def test_a_window_that_slides_on_while_it_is_copied_elsewhere_is_copied_as_far_a
     transfer.cut_over(layer)
     assert layer.is_on(pools[1])
     assert torch.equal(layer.keys, before)  # type: ignore[arg-type]
+
+
+def test_a_cache_that_is_given_up_while_it_is_copied_to_the_host_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, kv = new_memory()
+    layer = ElasticLayer(memory)
+    keys, _ = layer.update(*states(1, 20))
+    expected = keys.clone()
+    del keys
+
+    @contextmanager
+    def given_up_meanwhile(stream: object) -> Iterator[None]:
+        layer.give_up()
+        yield
+
+    monkeypatch.setattr(full, "on_stream", given_up_meanwhile)
+    copied = layer.copy_to_host()
+    assert copied is not None
+    assert torch.equal(copied.keys, expected)
+    assert not layer.move_to_host(copied)
+    kv.check()
+
+
+@pytest.mark.parametrize("asked", [lambda layer, kv: layer.is_on(kv), lambda layer, kv: layer.pages > 0])
+def test_a_lease_may_end_in_another_thread_once_it_was_looked_at(asked: Callable[[Any, KVPool], bool]) -> None:
+    class LookedAtOnce(ElasticLayer):
+        @property
+        def _lease(self) -> Any:  # type: ignore[override]
+            return self.__dict__.pop("_lease", None)
+
+    memory, kv = new_memory()
+    layer: Any = ElasticLayer(memory)
+    layer.update(*states(1, 20))
+    layer.__class__ = LookedAtOnce
+    assert asked(layer, kv)
+    assert not asked(layer, kv)
 
 
 def test_nothing_is_copied_on_growth() -> None:
