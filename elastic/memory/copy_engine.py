@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -52,29 +52,6 @@ def pieces(target: torch.Tensor, source: torch.Tensor, nbytes: int) -> Iterator[
 
 
 @dataclass(frozen=True)
-class FutureHandle:
-    """A copy that a thread does."""
-
-    future: Future[None]
-
-    def finish(self) -> None:
-        """Return when the bytes are there. Raises what the copy raised."""
-        try:
-            _result(self.future)
-        except BaseException:
-            del self  # the error knows this frame: it must not know the error, nor the error the tensors
-            raise
-
-    wait = finish
-
-    def discard(self) -> None:
-        """Return when the copy, done or failed, holds none of its tensors any more."""
-        self.future.exception()
-
-    settle = discard
-
-
-@dataclass(frozen=True)
 class EventHandle:
     """A copy that was issued on a stream of a device."""
 
@@ -98,43 +75,47 @@ class EventHandle:
 
 
 @dataclass(frozen=True)
-class StagedHandle:
-    """A copy that a thread issues on a stream of a device, as it reads the bytes."""
+class ThreadHandle:
+    """A copy that a thread does, or issues on a stream of a device as it reads the bytes."""
 
-    issued: Future[EventHandle]
-    cancelled: threading.Event
+    copied: Future[Any]
+    """The `EventHandle` that the thread issued; None: it has done all itself."""
+    cancelled: threading.Event = field(default_factory=threading.Event)
 
     def wait(self) -> None:
         """Order what this thread does next on the target after the copy, once it is issued. Raises what it raised."""
         try:
-            issued = _result(self.issued)
+            issued: EventHandle | None = _result(self.copied)
         except BaseException:
-            del self
+            del self  # the error knows this frame: it must not know the error, nor the error the tensors
             raise
-        issued.wait()
+        if issued is not None:
+            issued.wait()
 
     def finish(self) -> None:
         """Return when the bytes are there. Raises what the copy raised."""
         try:
-            issued = _result(self.issued)
+            issued: EventHandle | None = _result(self.copied)
         except BaseException:
             del self
             raise
-        issued.finish()
+        if issued is not None:
+            issued.finish()
 
     def discard(self) -> None:
-        """Return when the thread issues nothing more and holds no tensor; the rest of the bytes is not copied."""
+        """Return when the thread issues nothing more and holds no tensor; the rest of the bytes may not be copied."""
         self.cancelled.set()
-        self.issued.exception()
+        self.copied.exception()
 
     def settle(self) -> None:
         """Return when the copy, done or failed, writes nothing more."""
         self.discard()
-        if self.issued.exception() is None:
-            self.issued.result().settle()
+        issued: EventHandle | None = None if self.copied.exception() else self.copied.result()
+        if issued is not None:
+            issued.settle()
 
 
-CopyHandle = FutureHandle | EventHandle | StagedHandle
+CopyHandle = EventHandle | ThreadHandle
 """A copy under way: `wait` or `finish` it; `discard` it where its bytes do not count any more, `settle` it where its
 target is to be given up."""
 
@@ -165,7 +146,7 @@ class ThreadCopyEngine:
 
     def start(self, pairs: Sequence[Pair], after: Iterable[torch.cuda.Event] = ()) -> CopyHandle:
         """Copy beside what the calling thread does next. `after` is for CUDA."""
-        return FutureHandle(submit(self._thread, _copy_and_release, list(pairs)))
+        return ThreadHandle(submit(self._thread, _copy_and_release, list(pairs)))
 
     def copy(self, pairs: Sequence[Pair], pace: RateLimiter) -> CopyHandle:
         """Copy at a pace, for a caller that waits anyway: the bytes are there on return."""
@@ -175,11 +156,11 @@ class ThreadCopyEngine:
             done.set_result(None)
         except Exception as error:  # raised by the handle, without the frames that know the tensors
             done.set_exception(error)
-        return FutureHandle(done)
+        return ThreadHandle(done)
 
     def copy_async(self, pairs: Sequence[Pair], pace: RateLimiter) -> CopyHandle:
         """Copy at a pace, beside what the calling thread does next: after earlier ones, apart from all others."""
-        return FutureHandle(submit(self._background, _copy_and_release, list(pairs), pace))
+        return ThreadHandle(submit(self._background, _copy_and_release, list(pairs), pace))
 
     def close(self) -> None:
         """Finish, and take no more. Can be called twice."""
@@ -206,7 +187,7 @@ class StreamCopyEngine:
         if all(is_locked(source) for _, source in pairs):
             return self._issue(_copy_all, pairs, after)
         cancelled = threading.Event()
-        return StagedHandle(submit(self._reader, self._stage, list(pairs), tuple(after), cancelled), cancelled)
+        return ThreadHandle(submit(self._reader, self._stage, list(pairs), tuple(after), cancelled), cancelled)
 
     def copy(self, pairs: Sequence[Pair], pace: RateLimiter) -> EventHandle:
         """Copy at a pace."""

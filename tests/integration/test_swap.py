@@ -439,7 +439,7 @@ def test_a_copy_that_fails_leaves_the_old_variant_serving(monkeypatch: Any, wrap
 
 def test_pages_of_a_layer_are_mapped_while_the_bytes_of_the_one_before_travel(monkeypatch: Any, wrapped: Any) -> None:
     """On an H100 mapping a layer's pages takes nearly as long as copying its int4."""
-    from elastic.memory.copy_engine import FutureHandle, ThreadCopyEngine
+    from elastic.memory.copy_engine import ThreadCopyEngine, ThreadHandle
     from elastic.memory.weight_buffer import WeightBuffer
 
     rt = wrapped(build("llama-gqa"), variants=("int4",)).elastic
@@ -455,7 +455,7 @@ def test_pages_of_a_layer_are_mapped_while_the_bytes_of_the_one_before_travel(mo
     for name, owner, method in (
         ("mapped", WeightBuffer, "allocate"),
         ("sent", ThreadCopyEngine, "copy"),
-        ("there", FutureHandle, "finish"),
+        ("there", ThreadHandle, "finish"),
     ):
         monkeypatch.setattr(owner, method, noted(name, getattr(owner, method)))
     rt.swap([0, 1, 2], "int4")

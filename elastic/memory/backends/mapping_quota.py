@@ -65,9 +65,10 @@ class ReservedRange:
     """Reserved addresses, cut into segments: one mapping each."""
 
     def __init__(self, address: int, nbytes: int, page_bytes: int) -> None:
-        self.starts = [address]
+        self.starts = [address, address + nbytes]
+        """Of the segments, one after another; the last one is the end of the range."""
         self.pages = [GAP]
-        self.stop = address + nbytes
+        """The first one of each segment."""
         self._page_bytes = page_bytes
 
     def remap(self, start: int, stop: int, new: list[Segment]) -> PendingRemap:
@@ -79,9 +80,9 @@ class ReservedRange:
         elif first:
             first -= 1
             segments.insert(0, (self.starts[first], self.pages[first]))
-        if self._end(last - 1) > stop:
+        if self.starts[last] > stop:
             segments.append((stop, self._page_at(last - 1, stop)))
-        elif last < len(self.starts):
+        elif last < len(self.pages):
             segments.append((self.starts[last], self.pages[last]))
             last += 1
         joined = self._join(segments)
@@ -92,12 +93,9 @@ class ReservedRange:
         parts = []
         for i in range(bisect_right(self.starts, start) - 1, bisect_left(self.starts, stop)):
             if self.pages[i] != GAP:
-                begin, end = max(start, self.starts[i]), min(stop, self._end(i))
+                begin, end = max(start, self.starts[i]), min(stop, self.starts[i + 1])
                 parts.append((begin, self._page_at(i, begin), (end - begin) // self._page_bytes))
         return parts
-
-    def _end(self, i: int) -> int:
-        return self.starts[i + 1] if i + 1 < len(self.starts) else self.stop
 
     def _page_at(self, i: int, address: int) -> int:
         return GAP if self.pages[i] == GAP else self.pages[i] + (address - self.starts[i]) // self._page_bytes
@@ -143,7 +141,7 @@ class AddressSpace:
     def unreserve(self, address: int) -> None:
         """Undo `reserve`."""
         self._addresses.remove(address)
-        self.quota.undo(len(self._ranges.pop(address).starts))
+        self.quota.undo(len(self._ranges.pop(address).pages))
 
     def range_at(self, address: int) -> ReservedRange:
         """Find the reservation of an address."""

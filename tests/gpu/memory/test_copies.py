@@ -18,7 +18,7 @@ import elastic
 from elastic import CapacityError
 from elastic.memory import copy_engine, host_store
 from elastic.memory.checksum import digest
-from elastic.memory.copy_engine import CopyBatch, StagedHandle, StreamCopyEngine
+from elastic.memory.copy_engine import CopyBatch, StreamCopyEngine, ThreadHandle
 from elastic.memory.host_store import HostStore, HostTensor
 from elastic.memory.pinned.page_lock import is_locked
 from elastic.memory.pinned.staging_ring import StagingRing, staging_bytes
@@ -204,7 +204,7 @@ def test_a_copy_that_counts_no_more_is_not_read_to_its_end(
 
     monkeypatch.setattr(copy_engine, "copy", slowly)
     copy = engine.start([(torch.empty(1 << 12, device=GPU), torch.rand(1 << 12))])
-    assert isinstance(copy, StagedHandle)
+    assert isinstance(copy, ThreadHandle)
     assert begun.wait(30)
     copy.cancelled.set()
     go_on.set()
