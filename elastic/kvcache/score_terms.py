@@ -19,13 +19,15 @@ class ScoreTerms:
     """[heads], of any floating dtype: a score of each query head that has no value, so that weights add up to less
     than one; None: there are none."""
 
-    def of_heads(self, heads: slice | torch.Tensor) -> ScoreTerms:
-        """Return those of some query heads: a slice of them, or indices, int64 [heads]."""
-        return self if self.sinks is None else ScoreTerms(self.softcap, self.sinks[heads])
+    def of_heads(self, heads: slice | torch.Tensor, device: torch.device | None = None) -> ScoreTerms:
+        """Return those of some query heads: a slice of them, or indices, int64 [heads].
 
-    def to(self, device: torch.device) -> ScoreTerms:
-        """Return them with their tensor on a device, as states travel there."""
-        return self if self.sinks is None else ScoreTerms(self.softcap, to_device(self.sinks, device))
+        `device` is where they go; None: they stay.
+        """
+        if self.sinks is None:
+            return self
+        sinks = self.sinks[heads]
+        return ScoreTerms(self.softcap, sinks if device is None else to_device(sinks, device))
 
 
 def attend_by_scores(

@@ -233,7 +233,7 @@ class RequestSlice:
         if query.device != cache.device:
             q, k, v = (to_device(states, cache.device) for states in (q, k, v))
         if terms is not None:
-            terms = terms.of_heads(heads.query).to(cache.device)
+            terms = terms.of_heads(heads.query, cache.device)
         fewer = k.shape[-1] - v.shape[-1]
         if fewer:
             v = pad(v, (0, fewer))
