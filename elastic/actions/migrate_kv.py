@@ -15,7 +15,7 @@ import torch
 from elastic.actions.base import ActionHandler
 from elastic.actions.pages.allocation import find_pool
 from elastic.errors import ConfigError, StateError
-from elastic.kvcache.layers.full import ElasticLayer
+from elastic.kvcache.layers.elastic_layer import ElasticLayer
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.pool import KVPool
 from elastic.kvcache.transfer import KVTransfer

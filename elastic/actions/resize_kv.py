@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from elastic.actions.base import ActionHandler
 from elastic.errors import ConfigError, is_integer, require
-from elastic.kvcache.layers.full import OffloadedTokens
+from elastic.kvcache.layers.elastic_layer import OffloadedTokens
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.pool import KVPool
 from elastic.types import PlanStep, Resize, ResizeKV

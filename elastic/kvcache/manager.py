@@ -16,8 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from elastic.errors import StateError
 from elastic.kvcache.layers.base import PagedLayer
-from elastic.kvcache.layers.full import ElasticLayer, HeldTokens, OffloadedTokens
-from elastic.kvcache.layers.sliding import ElasticSlidingLayer
+from elastic.kvcache.layers.elastic_layer import ElasticLayer, HeldTokens, OffloadedTokens
 from elastic.kvcache.layers.split import RowSplitLayer
 from elastic.kvcache.storage.layout import KVLayout, StoreGeometry
 from elastic.kvcache.storage.pool import KVPool, StoreLease
@@ -233,8 +232,8 @@ def adopt(cache: Cache, memory: KVMemory) -> None:
         if type(layer) is DynamicLayer:
             layers.append(ElasticLayer(memory, index))
         elif type(layer) is DynamicSlidingWindowLayer:
-            record_past = getattr(layer, "record_past", False)
-            layers.append(ElasticSlidingLayer(memory, layer.sliding_window, record_past, index))
+            window, past = layer.sliding_window, getattr(layer, "record_past", False)
+            layers.append(ElasticLayer(memory, index, sliding_window=window, record_past=past))
         else:
             layers.append(layer)
     cache.layers = layers

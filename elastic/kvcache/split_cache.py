@@ -9,7 +9,7 @@ from typing import Any
 from transformers.cache_utils import Cache, DynamicCache
 
 from elastic.errors import CapacityError
-from elastic.kvcache.layers.full import ElasticLayer
+from elastic.kvcache.layers.elastic_layer import ElasticLayer
 from elastic.kvcache.layers.split import RowSplitLayer
 from elastic.kvcache.manager import KVMemory, adopt
 

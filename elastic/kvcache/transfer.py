@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elastic.kvcache.layers.full import ElasticLayer, HeldTokens
+from elastic.kvcache.layers.elastic_layer import ElasticLayer, HeldTokens
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.pool import KVPool, StoreLease
 from elastic.memory import copy_engine

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, BartConfig, BertConfig, DynamicCa
 
 import elastic
 from elastic.kvcache.attention import elastic_attention
-from elastic.kvcache.layers.full import ElasticLayer
+from elastic.kvcache.layers.elastic_layer import ElasticLayer
 from elastic.weights.decoder import CACHE_NAMES, cache_argument, returned_cache
 from support.architectures import CONFIGS, GQA, SMALL, build, in_turn, prompt
 

@@ -23,8 +23,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
     is_croppable = True
     is_sliding = False
-    sliding_window: int
-    """Of sliding layers: how many tokens a query attends to, its own included."""
+    sliding_window: int | None
+    """How many tokens a query attends to, its own included; None: all."""
     lock: threading.RLock
     """Held while the contents change, or move."""
 
@@ -60,7 +60,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         """Return the size of the window; -1: there is none."""
-        return self.sliding_window if self.is_sliding else -1
+        return -1 if self.sliding_window is None else self.sliding_window
 
     @synchronized
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from elastic.errors import ConfigError, StateError
 from elastic.kvcache.layers.base import PagedLayer
@@ -60,21 +60,32 @@ class OffloadedTokens:
 
 
 class ElasticLayer(PagedLayer):
-    """Full attention: keys and values of every token, [batch, kv_heads, tokens, head_dim].
+    """Keys and values of every token, or of the last ones, [batch, kv_heads, tokens, head_dim].
 
     `keys` and `values` are views of the memory itself: what is appended, cropped or reordered later shows in them.
+    With a `sliding_window` queries attend to so many tokens, and pages behind the window go back as it slides on. While
+    past is recorded (assisted decoding), nothing is given back before `crop` says what was accepted.
     """
 
-    record_past = False
-    """Whether tokens are kept that no query attends to any more."""
-
-    def __init__(self, memory: LayerMemory, index: int | None = None, fixed_pool: KVPool | None = None) -> None:
+    def __init__(
+        self,
+        memory: LayerMemory,
+        index: int | None = None,
+        fixed_pool: KVPool | None = None,
+        *,
+        sliding_window: int | None = None,
+        record_past: bool = False,
+    ) -> None:
         # The base class would set `keys` and `values`, which are computed here.
         self._memory = memory
         self.index = index
         """Of the decoder layer; None: of no known one."""
         self.fixed_pool = fixed_pool
         """The pool of a part that does not follow its decoder layer's KV cache; None: it does."""
+        self.sliding_window = sliding_window
+        self.is_sliding = sliding_window is not None
+        self.record_past = record_past
+        """Whether tokens are kept that no query attends to any more."""
         self._lease: StoreLease | None = None
         self.cumulative_length = 0
         """Tokens seen, those included that a window has left behind; transformers reads it under this name."""
@@ -144,10 +155,24 @@ class ElasticLayer(PagedLayer):
 
     @synchronized
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens; their pages stay mapped until somebody needs them."""
+        """Forget the last `-tokens_to_remove` tokens; their pages stay mapped until somebody needs them.
+
+        Raises `StateError` where the window had lost those before. That is also where a crop before it has given them
+        up, with no tokens between the two, or where they went before the past was recorded.
+        """
+        if self.sliding_window is not None:
+            self._require_uncropped(tokens_to_remove, self.sliding_window)
         if tokens_to_remove > 0:
             raise ConfigError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
         self.rewind(max(self._first, self.cumulative_length + tokens_to_remove))
+        if self.is_sliding and self.cumulative_length:
+            first = self._visible_from()
+            self._resident().hold(first - self._origin, self.cumulative_length - self._origin)
+            self._first = first
+
+    def activate_past_recording(self) -> None:
+        """Keep what slides out of the window until the next `crop`."""
+        self.record_past = True
 
     @synchronized
     def rewind(self, length: int) -> None:
@@ -177,9 +202,19 @@ class ElasticLayer(PagedLayer):
         return other
 
     @synchronized
-    def to_stock(self) -> DynamicLayer:
-        """Make a stock cache layer with a copy of what is held."""
-        return self._copy_into(DynamicLayer())
+    def to_stock(self) -> DynamicLayer | DynamicSlidingWindowLayer:
+        """Make a stock cache layer with a copy of what is held, in ordinary memory of the layer's device."""
+        stock = DynamicLayer()
+        if self.sliding_window is not None:
+            stock = DynamicSlidingWindowLayer(self.sliding_window)
+            stock.record_past, stock.cumulative_length = self.record_past, self.cumulative_length
+        if self.is_initialized:
+            start = 0 if self.record_past else self._visible_from() - self._first
+            held = (rows[:, :, start:] for rows in self._host or self.views())
+            keys, values = (reachable(rows, self.device).to(self.device, copy=True) for rows in held)
+            stock.lazy_initialization(keys, values)
+            stock.keys, stock.values = keys, values
+        return stock
 
     # -- what it holds
 
@@ -276,7 +311,8 @@ class ElasticLayer(PagedLayer):
 
     def like(self, fixed_pool: KVPool | None) -> ElasticLayer:
         """Make an empty layer of the same kind, always in this pool; None: where the decoder layer's KV cache is."""
-        return ElasticLayer(self._memory, self.index, fixed_pool)
+        window, past = self.sliding_window, self.record_past
+        return ElasticLayer(self._memory, self.index, fixed_pool, sliding_window=window, record_past=past)
 
     @synchronized
     def hold_as(self, other: ElasticLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -295,22 +331,28 @@ class ElasticLayer(PagedLayer):
 
     def _visible_from(self) -> int:
         """Return the first token that the next query attends to."""
-        return max(self._first, self.cumulative_length - self.sliding_window + 1) if self.is_sliding else 0
+        window = self.sliding_window
+        return 0 if window is None else max(self._first, self.cumulative_length - window + 1)
+
+    def _require_uncropped(self, tokens_to_remove: int, window: int) -> None:
+        """Raise `StateError` where the window has lost what it would show with these tokens removed."""
+        length = self.cumulative_length
+        if length >= window and not self.record_past:
+            raise StateError(
+                f"the window of {window} tokens was passed without recording the past; call "
+                "activate_past_recording() on the cache before tokens are to be cropped"
+            )
+        if self._first > max(0, length + tokens_to_remove - window + 1):
+            raise StateError(
+                f"crop({tokens_to_remove}): what is held begins at token {self._first} of {length}, and the "
+                f"window of {window} needs more: an earlier crop gave it up, or it went before the past "
+                "was recorded; remove all tokens in one crop, and call activate_past_recording() before they come"
+            )
 
     def _changed(self) -> None:
         if self._lease is not None:
             self._lease.store.wait_for_reader()
         self.content_epoch = self.last_used = next(self._memory.clock)
-
-    def _copy_into(self, stock: DynamicLayer) -> DynamicLayer:
-        """Give a stock layer copies of what is held, in ordinary memory of the layer's device."""
-        if self.is_initialized:
-            start = 0 if self.record_past else self._visible_from() - self._first
-            held = (rows[:, :, start:] for rows in self._host or self.views())
-            keys, values = (reachable(rows, self.device).to(self.device, copy=True) for rows in held)
-            stock.lazy_initialization(keys, values)
-            stock.keys, stock.values = keys, values
-        return stock
 
     def _resident(self) -> StoreLease:
         """Return the lease, after fetching back what is in host memory. Raises `CapacityError`, keeping the copy."""

@@ -12,7 +12,7 @@ import torch
 
 from elastic.errors import ConfigError
 from elastic.kvcache.layers.base import PagedLayer
-from elastic.kvcache.layers.full import ElasticLayer
+from elastic.kvcache.layers.elastic_layer import ElasticLayer
 from elastic.kvcache.layers.synchronized import synchronized
 from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.copy_engine import to_device

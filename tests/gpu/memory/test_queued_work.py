@@ -13,8 +13,7 @@ import torch
 
 import elastic
 from elastic.hooks.forward_gate import ForwardGate
-from elastic.kvcache.layers.full import ElasticLayer
-from elastic.kvcache.layers.sliding import ElasticSlidingLayer
+from elastic.kvcache.layers.elastic_layer import ElasticLayer
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.layout import TOKEN_MAJOR
 from elastic.kvcache.storage.pool import KVPool
@@ -73,7 +72,7 @@ def test_a_retained_page_is_unmapped_when_what_reads_it_is_over(
 
 def test_a_window_slides_on_without_waiting_for_the_device(simulator: ModuleType) -> None:
     memory, kv = new_memory()
-    layer = ElasticSlidingLayer(memory, TOKENS + 1)
+    layer = ElasticLayer(memory, sliding_window=TOKENS + 1)
     append(layer, 2 * TOKENS, kv)
     torch.cuda.synchronize()
     waits = [simulator.count(name) for name in ("device_sync", "stream_sync", "event_sync")]

@@ -11,7 +11,7 @@ from torch import nn
 import elastic
 from elastic.kvcache import attention, remote_attention
 from elastic.kvcache.attention import elastic_sdpa
-from elastic.kvcache.layers import full
+from elastic.kvcache.layers import elastic_layer
 from elastic.kvcache.remote_attention import attend_on_cache_device, ship_query_bytes
 from support.architectures import build, prompt
 
@@ -32,7 +32,7 @@ class Travels:
 
     def __init__(self, monkeypatch: Any) -> None:
         self.sent: list[tuple[int, ...]] = []
-        for module in (remote_attention, full):
+        for module in (remote_attention, elastic_layer):
             monkeypatch.setattr(module, "to_device", self.note)
 
     def note(self, given: Any, device: torch.device) -> Any:

@@ -15,9 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from elastic import CapacityError, ConfigError, StateError
-from elastic.kvcache.layers import full
-from elastic.kvcache.layers.full import ElasticLayer
-from elastic.kvcache.layers.sliding import ElasticSlidingLayer
+from elastic.kvcache.layers import elastic_layer
+from elastic.kvcache.layers.elastic_layer import ElasticLayer
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.layer_store import StoreState
 from elastic.kvcache.storage.layout import HEAD_MAJOR, LAYOUTS, KVLayout
@@ -67,7 +66,7 @@ class LayerMachine(RuleBasedStateMachine):
         self.twin: Any
         self.layer: ElasticLayer
         if self.sliding:
-            self.layer = ElasticSlidingLayer(self.memory, WINDOW, record_past=True, index=0)
+            self.layer = ElasticLayer(self.memory, 0, sliding_window=WINDOW, record_past=True)
         else:
             self.layer = ElasticLayer(self.memory, 0)
         self.twin = self.new_twin()
@@ -246,7 +245,7 @@ TestSlidingLayer.settings = _settings
 @pytest.mark.parametrize("layout", list(LAYOUTS.values()), ids=list(LAYOUTS))
 def test_a_long_slide_holds_only_its_window(layout: KVLayout) -> None:
     memory, kv = new_memory(layout, max_tokens=32)
-    layer, twin = ElasticSlidingLayer(memory, WINDOW), DynamicSlidingWindowLayer(WINDOW)
+    layer, twin = ElasticLayer(memory, sliding_window=WINDOW), DynamicSlidingWindowLayer(WINDOW)
     most = 0
     for step in range(400):
         ours, theirs = layer.update(*states(1, 1, step)), twin.update(*states(1, 1, step))
@@ -264,7 +263,7 @@ def test_a_long_slide_holds_only_its_window(layout: KVLayout) -> None:
 
 def test_what_a_crop_gave_up_is_not_there_for_the_next_one() -> None:
     memory, kv = new_memory()
-    layer = ElasticSlidingLayer(memory, WINDOW, record_past=True)
+    layer = ElasticLayer(memory, sliding_window=WINDOW, record_past=True)
     layer.update(*states(1, 20))
     layer.crop(-3)
     held = layer.keys.clone()  # type: ignore[union-attr]
@@ -285,7 +284,7 @@ def test_a_window_that_slides_on_while_it_is_copied_elsewhere_is_copied_as_far_a
     """A forward pass may give pages back between the look at what is held and the views of it."""
     pools = [KVPool(PagePool(f"cpu#{n}", MemfdBackend(PAGE), 200 * PAGE), 200 * PAGE) for n in (1, 2)]
     memory = KVMemory([(pool, HEAD_MAJOR) for pool in pools], 256, pools[:1])
-    layer = ElasticSlidingLayer(memory, WINDOW, index=0)
+    layer = ElasticLayer(memory, 0, sliding_window=WINDOW)
     layer.update(*states(1, 20))
     seen_before = layer.held()
     for step in range(60):
@@ -313,7 +312,7 @@ def test_a_cache_that_is_given_up_while_it_is_copied_to_the_host_was_copied(monk
         layer.give_up()
         yield
 
-    monkeypatch.setattr(full, "on_stream", given_up_meanwhile)
+    monkeypatch.setattr(elastic_layer, "on_stream", given_up_meanwhile)
     copied = layer.copy_to_host()
     assert copied is not None
     assert torch.equal(copied.keys, expected)
@@ -357,7 +356,7 @@ def test_peak_memory_is_the_tokens_and_a_page_for_each_row() -> None:
 
 def test_stock_layers_come_out_of_pickle() -> None:
     memory, _ = new_memory()
-    for layer in (ElasticLayer(memory), ElasticSlidingLayer(memory, WINDOW)):
+    for layer in (ElasticLayer(memory), ElasticLayer(memory, sliding_window=WINDOW)):
         layer.update(*states(1, 20))
         loaded = pickled(layer)
         assert type(loaded) in (DynamicLayer, DynamicSlidingWindowLayer)

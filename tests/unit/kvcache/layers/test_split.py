@@ -14,8 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from elastic.errors import ConfigError
-from elastic.kvcache.layers.full import ElasticLayer
-from elastic.kvcache.layers.sliding import ElasticSlidingLayer
+from elastic.kvcache.layers.elastic_layer import ElasticLayer
 from elastic.kvcache.layers.split import RowSplitLayer
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.layout import LAYOUTS
@@ -47,9 +46,7 @@ class SplitMachine(RuleBasedStateMachine):
     def begin(self, sliding: bool, batch: int) -> None:
         self.places = Places()
         self.sliding, self.batch, self.fed = sliding, batch, 0
-        whole = (
-            ElasticSlidingLayer(self.places.memory, WINDOW, index=0) if sliding else ElasticLayer(self.places.memory, 0)
-        )
+        whole = ElasticLayer(self.places.memory, 0, sliding_window=WINDOW if sliding else None)
         self.layer: Any = RowSplitLayer(whole)
         self.stock: Any = DynamicSlidingWindowLayer(WINDOW) if sliding else DynamicLayer()
 

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from elastic import CapacityError
 from elastic.actions.resize_kv import ResizeHandler
-from elastic.kvcache.layers.full import ElasticLayer
+from elastic.kvcache.layers.elastic_layer import ElasticLayer
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.budget import WeightsShare
 from elastic.kvcache.storage.layout import HEAD_MAJOR

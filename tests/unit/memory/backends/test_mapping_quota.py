@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic import CapacityError
-from elastic.kvcache.layers.full import ElasticLayer
+from elastic.kvcache.layers.elastic_layer import ElasticLayer
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.layout import HEAD_MAJOR
 from elastic.kvcache.storage.pool import KVPool
