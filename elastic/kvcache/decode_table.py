@@ -100,13 +100,13 @@ class DecodeKernelTable:
         for row in _read(path):
             try:
                 shape, kernels = _from_row(row)
+                with self._lock:
+                    self._entries[shape] = kernels | self._entries.get(shape, {})
             except (KeyError, TypeError, AttributeError, ValueError) as error:
                 raise ConfigError(
                     f"{path}: {row!r} is no row of a table of attention kernels ({error!r}); delete the file, it is "
                     "made anew"
                 ) from error
-            with self._lock:
-                self._entries[shape] = kernels | self._entries.get(shape, {})
 
 
 table = DecodeKernelTable()
@@ -147,6 +147,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
         rows = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: the table of attention kernels cannot be read: {error}; delete it") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    if not isinstance(rows, list) or not all(
+        isinstance(row, dict) and isinstance(row.get("processor"), str) for row in rows
+    ):
         raise ConfigError(f"{path} is no table of attention kernels; delete it")
     return rows

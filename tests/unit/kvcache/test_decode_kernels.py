@@ -249,6 +249,21 @@ def test_a_damaged_table_is_refused_with_the_remedy(tmp_path: Path, text: str) -
         DecodeKernelTable().load(path)
 
 
+@pytest.mark.parametrize("field", DecodeShape._fields)
+def test_a_row_of_a_shape_that_cannot_be_looked_up_is_refused(tmp_path: Path, timed: Any, field: str) -> None:
+    timed(sdpa=1.0, key_by_query=0.5, query_by_key=2.0)
+    table, path = DecodeKernelTable(), tmp_path / FILE
+    table.choose(SHAPE, 100, CPU, 2)
+    table.save(path, ["some processor"])
+    (row,) = json.loads(path.read_text())
+    path.write_text(json.dumps([row | {field: [row[field]]}]))
+    with pytest.raises(ConfigError, match="delete"):
+        DecodeKernelTable().load(path)
+    if field == "processor":
+        with pytest.raises(ConfigError, match="delete"):
+            table.save(path, ["some processor"])
+
+
 def without_a_kernel(row: dict[str, Any]) -> None:
     row["among"].remove("query_by_key")
 
