@@ -80,7 +80,10 @@ class MemfdBackend:
         with self._sizes:
             nbytes = (max(pages, default=-1) + 1) * self.page_bytes
             if nbytes > self._file_bytes:
-                os.ftruncate(self._file, nbytes)
+                try:
+                    os.ftruncate(self._file, nbytes)
+                except OSError as error:
+                    raise self._failure("create pages", nbytes, error.errno) from error
                 self._file_bytes = nbytes
         for first, count in self._fallocate(_ALLOCATE, pages, "create pages"):
             self._page_tables.fill(first, count)
@@ -158,9 +161,10 @@ class MemfdBackend:
                 return True
         return False
 
-    def _failure(self, what: str, nbytes: int) -> Exception:
-        code = ctypes.get_errno()
-        if code in (errno.ENOMEM, errno.ENOSPC):
+    def _failure(self, what: str, nbytes: int, code: int | None = None) -> Exception:
+        """Make the error of a call that was refused; `code` is why, None: `get_errno` tells."""
+        code = code or ctypes.get_errno()
+        if code in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):  # the last one: above a bound on files (`ulimit -f`)
             total = self.created * self.page_bytes
             message = f"the system refused to {what}: {os.strerror(code)}"
             return CapacityError(message, requested_bytes=nbytes, free_bytes=0, total_bytes=total)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 import threading
 from collections.abc import Callable, Iterator
 
@@ -80,6 +81,21 @@ def test_page_sizes_must_fit_the_system(size: int, device: str) -> None:
 def test_runs_of_pages() -> None:
     assert runs([]) == []
     assert runs([4, 5, 6, 9, 8]) == [(4, 3), (9, 1), (8, 1)]
+
+
+def test_a_bound_on_the_size_of_files_is_a_shortage_in_words() -> None:
+    backend = MemfdBackend(4096)
+    bound, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 4096, most))
+    try:
+        with pytest.raises(CapacityError, match="refused to create pages: File too large"):
+            backend.create(range(8))
+        assert backend.created == 0
+        backend.create(range(4))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (bound, most))
+    assert backend.created == 4
+    backend.close()
 
 
 def test_destroying_a_page_releases_its_memory() -> None:
