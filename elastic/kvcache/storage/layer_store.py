@@ -126,7 +126,12 @@ class LayerStore:
     ) -> None:
         self.pool = pool
         self.geometries = geometries
-        self.buffers = KVBuffer(pool, geometries[0], on_dead), KVBuffer(pool, geometries[1], on_dead)
+        keys = KVBuffer(pool, geometries[0], on_dead)
+        try:
+            self.buffers = keys, KVBuffer(pool, geometries[1], on_dead)
+        except BaseException:
+            keys.range.close()
+            raise
         self.state = StoreState.LIVE
         self.limit_epoch = 0
         """The revision of the KV limit when the present cache took this store."""

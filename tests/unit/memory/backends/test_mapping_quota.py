@@ -14,7 +14,9 @@ from elastic import CapacityError
 from elastic.kvcache.layers.elastic_layer import ElasticLayer
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.layout import HEAD_MAJOR
+from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
+from elastic.kvcache.storage.sector_space import BlockGroup
 from elastic.memory.backends.mapping_quota import MappingQuota
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.pages.mapped_storage import MappedStorage
@@ -137,3 +139,18 @@ def test_a_cache_of_many_rows_runs_out_of_mappings_in_words_and_goes_on() -> Non
     kv.check()
     assert (kv.status().used_bytes, pool.backend.mappings) == (0, 0)
     kv.close()
+
+
+def test_what_lacks_mappings_half_way_leaves_none_behind() -> None:
+    quota = MappingQuota(1, 0)
+    pool = PagePool("cpu#test", MemfdBackend(PAGE, quota=quota), 64 * PAGE, ready_pages=0)
+    kv = KVPool(pool, 64 * PAGE)
+    token = torch.ones(1, 1, 1, 16)
+    with pytest.raises(CapacityError, match="max_map_count"):  # for the values of a cache
+        ElasticLayer(KVMemory([(kv, HEAD_MAJOR)], 64)).update(token, token)
+    assert quota.used == 0
+    with pytest.raises(CapacityError, match="max_map_count"):  # for the second layer of an engine
+        BlockMemory(kv, (BlockGroup((0, 1), PAGE),))
+    assert quota.used == 0
+    kv.close()
+    pool.close()
