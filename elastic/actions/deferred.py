@@ -211,7 +211,7 @@ def retire(unit: WeightUnit, precision: LayerPrecision, broker: PageBroker) -> i
     buffer, place = unit.blocks[precision.key], unit.pool.name
     if buffer.hide():
         buffer.make_reclaimable()
-        return buffer.pages
+        return len(buffer.slots)
     del unit.blocks[precision.key]
     return buffer.orphan(lambda pages: broker.give_to_cache(place, pages))
 

@@ -59,7 +59,7 @@ class MigrateKVHandler(ActionHandler):
         """Return what the action would do now. Raises `CapacityError` if the place has no room for it."""
         prepared = self._check(action)
         held = filter(None, (layer.held() for layer in self._leaving(prepared)))
-        moved = sum((tokens.length - tokens.first) * tokens.token_bytes for tokens in held)
+        moved = sum((tokens.length - tokens.first) * tokens.lease.store.token_bytes for tokens in held)
         return PlanStep(action, "applied", moved, 0, self._pages(prepared), 0.0)
 
     def prepare(self, action: MigrateKV) -> PreparedKVMigration:

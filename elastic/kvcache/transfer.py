@@ -41,7 +41,7 @@ class KVTransfer:
         target = self._open(layer, held)
         for lease in (held.lease, target):
             finish_queued_work(lease.pool.device)
-        step = held.length if pace.bytes_per_s is None else max(1, pace.CHUNK // held.token_bytes)
+        step = held.length if pace.bytes_per_s is None else max(1, pace.CHUNK // held.lease.store.token_bytes)
         for start in range(self._copied, held.length, step):
             stop = min(start + step, held.length)
             if not self._copy_beside(layer, start, stop, copier(held.lease.pool), pace):

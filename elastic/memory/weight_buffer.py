@@ -36,7 +36,8 @@ class WeightBuffer:
 
     def __init__(self, pool: PagePool, nbytes: int, *, slots: Collection[int] | None = None) -> None:
         self.pool = pool
-        self._slots = set(range(pool.pages_for(nbytes)) if slots is None else slots)
+        self.slots = set(range(pool.pages_for(nbytes)) if slots is None else slots)
+        """The pages that it needs, by number."""
         self._range = VirtualRange(pool, max(1, pool.pages_for(nbytes)))
         self.shown: dict[str, tuple[int, MappedStorage]] = {}
         """What it shows, parameters and runs by name: the offset of each, and its memory."""
@@ -46,11 +47,6 @@ class WeightBuffer:
         self._orphaned = False
         self._closed = False
         self._on_freed: Callable[[int], object] = lambda pages: None
-
-    @property
-    def pages(self) -> int:
-        """Pages that it needs: for all its bytes, or the slots that it was made for."""
-        return len(self._slots)
 
     def allocate(self, owner: str, pace: RateLimiter | None = None) -> None:
         """Have every page mapped and owned, created at a pace; raise `CapacityError` with none owned.
@@ -69,12 +65,12 @@ class WeightBuffer:
     @property
     def unmapped_pages(self) -> int:
         """Pages that it needs and has not."""
-        return len(self._slots - self._range.slots.keys())
+        return len(self.slots - self._range.slots.keys())
 
     def adopt(self, slots: Collection[int], owner: str) -> int:
         """Need these pages too, by number; return how many of them are mapped, as `retained` ones, and owned now."""
         with self.pool.mapping_lock:
-            self._slots |= set(slots)
+            self.slots |= set(slots)
             retained = [self._range.slots[slot] for slot in slots if slot in self._range.slots]
             self.pool.reassign(retained, owner)
             return len(retained)
@@ -85,7 +81,7 @@ class WeightBuffer:
         A few pages at a time: huge pages where they are shown so.
         """
         size = self.pool.backend.pages_per_huge_page
-        for first, count in runs(sorted(self._slots - self._range.slots.keys())):
+        for first, count in runs(sorted(self.slots - self._range.slots.keys())):
             slot, stop = first, first + count
             while slot < stop:
                 before = -slot % size  # pages before the next huge one
@@ -100,7 +96,7 @@ class WeightBuffer:
     def page_numbers(self) -> tuple[int, ...]:
         """The pages of the place that it needs and shows, in order."""
         with self.pool.mapping_lock:
-            return tuple(page for slot, page in sorted(self._range.slots.items()) if slot in self._slots)
+            return tuple(page for slot, page in sorted(self._range.slots.items()) if slot in self.slots)
 
     def read(
         self,
@@ -197,10 +193,10 @@ class WeightBuffer:
                 storage.drop()
                 if storage.alive:
                     self._given_up.append((offset, storage))
-            self._slots = self._slots_under(self.shown.values()) if keep is None else set(keep)
-            retained = self._slots_under(self._given_up) - self._slots
+            self.slots = self._slots_under(self.shown.values()) if keep is None else set(keep)
+            retained = self._slots_under(self._given_up) - self.slots
             self.pool.reassign((self._range.slots[slot] for slot in retained), RETAINED)
-            self._leaving = self._range.slots.keys() - self._slots - retained
+            self._leaving = self._range.slots.keys() - self.slots - retained
         finish_queued_work(self.pool.device)
         with self.pool.mapping_lock:
             leaving, self._leaving = self._leaving, set()
@@ -222,7 +218,7 @@ class WeightBuffer:
             if self._closed:
                 return
             try:
-                self.reclaim(self.pages)
+                self.reclaim(len(self._range.slots))
                 self._range.close()
                 self._closed = True
             except ElasticError as error:
@@ -267,7 +263,7 @@ class WeightBuffer:
             if self._closed:
                 return
             self._given_up = [given_up for given_up in self._given_up if given_up not in dead]
-            needed = self._slots | self._slots_under(self._given_up) | self._leaving
+            needed = self.slots | self._slots_under(self._given_up) | self._leaving
             freed = self._free(self._range.slots.keys() - needed)
             if self._orphaned and not self._range.slots:
                 self._closed = True

@@ -280,7 +280,7 @@ class WeightUnit:
     def block_for(self, precision: LayerPrecision) -> WeightBuffer:
         """Return the block of a precision, addresses stable as long as no tensor outside keeps an earlier one."""
         block = self.blocks.get(precision.key)
-        if block is not None and block.pages != self.pages_in(precision):
+        if block is not None and len(block.slots) != self.pages_in(precision):
             block.close()
             block = None
         if block is None:

@@ -66,7 +66,7 @@ class WeightPageAllocator:
         earlier, self._reclaimable[key] = self._reclaimable.get(key), buffer
         if earlier is not None:
             earlier.close()
-        return buffer.pages
+        return len(buffer.slots)
 
     def give_to_cache(self, unit: WeightUnit, pages: int) -> None:
         """Give pages to the KV cache of the unit's place."""

@@ -43,11 +43,6 @@ class HeldTokens:
     length: int
     epoch: int
 
-    @property
-    def token_bytes(self) -> int:
-        """Keys and values of one token in all rows."""
-        return sum(g.batch * g.heads * g.dim * g.dtype.itemsize for g in self.lease.store.geometries)
-
 
 @dataclass(frozen=True)
 class OffloadedTokens:

@@ -126,6 +126,8 @@ class LayerStore:
     ) -> None:
         self.pool = pool
         self.geometries = geometries
+        self.token_bytes = sum(g.batch * g.heads * g.dim * g.dtype.itemsize for g in geometries)
+        """Keys and values of one token in all rows."""
         keys = KVBuffer(pool, geometries[0], on_dead)
         try:
             self.buffers = keys, KVBuffer(pool, geometries[1], on_dead)

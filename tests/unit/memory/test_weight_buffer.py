@@ -72,7 +72,7 @@ def test_blocks_of_the_system_are_shown_where_they_are_one(loose: int) -> None:
 def test_parameters_lie_side_by_side_each_in_a_storage_of_its_own() -> None:
     pool = new_pool()
     block, shown = filled(pool)
-    assert pool.pages_of("layer:0") == block.pages == pool.pages_for(LAYOUT.nbytes)
+    assert pool.pages_of("layer:0") == len(block.slots) == pool.pages_for(LAYOUT.nbytes)
     starts = [tensor.data_ptr() for tensor in shown.values()]
     assert all((start - starts[0]) % ALIGNMENT == 0 for start in starts)
     for tensor in shown.values():
@@ -93,7 +93,7 @@ def test_a_block_at_rest_is_free_memory_that_wakes_where_it_was() -> None:
     shown.clear()
     assert block.hide()
     block.make_reclaimable()
-    assert (pool.free_pages, len(pool._reclaimable)) == (32, block.pages)
+    assert (pool.free_pages, len(pool._reclaimable)) == (32, len(block.slots))
     pool.check()
     block.allocate("layer:0")
     shown = block.show(LAYOUT)
@@ -109,11 +109,11 @@ def test_pages_at_rest_go_one_by_one_to_whoever_needs_them() -> None:
     shown.clear()
     assert block.hide()
     block.make_reclaimable()
-    pages = pool.allocate("kv", 24 - block.pages + 3)
-    assert len(pool._reclaimable) == block.pages - 3
+    pages = pool.allocate("kv", 24 - len(block.slots) + 3)
+    assert len(pool._reclaimable) == len(block.slots) - 3
     with pytest.raises(CapacityError):
         block.allocate("layer:0")
-    assert len(pool._reclaimable) == block.pages - 3, "a block that cannot be filled rests"
+    assert len(pool._reclaimable) == len(block.slots) - 3, "a block that cannot be filled rests"
     pool.free(pages)
     block.allocate("layer:0")
     pool.check()
@@ -124,7 +124,7 @@ def test_a_view_keeps_its_pages_and_gives_them_back_when_it_dies() -> None:
     pool = new_pool()
     block, shown = filled(pool)
     view, freed = shown["norm"][:3], []
-    pages = block.pages
+    pages = len(block.slots)
     shown.clear()
     assert not block.hide()
     assert block.orphan(freed.append) == pages - 1
@@ -170,7 +170,7 @@ def test_what_the_driver_refuses_to_unmap_is_tried_again(caplog: pytest.LogCaptu
     pool = new_pool()
     block, shown = filled(pool)
     view, freed = shown["norm"], []
-    pages = block.pages
+    pages = len(block.slots)
     shown.clear()
     assert not block.hide()
     pool.backend.fail("unmap")  # type: ignore[attr-defined]
