@@ -155,8 +155,7 @@ class Runtime(LayerVerbs):
         with self.gate.exclusive():
             self.kv.memory.check()
             for pool in self.pools:
-                with pool.mapping_lock:
-                    pool.check()
+                pool.check()
 
     # -- actions
 

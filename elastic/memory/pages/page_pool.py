@@ -72,7 +72,7 @@ class PagePool:
         self._in_creation: set[int] = set()
         self._none_in_creation = threading.Condition(self._lock)
         self.ranges: weakref.WeakSet[MappedRange] = weakref.WeakSet()
-        """Those over this place that live, for `check`."""
+        """Those over this place that live, for `check`. Guarded by `mapping_lock`."""
         self._closed = False
 
     @property
@@ -289,9 +289,9 @@ class PagePool:
     def check(self) -> None:
         """Recount everything; raises `IntegrityError` with both sides of what differs.
 
-        To be called when no page is on its way from the pool into a range or back.
+        Whoever maps pages without `mapping_lock` must not do so meanwhile.
         """
-        with self._lock:
+        with self.mapping_lock, self._lock:
             mapped: Counter[int] = Counter(page for r in self.ranges for page in r.slots.values())
             mapped_twice = [page for page, count in mapped.items() if count > 1]
             created = [*self._owner, *self._reclaimable, *self.cached, *self._in_creation]

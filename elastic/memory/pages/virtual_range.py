@@ -23,7 +23,8 @@ class VirtualRange:
         self.slots: dict[int, int] = {}  # slot -> page
         self.address = pool.backend.reserve(capacity * pool.page_bytes, readable_gaps=readable_gaps)
         self._closed = False
-        pool.ranges.add(self)
+        with pool.mapping_lock:
+            pool.ranges.add(self)
 
     def map(self, slot: int, pages: Sequence[int]) -> None:
         """Show `pages`, taken from the pool, in consecutive slots; all or none. Raises `CapacityError`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -402,4 +404,25 @@ def test_pages_that_are_being_created_are_waited_for_where_all_are_needed() -> N
     assert (len(pool.cached), pool.free_pages) == (0, 0)
     pool.free(taken)
     pool.check()
+    pool.close()
+
+
+def test_ranges_are_made_by_other_threads_only_while_nothing_is_recounted() -> None:
+    pool = new_pool()
+    held: list[bool] = []
+
+    class Ranges(weakref.WeakSet[Any]):
+        def add(self, item: Any) -> None:
+            held.append(pool.mapping_lock._is_owned())  # type: ignore[attr-defined]
+            super().add(item)
+
+        def __iter__(self) -> Iterator[Any]:
+            held.append(pool.mapping_lock._is_owned())  # type: ignore[attr-defined]
+            return super().__iter__()
+
+    pool.ranges = Ranges()
+    made = VirtualRange(pool, 1)
+    pool.check()
+    assert held == [True, True]
+    made.close()
     pool.close()
