@@ -22,8 +22,6 @@ from elastic.kvcache.storage.layout import KVLayout, StoreGeometry
 from elastic.kvcache.storage.pool import KVPool, StoreLease
 from elastic.types import KVStatus
 
-_WHOLE = (ElasticLayer, RowSplitLayer)
-
 
 class KVMemory:
     """Gives caches elastic layers, finds the KV pool of each, and leases stores from it.
@@ -241,9 +239,9 @@ def adopt(cache: Cache, memory: KVMemory) -> None:
         cache.layer_class_to_replicate = partial(_next_layer, weakref.ref(cache), memory)
 
 
-def _whole_layers(cache: Any) -> list[ElasticLayer | RowSplitLayer]:
+def _whole_layers(cache: Any) -> list[PagedLayer]:
     """List the elastic layers of any cache, or of what is none, without parts."""
-    return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, _WHOLE)]
+    return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, PagedLayer)]
 
 
 def _is_used(layer: object) -> bool:
