@@ -53,7 +53,7 @@ def large_case(seed: int, *, printed: bool) -> Case:
     speeds = {name: {other: 100.0 for other in names if other != name} for name in names}
     by_name = {place.name: place for place in places}
     model = HeterogeneousCost(512, 64, 512, by_name, bandwidths=speeds) if printed else in_seconds
-    return Case(Placement.alone(LAYERS, names[0]), [ResourceDemand(1200, 0.001)] * LAYERS, places, model)
+    return Case(Placement(((names[0],),) * LAYERS), [ResourceDemand(1200, 0.001)] * LAYERS, places, model)
 
 
 def times(rounds: int) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from elastic.planning.cost_model import cost
 from elastic.planning.measured_cost import MeasuredCostModel
 from elastic.planning.placement import Placement
 from elastic.runtime.layer_benchmark import measure
+from elastic.types import Replicate
 from elastic.weights.decoder import find_decoder
 
 KINDS = ("prompt", "decode")
@@ -79,11 +80,11 @@ def draw(count: int, layers: int, places: list[str]) -> list[Drawn]:
         runs, degree = RUNS[i % len(RUNS)], DEGREES[i // len(RUNS) % len(DEGREES)]
         cuts = sorted(choose.sample(range(layers + 1), 2 * runs))
         replicas: dict[str, list[int]] = {}
-        placement = Placement.alone(layers, places[0])
+        placement = Placement(((places[0],),) * layers)
         for first, last in zip(cuts[::2], cuts[1::2], strict=True):
             for place in choose.sample(places[1:], degree - 1):
                 replicas.setdefault(place, []).extend(range(first, last))
-                placement = placement.with_replicas(range(first, last), place)
+                placement = placement.after(Replicate(tuple(range(first, last)), place))
         drawn.append(Drawn(runs, degree, replicas, placement))
     return drawn
 

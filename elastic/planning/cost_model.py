@@ -30,7 +30,8 @@ class CostModel(Protocol):
         return float(before != after)
 
     def total(self, work: float, traffic: float, crossings: float) -> float:
-        """Return the cost of a placement, from the sums over its layers and transitions."""
+        """Return the cost of a placement, from the sums over its layers and transitions: in one unit, their sum."""
+        return work + traffic + crossings
 
 
 def cost(model: CostModel, placement: Placement) -> float:

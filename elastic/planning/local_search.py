@@ -15,7 +15,7 @@ from itertools import accumulate, combinations, cycle, islice, pairwise, permuta
 from elastic.planning.cost_model import CostModel, speedup
 from elastic.planning.incremental_cost import CostChange, IncrementalCost, RangeCosts
 from elastic.planning.placement import PlaceCapacity, Placement, ResourceDemand, added_replicas, occupied
-from elastic.planning.scale_up import GAIN, add_replicas, eligible
+from elastic.planning.scale_up import GAIN, add_replicas
 
 MOST_SWEEPS = 3
 FEW_RANGES = 32
@@ -39,7 +39,7 @@ def plan_up(
 
     Replicas that are there already stay. `needs` are of all layers.
     """
-    search = _ReplicaSearch(placement, needs, eligible(places, t_up))
+    search = _ReplicaSearch(placement, needs, [place for place in places if place.vacancy > t_up])
     begin = IncrementalCost(model, placement)
     tried = [add_replicas(begin.copy(), needs, search.places)]
     tried += [search.improved(begin.copy(), order) for order in search.orders()]

@@ -137,10 +137,6 @@ class MeasuredCostModel(CostModel):
         whole = self._link(before[0], after[0])(self.rows) if apart else 0.0
         return self.split(before).scatter_s + whole + self.split(after).scatter_s
 
-    def total(self, work: float, traffic: float, crossings: float) -> float:
-        """Return the seconds of all layers and transitions."""
-        return work + crossings
-
     def _split(self, places: Places) -> LayerSplit:
         devices = list(map(_device, places))
         lines = [self._line(place, devices.count(device)) for place, device in zip(places, devices, strict=True)]
@@ -182,27 +178,24 @@ class MeasuredCostModel(CostModel):
         return LinearLatency(layer.fixed_s, layer.each_s * self.tokens)
 
 
+@dataclass(frozen=True)
 class WeightedCost(CostModel):
-    """Several forward passes of a kind, such as one of a prompt and many of one token: (how many, model)."""
+    """Several forward passes of a kind, such as one of a prompt and many of one token."""
 
-    def __init__(self, *parts: tuple[float, CostModel]) -> None:
-        self._parts = parts
+    parts: tuple[tuple[float, CostModel], ...]
+    """(how many, model)."""
 
     def work(self, places: Places) -> float:
         """Return the cost of computing one layer in all passes."""
-        return math.fsum(times * model.work(places) for times, model in self._parts)
+        return math.fsum(times * model.work(places) for times, model in self.parts)
 
     def traffic(self, places: Places) -> float:
         """Return the cost of bringing a layer's rows to its places in all passes."""
-        return math.fsum(times * model.traffic(places) for times, model in self._parts)
+        return math.fsum(times * model.traffic(places) for times, model in self.parts)
 
     def crossing(self, before: Places, after: Places) -> float:
         """Return the cost between two layers in all passes."""
-        return math.fsum(times * model.crossing(before, after) for times, model in self._parts)
-
-    def total(self, work: float, traffic: float, crossings: float) -> float:
-        """Return the cost of all passes."""
-        return work + traffic + crossings
+        return math.fsum(times * model.crossing(before, after) for times, model in self.parts)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -34,11 +34,6 @@ class Placement:
                 raise ConfigError(f"layer {index} has the places {places}; it must have one at least, and each once")
         object.__setattr__(self, "layers", tuple((own, *sorted(others)) for own, *others in self.layers))
 
-    @classmethod
-    def alone(cls, layers: int, place: str) -> Placement:
-        """Make a placement of so many layers, all at one place."""
-        return cls(((place,),) * layers)
-
     @property
     def alone_at_home(self) -> Placement:
         """P0, the same without replicas."""
@@ -62,21 +57,21 @@ class Placement:
         """Return the layers that a place has, as their own or as replicas."""
         return tuple(index for index, places in enumerate(self.layers) if place in places)
 
-    def with_replicas(self, layers: Iterable[int], place: str) -> Placement:
-        """Return this placement with these layers at one more place; those that are there already stay as they are."""
-        return self._changed(layers, lambda places: places if place in places else (*places, place))
+    def after(self, action: Migrate | Replicate | Evict) -> Placement:
+        """Return this placement with whole layers at another place, at one place more, or at one less.
 
-    def without_replicas(self, layers: Iterable[int], place: str) -> Placement:
-        """Return this placement without replicas of these layers at a place; their own places stay."""
-        return self._changed(layers, lambda places: (places[0], *(p for p in places[1:] if p != place)))
-
-    def moved(self, layers: Iterable[int], place: str) -> Placement:
-        """Return this placement with these layers moved to a place of their own; a replica there becomes the layer."""
-        return self._changed(layers, lambda places: (place, *(p for p in places[1:] if p != place)))
-
-    def _changed(self, layers: Iterable[int], change: Callable[[Places], Places]) -> Placement:
-        chosen = set(layers)
-        return Placement(tuple(change(p) if i in chosen else p for i, p in enumerate(self.layers)))
+        Where a layer moves to, a replica becomes the layer. Nothing is replicated twice, and no own place is evicted.
+        """
+        place, layers = action.place, list(self.layers)
+        for index in action.layers:
+            own, *others = layers[index]
+            rest = [other for other in others if other != place]
+            if isinstance(action, Migrate):
+                own = place
+            elif isinstance(action, Replicate) and own != place:
+                rest.append(place)
+            layers[index] = (own, *rest)
+        return Placement(tuple(layers))
 
 
 def difference(before: Placement, after: Placement) -> tuple[Action, ...]:

@@ -114,10 +114,11 @@ class _Attempt:
             move = self._module(layer)
             if move is not None:
                 taken, actions = move
-                self._rooms[actions[0].place] = self._rooms[actions[0].place].having(taken)
+                first = actions[0]
+                self._rooms[first.place] = self._rooms[first.place].having(taken)
                 self.actions += actions
-                if isinstance(actions[0], Migrate) and not actions[0].parts:
-                    self.placement = self.placement.moved([layer], actions[0].place)
+                if isinstance(first, Migrate) and not first.parts:
+                    self.placement = self.placement.after(first)
                 self._relieve(taken, "migration")
 
     def _module(self, layer: int) -> tuple[ResourceDemand, tuple[Migrate | MigrateKV, ...]] | None:
@@ -158,9 +159,9 @@ class _Attempt:
             if cheapest is None:
                 return
             _, layer = cheapest
-            before = self.placement.layers[layer]
-            self.placement = self.placement.without_replicas([layer], self._source)
-            self.actions.append(Evict((layer,), self._source))
+            before, eviction = self.placement.layers[layer], Evict((layer,), self._source)
+            self.placement = self.placement.after(eviction)
+            self.actions.append(eviction)
             for survivor, more in self._survivors(before):
                 self._rooms[survivor] = self._rooms[survivor].having(_times(self._needs[layer], more))
             self._relieve(self._needs[layer], "eviction")
@@ -173,8 +174,7 @@ class _Attempt:
             if places[0] != self._source and all(
                 self._rooms[place].fits(_times(need, more)) for place, more in self._survivors(places)
             ):
-                without = self.placement.without_replicas([layer], self._source)
-                yield cost(self._model, without) - now, layer
+                yield cost(self._model, self.placement.after(Evict((layer,), self._source))) - now, layer
 
     def _survivors(self, places: tuple[str, ...]) -> list[tuple[str, float]]:
         """Return places with the share of a layer's load that each has to take when its replica at the source goes."""

@@ -27,11 +27,6 @@ def add_replicas(
     return present
 
 
-def eligible(places: Sequence[PlaceCapacity], t_up: float) -> list[PlaceCapacity]:
-    """Return the places with a vacancy above the threshold, in the order given."""
-    return [place for place in places if place.vacancy > t_up]
-
-
 def candidates(layers: Sequence[Places], needs: Collection[ResourceDemand], place: PlaceCapacity) -> list[int]:
     """Return max_replicas layers that a place has not, by continuity: of the longest run first, ties by index."""
     most = min(map(place.replicas, needs), default=0)

@@ -123,7 +123,7 @@ def _request(
         ]
     step = MeasuredCostModel(calibrations[0], options.batch, 1, sizes.hidden)
     prompt = MeasuredCostModel(calibrations[1], options.batch, options.tokens, sizes.hidden)
-    whole = WeightedCost((1.0, prompt), (float(options.new_tokens), step))
+    whole = WeightedCost(((1.0, prompt), (float(options.new_tokens), step)))
     forwards: dict[str, CostModel] = {f"prompt of {options.tokens}": prompt, "one token more": step, "all": whole}
     by_name |= {capacity.name: capacity for capacity in remaining}
     name = f"{number + 1}: {Path(path).resolve().name}"

@@ -220,15 +220,10 @@ class Arbiter:
             return STREAMING * len(action.layers) / len(snapshot.layers)
         if not snapshot.residencies:
             return 0.0
-        before = after = Placement(snapshot.residencies)
-        if isinstance(action, Migrate) and not action.parts:
-            after = before.moved(action.layers, action.place)
-        elif isinstance(action, Replicate):
-            after = before.with_replicas(action.layers, action.place)
-        elif isinstance(action, Evict):
-            after = before.without_replicas(action.layers, action.place)
-        if after is before:
+        if not isinstance(action, Migrate | Replicate | Evict) or (isinstance(action, Migrate) and action.parts):
             return 0.0
+        before = Placement(snapshot.residencies)
+        after = before.after(action)
         model = self._model(max(1, snapshot.traffic.running))
         return cost(model, after) / cost(model, before) - 1
 

@@ -110,7 +110,7 @@ class SharedCapacity:
         wanted = added_replicas(load.placement, targets[self._snapshot.name])
         after = load.placement
         for layer, place in wanted:
-            after = after.with_replicas([layer], place)
+            after = after.after(Replicate((layer,), place))
         gain = speedup(model, after) / speedup(model, load.placement)
         return CapacityOffer(tuple(rooms.values()), gain, self._surplus(wanted, targets))
 
@@ -144,12 +144,11 @@ class SharedCapacity:
                     continue
                 freed = occupied(rooms, [(i, place) for i in layers], peer.load.replica_needs, times=-1)
                 after = plan_up(load.placement, load.replica_needs, list(freed.values()), model, self._settings.t_up)
-                without = peer.load.placement.without_replicas(layers, place)
+                eviction = Evict(layers, place)
+                without = peer.load.placement.after(eviction)
                 won = speedup(model, after) / speedup(model, load.placement)
                 lost = speedup(peer.model, peer.load.placement) / speedup(peer.model, without)
-                offers.append(
-                    CapacityOffer(load.places, won / lost, (EvictionRequest(peer.name, Evict(layers, place)),))
-                )
+                offers.append(CapacityOffer(load.places, won / lost, (EvictionRequest(peer.name, eviction),)))
         return max(offers, key=lambda offer: offer.gain)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from elastic.planning.cost_model import CostModel
 from elastic.planning.incremental_cost import IncrementalCost
 from elastic.planning.placement import PlaceCapacity, Placement, Places, ResourceDemand
-from elastic.planning.scale_up import add_replicas, eligible
+from elastic.planning.scale_up import add_replicas
 
 
 @dataclass(frozen=True)
@@ -66,4 +66,5 @@ def scale_up(
 
     `needs` are of all layers. No place is filled beyond its margin.
     """
-    return add_replicas(IncrementalCost(model, placement), needs, eligible(places, t_up)).placement
+    vacant = [place for place in places if place.vacancy > t_up]
+    return add_replicas(IncrementalCost(model, placement), needs, vacant).placement

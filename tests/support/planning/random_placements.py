@@ -32,7 +32,7 @@ def random_case(seed: int, *, printed: bool, layers: int = 6) -> Case:
     ]
     needs = [ResourceDemand(choose.choice([60, 100, 150]), choose.choice([0.0, 0.05])) for _ in range(count)]
     homes = tuple((choose.choice("ab"),) for _ in range(count))
-    placement = Placement.alone(count, "a") if choose.random() < 0.7 else Placement(homes)
+    placement = Placement((("a",),) * count) if choose.random() < 0.7 else Placement(homes)
     return Case(placement, needs, places, _printed(choose, places, speeds) if printed else _in_seconds(choose))
 
 

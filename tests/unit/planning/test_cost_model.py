@@ -35,11 +35,12 @@ def test_what_a_placement_says() -> None:
     assert tuple(map(len, AB.layers)) == (1, 2, 2, 1)
     assert AB.runs() == (LayerRun(range(1), ("a",)), LayerRun(range(1, 3), ("a", "b")), LayerRun(range(3, 4), ("a",)))
     assert AB.at("b") == (1, 2)
-    assert AB.alone_at_home == Placement.alone(4, "a")
-    assert AB.with_replicas([0, 1], "c").layers[:2] == (("a", "c"), ("a", "b", "c"))
-    assert AB.without_replicas(range(4), "b") == AB.alone_at_home
-    assert AB.without_replicas(range(4), "a") == AB  # its own place stays
-    assert AB.moved([1], "b").layers[1] == ("b",)
+    assert AB.alone_at_home == Placement((("a",),) * 4)
+    assert AB.after(Replicate((0, 1), "c")).layers[:2] == (("a", "c"), ("a", "b", "c"))
+    assert AB.after(Evict((0, 1, 2, 3), "b")) == AB.alone_at_home
+    assert AB.after(Evict((0, 1, 2, 3), "a")) == AB  # its own place stays
+    assert AB.after(Migrate((1,), "b")).layers[1] == ("b",)
+    assert AB.after(Replicate((0, 1), "a")) == AB.after(Replicate((1, 2), "b")) == AB
 
 
 @pytest.mark.parametrize(
@@ -75,8 +76,8 @@ def test_the_way_leads_there(pairs: Any) -> None:
     before, after = (Placement(tuple(tuple(pair[i]) for pair in pairs)) for i in (0, 1))
     here = before
     for action in difference(before, after):
-        change = {Evict: here.without_replicas, Migrate: here.moved, Replicate: here.with_replicas}[type(action)]
-        here = change(action.layers, action.place)
+        assert isinstance(action, Evict | Migrate | Replicate)
+        here = here.after(action)
     assert here == after
 
 
@@ -188,7 +189,7 @@ def test_seconds_by_hand() -> None:
     both = Placement((("a#1", "b"),) * 3)
     assert cost(model, both) == pytest.approx(9 + 2 * 0.54)
     assert speedup(model, both) == pytest.approx(15 / (9 + 2 * 0.54))
-    assert cost(WeightedCost((2.0, model), (1.0, model)), both) == pytest.approx(3 * cost(model, both))
+    assert cost(WeightedCost(((2.0, model), (1.0, model))), both) == pytest.approx(3 * cost(model, both))
 
 
 @settings(deadline=None, max_examples=60)

@@ -15,7 +15,8 @@ from elastic.planning.cost_model import cost, speedup
 from elastic.planning.incremental_cost import IncrementalCost, RangeCosts
 from elastic.planning.local_search import PlannedModel, plan_together, plan_up
 from elastic.planning.placement import PlaceCapacity, Placement, ResourceDemand
-from elastic.planning.scale_up import candidates, eligible
+from elastic.planning.scale_up import candidates
+from elastic.types import Evict, Replicate
 from support.planning.brute_force import best
 from support.planning.homogeneous_speedup import HomogeneousSpeedup
 from support.planning.printed import HeterogeneousCost, scale_up
@@ -48,13 +49,13 @@ def test_candidates_by_continuity(layers: str, free: int, expected: list[int]) -
     assert candidates(placement.layers, [ResourceDemand(100)] * len(placement.layers), place("b", free)) == expected
 
 
-def test_eligible_places_are_vacant_in_memory_and_compute() -> None:
+def test_a_place_is_vacant_in_memory_and_compute() -> None:
     places = [place("a", 300), place("b", 200), place("c", 900, idle=0.2), place("d", 900)]
-    assert [p.name for p in eligible(places, 0.2)] == ["a", "d"]
+    assert [p.name for p in places if p.vacancy > 0.2] == ["a", "d"]
 
 
 def test_algorithm_1_takes_what_raises_s() -> None:
-    placement, needs = Placement.alone(4, "a"), [ResourceDemand(100)] * 4
+    placement, needs = Placement((("a",),) * 4), [ResourceDemand(100)] * 4
     cheap, dear = HomogeneousSpeedup(4, per_transition=0.05), HomogeneousSpeedup(4, per_transition=0.9)
     assert scale_up(placement, needs, [place("b", 300)], cheap) == of("ab ab ab a")
     assert scale_up(placement, needs, [place("b", 300)], dear) == placement
@@ -68,7 +69,7 @@ def test_the_search_finds_runs_that_pay_only_together() -> None:
     """One layer at a third place makes three transitions of two; all layers do not."""
     places, links = [place(n, 900) for n in "abc"], {n: {m: 1.0 for m in "abc" if m != n} for n in "abc"}
     model = HeterogeneousCost(8, 8, 4, {p.name: p for p in places}, bandwidths=links)
-    placement, needs = Placement.alone(4, "a"), [ResourceDemand(100)] * 4
+    placement, needs = Placement((("a",),) * 4), [ResourceDemand(100)] * 4
     printed, searched = (plan(placement, needs, places, model) for plan in (scale_up, plan_up))
     assert speedup(model, printed) < 0.9 * speedup(model, searched)
     assert searched == of("abc abc abc abc") == best(placement, needs, places, model)
@@ -77,7 +78,7 @@ def test_the_search_finds_runs_that_pay_only_together() -> None:
 def test_few_layers_on_many_places_are_planned_at_once() -> None:
     """As many orders of twelve places as there are would take days."""
     places = [place(f"p{number}", 900) for number in range(12)]
-    placement, needs = Placement.alone(4, "p0"), [ResourceDemand(100)] * 4
+    placement, needs = Placement((("p0",),) * 4), [ResourceDemand(100)] * 4
     planned = plan_up(placement, needs, places, HomogeneousSpeedup(4, gamma=0.01))
     assert speedup(HomogeneousSpeedup(4, gamma=0.01), planned) > 1
 
@@ -115,13 +116,13 @@ def test_changes_cost_what_the_placement_after_them_does(seed: int, printed: boo
     case, choose = random_case(seed, printed=printed, layers=9), random.Random(seed)
     here = case.placement
     for name in "abc":
-        here = here.with_replicas([i for i in range(len(here.layers)) if choose.random() < 0.4], name)
+        here = here.after(Replicate(tuple(i for i in range(len(here.layers)) if choose.random() < 0.4), name))
     name, model = choose.choice("abc"), case.model
     tally = IncrementalCost(model, here)
     ranges = list(itertools.combinations(range(len(here.layers) + 1), 2))
     for change in RangeCosts(tally, name, adds).changes(ranges):
-        layers = range(change.first, change.last)
-        after = here.with_replicas(layers, name) if adds else here.without_replicas(layers, name)
+        layers = tuple(range(change.first, change.last))
+        after = here.after(Replicate(layers, name) if adds else Evict(layers, name))
         assert change.cost == pytest.approx(cost(model, after), rel=1e-9)
         done = tally.copy()
         done.apply(change)
@@ -135,7 +136,7 @@ def test_many_layers_are_planned_within_margins_too(seed: int, printed: bool) ->
     """So many that not every range is looked at; some replicas are there before."""
     case = random_case(seed, printed=printed, layers=6)
     many = Placement(case.placement.layers * 12)
-    many = many.with_replicas(range(seed % 5, 20), "c")
+    many = many.after(Replicate(tuple(range(seed % 5, min(20, len(many.layers)))), "c"))
     long = replace(case, placement=many, needs=[replace(n, nbytes=n.nbytes // 8) for n in case.needs * 12])
     args = long.placement, long.needs, long.places, long.model
     after = plan_up(*args)
@@ -149,9 +150,9 @@ def test_every_replica_that_algorithm_1_keeps_raised_s(seed: int, printed: bool)
     """By a plain reading of the algorithm, that prices every placement anew."""
     case = random_case(seed, printed=printed)
     here = case.placement
-    for one in eligible(case.places, 0.2):
+    for one in [place for place in case.places if place.vacancy > 0.2]:
         for layer in candidates(here.layers, case.needs, one):
-            tried = here.with_replicas([layer], one.name)
+            tried = here.after(Replicate((layer,), one.name))
             if cost(case.model, tried) < cost(case.model, here) * (1 - 1e-9):
                 here = tried
     assert scale_up(case.placement, case.needs, case.places, case.model) == here
@@ -179,8 +180,8 @@ def test_two_models_lend_each_other_places() -> None:
     model = HeterogeneousCost(64, 8, 4, {p.name: p for p in places}, bandwidths=links)
     needs = (ResourceDemand(100),) * 4
     instances = {
-        "first": PlannedModel(Placement.alone(4, "a"), needs, model),
-        "second": PlannedModel(Placement.alone(4, "b"), needs, model),
+        "first": PlannedModel(Placement((("a",),) * 4), needs, model),
+        "second": PlannedModel(Placement((("b",),) * 4), needs, model),
     }
     found = plan_together(instances, places, t_up=0.0)
     assert found["first"].at("b") == (0, 1)
