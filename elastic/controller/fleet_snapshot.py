@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
-from elastic.planning.arrangement.drop import PlannedGroup
 from elastic.planning.arrangement.stages import Held
 
 
@@ -40,49 +38,28 @@ class GroupReading:
     busy: bool = False
     """True while an action on it is under way."""
 
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """The names of its instances: they are its own name, too."""
-        return tuple(member.held.name for member in self.members)
+    names: tuple[str, ...] = field(init=False, compare=False)
+    """The names of its instances: they are its own name, too."""
+    base_bytes: int = field(init=False, compare=False)
+    """The KV capacity of its instances with all layers."""
+    committed_bytes: int = field(init=False, compare=False)
+    """What live requests have or are promised."""
+    free_bytes: int = field(init=False, compare=False)
+    """What waiting requests can get."""
+    short_bytes: int = field(init=False, compare=False)
+    """What waiting requests need beyond what is free."""
+    use: float = field(init=False, compare=False)
+    """The share of the capacity that live requests have or are promised."""
 
-    @property
-    def committed_bytes(self) -> int:
-        """What live requests have or are promised."""
-        return self.used_bytes + self.promised_bytes
-
-    @property
-    def free_bytes(self) -> int:
-        """What waiting requests can get."""
-        return max(0, self.capacity_bytes - self.committed_bytes)
-
-    @property
-    def short_bytes(self) -> int:
-        """What waiting requests need beyond what is free."""
-        return max(0, self.waiting_bytes - self.free_bytes)
-
-    @property
-    def lacking_bytes(self) -> int:
-        """What waiting requests need beyond what is free; at least 1."""
-        return max(1, self.short_bytes)
-
-    @property
-    def use(self) -> float:
-        """The share of the capacity that live requests have or are promised."""
-        return self.committed_bytes / self.capacity_bytes if self.capacity_bytes else 1.0
-
-    def spare_bytes(self, kv_high: float) -> int:
-        """Return what it could take over without being near an overload, which begins at this use."""
-        return max(0, int(kv_high * self.capacity_bytes) - self.committed_bytes - self.waiting_bytes)
-
-    @property
-    def base_bytes(self) -> int:
-        """The KV capacity of its instances with all layers."""
-        return sum(member.base_bytes for member in self.members)
-
-    @property
-    def group(self) -> PlannedGroup:
-        """The group as planners see it."""
-        return PlannedGroup(tuple(member.held for member in self.members))
+    def __post_init__(self) -> None:
+        committed, capacity = self.used_bytes + self.promised_bytes, self.capacity_bytes
+        free = max(0, capacity - committed)
+        object.__setattr__(self, "names", tuple([member.held.name for member in self.members]))
+        object.__setattr__(self, "base_bytes", sum([member.base_bytes for member in self.members]))
+        object.__setattr__(self, "committed_bytes", committed)
+        object.__setattr__(self, "free_bytes", free)
+        object.__setattr__(self, "short_bytes", max(0, self.waiting_bytes - free))
+        object.__setattr__(self, "use", committed / capacity if capacity else 1.0)
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ class OverloadPolicy:
         free = {i for i, (g, s) in enumerate(zip(groups, states, strict=True)) if self._may_act(g, s, snapshot.at_s)}
         pressed = [number for number, state in enumerate(states) if state.pressed >= ticks]
         if queue_ticks >= ticks:
-            need = self._queue_need(snapshot) + sum(groups[number].lacking_bytes for number in pressed)
+            need = self._queue_need(snapshot) + sum(groups[number].short_bytes for number in pressed)
             fullest = sorted(free, key=lambda number: (-groups[number].use, number))
             plan = self._plan(snapshot, fullest, need) if free else None
             if plan:
@@ -174,7 +174,7 @@ class OverloadPolicy:
             return (), "requests wait at the fleet, and no drop frees enough", need
         drops: list[GroupPlan] = []
         reasons, short = [], 0
-        for number in sorted(pressed, key=lambda number: (-groups[number].lacking_bytes, number)):
+        for number in sorted(pressed, key=lambda number: (-groups[number].short_bytes, number)):
             if number not in free:
                 continue
             plan, words, lacking = self._relieve(snapshot, number, free, pressed)
@@ -192,14 +192,14 @@ class OverloadPolicy:
 
         Returns it with the reason, and the bytes that the group lacks then.
         """
-        groups, own = snapshot.groups, snapshot.groups[number].lacking_bytes
+        groups, own = snapshot.groups, snapshot.groups[number].short_bytes
         need = own
         others = [other for other in free if other != number]
         partners = sorted(others, key=lambda i: (i in pressed, len(groups[i].members), -groups[i].free_bytes, i))
         most: list[int] = []
         for count in range(len(partners) + 1):
             chosen = [number, *partners[:count]]
-            need += groups[chosen[-1]].lacking_bytes if count and chosen[-1] in pressed else 0
+            need += groups[chosen[-1]].short_bytes if count and chosen[-1] in pressed else 0
             if sum(len(groups[i].members) for i in chosen) > self.settings.most_stages:
                 break
             plan = self._plan(snapshot, chosen, need)
@@ -225,7 +225,7 @@ class OverloadPolicy:
         all_twice = sum(_rest(snapshot, snapshot.groups[number]) for number in numbers) if margin is None else 0
         plans = (
             drop_plan(
-                [snapshot.groups[number].group for number in numbers],
+                [[member.held for member in snapshot.groups[number].members] for number in numbers],
                 snapshot.layer_bytes,
                 wanted,
                 whole=not self.settings.partial,

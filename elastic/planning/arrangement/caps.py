@@ -49,14 +49,14 @@ class SharedMemory:
 
     def free(self, caps: Caps) -> dict[str, int]:
         """Return the pages that are left at each rank when all have their caps."""
-        return {rank: self.pages[rank] - sum(caps[i] * p for i, p in self._at(rank).items()) for rank in self.pages}
+        return {
+            rank: pages - sum(caps[home] * each for home, each in self.sector_pages.get(rank, {}).items())
+            for rank, pages in self.pages.items()
+        }
 
     def takes(self, rank: str, home: str) -> int:
         """Return the pages that a sector of an instance takes at a rank."""
-        return self._at(rank).get(home, 0)
-
-    def _at(self, rank: str) -> Mapping[str, int]:
-        return self.sector_pages.get(rank, {})
+        return self.sector_pages.get(rank, {}).get(home, 0)
 
 
 def caps_by_need(memory: SharedMemory, needs: Mapping[str, Need], fair: Caps) -> dict[str, int] | None:

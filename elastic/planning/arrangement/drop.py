@@ -18,15 +18,8 @@ from heapq import heapify, heappop, heappush
 from elastic.errors import ConfigError
 from elastic.planning.arrangement.stages import Held, StageCut, stages
 
-
-@dataclass(frozen=True)
-class PlannedGroup:
-    """Instances that serve requests together, and that have a copy of every layer together; at first one by itself."""
-
-    members: tuple[Held, ...]
-
-    def __len__(self) -> int:
-        return len(self.members)
+PlannedGroup = Sequence[Held]
+"""Instances that serve requests together, and that have a copy of every layer together; at first one by itself."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +44,6 @@ class DropPlan:
     groups: tuple[GroupPlan, ...]
     freed_bytes: int
 
-    @property
-    def most_stages(self) -> int:
-        """Instances of the largest group that changes."""
-        return max((len(group.members) for group in self.groups), default=0)
-
 
 def drop_plan(
     groups: Sequence[PlannedGroup],
@@ -76,7 +64,7 @@ def drop_plan(
     model, limit = sum(layer_bytes), min(most or len(layer_bytes), len(layer_bytes))
     if needed > sum(held_bytes) - model:  # one copy of all must stay
         return None
-    sizes = [len(group) for group in groups]
+    sizes = list(map(len, groups))
     merge = merge_smallest if whole else merge_evenly
     parts = merge(sizes, needed, held_bytes, model, limit)
     if parts is None:
@@ -85,7 +73,7 @@ def drop_plan(
     planner = _Planner(layer_bytes)
     freed_bytes = 0
     for part in parts:
-        members = tuple(held for number in part for held in groups[number].members)
+        members = tuple(held for number in part for held in groups[number])
         plan = planner.plan(part, members, None if whole else needed - freed_bytes)
         if plan is None:
             return None
@@ -260,10 +248,10 @@ def _distance(run: range, layer: int) -> int:
 
 def _copies(group: PlannedGroup, layers: int, number: int) -> Counter[int]:
     """Return how many members hold each layer. Raises `ConfigError` if none holds one."""
-    held = Counter(layer for member in group.members for layer in member.layers)
+    held = Counter(layer for member in group for layer in member.layers)
     missing = [layer for layer in range(layers) if not held[layer]]
     if missing or len(held) > layers:
-        names = [member.name for member in group.members]
+        names = [member.name for member in group]
         wrong = f"lacks the layers {missing}" if missing else f"holds layers beyond the model's {layers}"
         raise ConfigError(f"group {number} of {names} {wrong}; its members must have every layer together")
     return held

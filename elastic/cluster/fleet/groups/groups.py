@@ -30,7 +30,7 @@ from elastic.cluster.fleet.groups.results import Exchanged
 from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.errors import CapacityError, RankLost, StateError
-from elastic.planning.arrangement.drop import DropPlan, PlannedGroup, drop_plan
+from elastic.planning.arrangement.drop import DropPlan, drop_plan
 from elastic.planning.sharding.share import Share
 
 FORM_S = 60.0
@@ -132,10 +132,10 @@ class Groups:
         shapes = [group.shape for group in self.registry.groups]
         shapes += [shape_of((name,), rooms) for name in rooms if self.registry.group_of(name) is None]
         fitted = Budgets(rooms, [self.ranks.instance(name) for name in rooms]).fitted
-        groups = [PlannedGroup(tuple(map(fitted, targets.held(each.paths, each.weights)))) for each in shapes]
+        groups = [tuple(map(fitted, targets.held(each.paths, each.weights))) for each in shapes]
         plan = drop_plan(groups, layer_bytes, needed, whole=whole, most=most)
         if plan is None:
-            held = sum(layer_bytes[i] for each in groups for held in each.members for i in held.layers)
+            held = sum(layer_bytes[i] for each in groups for held in each for i in held.layers)
             raise CapacityError(
                 "no drop frees so much: one copy of each layer stays, in ranks that have room for live requests, too; "
                 "add ranks, or swap layers to a smaller variant",

@@ -41,7 +41,8 @@ def move_offer(snapshot: FleetSnapshot, kv_high: float, cost: ActionCost) -> Off
     """
     alone = [group for group in snapshot.groups if len(group.members) == 1]
     lacking = sum(group.short_bytes for group in alone)
-    spare = sum(group.spare_bytes(kv_high) for group in alone) if lacking else 0
+    left = (int(kv_high * group.capacity_bytes) - group.committed_bytes - group.waiting_bytes for group in alone)
+    spare = sum(max(0, nbytes) for nbytes in left) if lacking else 0
     copied = min(lacking, spare)
     return Offer("move", DISTURBANCE * cost.byte_s * copied + cost.pause_s, spare)
 

@@ -112,7 +112,12 @@ def test_policies_see_a_pair_as_one_instance(fleet: Fleet, ranks: list[GroupRank
         (("r0",), 60 * size),
         (("r2",), 60 * size),
     ]
-    plan = drop_plan([group.group for group in snapshot.groups], snapshot.layer_bytes, LAYER_BYTES, whole=True)
+    plan = drop_plan(
+        [[member.held for member in group.members] for group in snapshot.groups],
+        snapshot.layer_bytes,
+        LAYER_BYTES,
+        whole=True,
+    )
     assert plan is not None
     assert fleet.drop(plan=plan).status == "applied"
     for rank in ranks:

@@ -54,7 +54,7 @@ def test_a_drop_leaves_a_small_rank_the_layers_that_it_has_room_for(fleet: Fleet
 def test_the_policy_of_drops_plans_so_too(fleet: Fleet, ranks: dict[str, GroupRank]) -> None:
     seen = FleetReadings(fleet._dispatcher).read(fleet.groups(), fleet.layer_bytes())
     assert seen is not None
-    groups = [group.group for group in fleet.budgets().of_all(seen).groups]
+    groups = [[member.held for member in group.members] for group in fleet.budgets().of_all(seen).groups]
     plan = drop_plan(groups, seen.layer_bytes, MODEL_BYTES)
     assert plan is not None
     done = fleet.drop(plan=plan, timeout_s=0.2)

@@ -14,7 +14,7 @@ from elastic.cluster.fleet.planning.budgets import COMPARED, Budgets
 from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading, MemberReading
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.pipeline.path import LayerPath
-from elastic.planning.arrangement.drop import PlannedGroup, drop_plan
+from elastic.planning.arrangement.drop import drop_plan
 from elastic.planning.arrangement.stages import Held
 from elastic.planning.pipeline.chunk_cost import ChunkCost, ModelCost
 from elastic.planning.sharding.shard_pages import ShardPages
@@ -132,7 +132,7 @@ def test_a_slower_rank_has_fewer_layers_as_far_as_the_other_has_room() -> None:
 
     def cut(committed: int) -> tuple[range, ...]:
         told = budgets(alone("a", 60, committed), alone("b", 60, committed), seconds=seconds)
-        plan = drop_plan([PlannedGroup((told.fitted(Held(name, ALL)),)) for name in "ab"], (WEIGHT * PAGE,) * 4, need)
+        plan = drop_plan([(told.fitted(Held(name, ALL)),) for name in "ab"], (WEIGHT * PAGE,) * 4, need)
         assert plan is not None
         return plan.groups[0].stages
 
