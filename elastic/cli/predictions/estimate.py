@@ -22,7 +22,7 @@ from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import WEIGHTS
 from elastic.estimation.estimate import estimate as estimate_all
 from elastic.estimation.profile import CostProfile, measure_fingerprints
-from elastic.planning.estimate.characterization import FIGURES, alone, ranges, ratios
+from elastic.planning.estimate.characterization import FIGURES, alone, ranges
 from elastic.planning.estimate.configuration import forms_of
 from elastic.planning.estimate.performance import Load
 from elastic.planning.estimate.ranking import Estimate
@@ -136,7 +136,7 @@ def _characterization(estimates: Sequence[Estimate]) -> Table:
     base, others = alone(estimates)
     table = Table(title=f"multiples of {base.configuration}", show_footer=True)
     names = [str(each.configuration) for each in others]
-    columns = [[f"{ratios(each, base)[name]:.2f}" for each in others] for name in FIGURES]
+    columns = [[f"{figure(each) / figure(base):.2f}" for each in others] for figure in FIGURES.values()]
     spread = ranges(estimates)
     table.add_column("by one choice", footer="largest over smallest of all")
     for name in FIGURES:

@@ -238,7 +238,7 @@ class Deployed:
     def _best_now(self) -> Deployment | Refusal:
         """Return the best for the load there is; where no number of instances serves it, of more of them."""
         best = self.best(slack=self._settings.better)
-        if isinstance(best, Deployment) or not self.replicas.follows:
+        if isinstance(best, Deployment) or self.replicas.least == self.replicas.most:
             return best
         load, intent, present = self.load, self.intent, len(self.plan.instances)
         within = self.replicas.within(len(self._book.devices))
@@ -281,7 +281,7 @@ class Deployed:
         )
 
     def _check_follows(self, replicas: ReplicaRange) -> None:
-        if replicas.follows and self._fixed:
+        if replicas.least < replicas.most and self._fixed:
             raise ConfigError(
                 f"replicas={str(replicas)!r}: instances of {self.name!r} cannot come and go with the load, where a "
                 "device has no room for a rank with all of its layers; give a number"

@@ -31,18 +31,10 @@ def preferred(
         raise ConfigError(f"policy={policy!r} is not known; use one of {', '.join(POLICIES)}")
     if not (is_number(theta) and theta >= 0):
         raise ConfigError(f"theta={theta!r} is no load; give 0 or more, such as {THETA}")
-    if policy == "packing":
-        return [_packing(states)]
-    if policy == "least-loaded":
-        return [_spreading(states)]
-    packable = _packing([state for state in states if state.load < theta])
-    others = _spreading([state for state in states if state.load >= theta])
+    busiest = sorted(states, key=lambda state: (-state.load, state.free_bytes))
+    idlest = sorted(states, key=lambda state: (state.load, -state.free_bytes))
+    if policy != "hybrid":
+        return [busiest if policy == "packing" else idlest]
+    packable = [state for state in busiest if state.load < theta]
+    others = [state for state in idlest if state.load >= theta]
     return [each for each in (packable, others) if each] + ([[*packable, *others]] if packable and others else [])
-
-
-def _packing(states: Sequence[DeviceState]) -> list[DeviceState]:
-    return sorted(states, key=lambda state: (-state.load, state.free_bytes))
-
-
-def _spreading(states: Sequence[DeviceState]) -> list[DeviceState]:
-    return sorted(states, key=lambda state: (state.load, -state.free_bytes))

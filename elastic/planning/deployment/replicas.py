@@ -21,7 +21,7 @@ _HALVINGS, _TRIES = 20, 10
 
 @dataclass(frozen=True)
 class ReplicaRange:
-    """How many instances there may be. More than one number: that which is best for the load."""
+    """How many instances there may be. From `least` on, where `most` is more: that which is best for the load."""
 
     least: int = 1
     most: int = 1
@@ -37,11 +37,6 @@ class ReplicaRange:
             raise _refused(replicas)
         return made
 
-    @property
-    def follows(self) -> bool:
-        """Whether the number is chosen by the load."""
-        return self.least < self.most
-
     def within(self, devices: int) -> ReplicaRange:
         """Return what so many devices could have of it; no more than the least where that is more."""
         return ReplicaRange(self.least, max(self.least, min(self.most, devices)))
@@ -50,7 +45,7 @@ class ReplicaRange:
         return iter(range(self.least, self.most + 1))
 
     def __str__(self) -> str:
-        return f"{self.least}-{self.most}" if self.follows else str(self.least)
+        return f"{self.least}-{self.most}" if self.least < self.most else str(self.least)
 
 
 def total_value(estimate: Estimate, replicas: int, objective: Objective) -> float:

@@ -38,11 +38,6 @@ def alone(estimates: Sequence[Estimate]) -> tuple[Estimate, tuple[Estimate, ...]
     return base, tuple(each for alternatives in by_choice.values() for each in alternatives)
 
 
-def ratios(estimate: Estimate, base: Estimate) -> dict[str, float]:
-    """Return the figures of a configuration as multiples of another one's."""
-    return {name: figure(estimate) / figure(base) for name, figure in FIGURES.items()}
-
-
 def ranges(estimates: Sequence[Estimate]) -> dict[str, float]:
     """Return by how much the largest of each figure is above the smallest, of the configurations that fit."""
     fitting = [each for each in estimates if each.fits]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
@@ -30,11 +29,6 @@ class ParameterCut:
     """The dimension that is cut; stored outermost, its rows are runs of bytes."""
     rows: tuple[tuple[range, ...], ...]
     """Of each part, its rows of `dim`: one range for each matrix that is fused in it, such as `gate` and `up`."""
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The dimensions as they are stored, the outermost first."""
-        return (self.dim, *(dim for dim in range(len(self.shape)) if dim != self.dim))
 
     @property
     def row_elements(self) -> int:
@@ -69,16 +63,15 @@ class CutPlan:
     parts: int
     ffns: tuple[FFNCut, ...]
     shapes: Mapping[str, Shape]
+    cuts: Mapping[str, ParameterCut] = field(init=False, repr=False, compare=False)
+    """The parameters that are cut, by name."""
+    elements: int = field(init=False, repr=False, compare=False)
+    """Of the whole layer."""
 
-    @cached_property
-    def cuts(self) -> Mapping[str, ParameterCut]:
-        """The parameters that are cut, by name."""
-        return {cut.name: cut for ffn in self.ffns for cut in ffn.cuts}
-
-    @property
-    def elements(self) -> int:
-        """Elements of the whole layer."""
-        return sum(map(math.prod, self.shapes.values()))
+    def __post_init__(self) -> None:
+        cuts = {cut.name: cut for ffn in self.ffns for cut in ffn.cuts}
+        object.__setattr__(self, "cuts", cuts)
+        object.__setattr__(self, "elements", sum(map(math.prod, self.shapes.values())))
 
     def kept(self, part: int) -> int:
         """Return the elements that a rank keeps which has one of the parts."""

@@ -43,21 +43,10 @@ class _Matrix:
     """The weight of a linear module."""
 
     module: str
-    shape: Shape
     output_dim: int
+    outputs: int
+    inputs: int
     style: str
-
-    @property
-    def weight(self) -> str:
-        return f"{self.module}.weight"
-
-    @property
-    def outputs(self) -> int:
-        return self.shape[self.output_dim]
-
-    @property
-    def inputs(self) -> int:
-        return self.shape[1 - self.output_dim]
 
 
 def tp_styles(tp_plan: Mapping[str, str] | None, layer: str, names: Iterable[str]) -> dict[str, str]:
@@ -91,7 +80,8 @@ def find_ffns(
     for name, shape in own.items():
         module, _, parameter = name.rpartition(".")
         if parameter == "weight" and len(shape) == 2:
-            matrix = _Matrix(module, shape, int(module in transposed), styles.get(module, ""))
+            dim = int(module in transposed)
+            matrix = _Matrix(module, dim, shape[dim], shape[1 - dim], styles.get(module, ""))
             matrices.setdefault(module.rpartition(".")[0], []).append(matrix)
         elif parameter not in ("weight", "bias") and len(shape) == 3:
             tensors.setdefault(module, []).append(name)
@@ -118,7 +108,8 @@ def find_ffns(
 def _dense(module: str, inner: Sequence[_Matrix], outer: _Matrix, shapes: Mapping[str, Shape], *, planned: bool) -> FFN:
     """Make a dense network of the matrices to its inside and the one back."""
     rows = outer.inputs
-    dims = {matrix.weight: matrix.output_dim for matrix in inner} | {outer.weight: 1 - outer.output_dim}
+    dims = {f"{matrix.module}.weight": matrix.output_dim for matrix in inner}
+    dims[f"{outer.module}.weight"] = 1 - outer.output_dim
     for matrix in inner:
         if matrix.outputs not in (rows, 2 * rows):
             raise ConfigError(

@@ -17,11 +17,6 @@ class ShardPages:
     parts: tuple[tuple[range, ...], ...]
     """Of what each part needs besides."""
 
-    @property
-    def shards(self) -> int:
-        """The number of parts."""
-        return len(self.parts)
-
     def pages(self, parts: Collection[int]) -> int:
         """Count the pages of a layer with these parts; without any, it has none. Plans ask again and again."""
         key = frozenset(parts)

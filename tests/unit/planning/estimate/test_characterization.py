@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.errors import ConfigError
-from elastic.planning.estimate.characterization import FIGURES, alone, ranges, ratios
+from elastic.planning.estimate.characterization import FIGURES, alone, ranges
 from elastic.planning.estimate.configuration import Configuration, configurations
 from elastic.planning.estimate.ranking import Estimate
 
@@ -34,7 +34,10 @@ def test_configurations_that_differ_in_one_choice_stand_choice_by_choice() -> No
         "TP1 PP1 int4",
         "TP1 PP1 full KV int8",
     ]
-    found = {str(each.configuration): ratios(each, base) for each in others}
+    found = {
+        str(each.configuration): {name: figure(each) / figure(base) for name, figure in FIGURES.items()}
+        for each in others
+    }
     assert found["TP1 PP4 full"] == pytest.approx(
         {"TTFT": 1, "TPOT": 1, "latency": 1, "memory": 20 / 17, "cost": 20 / 17, "GPU s": 4}
     )

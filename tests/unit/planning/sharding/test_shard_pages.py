@@ -19,7 +19,7 @@ def test_pages_are_those_of_all_that_is_kept(
     common: tuple[range, ...], parts: list[tuple[range, ...]], chosen: set[int]
 ) -> None:
     pages = ShardPages(common, tuple(parts))
-    kept = {part for part in chosen if part < pages.shards}
+    kept = {part for part in chosen if part < len(pages.parts)}
     runs = [*common, *(run for part in kept for run in parts[part])] if kept else []
     assert pages.numbers(kept) == {page for run in runs for page in run}
     assert pages.pages(kept) == len(pages.numbers(kept))
