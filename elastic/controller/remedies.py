@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 Kind = Literal["move", "drop", "reshard", "swap", "add", "restore"]
 """Requests move, layers are dropped, shared by several ranks, become smaller, an instance is added; layers return."""
@@ -13,23 +13,20 @@ EQUAL = 0.05
 """Prices that differ by no more than this share are equal: they are predictions."""
 
 
-class PricedRemedy(Protocol):
+class PricedRemedy:
     """What a remedy costs, and what it gives."""
 
-    @property
-    def seconds(self) -> float:
-        """Of serving that it costs; below zero: it is faster afterwards."""
-
-    @property
-    def relieved_bytes(self) -> int:
-        """KV that is to be had then; below zero: that is given up."""
+    seconds: float
+    """Of serving that it costs; below zero: it is faster afterwards."""
+    relieved_bytes: int
+    """KV that is to be had then; below zero: that is given up."""
 
 
 R = TypeVar("R", bound=PricedRemedy)
 
 
 @dataclass(frozen=True)
-class Offer:
+class Offer(PricedRemedy):
     """What one mechanism would do against an overload."""
 
     kind: Kind

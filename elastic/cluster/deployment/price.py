@@ -43,7 +43,7 @@ def priced(
                 action, moved = Restore, round((now.ranks - 1) * nbytes(FULL))
             case _:
                 return step
-        cost = ActionCosts().of(action)
+        cost = ActionCosts().by_kind[action]
         return replace(step, moved_bytes=moved, seconds=cost.byte_s * moved + cost.pause_s)
 
     return tuple(one(step) for step in steps)

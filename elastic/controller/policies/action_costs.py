@@ -29,15 +29,11 @@ PRIORS: Mapping[type, ActionCost] = {**dict.fromkeys(KINDS, _COPYING), ResizeKV:
 
 @dataclass(frozen=True)
 class ActionCosts:
-    """Moving averages by kind of action."""
+    """Moving averages by kind of action, such as `Swap`."""
 
     by_kind: Mapping[type, ActionCost] = field(default_factory=lambda: PRIORS, hash=False)
     event: int = -1
     """The last one learned from."""
-
-    def of(self, kind: type) -> ActionCost:
-        """Return the cost of a kind of action, such as `Swap`."""
-        return self.by_kind.get(kind, _COPYING)
 
     def learned(self, events: Sequence[Event]) -> ActionCosts:
         """Add the costs of the events that are new, and went well."""

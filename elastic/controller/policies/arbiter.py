@@ -10,7 +10,7 @@ from typing import Any
 from elastic.controller.decision import ControllerPolicy, Plan, checked, error_text
 from elastic.controller.policies.action_costs import ActionCosts
 from elastic.controller.policies.precision_steps import LayerSize
-from elastic.controller.remedies import suited
+from elastic.controller.remedies import PricedRemedy, suited
 from elastic.controller.snapshot import Snapshot
 from elastic.errors import is_integer, require
 from elastic.planning.cost_model import CostModel, cost
@@ -30,7 +30,7 @@ KV_TARGET = 0.75
 
 
 @dataclass(frozen=True)
-class PricedPlan:
+class PricedPlan(PricedRemedy):
     """One plan of one policy, with its price."""
 
     plan: Plan
@@ -204,7 +204,7 @@ class Arbiter:
 
     def _seconds(self, action: Action, snapshot: Snapshot, costs: ActionCosts) -> float:
         """Return the seconds of serving that an action costs: copying, pausing, quality, and the steps after it."""
-        price, moved_bytes, lost = costs.of(type(action)), 0, 0.0
+        price, moved_bytes, lost = costs.by_kind[type(action)], 0, 0.0
         if isinstance(action, Swap):
             sizes = [self._sizes[layer] for layer in action.layers]
             moved_bytes = sum(size.nbytes(action.variant) for size in sizes)

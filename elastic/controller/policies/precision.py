@@ -105,7 +105,7 @@ class PrecisionPolicy:
         return PressureReading(
             used_bytes=moving_average(used_bytes, kv.used_bytes, weight),
             capacity_bytes=kv.capacity_bytes,
-            base_bytes=kv.capacity_bytes - sum(step.freed_bytes for step in state.done),
+            base_bytes=kv.capacity_bytes - sum(step.before_bytes - step.after_bytes for step in state.done),
             queue_s=moving_average(state.queue_s, queue_s if math.isfinite(queue_s) else 0.0, weight),
             stalled=snapshot.traffic.kv_waits > state.waits,
             traffic=snapshot.traffic,
@@ -196,7 +196,7 @@ class PrecisionPolicy:
         highest = self.settings.kv_high - self.settings.margin
         taken = arriving = 0
         for number, step in enumerate(wanted):
-            taken += step.freed_bytes
+            taken += step.before_bytes - step.after_bytes
             arriving += step.before_bytes
             needed = max(taken, arriving - self._reserve_bytes)
             free = kv.capacity_bytes - kv.used_bytes

@@ -32,11 +32,7 @@ class PrecisionStep:
     after: str
     before_bytes: int
     after_bytes: int
-
-    @property
-    def freed_bytes(self) -> int:
-        """Bytes that the KV cache gains; a restore takes as much."""
-        return self.before_bytes - self.after_bytes
+    """The difference is what the KV cache gains; a restore takes as much."""
 
 
 def path(

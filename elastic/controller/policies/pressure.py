@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic.config import SLO, Policy
 from elastic.controller.snapshot import Quantiles, RequestStats
@@ -20,21 +20,18 @@ class PressureReading:
     stalled: bool
     """Whether, since the last tick, a request found no KV block."""
     traffic: RequestStats
+    use: float = field(init=False)
+    """Used share of the capacity."""
+    base_use: float = field(init=False)
+    """Used share of the capacity without swapped layers."""
+    idle: bool = field(init=False)
+    """True when all requests have ended. Where none was ever counted, nobody counts: then it is not known."""
 
-    @property
-    def use(self) -> float:
-        """Used share of the capacity."""
-        return share(self.used_bytes, self.capacity_bytes)
-
-    @property
-    def base_use(self) -> float:
-        """Used share of the capacity without swapped layers."""
-        return share(self.used_bytes, self.base_bytes)
-
-    @property
-    def idle(self) -> bool:
-        """True when all requests have ended. Where none was ever counted, nobody counts: then it is not known."""
-        return bool(self.traffic.arrived) and not self.traffic.waiting and not self.traffic.running
+    def __post_init__(self) -> None:
+        traffic = self.traffic
+        object.__setattr__(self, "use", share(self.used_bytes, self.capacity_bytes))
+        object.__setattr__(self, "base_use", share(self.used_bytes, self.base_bytes))
+        object.__setattr__(self, "idle", bool(traffic.arrived) and not traffic.waiting and not traffic.running)
 
 
 def share(used: float, capacity: int) -> float:

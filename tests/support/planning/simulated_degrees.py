@@ -242,19 +242,19 @@ class Baseline:
         for request in snapshot.waiting:
             if request.name in self.home:
                 one = rank_of[self.home[request.name]]
-                load_s[one.name] += request.tokens / one.rate
+                load_s[one.name] += request.kv.alone / one.rate
         changing = {one.name for one in snapshot.instances if one.busy}
         routes, ups, blocked = [], [], set()
         for request in snapshot.waiting:
             if request.name not in self.home:
                 one = self.choose(snapshot.instances, load_s)
                 self.home[request.name] = one.ranks[0]
-                load_s[one.name] += request.tokens / one.rate
+                load_s[one.name] += request.kv.alone / one.rate
             one = rank_of[self.home[request.name]]
             if one.name in changing | blocked:
                 blocked.add(one.name)
                 continue
-            if request.tokens > one.room:
+            if request.kv.alone > one.room:
                 members = self._neighbours(one, request, snapshot, changing | blocked)
                 blocked.add(one.name)
                 if members:
@@ -267,7 +267,7 @@ class Baseline:
                 blocked.add(one.name)  # in the order of arrival
         downs = []
         routed = {name for _, name in routes}
-        homes = ((rank_of[self.home[request.name]], request.tokens) for request in snapshot.waiting)
+        homes = ((rank_of[self.home[request.name]], request.kv.alone) for request in snapshot.waiting)
         wanted = {one.name for one, tokens in homes if one.needs_degree(tokens)}
         for one in snapshot.instances:
             if one.degree == 1 or one.name in changing | routed | wanted:

@@ -27,7 +27,7 @@ from elastic.planning.pipeline.chunk_cost import Chunk, ModelCost
 from elastic.planning.pipeline.step_time import StepSeconds, shared_round_s
 from elastic.types import MigrateKV
 
-PRIOR = ActionCosts().of(MigrateKV)
+PRIOR = ActionCosts().by_kind[MigrateKV]
 HOP_S = 3e-4
 """Seconds for the hidden states of a step to go from one rank to the next: about that between processes of a host."""
 Change = tuple[Shape, Shape]

@@ -132,7 +132,7 @@ class Swaps:
                 freed, moved, lost = freed + nbytes, moved + step.moved_bytes, lost + nbytes / layer_bytes[layer]
         if not layers:
             return None
-        cost = ActionCosts().learned(view.events).of(Swap)
+        cost = ActionCosts().learned(view.events).by_kind[Swap]
         seconds = DISTURBANCE * cost.byte_s * moved + cost.pause_s + QUALITY_S * lost
         return Swap(tuple(sorted(layers)), view.variants[-1]), freed, seconds
 

@@ -177,7 +177,7 @@ class _Decision:
 
     def _keep_targets(self) -> None:
         """Carry on what waiting requests were promised, as far as these instances are still there."""
-        waiting = {request.name: request.tokens for request in self.snapshot.waiting}
+        waiting = {request.name: request.kv.alone for request in self.snapshot.waiting}
         for name, ranks in self.state.targets.items():
             members = [candidate for candidate in self.candidates if ranks.issuperset(candidate.reading.ranks)]
             if name not in waiting or sum(member.reading.degree for member in members) != len(ranks):
@@ -191,21 +191,21 @@ class _Decision:
 
     def _place(self, request: WaitingRequest) -> None:
         """Send a request to an instance, or promise it one."""
-        target = self.targets.pop(request.name, None)
+        target, tokens = self.targets.pop(request.name, None), request.kv.alone
         if target in self.planned:
             self._await(request, target)
             return
-        if self.short_waiting >= MOST_PASSED and request.tokens <= self.short_tokens:
+        if self.short_waiting >= MOST_PASSED and tokens <= self.short_tokens:
             self.left.append(request)
             return
-        able = [candidate for candidate in self.candidates if not candidate.taken and candidate.room >= request.tokens]
+        able = [candidate for candidate in self.candidates if not candidate.taken and candidate.room >= tokens]
         takes = [
             candidate
             for candidate in able
-            if not candidate.reading.busy and (candidate.open or candidate.reading.needs_degree(request.tokens))
+            if not candidate.reading.busy and (candidate.open or candidate.reading.needs_degree(tokens))
         ]
         kept = [candidate for candidate in takes if frozenset(candidate.reading.ranks) == target]
-        if all(candidate.reading.needs_degree(request.tokens) for candidate in able):
+        if all(candidate.reading.needs_degree(tokens) for candidate in able):
             self._place_long(request, takes, kept, able=bool(able))
         elif takes:
             best = min(takes, key=_by_load)
@@ -237,7 +237,7 @@ class _Decision:
             if holds_together(members, request.kv):
                 self._await(request, ranks)
                 return
-        some = able or any(room_together(members) >= request.tokens for members in self.planned.values())
+        some = able or any(room_together(members) >= request.kv.alone for members in self.planned.values())
         late = self.now - request.since_s >= self.settings.wait_s
         if not some and not self._ever_holds(request):
             self.refused.append(request.name)
@@ -260,7 +260,7 @@ class _Decision:
         self.routes.append((request.name, candidate.reading.name))
         candidate.add(request.kv)
         ranks = frozenset(candidate.reading.ranks)
-        if candidate.reading.needs_degree(request.tokens):
+        if candidate.reading.needs_degree(request.kv.alone):
             candidate.open = True
             self.large[ranks] = replace(self.large[ranks], needed_s=self.now, closed_s=None)
 
@@ -296,7 +296,7 @@ class _Decision:
             for _ in reading.ranks
         )
         degrees = range(self.settings.step, self.settings.most_ranks + 1)
-        return any(request.tokens <= kv and degree in degrees for (_, degree), kv in largest.items())
+        return any(request.kv.alone <= kv and degree in degrees for (_, degree), kv in largest.items())
 
     # -- back
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 
@@ -54,16 +53,15 @@ class InstanceReading:
     """Requests that it takes besides those that it has, however small; None: any number."""
     whole: int | None = None
     """KV that it has when its ranks share all layers. They do so now: None; else a change was stopped on its way."""
+    degree: int = field(init=False, compare=False)
+    """The number of ranks that share each of its layers."""
+    room: int = field(init=False, compare=False)
+    """KV that live requests may have together."""
 
-    @cached_property
-    def degree(self) -> int:
-        """The number of ranks that share each of its layers."""
-        return len(self.ranks)
-
-    @cached_property
-    def room(self) -> int:
-        """KV that live requests may have together."""
-        return self.capacity.get(self.degree, 0)
+    def __post_init__(self) -> None:
+        degree = len(self.ranks)
+        object.__setattr__(self, "degree", degree)
+        object.__setattr__(self, "room", self.capacity.get(degree, 0))
 
     def capacity_at(self, degree: int) -> int:
         """Return the KV of an instance of such a degree with these ranks, when its change is done."""
@@ -84,11 +82,6 @@ class WaitingRequest:
     kv: LiveTokens
     """KV that it needs when it begins, for its prompt, and what it may ask for then."""
     since_s: float
-
-    @property
-    def tokens(self) -> int:
-        """Its prompt, and its answer at the most."""
-        return self.kv.alone
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ def test_prices_go_towards_what_was_seen() -> None:
     after = before.learned([event(0, swap, 1000, 1.0, 5.0), event(1, Migrate((0,), "b"), 0, 9.0, 3.0)])
     prior = PRIORS[Swap]
     expected = ActionCost(prior.byte_s + (1e-6 - prior.byte_s) / 4, prior.pause_s + (5e-3 - prior.pause_s) / 4)
-    assert after.of(Swap).byte_s == pytest.approx(expected.byte_s)
-    assert after.of(Swap).pause_s == pytest.approx(expected.pause_s)
-    assert after.of(Migrate).byte_s == PRIORS[Migrate].byte_s  # nothing was copied: nothing is known of a byte
-    assert after.of(Release) == PRIORS[Release]
+    assert after.by_kind[Swap].byte_s == pytest.approx(expected.byte_s)
+    assert after.by_kind[Swap].pause_s == pytest.approx(expected.pause_s)
+    assert after.by_kind[Migrate].byte_s == PRIORS[Migrate].byte_s  # nothing was copied: nothing is known of a byte
+    assert after.by_kind[Release] == PRIORS[Release]
     assert before == ActionCosts()
 
 
@@ -37,4 +37,4 @@ def test_prices_settle_on_what_is_always_seen() -> None:
     prices = ActionCosts()
     for number in range(60):
         prices = prices.learned([event(number, Swap((0,), "int4"), 1000, 2.0, 4.0)])
-    assert prices.of(Swap) == ActionCost(pytest.approx(2e-6), pytest.approx(4e-3))  # type: ignore[arg-type]
+    assert prices.by_kind[Swap] == ActionCost(pytest.approx(2e-6), pytest.approx(4e-3))  # type: ignore[arg-type]
