@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from elastic.config import Overload
 from elastic.controller.backoff import MOST_FAILURES, regretted
@@ -66,12 +66,11 @@ class OverloadPlan:
     """Instances that would have to be added, since no drop frees enough."""
 
 
+@dataclass(frozen=True)
 class OverloadPolicy:
     """Says which groups drop layers, and which get them back. Pure: all that it remembers is in its state."""
 
-    def __init__(self, settings: Overload | None = None) -> None:
-        self.settings = settings or Overload()
-        self.tick_s = self.settings.tick_s
+    settings: Overload = field(default_factory=Overload)
 
     def decide(self, snapshot: FleetSnapshot, state: OverloadState | None = None) -> OverloadPlan:
         """Return the plan for now; its `state` is to be given at the next tick."""

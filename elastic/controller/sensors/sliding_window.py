@@ -29,8 +29,7 @@ def moving_average(average: float, value: float, weight: float) -> float:
 class TimeBuckets:
     """The buckets of time that a window still covers, the present one last."""
 
-    def __init__(self) -> None:
-        self._head: int | None = None
+    _head: int | None = None
 
     def advance(self, at_s: float) -> int:
         """Count the buckets that have passed since the last call, at most all; time that runs backwards passes none."""

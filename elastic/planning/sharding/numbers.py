@@ -22,11 +22,6 @@ def of_layers(layers: Iterable[int], of: int) -> tuple[int, ...]:
     return tuple(layer * of + part for layer in layers for part in range(of))
 
 
-def layers_of(shards: Iterable[int], of: int) -> tuple[frozenset[int], ...]:
-    """Return the shards of each layer of which there is one."""
-    return tuple(frozenset(layer * of + part for part in parts) for layer, parts in by_layer(shards, of).items())
-
-
 def whole_layers(shards: Collection[int], of: int) -> tuple[int, ...]:
     """Return the layers of which all shards are there."""
     return tuple(layer for layer, parts in by_layer(shards, of).items() if len(parts) == of)

@@ -312,7 +312,7 @@ class Lengthwise:
     """The policy, with its memory and its plans."""
 
     def __init__(self, settings: Lengths | None = None) -> None:
-        self.policy = LengthPolicy(settings)
+        self.policy = LengthPolicy(settings or Lengths())
         self.state: LengthState | None = None
 
     def decide(self, snapshot: LengthSnapshot) -> LengthPlan:

@@ -22,7 +22,7 @@ from elastic.cluster.fleet.groups.group import LayerFlip, Shape
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError
-from elastic.planning.sharding.numbers import layers_of
+from elastic.planning.sharding.numbers import by_layer
 
 HEADROOM = 1.25
 """The least that caps are lowered to for fewer rounds, in units of what live requests have and are promised."""
@@ -161,10 +161,10 @@ class Books:
         held, room, weights = self._kv(flip.target, shape.paths[flip.home]), self.rooms[flip.target], 0
         new = [part for part in room.parts_of(flip.shards) if part not in held.parts]
         more = max(a + b for a, b in zip(held.pages, self._by_group(room, new), strict=True)) - max(held.pages)
-        for shards in layers_of(shape.weights_of(flip), self._layer):
-            first = min(shards) // self._layer * self._layer
+        for layer, parts in by_layer(shape.weights_of(flip), self._layer).items():
+            first = layer * self._layer
             have = shape.weights[flip.target].intersection(range(first, first + self._layer))
-            weights += room.weights_of(have | shards) - room.weights_of(have)
+            weights += room.weights_of(have.union(first + part for part in parts)) - room.weights_of(have)
         return more + room.step_pages(len(new), beside=len(held.parts)), weights
 
     def _by_group(self, room: Room, parts: Collection[int]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from elastic.controller.policies.lengths.snapshot import InstanceReading, LiveTokens, tokens_to_end
 
@@ -80,41 +80,27 @@ class InstanceDraft:
         return True
 
 
-@dataclass(frozen=True)
-class Merger:
-    """Instances of one host that could become one which holds a request."""
+def best_merger(
+    candidates: Sequence[InstanceDraft], kv: LiveTokens, step: int, most_ranks: int
+) -> tuple[InstanceDraft, ...] | None:
+    """Return the instances of one host that had best become one for a request; None: no free ones could ever hold it.
 
-    members: tuple[InstanceDraft, ...]
-    degree: int
-    ready: bool
-    """Whether it would hold the request now; else some requests must end before."""
-
-    @property
-    def ranks(self) -> frozenset[str]:
-        """All of its ranks."""
-        return frozenset(rank for member in self.members for rank in member.reading.ranks)
-
-    @property
-    def order(self) -> tuple[bool, int, bool, float]:
-        """The better is less: at once, of few ranks, of equal degrees, with little work."""
-        mixed = len({member.reading.degree for member in self.members}) > 1
-        return not self.ready, self.degree, mixed, sum(member.load_s for member in self.members)
-
-
-def best_merger(candidates: Sequence[InstanceDraft], kv: LiveTokens, step: int, most_ranks: int) -> Merger | None:
-    """Return the instances that had best become one for a request; None: no free ones could ever hold it."""
+    The best hold it at once, are of few ranks, of equal degrees, and have little work.
+    """
     free = [candidate for candidate in candidates if not candidate.taken and not candidate.reading.busy]
     hosts = dict.fromkeys(candidate.reading.host for candidate in free)
-    mergers: list[Merger] = []
+    mergers: list[tuple[tuple[bool, int, bool, float], tuple[InstanceDraft, ...]]] = []
     for host in hosts:
         own = [candidate for candidate in free if candidate.reading.host == host]
         degree = step
         while degree <= most_ranks:
             able = [candidate for candidate in own if kv.alone <= candidate.reading.capacity_at(degree)]
             for members in filter(_complete, _sets(able, degree, step)):
-                mergers.append(Merger(members, degree, holds_together(members, kv)))
+                mixed = len({member.reading.degree for member in members}) > 1
+                load_s = sum(member.load_s for member in members)
+                mergers.append(((not holds_together(members, kv), degree, mixed, load_s), members))
             degree *= 2
-    return min(mergers, key=attrgetter("order"), default=None)
+    return min(mergers, key=itemgetter(0))[1] if mergers else None
 
 
 def room_together(members: Sequence[InstanceDraft]) -> int:

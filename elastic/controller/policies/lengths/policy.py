@@ -104,12 +104,11 @@ class LengthPlan:
     state: LengthState
 
 
+@dataclass(frozen=True)
 class LengthPolicy:
     """Says where requests go and which instances change. Pure: all that it remembers is in its state."""
 
-    def __init__(self, settings: Lengths | None = None) -> None:
-        self.settings = settings or Lengths()
-        self.tick_s = self.settings.tick_s
+    settings: Lengths = field(default_factory=Lengths)
 
     def decide(self, snapshot: LengthSnapshot, state: LengthState | None = None) -> LengthPlan:
         """Return the plan for now; its `state` is to be given at the next tick."""
@@ -280,12 +279,13 @@ class _Decision:
     def _scale_up(self, request: WaitingRequest) -> bool:
         """Have instances become one for a request; False: none can now."""
         settings = self.settings
-        merger = best_merger(self.candidates, request.kv, settings.step, settings.most_ranks)
-        if merger is None:
+        members = best_merger(self.candidates, request.kv, settings.step, settings.most_ranks)
+        if members is None:
             return False
-        self.planned[merger.ranks] = merger.members
-        self._take(merger.members)
-        self._await(request, merger.ranks)
+        ranks = frozenset(rank for member in members for rank in member.reading.ranks)
+        self.planned[ranks] = members
+        self._take(members)
+        self._await(request, ranks)
         return True
 
     def _ever_holds(self, request: WaitingRequest) -> bool:

@@ -245,7 +245,7 @@ def test_an_instance_of_a_pipeline_becomes_another_only_with_all_of_it() -> None
 
     def merged(*readings: InstanceReading) -> list[str] | None:
         found = best_merger([InstanceDraft(reading) for reading in readings], kv, 2, 4)
-        return None if found is None else sorted(found.ranks)
+        return None if found is None else sorted(rank for member in found for rank in member.reading.ranks)
 
     assert merged(*pipeline, one) == ["a", "b"]
     assert merged(pipeline[0], one) is None
