@@ -68,7 +68,7 @@ from elastic.estimation.profile import (
 )
 from elastic.estimation.profiles.store import from_json, merged, to_json
 from elastic.planning.estimate.configuration import Configuration
-from elastic.planning.estimate.devices import CPU_PAGE_BYTES, Device, of_cpu
+from elastic.planning.estimate.devices import PAGE_BYTES, Device, of_cpu
 from elastic.planning.estimate.paper import OUTPUTS, Latency, MemoryParts
 from elastic.planning.estimate.performance import InstanceCost, Load
 from elastic.planning.estimate.ranking import RankBytes
@@ -239,12 +239,12 @@ class Shape:
         for layers in even_stages(self.layers, pp):
             kv = self.room(tp, layers).pages(batch // pp, tokens)
             held.append(pages.fixed + pages.layers(layers, form, tp) + pp * kv)
-        return max(held) * CPU_PAGE_BYTES + pp * self.served_batch_bytes(form)
+        return max(held) * PAGE_BYTES["cpu"] + pp * self.served_batch_bytes(form)
 
     def room(self, tp: int, layers: range) -> KVBlockCapacity:
         """Return the blocks of some layers at one of the ranks that share them."""
         config = self.layout.decoder.config
-        return KVBlockCapacity(config, None, CPU_PAGE_BYTES, kv_shape_of(config, 4), tp, layers)
+        return KVBlockCapacity(config, None, PAGE_BYTES["cpu"], kv_shape_of(config, 4), tp, layers)
 
     def served_batch_bytes(self, form: str) -> int:
         """Return what the largest batch of the points takes at a rank."""
@@ -259,7 +259,7 @@ class Shape:
         room, share, sums = self.room(1, range(self.layers)), self.profile.activations[form], []
         for mix in MIXES:
             pages = room.pages(len(mix), max(start + count for start, count in mix))
-            sums.append(share * bound_bytes(self.layout, mix, "full", "cpu") + pages * CPU_PAGE_BYTES)
+            sums.append(share * bound_bytes(self.layout, mix, "full", "cpu") + pages * PAGE_BYTES["cpu"])
         return int(max(sums)) + self.profile.scratch_bytes[form]
 
     def cost_row(self, measured: Taken) -> Row:
@@ -286,7 +286,7 @@ class Shape:
 
     def fingerprint_bytes(self) -> list[float]:
         """Return, by kind, the ledger's share of the whole model's bytes, over the share of its layers and the rest."""
-        found, page = [], CPU_PAGE_BYTES
+        found, page = [], PAGE_BYTES["cpu"]
         pages = self.estimator(Load(90, 12)).pages
         for kind in self.layout.kinds:
             small = fingerprint(self.path, fingerprint_layers(kind), torch.float32)

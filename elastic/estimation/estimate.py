@@ -23,7 +23,7 @@ from elastic.estimation.weight_pages import WeightPages, variant_config
 from elastic.estimation.work import activation_bytes, copied_share, copies_blocks, read_bytes
 from elastic.planning.deployment.placing import MOST_REQUESTS
 from elastic.planning.estimate.configuration import FULL, Configuration, configurations, named_forms
-from elastic.planning.estimate.devices import Device
+from elastic.planning.estimate.devices import PAGE_BYTES, Device
 from elastic.planning.estimate.intent import Intent, Objective
 from elastic.planning.estimate.paper import OUTPUTS, Latency, MemoryParts, estimate_by_parts
 from elastic.planning.estimate.performance import USUAL_LOAD, InstanceCost, Load
@@ -149,8 +149,8 @@ class Estimator:
         kind = self.devices[0].kind
         sheet = KernelTarget(kind.type, kind.instructions)
         target = sheet if kind.instructions else KernelTarget.of(torch.device(kind.type))
-        self.pages = WeightPages(self.layout, kind.page_bytes, target)
-        self.room = cache(partial(KVBlockCapacity, config, self.block_tokens, kind.page_bytes))
+        self.pages = WeightPages(self.layout, PAGE_BYTES[kind.type], target)
+        self.room = cache(partial(KVBlockCapacity, config, self.block_tokens, PAGE_BYTES[kind.type]))
         self._activations = cache(partial(activation_bytes, self.layout, self.step_tokens, context=self.load.tokens))
         self.costs = costs_of(self.pages, kind, self.profile)
 

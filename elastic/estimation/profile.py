@@ -26,7 +26,7 @@ from elastic.estimation.work import copies_blocks, layer_work, window_of
 from elastic.memory.backends.cuda import require_cuda
 from elastic.memory.backends.streams import synchronize
 from elastic.planning.estimate.configuration import FULL, split_form
-from elastic.planning.estimate.devices import CPU_PAGE_BYTES, CUDA_PAGE_BYTES
+from elastic.planning.estimate.devices import PAGE_BYTES
 from elastic.planning.estimate.layer_cost import LayerCost, r_squared
 from elastic.planning.estimate.performance import NO_HANDOVERS, Handovers
 from elastic.planning.measured_cost import LinearLatency
@@ -155,7 +155,7 @@ def reading_rate(nbytes: int, device: torch.device, pace: Pace | None) -> float:
 
 def least_bytes(layout: ModelLayout, kind: LayerKind, form: str, device: str) -> float:
     """Return the bytes of weights that a layer in a form reads for one token."""
-    page_bytes = CPU_PAGE_BYTES if device == "cpu" else CUDA_PAGE_BYTES
+    page_bytes = PAGE_BYTES[device]
     weights, kv = split_form(form)
     pages = WeightPages(layout, page_bytes, KernelTarget.of(torch.device(device)))
     works = layer_work(pages, kind, weights, layout.kv_shape(kv), 1)
@@ -251,7 +251,7 @@ def engine_for(
 def _budget(model: Any, weights: str, kv: str, device: torch.device, tokens: int) -> int:
     """Return the bytes that a model needs with so many tokens of some requests."""
     layout = layout_of(model)
-    page_bytes = CPU_PAGE_BYTES if device.type == "cpu" else CUDA_PAGE_BYTES
+    page_bytes = PAGE_BYTES[device.type]
     pages = WeightPages(layout, page_bytes, KernelTarget.of(device))
     every = range(len(layout.decoder.layers))
     room = KVBlockCapacity(layout.decoder.config, None, page_bytes, layout.kv_shape(kv), 1, every)

@@ -14,7 +14,7 @@ import logging
 import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -133,8 +133,8 @@ def device_name(device: str) -> str:
 
 def _chunk_cost(fields: Mapping[str, Any]) -> ChunkCost:
     cost = ChunkCost(**{name: float(value) for name, value in fields.items()})
-    if not all(math.isfinite(each) and each >= 0 for each in cost.coefficients):
-        raise ValueError(f"coefficients {cost.coefficients} are no seconds")
+    if not all(math.isfinite(each) and each >= 0 for each in astuple(cost)):
+        raise ValueError(f"coefficients {astuple(cost)} are no seconds")
     return cost
 
 

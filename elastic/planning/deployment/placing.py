@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from typing import Protocol
 
@@ -48,17 +48,19 @@ class Deployment:
     """For each stage, the share of time that its devices compute for this model at the expected rate."""
     passed_over: tuple[tuple[Configuration, str], ...] = ()
     """What the intent prefers, and why it could not be."""
+    instances: tuple[tuple[Stage, ...], ...] = field(init=False, repr=False, compare=False)
+    """The stages of each instance: one begins with the first layer."""
+    devices: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """All devices that it is on."""
+    nbytes: int = field(init=False, repr=False, compare=False)
+    """Bytes that it takes of all devices together."""
 
-    @property
-    def instances(self) -> tuple[tuple[Stage, ...], ...]:
-        """The stages of each instance: one begins with the first layer."""
+    def __post_init__(self) -> None:
         starts = [number for number, stage in enumerate(self.stages) if not stage.layers.start]
-        return tuple(self.stages[a:b] for a, b in zip(starts, [*starts[1:], len(self.stages)], strict=True))
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """All devices that it is on."""
-        return tuple(name for stage in self.stages for name in stage.devices)
+        ends = [*starts[1:], len(self.stages)]
+        object.__setattr__(self, "instances", tuple(self.stages[a:b] for a, b in zip(starts, ends, strict=True)))
+        object.__setattr__(self, "devices", tuple(name for stage in self.stages for name in stage.devices))
+        object.__setattr__(self, "nbytes", sum(stage.nbytes * len(stage.devices) for stage in self.stages))
 
     @property
     def links(self) -> tuple[tuple[str, str], ...]:
@@ -70,11 +72,6 @@ class Deployment:
             for stage, following in pairwise(rounds):
                 pairs |= dict.fromkeys(zip(stage.devices, following.devices, strict=True))
         return tuple(pairs)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes of all devices together."""
-        return sum(stage.nbytes * len(stage.devices) for stage in self.stages)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from elastic.errors import ConfigError
 
 LINK_LATENCY_S = 2e-5
-CUDA_PAGE_BYTES = 2 << 20
-CPU_PAGE_BYTES = 64 << 10
+PAGE_BYTES = {"cpu": 64 << 10, "cuda": 2 << 20}
+"""Type of a device -> the usual size of a page there."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,6 @@ class DeviceKind:
     link_bytes_s: float
     source: str
     """Where the figures are from."""
-
-    @property
-    def page_bytes(self) -> int:
-        """The usual size of a page there."""
-        return CPU_PAGE_BYTES if self.type == "cpu" else CUDA_PAGE_BYTES
 
 
 def _cuda(

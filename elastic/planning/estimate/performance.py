@@ -160,13 +160,9 @@ class InstanceCost:
             math.fsum(map(math.prod, zip(cohorts.values(), each, strict=True))) for each in zip(*steps, strict=True)
         )
 
-    def prompt_busy_s(self, load: Load, running: int = 0) -> float:
-        """Return for how long a prompt keeps the busiest stage from other work, while so many requests run."""
-        return max(self.prompt_s(load, running))
-
     def tpot_s(self, load: Load, running: int) -> float:
         """Return the seconds from token to token, with prompts at the load's rate in between; inf: they take it all."""
-        left = 1 - load.rate * self.prompt_busy_s(load, running)
+        left = 1 - load.rate * max(self.prompt_s(load, running))
         return self.round_s(load, running) / left if left > 0 else math.inf
 
     def most_rate(self, load: Load, running: int) -> float:
@@ -176,7 +172,7 @@ class InstanceCost:
         """
         even = running - running % len(self.stages)
         seconds = min(self.round_s(load, count) / count for count in range(max(1, even), running + 1))
-        return 1 / (load.new * seconds + self.prompt_busy_s(load, running))
+        return 1 / (load.new * seconds + max(self.prompt_s(load, running)))
 
     def busy(self, load: Load, running: int) -> tuple[float, ...]:
         """Return for each stage the share of time that it computes at the load's rate, so many running at a time."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 from elastic.errors import ConfigError
@@ -74,16 +74,11 @@ class ChunkCost:
         return max(0, math.floor(min(chunk.tokens, tokens) + 1e-9))  # infinitely many, where tokens cost nothing
 
     def __add__(self, other: ChunkCost) -> ChunkCost:
-        return ChunkCost(*(a + b for a, b in zip(self.coefficients, other.coefficients, strict=True)))
+        return ChunkCost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def times(self, factor: float) -> ChunkCost:
         """Return so many times these seconds, such as those of several layers alike."""
-        return ChunkCost(*(factor * a for a in self.coefficients))
-
-    @property
-    def coefficients(self) -> tuple[float, ...]:
-        """All of them, in the order of the fields."""
-        return tuple(getattr(self, field.name) for field in fields(self))
+        return ChunkCost(*(factor * a for a in astuple(self)))
 
     @classmethod
     def fit(cls, samples: Sequence[BatchTiming], form: str = "two alphas and reads") -> ChunkCost:

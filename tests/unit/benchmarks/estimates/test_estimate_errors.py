@@ -18,7 +18,7 @@ from estimate_shapes import at_rest, config, save
 import elastic
 from elastic.estimation.model_layout import layout_of
 from elastic.estimation.weight_pages import WeightPages
-from elastic.planning.estimate.devices import CPU_PAGE_BYTES
+from elastic.planning.estimate.devices import PAGE_BYTES
 from elastic.quant.formats.base import KernelTarget
 from elastic.types import PlaceStatus
 
@@ -68,7 +68,7 @@ def test_stages_hold_what_is_estimated_whatever_forms_were_there_before(tmp_path
     """The kernel's count against the estimate's, whose code the ledger shares."""
     path, own = save(config("llama", 6, 256), tmp_path), {"r0": range(4), "r1": range(4, 6)}
     layout = layout_of(str(path), torch.float32)
-    pages = WeightPages(layout, CPU_PAGE_BYTES, KernelTarget.of(torch.device("cpu")))
+    pages = WeightPages(layout, PAGE_BYTES["cpu"], KernelTarget.of(torch.device("cpu")))
     with ranks(path, ("full", "int8"), 1, launch=launcher) as (engine, route):
         done(engine.drop(layers={"r0": own["r1"], "r1": own["r0"]}))
         route.spread = True
@@ -80,13 +80,13 @@ def test_stages_hold_what_is_estimated_whatever_forms_were_there_before(tmp_path
             serve(engine, at_rest(2))
             for rank, layers in own.items():
                 due = pages.fixed + pages.layers(layers, form, 1) + 2 * len(layers)  # a page for each of two instances
-                assert held_bytes(engine, rank) == due * CPU_PAGE_BYTES
+                assert held_bytes(engine, rank) == due * PAGE_BYTES["cpu"]
 
 
 def test_a_rank_that_may_keep_unused_pages_for_keys_and_values_is_refused() -> None:
     """Of 20 MiB that were created and that nobody uses, 8 are among those kept, and 12 are told."""
     mib = 1 << 20
-    place = PlaceStatus("cpu", CPU_PAGE_BYTES, 64 * mib, {"kv": 52 * mib}, 12 * mib, 8 * mib, 4 * mib, 1)
+    place = PlaceStatus("cpu", PAGE_BYTES["cpu"], 64 * mib, {"kv": 52 * mib}, 12 * mib, 8 * mib, 4 * mib, 1)
     engine = Mock(look=Mock(return_value=Mock(status=Mock(places=(place,)))))
     with pytest.raises(RuntimeError, match="give its place more memory"):
         held_bytes(engine, "r0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
 COST, HOP_S = ChunkCost(0.0, 0.0, 1e-4, 2e-2, 1.8e-2), 1e-3
 """Without attention: each token of an answer takes as long."""
 COSTS = stages.Costs(
-    dict(zip(("prefix", "own", "token", "chunk", "shared", "read"), COST.coefficients, strict=True)),
+    dict(zip(("prefix", "own", "token", "chunk", "shared", "read"), astuple(COST), strict=True)),
     rest=0.05, hop_s=HOP_S, byte_s=0.0, contention=0.0, stage_s=0.0,
 )  # fmt: skip
 

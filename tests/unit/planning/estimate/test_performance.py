@@ -94,7 +94,7 @@ def test_short_prompts_are_computed_together_so_that_more_are_served_than_one_by
         cost = InstanceCost((((Roofline((Work(1e9, 2e9),), 1e15, 1e11), 4),),) * stages)
         rates = [cost.most_rate(load, running) for running in range(1, 129)]
         assert rates == sorted(rates)
-        assert rates[-1] > 1 / cost.prompt_busy_s(load)
+        assert rates[-1] > 1 / max(cost.prompt_s(load))
         for share in (0.1, 0.5, 0.9, 0.99):
             asked = replace(load, rate=share * rates[-1])
             enough = [n for n in range(1, 129) if asked.rate * asked.new * cost.tpot_s(asked, n) <= n]
@@ -124,7 +124,7 @@ def test_the_most_served_is_what_a_simulated_clock_serves() -> None:
         progress = [tokens + 1 for tokens in progress]
         ended = sum(tokens >= load.new for tokens in progress)
         progress = [tokens % load.new for tokens in progress]
-        clock += ended * cost.prompt_busy_s(load)
+        clock += ended * max(cost.prompt_s(load))
         done += ended
     assert done / clock == pytest.approx(cost.most_rate(load, batch), rel=0.02)
 
@@ -143,7 +143,7 @@ def test_stages_add_hops_to_a_token_and_halve_the_busiest() -> None:
     piped = InstanceCost((((FULL, 4),), ((FULL, 4),)), hop=hop, token_bytes=1024)
     load = Load(256, 64)
     assert piped.ttft_s(load) == pytest.approx(plain.ttft_s(load) + 2 * hop(1024 * 256))
-    assert piped.prompt_busy_s(load) == pytest.approx(plain.prompt_busy_s(load) / 2)
+    assert max(piped.prompt_s(load)) == pytest.approx(max(plain.prompt_s(load)) / 2)
     assert piped.most_rate(load, 32) > 1.5 * plain.most_rate(load, 32)
     assert piped.round_s(load, 1) > plain.round_s(load, 1)
 
