@@ -17,7 +17,7 @@ from elastic.estimation.placement import ModelSpace, place_models
 from elastic.planning.deployment.devices import DeviceState
 from elastic.planning.deployment.placing import Deployment, place
 from elastic.planning.estimate.configuration import Configuration
-from elastic.planning.estimate.devices import SHEETS, Device, several
+from elastic.planning.estimate.devices import PAGE_BYTES, SHEETS, Device, several
 from elastic.planning.estimate.performance import Load
 from elastic.planning.estimate.ranking import RankBytes, judge
 from support import architectures
@@ -49,7 +49,7 @@ def test_a_budget_of_what_is_needed_has_room_for_the_requests_and_hardly_more(es
                 requests,
             )
             assert room.requests == requests
-            tight = [several(kind, 1, need - 2 * kind.page_bytes * len(placed.stages[0].layers) - 4096)[0]]
+            tight = [several(kind, 1, need - 2 * PAGE_BYTES[kind.type] * len(placed.stages[0].layers) - 4096)[0]]
             less = estimator.candidate_on(
                 option.configuration,
                 [stage.layers for stage in placed.stages],

@@ -21,7 +21,7 @@ from elastic.estimation.model_layout import layout_of
 from elastic.estimation.placement import ModelSpace
 from elastic.planning.deployment.placing import Deployment
 from elastic.planning.estimate.configuration import Configuration
-from elastic.planning.estimate.devices import SHEETS, several
+from elastic.planning.estimate.devices import PAGE_BYTES, SHEETS, several
 from elastic.planning.estimate.performance import Load
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.clock import VirtualClock
@@ -102,7 +102,7 @@ def test_an_instance_has_no_more_pages_than_were_reserved_for_it() -> None:
     assert run.deployments is not None
     for name, fleet in run.deployments.fleets.items():
         (placed,) = fleet.placed
-        assert 0 < placed.pages.budget * SHEETS["a6000"].page_bytes <= run.report.placements[name]["bytes"]
+        assert 0 < placed.pages.budget * PAGE_BYTES["cuda"] <= run.report.placements[name]["bytes"]
         assert placed.pages.weights < placed.pages.budget
 
 
