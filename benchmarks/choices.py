@@ -182,8 +182,9 @@ def copies() -> Works:
 def pieces() -> Works:
     """64 tokens through an int4 matrix, 2048 -> 2048, that is expanded in pieces."""
     config, matrix, target = CONFIGS["int4"], MatrixShape(2048, 2048), KernelTarget.of(CPU)
-    parts = format_of(config).quantize(config, torch.randn(2048, 2048), None, target)
-    path = format_of(config).paths(config, parts, matrix, target)["expanded"]
+    form = format_of(config)(config, matrix, target)
+    parts = form.quantize(torch.randn(2048, 2048), None)
+    path = form.paths(parts)["expanded"]
     x = torch.randn(64, 2048)
 
     def expand(size: int) -> Callable[[], Any]:

@@ -18,7 +18,7 @@ from common import arguments, finish, seconds, table
 
 from elastic.quant.formats.base import KernelTarget, MatrixShape
 from elastic.quant.formats.integer import Integers
-from elastic.quant.kernels.integer_format import INTEGERS
+from elastic.quant.kernels.integer_format import IntegerFormat
 
 CONFIGS = {"int8": Integers(8, -1, symmetric=True), "int4": Integers(4, 128), "int3": Integers(3, 128)}
 TOKENS = (1, 64)
@@ -30,9 +30,10 @@ def rows(device: str, dtype: torch.dtype, size: int) -> list[dict[str, Any]]:
     found = []
     for name, config in CONFIGS.items():
         weight = torch.randn(size, size, dtype=dtype)
-        packed = INTEGERS.quantize(config, weight, None, target)
+        form = IntegerFormat(config, matrix, target)
+        packed = form.quantize(weight, None)
         parts = {key: part.to(device) for key, part in packed.items()}
-        for path, kernel in INTEGERS.paths(config, parts, matrix, target).items():
+        for path, kernel in form.paths(parts).items():
             for tokens in TOKENS:
                 x = torch.randn(tokens, size, device=device, dtype=dtype)
                 first, second = (1e3 * seconds(partial(kernel, x, parts), device) for _ in "ab")

@@ -31,7 +31,7 @@ from elastic.quant.formats.integer import Integers
 from elastic.quant.formats.kernel_table import KernelTable
 from elastic.quant.formats.pruned import SemiStructured, Unstructured
 from elastic.quant.kernels import integer_format  # noqa: F401  (registers its format)
-from elastic.quant.kernels.marlin import MARLIN, Marlin
+from elastic.quant.kernels.marlin import Marlin, MarlinFormat
 from elastic.quant.pruning import sparse_format  # noqa: F401  (the same)
 
 SHAPES = ((768, 768), (768, 2048), (2048, 2048), (4096, 4096), (4096, 11008), (11008, 4096))
@@ -55,7 +55,7 @@ def configs(device: str) -> dict[str, Any]:
     if device == "cpu":
         return CONFIGS
     try:
-        MARLIN.paths(ON_MARLIN["int4, Marlin"], {}, MatrixShape(64, 128), KernelTarget.of(torch.device(device)))
+        MarlinFormat(ON_MARLIN["int4, Marlin"], MatrixShape(64, 128), KernelTarget.of(torch.device(device))).paths({})
     except BackendUnavailable as error:
         print(f"without Marlin's kernels: {error}")
         return CONFIGS
@@ -117,7 +117,8 @@ class Variant:
 def variant(name: str, config: Any, weight: torch.Tensor, device: str) -> Variant:
     matrix = MatrixShape(*weight.shape)
     target = KernelTarget.of(torch.device(device))
-    parts = {key: part.to(device) for key, part in format_of(config).quantize(config, weight, None, target).items()}
+    form = format_of(config)(config, matrix, target)
+    parts = {key: part.to(device) for key, part in form.quantize(weight, None).items()}
     kinds = {"weight-only": config}
     if type(config) is Integers:  # there is no such product on Marlin
         kinds["dynamic"] = replace(config, dynamic=True)
@@ -125,9 +126,7 @@ def variant(name: str, config: Any, weight: torch.Tensor, device: str) -> Varian
         kind: measure(KernelTable(), chosen, parts, matrix, target, weight.dtype, buckets=TOKENS)
         for kind, chosen in kinds.items()
     }
-    paths = format_of(config).paths(config, parts, matrix, target)
-    value = format_of(config).value(config, parts, matrix, target)
-    return Variant(name, matrix, value, paths, [parts, *clones(parts)], chosen)
+    return Variant(name, matrix, form.value(parts), form.paths(parts), [parts, *clones(parts)], chosen)
 
 
 def compare(

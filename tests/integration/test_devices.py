@@ -252,7 +252,7 @@ def test_a_packed_layer_lies_as_the_kernels_of_its_place_want_it(
     home = weight.weight.source.packed
     rt.migrate(1, "there")
     away = weight.weight.source.packed
-    assert (away.target, away.parts["packed"].device) == (other_kernels, THERE)
+    assert (away.format.target, away.parts["packed"].device) == (other_kernels, THERE)
     assert torch.equal(away.value().to(HERE), home.value())
     rt.migrate(1, "cpu#a")
     assert all(torch.equal(part, home.parts[name]) for name, part in weight.weight.source.packed.parts.items())

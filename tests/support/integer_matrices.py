@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from elastic.quant.formats.base import MatrixShape
+from elastic.quant.formats.base import KernelTarget, MatrixShape, PackedTensors
 from elastic.quant.formats.integer import Integers, QuantizedMatrix
+from elastic.quant.kernels.integer_format import IntegerFormat
 
 
 @st.composite
@@ -34,3 +35,13 @@ def codes(draw: st.DrawFn, config: Integers, matrix: MatrixShape) -> QuantizedMa
         order,
         scale,
     )
+
+
+def pack(config: Integers, codes: QuantizedMatrix, target: KernelTarget) -> PackedTensors:
+    """Lay codes, [outputs, inputs], out for a target."""
+    return IntegerFormat(config, MatrixShape(*codes.codes.shape), target).pack(codes)
+
+
+def unpack(config: Integers, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget) -> QuantizedMatrix:
+    """Read the codes, [outputs, inputs], that were packed for a target."""
+    return IntegerFormat(config, matrix, target).layout.unpack(parts)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import elastic
-from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, register
+from elastic.quant.formats.base import Format, Kernel, KernelTarget, PackedTensors, PartShapes, register
 
 
 @dataclass(frozen=True)
@@ -18,30 +18,24 @@ class Halves:
     """The config."""
 
 
-class HalvesFormat:
-    def supports(self, config: Any, matrix: MatrixShape) -> str | None:
-        return None
+class HalvesFormat(Format):
+    def part_shapes(self, dtype: torch.dtype) -> PartShapes:
+        return {"packed": ((self.matrix.outputs, self.matrix.inputs), torch.bfloat16)}
 
-    def quantize(
-        self, config: Any, weight: torch.Tensor, inputs: torch.Tensor | None, target: KernelTarget
-    ) -> PackedTensors:
+    def quantize(self, weight: torch.Tensor, inputs: torch.Tensor | None) -> PackedTensors:
         return {"packed": weight.to(torch.bfloat16).contiguous()}
 
-    def value(self, config: Any, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget) -> torch.Tensor:
+    def value(self, parts: PackedTensors) -> torch.Tensor:
         return parts["packed"].float()
 
-    def paths(
-        self, config: Any, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget
-    ) -> Mapping[str, Kernel]:
+    def paths(self, parts: PackedTensors) -> Mapping[str, Kernel]:
         return {"reference": lambda x, parts: F.linear(x, parts["packed"].to(x.dtype))}
 
-    def repack(
-        self, config: Any, parts: PackedTensors, matrix: MatrixShape, packed_for: KernelTarget, target: KernelTarget
-    ) -> PackedTensors:
+    def repack(self, parts: PackedTensors, target: KernelTarget) -> PackedTensors:
         return parts
 
 
-register(Halves, HalvesFormat())
+register(Halves, HalvesFormat)
 HALF = elastic.Variant("half", Halves())
 
 

@@ -44,7 +44,7 @@ def measure(
     states their error). With `rebinds`, parts are bound for each product, as those of an expert are; else once.
     """
     product = MatmulSpec.of(config, parts, matrix, target, dtype)
-    paths = dict(format_of(config).paths(config, parts, matrix, target))
+    paths = dict(format_of(config)(config, matrix, target).paths(parts))
     dynamic = getattr(config, "dynamic", False)
     tried = {name: path for name, path in paths.items() if name not in NEVER or (dynamic and name == "dynamic")}
     missing = sorted(set(buckets) - table.chosen(product).keys())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -51,43 +52,58 @@ class KernelTarget:
         return int(self.instructions.removeprefix("sm"))
 
 
-class Format(Protocol):
-    """The packing of matrices of one type of config, and their products."""
+@dataclass(frozen=True)
+class Format(ABC):
+    """How a matrix of one shape is packed by a config for one target, and its products: the base of all formats.
 
-    def supports(self, config: Any, matrix: MatrixShape) -> str | None:
-        """Return None, or in words why a matrix of this shape cannot be packed."""
+    Raises `ConfigError` for a matrix that the config cannot pack.
+    """
 
-    def part_shapes(self, config: Any, matrix: MatrixShape, dtype: torch.dtype, target: KernelTarget) -> PartShapes:
-        """Return the parts that a matrix of this shape and dtype is packed into without samples, in their order.
+    config: Any
+    matrix: MatrixShape
+    target: KernelTarget
+
+    def __post_init__(self) -> None:
+        problem = self.supports(self.config, self.matrix)
+        if problem is not None:
+            shape = [self.matrix.outputs, self.matrix.inputs]
+            raise ConfigError(f"{self.config} cannot pack a matrix of shape {shape}: {problem}")
+
+    @staticmethod
+    def supports(config: Any, matrix: MatrixShape) -> str | None:
+        """Return None, or in words why a matrix of this shape cannot be packed; where no format says more, all can."""
+        return None
+
+    @abstractmethod
+    def part_shapes(self, dtype: torch.dtype) -> PartShapes:
+        """Return the parts that a matrix of this dtype is packed into without samples, in their order.
 
         Where the weights decide whether there is a part, it is there. Raises `ConfigError` for a format whose parts are
         known for whole layers only.
         """
 
-    def quantize(
-        self, config: Any, weight: torch.Tensor, inputs: torch.Tensor | None, target: KernelTarget
-    ) -> PackedTensors:
+    @abstractmethod
+    def quantize(self, weight: torch.Tensor, inputs: torch.Tensor | None) -> PackedTensors:
         """Pack a matrix.
 
         weight: [outputs, inputs], any float dtype. inputs: [tokens, inputs], any float dtype: samples of what the
-        matrix is multiplied with, if they are known. Raises `ConfigError` for a shape that is not supported.
+        matrix is multiplied with, if they are known.
         """
 
-    def value(self, config: Any, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget) -> torch.Tensor:
+    @abstractmethod
+    def value(self, parts: PackedTensors) -> torch.Tensor:
         """Expand parts to the matrix that they stand for, float32 [outputs, inputs]: the reference of every path."""
 
-    def paths(
-        self, config: Any, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget
-    ) -> Mapping[str, Kernel]:
+    @abstractmethod
+    def paths(self, parts: PackedTensors) -> Mapping[str, Kernel]:
         """Return the kernels that multiply x: [tokens, inputs] with such parts, by name.
 
         They may depend on which parts there are, not on their contents. "reference" (`value`, then a plain product) is
         always one of them.
         """
 
-    def repack(
-        self, config: Any, parts: PackedTensors, matrix: MatrixShape, packed_for: KernelTarget, target: KernelTarget
-    ) -> PackedTensors:
+    @abstractmethod
+    def repack(self, parts: PackedTensors, target: KernelTarget) -> PackedTensors:
         """Return the parts of the same [outputs, inputs] matrix for another target, with the very same codes."""
 
 
@@ -97,31 +113,20 @@ def bind(path: Kernel, parts: PackedTensors) -> BoundKernel:
     return bind_parts(parts) if bind_parts is not None else lambda x: path(x, parts)
 
 
-_formats: dict[type, Format] = {}
+_formats: dict[type, type[Format]] = {}
 
 
-def register(config: type, format: Format) -> None:
+def register(config: type, format: type[Format]) -> None:
     """Have matrices whose config is of this type packed by this format."""
     _formats[config] = format
 
 
-def format_of(config: Any) -> Format:
+def format_of(config: Any) -> type[Format]:
     """Return the format of a config. Raises `ConfigError` for a type that is not registered."""
     if type(config) not in _formats:
         names = ", ".join(sorted(kind.__name__ for kind in _formats))
         raise ConfigError(f"{config!r} is the config of no format; use one of: {names}")
     return _formats[type(config)]
-
-
-def require_packable(config: Any, shape: Sequence[int]) -> MatrixShape:
-    """Return the shape of a matrix. Raises `ConfigError` for one that a config's format cannot pack."""
-    if len(shape) != 2:
-        raise ConfigError(f"a matrix has two dimensions, not the shape {tuple(shape)}")
-    matrix = MatrixShape(*shape)
-    problem = format_of(config).supports(config, matrix)
-    if problem is not None:
-        raise ConfigError(f"{config} cannot pack a matrix of shape {list(shape)}: {problem}")
-    return matrix
 
 
 def require_samples(inputs: torch.Tensor, weight: torch.Tensor) -> None:

@@ -32,7 +32,6 @@ from dataclasses import dataclass
 import torch
 
 from elastic.quant.formats.base import BoundKernel, Kernel, KernelTarget, MatrixShape, PackedTensors
-from elastic.quant.formats.integer import Integers
 from elastic.quant.kernels.checks import BindKernel, CheckedKernel, bindable
 from elastic.quant.kernels.compiled.integer_matmul import (
     WIDTHS,
@@ -43,33 +42,22 @@ from elastic.quant.kernels.compiled.integer_matmul import (
     multiplies_rows,
 )
 from elastic.quant.kernels.cpu_dequant import bytes_and_steps, floats, nibbles
-from elastic.quant.kernels.cpu_layout import (
-    encoding_of,
-    kernel_group,
-    pack,
-    part_shapes,
-    required,
-    unpack,
-    whole_rows,
-    zero_shifts,
-)
+from elastic.quant.kernels.cpu_layout import CpuLayout, zero_shifts
 from elastic.quant.kernels.int4_layout import kernel_agrees
 from elastic.quant.kernels.workspace import pad_rows, scratch
-
-__all__ = ["pack", "part_shapes", "paths", "unpack"]
 
 logger = logging.getLogger(__name__)
 
 
-def paths(config: Integers, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget) -> Mapping[str, Kernel]:
+def paths(layout: CpuLayout, parts: PackedTensors) -> Mapping[str, Kernel]:
     """Return the kernels of this machine for x: [tokens, inputs]; "packed" where torch's kernel takes these groups."""
     made: RowKernels | Int4Kernels
-    if whole_rows(config, matrix):
+    matrix, target = layout.matrix, layout.target
+    if layout.whole_rows:
         made, torchs_own, compiled = RowKernels(matrix), "offsets" not in parts, multiplies_rows(matrix.outputs)
     else:
-        group = kernel_group(config, matrix)
-        made, torchs_own = Int4Kernels(config, matrix, target), _int4_kernel_takes(group, target)
-        compiled = multiplies_nibbles(target.instructions, group)
+        made, torchs_own = Int4Kernels(layout), _int4_kernel_takes(layout.group, target)
+        compiled = multiplies_nibbles(target.instructions, layout.group)
     kernels: dict[str, BindKernel] = {
         **({"compiled": made.bind_compiled} if compiled else {}),
         **({"packed": made.bind_packed} if torchs_own else {}),
@@ -77,8 +65,7 @@ def paths(config: Integers, parts: PackedTensors, matrix: MatrixShape, target: K
         "expanded_float32": bindable(functools.partial(made.expanded, dtype=torch.float32)),
         "dynamic": bindable(made.dynamic),
     }
-    shapes = required(config, matrix)
-    return {name: CheckedKernel(matrix, shapes, kernel) for name, kernel in kernels.items()}
+    return {name: CheckedKernel(matrix, layout.required, kernel) for name, kernel in kernels.items()}
 
 
 def _int4_kernel_takes(group: int, target: KernelTarget) -> bool:
@@ -138,37 +125,35 @@ class RowKernels:
 class Int4Kernels:
     """Kernels of int4, int3, and int8 in groups."""
 
-    config: Integers
-    matrix: MatrixShape
-    target: KernelTarget
+    layout: CpuLayout
 
     def bind_compiled(self, parts: PackedTensors) -> BoundKernel:
         """Fix the parts of the kernel in C++, for x: [tokens, inputs] -> float32 [tokens, outputs]."""
-        encoding, width = encoding_of(self.config, self.matrix), WIDTHS[self.target.instructions]
+        layout, encoding, width = self.layout, self.layout.encoding, WIDTHS[self.layout.target.instructions]
         middle, factor = float(encoding.middle * encoding.step), float(encoding.factor)
-        scales, outputs = parts["scales"], self.matrix.outputs
+        scales, outputs = parts["scales"], layout.matrix.outputs
 
         def by_slabs(x: torch.Tensor) -> torch.Tensor:
             """Multiply x: [tokens, inputs] with int3, whose nibbles are expanded in every product."""
             values, y = x.float(), torch.empty(x.shape[0], outputs, dtype=torch.float32)
-            for columns, planes in nibbles(self.config, parts, self.matrix):
+            for columns, planes in nibbles(layout, parts):
                 int4_matmul(values, planes, scales[:, columns], width, middle, factor, y[:, columns])
             return y
 
-        if self.config.bits == 3:
+        if layout.config.bits == 3:
             return by_slabs
-        ((_, planes),) = nibbles(self.config, parts, self.matrix)
+        ((_, planes),) = nibbles(layout, parts)
         product = bind_int4(planes, scales, width, middle, factor)
         return lambda x: product(x.float())
 
     def bind_packed(self, parts: PackedTensors) -> BoundKernel:
         """Fix the parts of torch's int4 kernel, for x: [tokens, inputs] -> [tokens, outputs]; int8 are two products."""
-        kernel, group = torch.ops.aten._weight_int4pack_mm_for_cpu.default, kernel_group(self.config, self.matrix)
-        (upper_scales, *lower_scales), lost = self._scales_of_halves(parts["scales"])
-        if self.config.bits == 3:
+        layout, kernel = self.layout, torch.ops.aten._weight_int4pack_mm_for_cpu.default
+        group, (upper_scales, *lower_scales), lost = layout.group, *self._scales_of_halves(parts["scales"])
+        if layout.config.bits == 3:
             return lambda x: _with_offsets(self._packed_by_slabs(x.to(torch.bfloat16), parts), x, lost)
-        ((_, planes),) = nibbles(self.config, parts, self.matrix)
-        upper, *lower = [plane.view(self.matrix.outputs, self.matrix.inputs // 2) for plane in planes]
+        ((_, planes),) = nibbles(layout, parts)
+        upper, *lower = [plane.view(layout.matrix.outputs, layout.matrix.inputs // 2) for plane in planes]
 
         def product(x: torch.Tensor) -> torch.Tensor:
             """Multiply x: [tokens, inputs] with int4, or with the upper and the lower halves of int8 codes."""
@@ -182,11 +167,11 @@ class Int4Kernels:
 
     def _packed_by_slabs(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
         """Multiply x: bfloat16 [tokens, inputs] with int3, whose nibbles are expanded in every product, by slabs."""
-        group, products = kernel_group(self.config, self.matrix), []
-        for columns, (plane,) in nibbles(self.config, parts, self.matrix):
+        products = []
+        for columns, (plane,) in nibbles(self.layout, parts):
             scales = parts["scales"][:, columns].contiguous()
-            packed = plane.view(scales.shape[1], self.matrix.inputs // 2)
-            products.append(torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group, scales))
+            packed = plane.view(scales.shape[1], self.layout.matrix.inputs // 2)
+            products.append(torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, self.layout.group, scales))
         return products[0] if len(products) == 1 else torch.cat(products, 1)
 
     def _scales_of_halves(self, scales: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -196,9 +181,9 @@ class Int4Kernels:
         Of int8 each half has an offset of its own: with a common one both products are large where zero points are far
         from the middle, and cancel each other after they were rounded.
         """
-        encoding, (scale, offset) = encoding_of(self.config, self.matrix), scales.float().unbind(2)
-        lost = encoding.exact_offsets(scale, offset)
-        if self.config.bits != 8:
+        scale, offset = scales.float().unbind(2)
+        lost = self.layout.encoding.exact_offsets(scale, offset)
+        if self.layout.config.bits != 8:
             lost -= offset
             return [scales.contiguous()], lost.to(torch.bfloat16) if lost.any() else None
         lower = torch.stack((scale, scale / 2), 2).to(torch.bfloat16)
@@ -209,16 +194,16 @@ class Int4Kernels:
     def expanded(self, x: torch.Tensor, parts: PackedTensors, dtype: torch.dtype) -> torch.Tensor:
         """Multiply x: [tokens, inputs] with weights expanded to a dtype; returns [tokens, outputs] in that dtype."""
         values = pad_rows(x.to(dtype))
-        y = torch.empty(values.shape[0], self.matrix.outputs, dtype=dtype)
-        for columns, weights in floats(self.config, parts, self.matrix, self.target, dtype):
+        y = torch.empty(values.shape[0], self.layout.matrix.outputs, dtype=dtype)
+        for columns, weights in floats(self.layout, parts, dtype):
             y[:, columns] = values @ weights
         return y[: x.shape[0]]
 
     def dynamic(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
         """Multiply x: [tokens, inputs], rounded to int8; returns float32 [tokens, outputs]."""
         codes, steps = _to_int8(x)
-        y = torch.empty(x.shape[0], self.matrix.outputs, dtype=torch.float32)
-        for columns, weights, step in bytes_and_steps(self.config, parts, self.matrix, self.target):
+        y = torch.empty(x.shape[0], self.layout.matrix.outputs, dtype=torch.float32)
+        for columns, weights, step in bytes_and_steps(self.layout, parts):
             torch.mul(int_product(codes, weights), step, out=y[:, columns])
         return y.mul_(steps)
 

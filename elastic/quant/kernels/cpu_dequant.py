@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic.quant.formats.base import KernelTarget, MatrixShape, PackedTensors
-from elastic.quant.formats.integer import Integers
-from elastic.quant.kernels.cpu_layout import encoding_of, kernel_group
+from elastic.quant.formats.base import PackedTensors
+from elastic.quant.kernels.cpu_layout import CpuLayout
 from elastic.quant.kernels.int4_layout import ColumnRun, expand, runs, slab_of, slabs
 from elastic.quant.kernels.workspace import scratch
 
@@ -19,32 +18,28 @@ Piece = tuple[slice, torch.Tensor]
 """Columns of the output, and the tensor that belongs to them."""
 
 
-def nibbles(config: Integers, parts: PackedTensors, matrix: MatrixShape) -> Iterator[Piece]:
+def nibbles(layout: CpuLayout, parts: PackedTensors) -> Iterator[Piece]:
     """Yield the nibbles of the matrix, uint8 [planes, bytes], for all columns at once; of int3, slab by slab."""
-    packed = parts["packed"]
-    if config.bits != 3:
-        yield slice(0, matrix.outputs), packed.view(2 if config.bits == 8 else 1, -1)
+    packed, bits, outputs, inputs = parts["packed"], layout.config.bits, layout.matrix.outputs, layout.matrix.inputs
+    if bits != 3:
+        yield slice(0, outputs), packed.view(2 if bits == 8 else 1, -1)
         return
-    for start, stop in slabs(matrix.outputs, matrix.inputs):
-        buffer = scratch("nibbles", ((stop - start) * matrix.inputs // 2,), torch.uint8)
-        yield slice(start, stop), expand(slab_of(packed, start, stop, matrix.inputs), buffer).view(1, -1)
+    for start, stop in slabs(outputs, inputs):
+        buffer = scratch("nibbles", ((stop - start) * inputs // 2,), torch.uint8)
+        yield slice(start, stop), expand(slab_of(packed, start, stop, inputs), buffer).view(1, -1)
 
 
-def floats(
-    config: Integers, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget, dtype: torch.dtype
-) -> Iterator[Piece]:
+def floats(layout: CpuLayout, parts: PackedTensors, dtype: torch.dtype) -> Iterator[Piece]:
     """Yield the weights in a float dtype, [inputs, columns]."""
-    for columns, piece in _pieces(config, parts, matrix, target):
+    for columns, piece in _pieces(layout, parts):
         weights = torch.addcmul(piece.offsets, piece.codes, piece.scales, out=piece.codes)
         yield columns, piece.as_matrix(weights, "floats", dtype)
 
 
-def bytes_and_steps(
-    config: Integers, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget
-) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+def bytes_and_steps(layout: CpuLayout, parts: PackedTensors) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Yield the weights rounded to 255 steps for each output: int8 [inputs, columns], and steps, float32 [columns]."""
-    last = (2**config.bits - 1) * encoding_of(config, matrix).step
-    for columns, piece in _pieces(config, parts, matrix, target):
+    last = (2**layout.config.bits - 1) * layout.encoding.step
+    for columns, piece in _pieces(layout, parts):
         ends = torch.maximum(piece.offsets.abs(), (piece.scales * last + piece.offsets).abs())
         steps = ends.amax(2, keepdim=True).clamp_(min=1e-30) / 127
         rounded = torch.addcmul(piece.offsets / steps + 128.5, piece.codes, piece.scales / steps, out=piece.codes)
@@ -74,22 +69,20 @@ class ColumnCodes:
         return buffer.flatten(0, 1)
 
 
-def _pieces(
-    config: Integers, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget
-) -> Iterator[tuple[slice, ColumnCodes]]:
+def _pieces(layout: CpuLayout, parts: PackedTensors) -> Iterator[tuple[slice, ColumnCodes]]:
     """Yield the codes of about `PIECE` weights at a time, with their columns."""
-    size, encoding = kernel_group(config, matrix), encoding_of(config, matrix)
-    for slab, planes in nibbles(config, parts, matrix):
-        for run in runs(slab.stop - slab.start, target.instructions):
+    encoding, inputs = layout.encoding, layout.matrix.inputs
+    for slab, planes in nibbles(layout, parts):
+        for run in runs(slab.stop - slab.start, layout.target.instructions):
             pairs = parts["scales"][:, slab.start + run.start : slab.start + run.stop].float()
             scale, offset = pairs.unbind(2)
             both = torch.stack(
                 (scale, encoding.exact_offsets(scale, offset) - scale * (encoding.middle * encoding.step))
             )
             split = run.split_nibbles(both, 2).permute(2, 0, 1, 3, 4).unsqueeze(4).contiguous()
-            for piece in run.cut(PIECE // matrix.inputs):
+            for piece in run.cut(PIECE // inputs):
                 blocks = slice((piece.start - run.start) // run.width, (piece.stop - run.start) // run.width)
-                codes = torch.unflatten(_read_codes(piece, planes, matrix.inputs), 2, (-1, size))
+                codes = torch.unflatten(_read_codes(piece, planes, inputs), 2, (-1, layout.group))
                 columns = slice(slab.start + piece.start, slab.start + piece.stop)
                 yield columns, ColumnCodes(piece, codes, *split[:, :, blocks])
 

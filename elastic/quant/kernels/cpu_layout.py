@@ -32,73 +32,72 @@ TWO_NIBBLES = ScaleEncoding(136, factor=17)
 """code = 16 upper + lower; one pair of scale and offset serves both, for 16 (upper - 8) + (lower - 8) = code - 136."""
 
 
-def whole_rows(config: Integers, matrix: MatrixShape) -> bool:
-    """Return whether this is int8 with one scale for each output: another kernel, and another layout."""
-    return config.bits == 8 and config.group_size in (-1, matrix.inputs)
+class CpuLayout:
+    """How a matrix of one shape lies for one instruction set: what the table above says of it."""
 
+    def __init__(self, config: Integers, matrix: MatrixShape, target: KernelTarget) -> None:
+        self.config, self.matrix, self.target = config, matrix, target
+        self.whole_rows = config.bits == 8 and config.group_size in (-1, matrix.inputs)
+        """Whether this is int8 with one scale for each output: another kernel, and other parts."""
+        self.group = torch_int4_group(config.inputs_per_group(matrix.inputs))
+        """How many inputs share a scale in the parts: the largest group that the kernel knows, or the config's."""
+        grouped = {8: TWO_NIBBLES, 4: NIBBLES, 3: NIBBLES_OF_3_BITS}[config.bits]
+        self.encoding = BYTES if self.whole_rows else grouped
+        """Of the scales in the parts."""
+        self.required: Required = self._required()
+        """Shapes and dtypes of the parts that every matrix of this shape has."""
+        offsets = {"offsets": ((1, matrix.outputs), torch.float32)}
+        self.part_shapes: PartShapes = {
+            **self.required,
+            **(offsets if self.whole_rows and not config.symmetric else {}),
+        }
+        """Of all parts, but for those that codes may have besides."""
 
-def encoding_of(config: Integers, matrix: MatrixShape) -> ScaleEncoding:
-    """Return the encoding of the scales in the parts."""
-    if config.bits != 8:
-        return NIBBLES if config.bits == 4 else NIBBLES_OF_3_BITS
-    return BYTES if whole_rows(config, matrix) else TWO_NIBBLES
+    def _required(self) -> Required:
+        outputs, inputs = self.matrix.outputs, self.matrix.inputs
+        if self.whole_rows:
+            return {"packed": ((outputs, inputs), torch.int8), "scales": ((1, outputs), torch.bfloat16)}
+        half = outputs * inputs // 2
+        packed = {8: (2, half), 4: (half,), 3: (half * 3 // 4,)}[self.config.bits]
+        scales = (inputs // self.group, outputs, 2)
+        return {"packed": (packed, torch.uint8), "scales": (scales, torch.bfloat16)}
 
+    def pack(self, codes: QuantizedMatrix) -> dict[str, torch.Tensor]:
+        """Lay codes, uint8 [outputs, inputs], out as the parts that the table above names."""
+        if self.whole_rows:
+            scales, offsets = (row.t().contiguous() for row in self.encoding.encode(codes))
+            parts = {"packed": (codes.codes ^ 128).view(torch.int8).contiguous(), "scales": scales.to(torch.bfloat16)}
+            return {**parts, **({} if self.config.symmetric else {"offsets": offsets}), **extras(codes)}
+        stored, instructions = codes.codes * self.encoding.step, self.target.instructions
+        if self.config.bits == 8:
+            packed = torch.stack([pack_nibbles(half, instructions) for half in (stored >> 4, stored & 15)])
+        else:
+            packed = pack_nibbles(stored, instructions)
+        if self.config.bits == 3:
+            packed = squeeze(packed, self.matrix.outputs, self.matrix.inputs)
+        return {"packed": packed, "scales": self.encoding.encode_pairs(codes, self.group), **extras(codes)}
 
-def kernel_group(config: Integers, matrix: MatrixShape) -> int:
-    """Return how many inputs share a scale in the parts: the largest group that the kernel knows, or the config's."""
-    return torch_int4_group(config.inputs_per_group(matrix.inputs))
+    def unpack(self, parts: PackedTensors) -> QuantizedMatrix:
+        """Read the codes, uint8 [outputs, inputs], with scales and zeros, float32 [outputs, groups], from parts."""
+        scales = parts["scales"]
+        if self.whole_rows:
+            codes = parts["packed"].view(torch.uint8) ^ 128
+            offsets = parts.get("offsets", torch.zeros_like(scales))
+        else:
+            codes = self._stored_codes(parts["packed"]) // self.encoding.step
+            repeats = self.config.inputs_per_group(self.matrix.inputs) // self.group
+            scales, offsets = scales[::repeats].unbind(2)
+        scales, zeros = self.encoding.decode(scales, offsets)
+        return QuantizedMatrix(codes, scales, zeros, **read_extras(parts))
 
-
-def pack(config: Integers, codes: QuantizedMatrix, target: KernelTarget) -> dict[str, torch.Tensor]:
-    """Lay codes, uint8 [outputs, inputs], out as the parts that the table above names."""
-    matrix = MatrixShape(*codes.codes.shape)
-    encoding = encoding_of(config, matrix)
-    if whole_rows(config, matrix):
-        scales, offsets = (row.t().contiguous() for row in encoding.encode(codes))
-        parts = {"packed": (codes.codes ^ 128).view(torch.int8).contiguous(), "scales": scales.to(torch.bfloat16)}
-        return {**parts, **({} if config.symmetric else {"offsets": offsets}), **extras(codes)}
-    stored = codes.codes * encoding.step
-    if config.bits == 8:
-        packed = torch.stack([pack_nibbles(half, target.instructions) for half in (stored >> 4, stored & 15)])
-    else:
-        packed = pack_nibbles(stored, target.instructions)
-    if config.bits == 3:
-        packed = squeeze(packed, matrix.outputs, matrix.inputs)
-    pairs = encoding.encode_pairs(codes, kernel_group(config, matrix))
-    return {"packed": packed, "scales": pairs, **extras(codes)}
-
-
-def unpack(config: Integers, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget) -> QuantizedMatrix:
-    """Read the codes, uint8 [outputs, inputs], with scales and zeros, float32 [outputs, groups], from parts."""
-    encoding, scales = encoding_of(config, matrix), parts["scales"]
-    if whole_rows(config, matrix):
-        codes = parts["packed"].view(torch.uint8) ^ 128
-        offsets = parts.get("offsets", torch.zeros_like(scales))
-    else:
-        codes = _stored_codes(config, parts["packed"], matrix, target) // encoding.step
-        repeats = config.inputs_per_group(matrix.inputs) // kernel_group(config, matrix)
-        scales, offsets = scales[::repeats].unbind(2)
-    scales, zeros = encoding.decode(scales, offsets)
-    return QuantizedMatrix(codes, scales, zeros, **read_extras(parts))
-
-
-def required(config: Integers, matrix: MatrixShape) -> Required:
-    """Return the shapes and dtypes of the parts that every matrix of this shape has."""
-    outputs, inputs = matrix.outputs, matrix.inputs
-    if whole_rows(config, matrix):
-        return {"packed": ((outputs, inputs), torch.int8), "scales": ((1, outputs), torch.bfloat16)}
-    half = outputs * inputs // 2
-    packed = {8: (2, half), 4: (half,), 3: (half * 3 // 4,)}[config.bits]
-    groups = inputs // kernel_group(config, matrix)
-    return {"packed": (packed, torch.uint8), "scales": ((groups, outputs, 2), torch.bfloat16)}
-
-
-def part_shapes(config: Integers, matrix: MatrixShape, target: KernelTarget) -> PartShapes:
-    """Return the shapes and dtypes of all parts."""
-    shapes = required(config, matrix)
-    if whole_rows(config, matrix) and not config.symmetric:
-        return {**shapes, "offsets": ((1, matrix.outputs), torch.float32)}
-    return shapes
+    def _stored_codes(self, packed: torch.Tensor) -> torch.Tensor:
+        """Read the codes as they are stored, times the step of their encoding: uint8 [outputs, inputs]."""
+        outputs, inputs = self.matrix.outputs, self.matrix.inputs
+        halves = packed.view(2, -1) if self.config.bits == 8 else packed.view(1, -1)
+        if self.config.bits == 3:
+            halves = unsqueeze(packed, outputs, inputs).view(1, -1)
+        upper, *lower = [unpack_nibbles(half, outputs, inputs, self.target.instructions) for half in halves]
+        return upper << 4 | lower[0] if lower else upper
 
 
 def zero_shifts(parts: PackedTensors) -> torch.Tensor | None:
@@ -107,12 +106,3 @@ def zero_shifts(parts: PackedTensors) -> torch.Tensor | None:
         return None
     scales = parts["scales"].float()
     return torch.where(scales == 0, 0.0, (parts["offsets"] / scales).round_())
-
-
-def _stored_codes(config: Integers, packed: torch.Tensor, matrix: MatrixShape, target: KernelTarget) -> torch.Tensor:
-    """Read the codes as they are stored, times the step of their encoding: uint8 [outputs, inputs]."""
-    halves = packed.view(2, -1) if config.bits == 8 else packed.view(1, -1)
-    if config.bits == 3:
-        halves = unsqueeze(packed, matrix.outputs, matrix.inputs).view(1, -1)
-    upper, *lower = [unpack_nibbles(half, matrix.outputs, matrix.inputs, target.instructions) for half in halves]
-    return upper << 4 | lower[0] if lower else upper

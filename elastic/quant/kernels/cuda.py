@@ -22,28 +22,25 @@ from typing import cast
 
 import torch
 
-from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors
-from elastic.quant.formats.integer import Integers
+from elastic.quant.formats.base import Kernel, KernelTarget, PackedTensors
 from elastic.quant.kernels.checks import CheckedKernel, bindable
-from elastic.quant.kernels.cuda_layout import ENCODINGS, codes_of, group_of, pack, part_shapes, required, tiled, unpack
-
-__all__ = ["pack", "part_shapes", "paths", "unpack"]
+from elastic.quant.kernels.cuda_layout import CudaLayout
 
 PIECE = 2**24
 """Weights expanded at a time."""
 logger = logging.getLogger(__name__)
 
 
-def paths(config: Integers, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget) -> Mapping[str, Kernel]:
+def paths(layout: CudaLayout) -> Mapping[str, Kernel]:
     """Return the kernels of CUDA for x: [tokens, inputs]; without triton, or for an old GPU, there are fewer."""
-    made = CudaKernels(config, matrix, target)
+    made = CudaKernels(layout)
     kernels: dict[str, Kernel] = {"expanded": made.expanded}
-    if tiled(config, matrix, target):
+    if layout.tiled:
         kernels["packed"] = made.packed
-    elif runs_triton(target):
+    elif runs_triton(layout.target):
         kernels["triton"] = made.triton
-    shapes = required(config, matrix, target)
-    return {name: CheckedKernel(matrix, shapes, bindable(kernel)) for name, kernel in kernels.items()}
+    shapes = layout.part_shapes
+    return {name: CheckedKernel(layout.matrix, shapes, bindable(kernel)) for name, kernel in kernels.items()}
 
 
 def runs_triton(target: KernelTarget) -> bool:
@@ -72,43 +69,38 @@ def _has_triton() -> bool:
 class CudaKernels:
     """Kernels of int8, int4 and int3."""
 
-    config: Integers
-    matrix: MatrixShape
-    target: KernelTarget
+    layout: CudaLayout
 
     def packed(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
         """Multiply x: [tokens, inputs] by torch's int4 kernel; returns bfloat16 [tokens, outputs]."""
-        group = group_of(self.config, self.matrix)
-        values = x.to(torch.bfloat16)
+        group, values = self.layout.group, x.to(torch.bfloat16)
         return cast(torch.Tensor, torch.ops.aten._weight_int4pack_mm(values, parts["packed"], group, parts["scales"]))
 
     def triton(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
         """Multiply x: [tokens, inputs] by the triton kernel; returns [tokens, outputs] in the dtype of x."""
         from elastic.quant.kernels.triton import product
 
-        group = group_of(self.config, self.matrix)
-        return product(x, parts["packed"], parts["scales"], self.config.bits, group)
+        return product(x, parts["packed"], parts["scales"], self.layout.config.bits, self.layout.group)
 
     def expanded(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
         """Multiply x: [tokens, inputs] with expanded weights; returns [tokens, outputs] in the dtype of x."""
-        y = x.new_empty(x.shape[0], self.matrix.outputs)
-        step = max(PIECE // self.matrix.inputs // 8 * 8, 8)
-        for start in range(0, self.matrix.outputs, step):
-            stop = min(start + step, self.matrix.outputs)
+        outputs, step = self.layout.matrix.outputs, max(PIECE // self.layout.matrix.inputs // 8 * 8, 8)
+        y = x.new_empty(x.shape[0], outputs)
+        for start in range(0, outputs, step):
+            stop = min(start + step, outputs)
             y[:, start:stop] = x @ self._weights(parts, start, stop, x.dtype).t()
         return y
 
     def _weights(self, parts: PackedTensors, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Expand the weights of some outputs, [stop - start, inputs]."""
-        if parts["packed"].is_cuda and runs_triton(self.target):
+        layout, encoding = self.layout, self.layout.encoding
+        if parts["packed"].is_cuda and runs_triton(layout.target):
             from elastic.quant.kernels.triton import expand_codes
 
-            group = group_of(self.config, self.matrix)
-            return expand_codes(parts["packed"], parts["scales"], self.config.bits, group, (start, stop), dtype)
-        in_tiles = tiled(self.config, self.matrix, self.target)
-        rows = slice(start // 8, stop // 8) if in_tiles else slice(start, stop)
-        codes = codes_of(self.config, parts["packed"][rows], self.matrix, self.target)
+            rows = start, stop
+            return expand_codes(parts["packed"], parts["scales"], layout.config.bits, layout.group, rows, dtype)
+        per_row = 8 if layout.tiled else 1
+        codes = layout.codes_of(parts["packed"][start // per_row : stop // per_row])
         scales, offsets = parts["scales"][:, start:stop].float().permute(2, 1, 0).unsqueeze(3)
-        encoding = ENCODINGS[self.config.bits]
         grouped = codes.view(*scales.shape[:2], -1).float() - encoding.middle
         return torch.addcmul(encoding.exact_offsets(scales, offsets), grouped, scales).flatten(1).to(dtype)

@@ -14,59 +14,54 @@ from __future__ import annotations
 
 import torch
 
-from elastic.quant.formats.base import KernelTarget, MatrixShape, PackedTensors
+from elastic.quant.formats.base import KernelTarget, MatrixShape, PackedTensors, PartShapes
 from elastic.quant.formats.integer import Integers, QuantizedMatrix
 from elastic.quant.formats.scale_encoding import ScaleEncoding
-from elastic.quant.kernels.checks import Required, extras, read_extras, torch_int4_group
+from elastic.quant.kernels.checks import extras, read_extras, torch_int4_group
 
 ENCODINGS = {8: ScaleEncoding(128), 4: ScaleEncoding(8), 3: ScaleEncoding(4)}
 
 
-def tiled(config: Integers, matrix: MatrixShape, target: KernelTarget) -> bool:
-    """Return whether torch's int4 kernel takes this matrix. Compiled for a GPU before 8.0 it has no body."""
-    return config.bits == 4 and group_of(config, matrix) in (32, 64, 128, 256) and target.compute_capability >= 80
+class CudaLayout:
+    """How a matrix of one shape lies for one GPU: what the table above says of it."""
 
+    def __init__(self, config: Integers, matrix: MatrixShape, target: KernelTarget) -> None:
+        self.config, self.matrix, self.target = config, matrix, target
+        size = config.inputs_per_group(matrix.inputs)
+        self.group = torch_int4_group(size) if config.bits == 4 else size
+        """How many inputs share a scale in the parts."""
+        has_body = target.compute_capability >= 80  # compiled for a GPU before, torch's kernel has none
+        self.tiled = config.bits == 4 and self.group in (32, 64, 128, 256) and has_body
+        """Whether torch's int4 kernel takes this matrix."""
+        self.encoding = ENCODINGS[config.bits]
+        """Of the scales in the parts."""
+        self.part_shapes = self._part_shapes()
+        """Shapes and dtypes of the parts, but for those that codes may have besides."""
 
-def group_of(config: Integers, matrix: MatrixShape) -> int:
-    """Return how many inputs share a scale in the parts."""
-    size = config.inputs_per_group(matrix.inputs)
-    return torch_int4_group(size) if config.bits == 4 else size
+    def _part_shapes(self) -> PartShapes:
+        outputs, inputs = self.matrix.outputs, self.matrix.inputs
+        scales = ((inputs // self.group, outputs, 2), torch.bfloat16)
+        if self.tiled:
+            tiles = _tiles(inputs)
+            return {"packed": ((outputs // 8, inputs // 16 // tiles, 32, tiles // 2), torch.int32), "scales": scales}
+        return {"packed": ((outputs, inputs * self.config.bits // 8), torch.uint8), "scales": scales}
 
+    def pack(self, codes: QuantizedMatrix) -> dict[str, torch.Tensor]:
+        """Lay codes, uint8 [outputs, inputs], out as the parts that the table above names."""
+        pairs = self.encoding.encode_pairs(codes, self.group)
+        packed = to_tiles(codes.codes) if self.tiled else to_rows(codes.codes, self.config.bits)
+        return {"packed": packed, "scales": pairs, **extras(codes)}
 
-def required(config: Integers, matrix: MatrixShape, target: KernelTarget) -> Required:
-    """Return the shapes and dtypes of the parts that every matrix of this shape has."""
-    outputs, inputs = matrix.outputs, matrix.inputs
-    scales = ((inputs // group_of(config, matrix), outputs, 2), torch.bfloat16)
-    if tiled(config, matrix, target):
-        tiles = _tiles(inputs)
-        return {"packed": ((outputs // 8, inputs // 16 // tiles, 32, tiles // 2), torch.int32), "scales": scales}
-    return {"packed": ((outputs, inputs * config.bits // 8), torch.uint8), "scales": scales}
+    def unpack(self, parts: PackedTensors) -> QuantizedMatrix:
+        """Read the codes, uint8 [outputs, inputs], with scales and zeros, float32 [outputs, groups], from parts."""
+        repeats = self.config.inputs_per_group(self.matrix.inputs) // self.group
+        scales, offsets = parts["scales"][::repeats].unbind(2)
+        scales, zeros = self.encoding.decode(scales, offsets)
+        return QuantizedMatrix(self.codes_of(parts["packed"]), scales, zeros, **read_extras(parts))
 
-
-part_shapes = required
-"""There are no others."""
-
-
-def pack(config: Integers, codes: QuantizedMatrix, target: KernelTarget) -> dict[str, torch.Tensor]:
-    """Lay codes, uint8 [outputs, inputs], out as the parts that the table above names."""
-    matrix = MatrixShape(*codes.codes.shape)
-    pairs = ENCODINGS[config.bits].encode_pairs(codes, group_of(config, matrix))
-    packed = to_tiles(codes.codes) if tiled(config, matrix, target) else to_rows(codes.codes, config.bits)
-    return {"packed": packed, "scales": pairs, **extras(codes)}
-
-
-def unpack(config: Integers, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget) -> QuantizedMatrix:
-    """Read the codes, uint8 [outputs, inputs], with scales and zeros, float32 [outputs, groups], from parts."""
-    repeats = config.inputs_per_group(matrix.inputs) // group_of(config, matrix)
-    scales, offsets = parts["scales"][::repeats].unbind(2)
-    codes = codes_of(config, parts["packed"], matrix, target)
-    scales, zeros = ENCODINGS[config.bits].decode(scales, offsets)
-    return QuantizedMatrix(codes, scales, zeros, **read_extras(parts))
-
-
-def codes_of(config: Integers, packed: torch.Tensor, matrix: MatrixShape, target: KernelTarget) -> torch.Tensor:
-    """Read codes, uint8 [rows, inputs], from the packed bytes of some outputs, [rows / 8, ...] or [rows, n]."""
-    return from_tiles(packed, matrix.inputs) if tiled(config, matrix, target) else from_rows(packed, config.bits)
+    def codes_of(self, packed: torch.Tensor) -> torch.Tensor:
+        """Read codes, uint8 [rows, inputs], from the packed bytes of some outputs, [rows / 8, ...] or [rows, n]."""
+        return from_tiles(packed, self.matrix.inputs) if self.tiled else from_rows(packed, self.config.bits)
 
 
 def to_tiles(codes: torch.Tensor) -> torch.Tensor:

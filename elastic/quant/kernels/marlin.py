@@ -21,17 +21,9 @@ import torch
 
 from elastic.errors import BackendUnavailable, ConfigError
 from elastic.quant.formats.awq_search import search_scales
-from elastic.quant.formats.base import (
-    Kernel,
-    KernelTarget,
-    MatrixShape,
-    PackedTensors,
-    PartShapes,
-    register,
-    require_packable,
-)
+from elastic.quant.formats.base import Format, Kernel, KernelTarget, MatrixShape, PackedTensors, PartShapes, register
 from elastic.quant.formats.integer import Integers, QuantizedMatrix, round_to_nearest
-from elastic.quant.kernels.checks import CheckedKernel, Required, bindable, extras, read_extras, reference_kernel
+from elastic.quant.kernels.checks import CheckedKernel, bindable, extras, read_extras, reference_kernel
 
 
 @dataclass(frozen=True)
@@ -46,44 +38,77 @@ class Marlin(Integers):
             raise ConfigError(f"group_size={self.group_size!r} is not supported by Marlin; use -1, 32, 64 or 128")
 
 
-class MarlinFormat:
+@dataclass(frozen=True)
+class MarlinFormat(Format):
     """The format that vLLM's `marlin_gemm` takes."""
 
-    def supports(self, config: Marlin, matrix: MatrixShape) -> str | None:
+    config: Marlin
+
+    @staticmethod
+    def supports(config: Marlin, matrix: MatrixShape) -> str | None:
         """Return None, or in words why a matrix of this shape cannot be packed."""
         if matrix.outputs % 64 or matrix.inputs % 128:
             return f"{matrix.outputs} outputs are no multiple of 64, or {matrix.inputs} inputs none of 128"
         return None
 
-    def part_shapes(self, config: Marlin, matrix: MatrixShape, dtype: torch.dtype, target: KernelTarget) -> PartShapes:
-        """Return the parts that a matrix of this shape is packed into, in their order."""
-        return required(config, matrix)
+    def part_shapes(self, dtype: torch.dtype | None = None) -> PartShapes:
+        """Return the parts that a matrix is packed into, in their order; the same for every dtype."""
+        config, (outputs, inputs) = self.config, (self.matrix.outputs, self.matrix.inputs)
+        groups = inputs // config.inputs_per_group(inputs)
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "packed": ((inputs // 16, outputs * config.bits // 2), torch.int32),
+            "scales": ((groups, outputs), torch.bfloat16),
+        }
+        return shapes if config.symmetric else {**shapes, "zeros": ((groups, outputs // 8), torch.int32)}
 
-    def quantize(
-        self, config: Marlin, weight: torch.Tensor, inputs: torch.Tensor | None, target: KernelTarget
-    ) -> PackedTensors:
+    def quantize(self, weight: torch.Tensor, inputs: torch.Tensor | None) -> PackedTensors:
         """Pack a matrix: its nearest codes, or codes with scales searched for its inputs (AWQ).
 
-        weight: [outputs, inputs]. inputs: [tokens, inputs], samples; both of any float dtype. Raises `ConfigError` for
-        a shape that is not supported.
+        weight: [outputs, inputs]. inputs: [tokens, inputs], samples; both of any float dtype.
         """
-        return pack(
-            config, round_to_nearest(weight, config) if inputs is None else search_scales(weight, inputs, config)
-        )
+        config = self.config
+        return self.pack(round_to_nearest(weight, config) if inputs is None else search_scales(weight, inputs, config))
 
-    def value(self, config: Marlin, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget) -> torch.Tensor:
+    def pack(self, codes: QuantizedMatrix) -> PackedTensors:
+        """Lay codes, uint8 [outputs, inputs], out as the parts that the table above names.
+
+        Raises `ConfigError` for zero points that Marlin does not take.
+        """
+        config, (outputs, inputs) = self.config, codes.codes.shape
+        low, high = (2 ** (config.bits - 1),) * 2 if config.symmetric else (0, 15)
+        if ((codes.zeros < low) | (codes.zeros > high)).any():
+            raise ConfigError(f"{config}: Marlin takes zero points from {low} to {high}; use Integers")
+        split = codes.codes.contiguous().view(outputs // 64, 4, 2, 8, inputs // 16, 2, 4, 2)  # t j b c, r h q p
+        order = (4, 0, 3, 6, 1, 7, 2, 5) if config.bits == 4 else (4, 0, 3, 6, 1, 2, 7, 5)
+        values = split.permute(order).reshape(inputs // 16, -1)
+        packed = _words(values) if config.bits == 4 else values.view(torch.int32)
+        parts = {"packed": packed, "scales": _scales_in_order(codes.scales.t()).to(torch.bfloat16), **extras(codes)}
+        return parts if config.symmetric else {**parts, "zeros": _words(_zeros_in_order(codes.zeros.t()))}
+
+    def unpack(self, parts: PackedTensors) -> QuantizedMatrix:
+        """Undo `pack`: codes, uint8 [outputs, inputs], with scales rounded to bfloat16."""
+        config, (outputs, inputs) = self.config, (self.matrix.outputs, self.matrix.inputs)
+        values = _nibbles(parts["packed"]) if config.bits == 4 else parts["packed"].view(torch.uint8)
+        order = (1, 4, 6, 2, 0, 7, 3, 5) if config.bits == 4 else (1, 4, 5, 2, 0, 7, 3, 6)
+        codes = values.view(inputs // 16, outputs // 64, 8, 4, 4, 2, 2, 2).permute(order).reshape(outputs, inputs)
+        scales = _from_order(parts["scales"], _scales_in_order).float()
+        if config.symmetric:
+            zeros = torch.full_like(scales, 2 ** (config.bits - 1))
+        else:
+            zeros = _from_order(_nibbles(parts["zeros"]), _zeros_in_order).float()
+        return QuantizedMatrix(codes, scales.t().contiguous(), zeros.t().contiguous(), **read_extras(parts))
+
+    def value(self, parts: PackedTensors) -> torch.Tensor:
         """Expand parts to the matrix that they stand for, float32 [outputs, inputs]."""
-        return unpack(config, parts, matrix).value()
+        return self.unpack(parts).value()
 
-    def paths(
-        self, config: Marlin, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget
-    ) -> Mapping[str, Kernel]:
+    def paths(self, parts: PackedTensors) -> Mapping[str, Kernel]:
         """Return the kernels that multiply x: [tokens, inputs] with such parts, by name.
 
         Raises `BackendUnavailable` without a vLLM that has the kernel, and for a GPU that it was not made for.
         """
-        _require_kernels_for(target)
-        gemm, kind = _gemm(config)
+        _require_kernels_for(self.target)
+        gemm, kind = _gemm(self.config)
 
         def marlin(x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
             """Multiply x: [tokens, inputs]; returns [tokens, outputs] in float16 or bfloat16."""
@@ -104,18 +129,16 @@ class MarlinFormat:
                     workspace=_locks(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0),
                     b_q_type=kind,
                     size_m=x.shape[0],
-                    size_n=matrix.outputs,
-                    size_k=matrix.inputs,
+                    size_n=self.matrix.outputs,
+                    size_k=self.matrix.inputs,
                     use_fp32_reduce=True,
                 ),
             )
 
-        reference = reference_kernel(lambda parts: self.value(config, parts, matrix, target))
-        return {"marlin": CheckedKernel(matrix, required(config, matrix), bindable(marlin)), "reference": reference}
+        checked = CheckedKernel(self.matrix, self.part_shapes(), bindable(marlin))
+        return {"marlin": checked, "reference": reference_kernel(self.value)}
 
-    def repack(
-        self, config: Marlin, parts: PackedTensors, matrix: MatrixShape, packed_for: KernelTarget, target: KernelTarget
-    ) -> PackedTensors:
+    def repack(self, parts: PackedTensors, target: KernelTarget) -> PackedTensors:
         """Return the parts of the [outputs, inputs] matrix as they are: the layout is the same for all GPUs.
 
         Raises `ConfigError` for a CPU, `BackendUnavailable` for an old GPU.
@@ -127,48 +150,6 @@ class MarlinFormat:
             )
         _require_kernels_for(target)
         return parts
-
-
-def required(config: Marlin, matrix: MatrixShape) -> Required:
-    """Return the shapes and dtypes of the parts that every matrix of this shape has."""
-    groups = matrix.inputs // config.inputs_per_group(matrix.inputs)
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "packed": ((matrix.inputs // 16, matrix.outputs * config.bits // 2), torch.int32),
-        "scales": ((groups, matrix.outputs), torch.bfloat16),
-    }
-    return shapes if config.symmetric else {**shapes, "zeros": ((groups, matrix.outputs // 8), torch.int32)}
-
-
-def pack(config: Marlin, codes: QuantizedMatrix) -> PackedTensors:
-    """Lay codes, uint8 [outputs, inputs], out as the parts that the table above names.
-
-    Raises `ConfigError` for shapes or zero points that Marlin does not take.
-    """
-    matrix = require_packable(config, codes.codes.shape)
-    outputs, inputs = matrix.outputs, matrix.inputs
-    low, high = (2 ** (config.bits - 1),) * 2 if config.symmetric else (0, 15)
-    if ((codes.zeros < low) | (codes.zeros > high)).any():
-        raise ConfigError(f"{config}: Marlin takes zero points from {low} to {high}; use Integers")
-    split = codes.codes.contiguous().view(outputs // 64, 4, 2, 8, inputs // 16, 2, 4, 2)  # t j b c, r h q p
-    order = (4, 0, 3, 6, 1, 7, 2, 5) if config.bits == 4 else (4, 0, 3, 6, 1, 2, 7, 5)
-    values = split.permute(order).reshape(inputs // 16, -1)
-    packed = _words(values) if config.bits == 4 else values.view(torch.int32)
-    parts = {"packed": packed, "scales": _scales_in_order(codes.scales.t()).to(torch.bfloat16), **extras(codes)}
-    return parts if config.symmetric else {**parts, "zeros": _words(_zeros_in_order(codes.zeros.t()))}
-
-
-def unpack(config: Marlin, parts: PackedTensors, matrix: MatrixShape) -> QuantizedMatrix:
-    """Undo `pack`: codes, uint8 [outputs, inputs], with scales rounded to bfloat16."""
-    outputs, inputs = matrix.outputs, matrix.inputs
-    values = _nibbles(parts["packed"]) if config.bits == 4 else parts["packed"].view(torch.uint8)
-    order = (1, 4, 6, 2, 0, 7, 3, 5) if config.bits == 4 else (1, 4, 5, 2, 0, 7, 3, 6)
-    codes = values.view(inputs // 16, outputs // 64, 8, 4, 4, 2, 2, 2).permute(order).reshape(outputs, inputs)
-    scales = _from_order(parts["scales"], _scales_in_order).float()
-    if config.symmetric:
-        zeros = torch.full_like(scales, 2 ** (config.bits - 1))
-    else:
-        zeros = _from_order(_nibbles(parts["zeros"]), _zeros_in_order).float()
-    return QuantizedMatrix(codes, scales.t().contiguous(), zeros.t().contiguous(), **read_extras(parts))
 
 
 def _scales_in_order(scales: torch.Tensor) -> torch.Tensor:
@@ -236,5 +217,4 @@ def _locks(device: torch.device, stream: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-MARLIN = MarlinFormat()
-register(Marlin, MARLIN)
+register(Marlin, MarlinFormat)

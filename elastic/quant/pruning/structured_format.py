@@ -11,12 +11,14 @@ adapters and hooks around it see what they know. It is the same on CPUs and CUDA
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from elastic.errors import ConfigError
 from elastic.quant.formats.base import (
     BoundKernel,
+    Format,
     Kernel,
     KernelTarget,
     MatrixShape,
@@ -28,61 +30,47 @@ from elastic.quant.formats.pruned import Structured
 from elastic.quant.kernels.checks import CheckedKernel, Required, reference_kernel
 
 
-class StructuredFormat:
+@dataclass(frozen=True)
+class StructuredFormat(Format):
     """The format of smaller matrices."""
 
-    def supports(self, config: Structured, matrix: MatrixShape) -> str | None:
-        """Return None: a matrix of any shape can be made smaller."""
-        return None
-
-    def part_shapes(
-        self, config: Structured, matrix: MatrixShape, dtype: torch.dtype, target: KernelTarget
-    ) -> PartShapes:
+    def part_shapes(self, dtype: torch.dtype) -> PartShapes:
         """Raise `ConfigError`: how much is removed is known for a layer, not for a matrix by itself."""
-        raise ConfigError(f"{config} removes channels that several matrices of a layer share; ask for the whole layer")
+        raise ConfigError(
+            f"{self.config} removes channels that several matrices of a layer share; ask for the whole layer"
+        )
 
-    def quantize(
-        self, config: Structured, weight: torch.Tensor, inputs: torch.Tensor | None, target: KernelTarget
-    ) -> PackedTensors:
+    def quantize(self, weight: torch.Tensor, inputs: torch.Tensor | None) -> PackedTensors:
         """Raise `ConfigError`: what is removed is chosen for a layer, not for a matrix of any shape by itself."""
-        raise ConfigError(f"{config} removes channels that several matrices of a layer share; pack the whole layer")
+        raise ConfigError(
+            f"{self.config} removes channels that several matrices of a layer share; pack the whole layer"
+        )
 
-    def value(
-        self, config: Structured, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget
-    ) -> torch.Tensor:
+    def value(self, parts: PackedTensors) -> torch.Tensor:
         """Expand parts to the matrix that they stand for, float32 [outputs, inputs], with zeros where it was pruned."""
-        whole = torch.zeros(matrix.outputs, matrix.inputs, dtype=torch.float32, device=parts["packed"].device)
+        device = parts["packed"].device
+        whole = torch.zeros(self.matrix.outputs, self.matrix.inputs, dtype=torch.float32, device=device)
         dim, kept = _kept(parts)
         return whole.index_copy_(dim, kept.long(), parts["packed"].float())
 
-    def paths(
-        self, config: Structured, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget
-    ) -> Mapping[str, Kernel]:
+    def paths(self, parts: PackedTensors) -> Mapping[str, Kernel]:
         """Return the kernels that multiply x: [tokens, inputs] with such parts, by name."""
-        reference = reference_kernel(lambda parts: self.value(config, parts, matrix, target))
-        dim, kept = _kept(parts)
+        matrix, (dim, kept) = self.matrix, _kept(parts)
         shape = (len(kept), matrix.inputs) if dim == 0 else (matrix.outputs, len(kept))
         shapes: Required = {
             "packed": (shape, parts["packed"].dtype),
             "outputs" if dim == 0 else "inputs": ((len(kept),), torch.int32),
         }
-        return {"dense": CheckedKernel(matrix, shapes, lambda parts: _bind(parts, matrix)), "reference": reference}
+        dense = CheckedKernel(matrix, shapes, lambda parts: _bind(parts, matrix))
+        return {"dense": dense, "reference": reference_kernel(self.value)}
 
-    def repack(
-        self,
-        config: Structured,
-        parts: PackedTensors,
-        matrix: MatrixShape,
-        packed_for: KernelTarget,
-        target: KernelTarget,
-    ) -> PackedTensors:
+    def repack(self, parts: PackedTensors, target: KernelTarget) -> PackedTensors:
         """Return the parts themselves, in their shapes: they are the same for every target."""
         return parts
 
-    def renew(self, config: Structured, parts: PackedTensors, weight: torch.Tensor) -> PackedTensors:
+    def renew(self, parts: PackedTensors, weight: torch.Tensor) -> PackedTensors:
         """Pack new weights, [outputs, inputs], with the channels that were chosen for the old ones."""
-        dim, kept = _kept(parts)
-        return without(weight, dim, kept)
+        return without(weight, *_kept(parts))
 
 
 def without(weight: torch.Tensor, dim: int, kept: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -112,4 +100,4 @@ def _bind(parts: PackedTensors, matrix: MatrixShape) -> BoundKernel:
     return product
 
 
-register(Structured, StructuredFormat())
+register(Structured, StructuredFormat)

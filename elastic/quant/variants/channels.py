@@ -14,7 +14,7 @@ from elastic.errors import ConfigError
 from elastic.memory.checksum import digest
 from elastic.quant.formats.base import KernelTarget
 from elastic.quant.formats.pruned import Structured
-from elastic.quant.pruning.structured_format import without
+from elastic.quant.pruning.structured_format import StructuredFormat, without
 from elastic.quant.variants.eligible import LayerParameters, matrices, matrix_of
 from elastic.quant.variants.packed_weight import PackedMatrix
 from elastic.quant.variants.variant import MatrixParameter
@@ -66,8 +66,8 @@ def pack_channels(
                 sets = torch.arange(0, flat[name].shape[0], group.channels, device=kept.device)
                 parts = without(flat[name], 0, (sets.unsqueeze(1) + kept).view(-1))
             parameter, transposed = parameters[name]
-            matrix, target = matrix_of(parameter, transposed), KernelTarget.of(parameter.device)
-            packed = PackedMatrix(config, matrix, target, parts, parameter.dtype, transposed)
+            form = StructuredFormat(config, matrix_of(parameter, transposed), KernelTarget.of(parameter.device))
+            packed = PackedMatrix(form, parts, parameter.dtype, transposed)
             packings[name] = MatrixParameter(packed, digest(parameter))
     return packings
 

@@ -11,7 +11,7 @@ from elastic.errors import ConfigError
 from elastic.memory.checksum import digest
 from elastic.quant.checkpoints.reader import QuantizedCheckpoint
 from elastic.quant.formats.base import KernelTarget
-from elastic.quant.kernels.integer_format import pack
+from elastic.quant.kernels.integer_format import IntegerFormat
 from elastic.quant.variants.eligible import NO_MATRICES, LayerParameters, matrices, matrix_of
 from elastic.quant.variants.packed_weight import PackedMatrix
 from elastic.quant.variants.variant import MatrixParameter, Packing, ReplacedParameter
@@ -64,9 +64,8 @@ def _read_matrix(
     bias = checkpoint.plain(f"{layer.name}.{bias_name}") if bias_name not in layer.parameters else None
     if bias is not None and bool(bias.any()):
         raise ConfigError(f"{checkpoint.path}: {layer.name}.{bias_name} is there, but the model has no such bias")
-    target = KernelTarget.of(parameter.device)
-    parts = pack(checkpoint.config, codes.to(parameter.device), target)
-    packed = PackedMatrix(checkpoint.config, matrix, target, parts, parameter.dtype, transposed)
+    form = IntegerFormat(checkpoint.config, matrix, KernelTarget.of(parameter.device))
+    packed = PackedMatrix(form, form.pack(codes.to(parameter.device)), parameter.dtype, transposed)
     return MatrixParameter(packed, digest(parameter), from_checkpoint=True)
 
 

@@ -150,4 +150,5 @@ def measure_paths(layers: Iterable[PackedLayer], device: torch.device) -> None:
         packed = packed if packed.experts is None else packed.expert(0)
         packed, rebinds = packed.for_target(KernelTarget.of(device)), packed.of_experts
         parts = {name: part.to(device) for name, part in packed.parts.items()}
-        measure(paths, packed.config, parts, packed.matrix, packed.target, packed.dtype, rebinds=rebinds)
+        form = packed.format
+        measure(paths, form.config, parts, form.matrix, form.target, packed.dtype, rebinds=rebinds)

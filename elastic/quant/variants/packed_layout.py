@@ -42,7 +42,7 @@ def layer_part_shapes(layer: LayerParameters, config: Any, target: KernelTarget)
         matrix = matrix_of(parameter, transposed)
         fits = fitting(config, matrix)
         if fits is not None:
-            parts = format_of(fits).part_shapes(fits, matrix, parameter.dtype, target)
+            parts = format_of(fits)(fits, matrix, target).part_shapes(parameter.dtype)
             experts = tuple(parameter.shape[:-2])
             shapes[name] = {part: ((*experts, *shape), dtype) for part, (shape, dtype) in parts.items()}
     if not shapes:

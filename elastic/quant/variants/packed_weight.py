@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from elastic.quant.formats.base import BoundKernel, Kernel, KernelTarget, MatrixShape, PackedTensors, bind, format_of
+from elastic.quant.formats.base import BoundKernel, Format, Kernel, KernelTarget, PackedTensors, bind
 from elastic.quant.formats.kernel_table import MatmulSpec, bucket_of, paths
 from elastic.weights.batch_context import full_batch_tokens
 from elastic.weights.proxy.tensor import (
@@ -43,9 +43,7 @@ class KernelCache:
 class PackedMatrix:
     """One matrix in parts, or those of several experts: the parts of all of them are stacked."""
 
-    config: Any
-    matrix: MatrixShape
-    target: KernelTarget
+    format: Format
     parts: PackedTensors
     dtype: torch.dtype
     """The dtype of the parameter that it stands for."""
@@ -65,12 +63,13 @@ class PackedMatrix:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the parameter."""
-        inner = (self.matrix.outputs, self.matrix.inputs)
+        inner = (self.format.matrix.outputs, self.format.matrix.inputs)
         return (*(() if self.experts is None else (self.experts,)), *(reversed(inner) if self.transposed else inner))
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply x: [..., inputs] with the matrix; returns [..., outputs] in the dtype of x."""
-        rows = x if x.dim() == 2 else x.reshape(-1, self.matrix.inputs)
+        matrix = self.format.matrix
+        rows = x if x.dim() == 2 else x.reshape(-1, matrix.inputs)
         tokens = full_batch_tokens(rows.shape[0])
         key = x.dtype, bucket_of(tokens), paths.version
         bound = self._bound.get(key)
@@ -79,16 +78,16 @@ class PackedMatrix:
             if kernel is None:
                 kernel = self.cache.chosen[key] = self._choose_kernel(x.dtype, tokens)
             if self.of_experts:  # a matrix made for this product alone
-                return kernel(rows, self.parts).view(*x.shape[:-1], self.matrix.outputs)
+                return kernel(rows, self.parts).view(*x.shape[:-1], matrix.outputs)
             bound = self._bound[key] = bind(kernel, self.parts)
         y = bound(rows)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], self.matrix.outputs)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], matrix.outputs)
 
     def value(self) -> torch.Tensor:
         """Expand the parts to the parameter, [..., outputs, inputs] or transposed, in its dtype."""
         if self.experts is not None:
             return torch.stack([self.expert(i).value() for i in range(self.experts)])
-        value = format_of(self.config).value(self.config, self.parts, self.matrix, self.target)
+        value = self.format.value(self.parts)
         return (value.T if self.transposed else value).to(self.dtype)
 
     def expert(self, index: int) -> PackedMatrix:
@@ -99,21 +98,19 @@ class PackedMatrix:
     def for_target(self, target: KernelTarget) -> PackedMatrix:
         """Return the same codes, packed for another target."""
         matrices = [self] if self.experts is None else [self.expert(i) for i in range(self.experts)]
-        repack = format_of(self.config).repack
-        packed = [repack(self.config, matrix.parts, self.matrix, self.target, target) for matrix in matrices]
+        packed = [self.format.repack(matrix.parts, target) for matrix in matrices]
         parts = packed[0] if self.experts is None else stack_parts(packed)
-        return replace(self, parts=parts, target=target, cache=KernelCache())
+        return replace(self, format=replace(self.format, target=target), parts=parts, cache=KernelCache())
 
     def spec(self, dtype: torch.dtype) -> MatmulSpec:
         """Return the key in the kernel table of its products with activations of a dtype."""
-        return MatmulSpec.of(self.config, self.parts, self.matrix, self.target, dtype)
+        form = self.format
+        return MatmulSpec.of(form.config, self.parts, form.matrix, form.target, dtype)
 
     def _choose_kernel(self, dtype: torch.dtype, tokens: int) -> Kernel:
-        kernels = self.cache.kernels
-        if not kernels:
-            kernels = format_of(self.config).paths(self.config, self.parts, self.matrix, self.target)
-            self.cache.kernels = kernels
-        return paths.path(self.spec(dtype), tokens, kernels)
+        if not self.cache.kernels:
+            self.cache.kernels = self.format.paths(self.parts)
+        return paths.path(self.spec(dtype), tokens, self.cache.kernels)
 
 
 def stack_parts(experts: Sequence[PackedTensors]) -> dict[str, torch.Tensor]:
@@ -219,7 +216,7 @@ def _grouped(function: Function, args: Any, kwargs: Any) -> Any:
     if len(args) != 2 or named != {"offs"} or not _usable(args[0], args[1], True, experts=True):
         return on_values(function, args, kwargs)
     x, packed = args[0], args[1].source.packed
-    out = x.new_zeros(x.shape[0], packed.matrix.outputs)
+    out = x.new_zeros(x.shape[0], packed.format.matrix.outputs)
     offs, start = kwargs["offs"], 0
     offs[0].item()  # who records operators must see that contents are read, which `tolist` does not show
     for expert, stop in enumerate(offs.tolist()):
@@ -234,7 +231,7 @@ def _usable(x: Any, weight: Any, transposed: bool, *, experts: bool = False) -> 
     packed = _packed(weight)
     if packed is None or isinstance(x, WeightProxy) or not x.is_floating_point():
         return False
-    if x.shape[-1:] != (packed.matrix.inputs,) or packed.transposed is not transposed:
+    if x.shape[-1:] != (packed.format.matrix.inputs,) or packed.transposed is not transposed:
         return False
     recorded = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return (packed.experts is not None) is experts and not recorded

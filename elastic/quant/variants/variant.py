@@ -128,7 +128,7 @@ class MatrixParameter:
     def for_device(self, device: torch.device) -> MatrixParameter:
         """Return the very same codes for the kernels of a device; packed again once, where those are others."""
         target = KernelTarget.of(device)
-        if target == self.packed.target:
+        if target == self.packed.format.target:
             return self
         if target not in self._by_target:
             packed = self.packed.for_target(target)
@@ -147,11 +147,11 @@ class MatrixParameter:
         if self.from_checkpoint:
             raise StateError(_STALE_CHECKPOINT)
         old = self.packed
-        renew = getattr(format_of(old.config), "renew", None)
+        renew = getattr(old.format, "renew", None)
         if renew is not None:
-            parts = renew(old.config, old.parts, full.T if old.transposed else full)
+            parts = renew(old.parts, full.T if old.transposed else full)
             return MatrixParameter(replace(old, parts=parts), origin)
-        return MatrixParameter(pack_parameter(full, old.config, old.target, old.transposed), origin)
+        return MatrixParameter(pack_parameter(full, old.format.config, old.format.target, old.transposed), origin)
 
     def with_storage(self, parts: PackedTensors) -> MatrixParameter:
         """Return the same packing over other parts of the same shapes and dtypes, `[...]` each."""
@@ -211,11 +211,9 @@ def pack_parameter(
     weight: [outputs, inputs] or, `transposed`, [inputs, outputs], with the experts in front if it has any; any float
     dtype. inputs: [tokens, inputs], samples of what one matrix is multiplied with, if they are known.
     """
-    stack, format_ = weight.detach(), format_of(config)
-    stack = stack.transpose(-1, -2) if transposed else stack
-    matrix = MatrixShape(*stack.shape[-2:])
+    stack = weight.detach().transpose(-1, -2) if transposed else weight.detach()
+    form = format_of(config)(config, MatrixShape(*stack.shape[-2:]), target)
     if weight.ndim == 2:
-        parts = format_.quantize(config, stack, inputs, target)
-        return PackedMatrix(config, matrix, target, parts, weight.dtype, transposed)
-    experts = [format_.quantize(config, expert, None, target) for expert in stack]
-    return PackedMatrix(config, matrix, target, stack_parts(experts), weight.dtype, transposed, len(experts))
+        return PackedMatrix(form, form.quantize(stack, inputs), weight.dtype, transposed)
+    experts = [form.quantize(expert, None) for expert in stack]
+    return PackedMatrix(form, stack_parts(experts), weight.dtype, transposed, len(experts))

@@ -127,8 +127,8 @@ def _entry(packing: Packing) -> _Entry:
         return _Entry("plain", packing.source_digest, parts, {})
     packed = packing.packed
     described = {
-        "config": _describe_config(packed.config),
-        "matrix": asdict(packed.matrix),
+        "config": _describe_config(packed.format.config),
+        "matrix": asdict(packed.format.matrix),
         "dtype": str(packed.dtype).removeprefix("torch."),
         "transposed": packed.transposed,
         "experts": packed.experts,
@@ -162,15 +162,10 @@ def _packing(entry: _Entry, parts: dict[str, torch.Tensor], target: KernelTarget
     if entry.kind == "plain":
         return ReplacedParameter(parts, entry.origin)
     fields = entry.packed
-    packed = PackedMatrix(
-        config_from(fields["config"]["type"], fields["config"]["fields"]),
-        MatrixShape(**fields["matrix"]),
-        target,
-        parts,
-        getattr(torch, fields["dtype"]),
-        fields["transposed"],
-        fields["experts"],
-    )
+    config = config_from(fields["config"]["type"], fields["config"]["fields"])
+    form = format_of(config)(config, MatrixShape(**fields["matrix"]), target)
+    dtype = getattr(torch, fields["dtype"])
+    packed = PackedMatrix(form, parts, dtype, fields["transposed"], fields["experts"])
     return MatrixParameter(packed, entry.origin, from_checkpoint=entry.kind == "read")
 
 

@@ -11,15 +11,15 @@ from elastic.kvcache.decode_kernels import KERNELS
 from elastic.kvcache.decode_timing import DEFAULT, DecodeShape, fastest, processor
 from elastic.quant.formats.autotune import measure
 from elastic.quant.formats.base import KernelTarget, MatrixShape
-from elastic.quant.formats.integer import Integers, round_to_nearest
+from elastic.quant.formats.integer import Integers
 from elastic.quant.formats.kernel_table import KernelTable
-from elastic.quant.kernels.integer_format import pack
+from elastic.quant.kernels.integer_format import IntegerFormat
 
 
 def choose_kernels(device: torch.device) -> None:
     """Measure two products and one attention."""
     config, matrix, target = Integers(4, 32), MatrixShape(512, 1024), KernelTarget.of(device)
-    packed = pack(config, round_to_nearest(torch.randn(512, 1024), config), target)
+    packed = IntegerFormat(config, matrix, target).quantize(torch.randn(512, 1024), None)
     parts = {name: part.to(device) for name, part in packed.items()}
     chosen = measure(KernelTable(), config, parts, matrix, target, torch.bfloat16, buckets=(1, 64))
     assert chosen.keys() == {1, 64}

@@ -74,14 +74,14 @@ def test_the_kernels_compile_for_ampere_and_hopper(tmp_path: Path) -> None:
 
 WITHOUT_A_COMPILER = """
 import torch
-from elastic.quant.formats.base import KernelTarget, MatrixShape, format_of
-from elastic.quant.formats.integer import Integers, round_to_nearest
-from elastic.quant.kernels.integer_format import pack
+from elastic.quant.formats.base import KernelTarget, MatrixShape
+from elastic.quant.formats.integer import Integers
+from elastic.quant.kernels.integer_format import IntegerFormat
 
 config, matrix, target = Integers(8, 32), MatrixShape(32, 64), KernelTarget.of(torch.device("cuda:0"))
-parts = pack(config, round_to_nearest(torch.randn(32, 64), config), target)
-parts = {name: part.cuda() for name, part in parts.items()}
-paths = format_of(config).paths(config, parts, matrix, target)
+form = IntegerFormat(config, matrix, target)
+parts = {name: part.cuda() for name, part in form.quantize(torch.randn(32, 64), None).items()}
+paths = form.paths(parts)
 assert paths.keys() == {"expanded", "reference"}, paths
 x = torch.randn(4, 64, device="cuda")
 torch.testing.assert_close(paths["expanded"](x, parts), paths["reference"](x, parts))

@@ -15,7 +15,7 @@ from elastic.quant.formats.autotune import measure
 from elastic.quant.formats.base import KernelTarget, MatrixShape, PackedTensors, format_of
 from elastic.quant.formats.integer import Integers, round_to_nearest
 from elastic.quant.formats.kernel_table import BUCKETS, KernelTable, MatmulSpec, bucket_of, default
-from elastic.quant.kernels.integer_format import pack
+from support.integer_matrices import pack
 
 CONFIG, MATRIX = Integers(4, 64), MatrixShape(32, 128)
 TARGET = KernelTarget.of(torch.device("cpu"))
@@ -121,7 +121,7 @@ def test_a_path_can_be_forced_for_a_while() -> None:
 
 
 def test_the_format_has_the_paths_that_a_table_may_name() -> None:
-    made = format_of(CONFIG).paths(CONFIG, parts(), MATRIX, TARGET)
+    made = format_of(CONFIG)(CONFIG, MATRIX, TARGET).paths(parts())
     table = KernelTable()
     table.add(product(), dict(zip(BUCKETS, made, strict=False)))
     assert set(table.chosen(product()).values()) == set(made)

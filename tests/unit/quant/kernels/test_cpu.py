@@ -16,9 +16,8 @@ from elastic import ConfigError
 from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, format_of
 from elastic.quant.formats.integer import Integers, QuantizedMatrix, round_to_nearest
 from elastic.quant.formats.pruned import SemiStructured, Unstructured
-from elastic.quant.kernels.integer_format import pack, unpack
 from support.child_process import in_fork
-from support.integer_matrices import codes, configs_and_matrices
+from support.integer_matrices import codes, configs_and_matrices, pack, unpack
 
 CPU = torch.device("cpu")
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -28,7 +27,7 @@ ROWS = 64
 def packed(config: Integers, codes: QuantizedMatrix) -> tuple[PackedTensors, Mapping[str, Kernel]]:
     target = KernelTarget.of(CPU)
     parts = pack(config, codes, target)
-    return parts, format_of(config).paths(config, parts, MatrixShape(*codes.codes.shape), target)
+    return parts, format_of(config)(config, MatrixShape(*codes.codes.shape), target).paths(parts)
 
 
 def product(path: Kernel, x: torch.Tensor, parts: PackedTensors, tokens: int) -> torch.Tensor:
@@ -205,7 +204,7 @@ def test_bytes_for_other_instructions_are_not_given_to_the_kernel() -> None:
     other = KernelTarget("cpu", next(name for name in ("AVX2", "DEFAULT") if name != here))
     original = round_to_nearest(torch.randn(64, 128, generator=generator), config)
     parts = pack(config, original, other)
-    paths = format_of(config).paths(config, parts, matrix, other)
+    paths = format_of(config)(config, matrix, other).paths(parts)
     assert "packed" not in paths
     x = torch.randn(3, 128, generator=generator)
     torch.testing.assert_close(paths["expanded_float32"](x, parts), x @ original.value().t(), rtol=0.01, atol=0.05)
@@ -244,9 +243,9 @@ import elastic.quant.kernels.integer_format
 target, matrix = KernelTarget.of(torch.device("cpu")), MatrixShape(176, 128)
 for config in (Integers(8, -1, symmetric=True), Integers(8, 64), Integers(4, 64), Integers(3, 64)):
     weight = torch.randn(176, 128)
-    parts = format_of(config).quantize(config, weight, None, target)
-    paths = format_of(config).paths(config, parts, matrix, target)
-    x, value = torch.randn(9, 128), format_of(config).value(config, parts, matrix, target)
+    parts = format_of(config)(config, MatrixShape(*weight.shape), target).quantize(weight, None)
+    paths = format_of(config)(config, matrix, target).paths(parts)
+    x, value = torch.randn(9, 128), format_of(config)(config, matrix, target).value(parts)
     assert torch.equal(value, round_to_nearest(weight, config).value())
     exact, plain = x @ value.t(), (x.bfloat16() @ value.bfloat16().t()).float()
     for name in ("packed", "expanded", "expanded_float32"):
@@ -260,8 +259,8 @@ for config in (Integers(8, -1, symmetric=True), Integers(8, 64), Integers(4, 64)
 def test_products_in_bfloat16_have_few_numbers_of_rows(config: Any) -> None:
     """As oneDNN makes a kernel for each, and keeps it."""
     matrix, target, seen = MatrixShape(48, 64), KernelTarget.of(CPU), set[int]()
-    parts = format_of(config).quantize(config, torch.randn(48, 64), None, target)
-    path = format_of(config).paths(config, parts, matrix, target)["expanded"]
+    parts = format_of(config)(config, MatrixShape(48, 64), target).quantize(torch.randn(48, 64), None)
+    path = format_of(config)(config, matrix, target).paths(parts)["expanded"]
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -281,13 +280,13 @@ def test_nothing_depends_on_torchs_default_dtype(config: Any) -> None:
     """Kernels in C++ write float32 where they are told to, whatever lies there."""
     matrix, target = MatrixShape(48, 256), KernelTarget.of(CPU)
     x, weight = (torch.randn(size, 256, generator=torch.Generator().manual_seed(size)) for size in (5, 48))
-    parts = format_of(config).quantize(config, weight, None, target)
-    before = {name: path(x, parts) for name, path in format_of(config).paths(config, parts, matrix, target).items()}
+    parts = format_of(config)(config, MatrixShape(*weight.shape), target).quantize(weight, None)
+    before = {name: path(x, parts) for name, path in format_of(config)(config, matrix, target).paths(parts).items()}
     torch.set_default_dtype(torch.float64)  # with a smaller one, a wrong product would write beyond its end
     try:
-        paths = format_of(config).paths(config, parts, matrix, target)
+        paths = format_of(config)(config, matrix, target).paths(parts)
         after = {name: path(x, parts) for name, path in paths.items()}
-        assert format_of(config).value(config, parts, matrix, target).dtype == torch.float32
+        assert format_of(config)(config, matrix, target).value(parts).dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
     assert before.keys() == after.keys()

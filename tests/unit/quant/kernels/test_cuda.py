@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from elastic.quant.formats.base import KernelTarget, MatrixShape, format_of
 from elastic.quant.formats.integer import Integers, round_to_nearest
-from elastic.quant.kernels.cuda_layout import tiled, to_tiles
-from elastic.quant.kernels.integer_format import pack
-from support.integer_matrices import codes, configs_and_matrices
+from elastic.quant.kernels.cuda_layout import CudaLayout, to_tiles
+from support.integer_matrices import codes, configs_and_matrices, pack
 
 CUDA, TURING = KernelTarget("cuda", "sm90"), KernelTarget("cuda", "sm75")
 
@@ -34,8 +33,8 @@ def test_expanded_weights_are_those_of_the_reference(
     config, matrix = drawn
     original = data.draw(codes(config, matrix))
     parts = pack(config, original, target)
-    paths = format_of(config).paths(config, parts, matrix, target)
-    assert ("packed" in paths) == tiled(config, matrix, target)
+    paths = format_of(config)(config, matrix, target).paths(parts)
+    assert ("packed" in paths) == CudaLayout(config, matrix, target).tiled
     x = torch.randn(64, matrix.inputs).to(dtype)
     exact = x.double() @ original.value().double().t()
     plain = (x.bfloat16() @ original.value().bfloat16().t()).double()
@@ -51,7 +50,7 @@ def test_zero_points_far_from_the_middle_lose_nothing(config: Integers, target: 
     weight[:, 7::64] = 1.0
     original = round_to_nearest(weight, config)
     parts = pack(config, original, target)
-    path = format_of(config).paths(config, parts, MatrixShape(48, 128), target)["expanded"]
+    path = format_of(config)(config, MatrixShape(48, 128), target).paths(parts)["expanded"]
     assert torch.equal(path(torch.eye(128), parts), original.value().t())
 
 
@@ -71,15 +70,15 @@ def test_a_gpu_is_offered_the_kernels_that_were_compiled_for_it(
     matrix, target = MatrixShape(32, 64), KernelTarget("cuda", instructions)
     for config, kernels in ((Integers(4, 32), int4), (Integers(8, 32), int8)):
         parts = pack(config, round_to_nearest(torch.randn(32, 64), config), target)
-        assert format_of(config).paths(config, parts, matrix, target).keys() == {"expanded", "reference"} | kernels
+        assert format_of(config)(config, matrix, target).paths(parts).keys() == {"expanded", "reference"} | kernels
 
 
 def test_codes_go_between_gpus_of_all_ages() -> None:
     config, matrix = Integers(4, 32), MatrixShape(32, 64)
     old = pack(config, round_to_nearest(torch.randn(32, 64), config), TURING)
-    new = format_of(config).repack(config, old, matrix, TURING, CUDA)
+    new = format_of(config)(config, matrix, TURING).repack(old, CUDA)
     assert (old["packed"].dtype, new["packed"].dtype) == (torch.uint8, torch.int32)
-    back = format_of(config).repack(config, new, matrix, CUDA, TURING)
+    back = format_of(config)(config, matrix, CUDA).repack(new, TURING)
     assert all(torch.equal(back[name], part) for name, part in old.items())
 
 
@@ -107,14 +106,14 @@ def test_the_triton_kernel_computes_the_product() -> None:
 import torch
 from elastic.quant.formats.integer import Integers, round_to_nearest
 from elastic.quant.formats.base import KernelTarget, MatrixShape, format_of
-from elastic.quant.kernels.integer_format import pack
 target = KernelTarget("cuda", "sm90")
 for bits in (8, 4, 3):
     for group, inputs in ((-1, 80), (16, 48), (48, 96), (64, 128), (128, 256)):
         config, matrix = Integers(bits, group), MatrixShape(48, inputs)
         codes = round_to_nearest(torch.randn(48, inputs), config)
-        parts = pack(config, codes, target)
-        paths = format_of(config).paths(config, parts, matrix, target)
+        form = format_of(config)(config, matrix, target)
+        parts = form.pack(codes)
+        paths = form.paths(parts)
         if "triton" not in paths:
             continue
         for tokens in (1, 5, 70):
@@ -136,8 +135,7 @@ import torch
 from elastic.quant.formats.base import KernelTarget, MatrixShape
 from elastic.quant.formats.integer import Integers, round_to_nearest
 from elastic.quant.formats.pruned import SemiStructured, Unstructured
-from elastic.quant.kernels.cuda_layout import group_of, tiled
-from elastic.quant.kernels.integer_format import pack
+from elastic.quant.kernels.cuda_layout import CudaLayout
 from elastic.quant.kernels.triton import expand_codes, expand_sparse
 from elastic.quant.pruning.criteria import prune
 from elastic.quant.pruning.sparse_layout import pack as pack_sparse
@@ -148,8 +146,9 @@ for sm in ("sm75", "sm90"):
         weight = torch.randn(48, inputs)
         weight[:, ::32] = 8.0  # zero points far from the middle
         codes = round_to_nearest(weight, config)
-        parts = pack(config, codes, target)
-        weights = expand_codes(parts["packed"], parts["scales"], bits, group_of(config, matrix), rows, torch.float32)
+        layout = CudaLayout(config, matrix, target)
+        parts = layout.pack(codes)
+        weights = expand_codes(parts["packed"], parts["scales"], bits, layout.group, rows, torch.float32)
         expected = codes.value()[slice(*rows)]
         assert (weights - expected).norm() <= 0.01 * expected.norm(), (config, inputs, sm)  # scales are in bfloat16
         assert torch.equal(weights, expected), (config, inputs, sm)  # and offsets whole numbers of them
@@ -183,7 +182,7 @@ def test_paths_on_cuda(bits: int, group: int, dtype: torch.dtype) -> None:
     config, matrix, target = Integers(bits, group), MatrixShape(80, 768), KernelTarget.of(torch.device("cuda"))
     original = round_to_nearest(torch.randn(80, 768), config)
     parts = {name: part.cuda() for name, part in pack(config, original, target).items()}
-    paths = format_of(config).paths(config, parts, matrix, target)
+    paths = format_of(config)(config, matrix, target).paths(parts)
     for tokens in (0, 1, 7, 130):
         x = torch.randn(tokens, 768, dtype=dtype, device="cuda")
         exact = x.double() @ original.value().double().t().cuda()

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from elastic import ConfigError
 from elastic.quant.formats.base import KernelTarget, MatrixShape, format_of
 from elastic.quant.formats.integer import Integers, QuantizedMatrix, round_to_nearest
-from elastic.quant.kernels.integer_format import pack, unpack
 from support.child_process import in_fork
-from support.integer_matrices import codes, configs_and_matrices
+from support.integer_matrices import codes, configs_and_matrices, pack, unpack
 
 INSTRUCTIONS = st.sampled_from(["AVX512", "AVX2", "DEFAULT"])
 TARGETS = st.builds(KernelTarget, st.just("cpu"), INSTRUCTIONS) | st.builds(
@@ -51,7 +50,7 @@ def test_bytes_for_other_instructions_are_repacked(
     config, matrix = drawn
     original = data.draw(codes(config, matrix))
     home, other = KernelTarget("cpu", here), KernelTarget("cpu", there)
-    repacked = format_of(config).repack(config, pack(config, original, other), matrix, other, home)
+    repacked = format_of(config)(config, matrix, other).repack(pack(config, original, other), home)
     expected = pack(config, original, home)
     assert repacked.keys() == expected.keys()
     assert all(torch.equal(repacked[name], expected[name]) for name in expected)
@@ -78,7 +77,7 @@ def test_memory_is_what_the_bits_say() -> None:
     weight, target = torch.randn(512, 1024), KernelTarget("cpu", "AVX512")
     share = {}
     for config in (Integers(8, -1, symmetric=True), Integers(4), Integers(3)):
-        parts = format_of(config).quantize(config, weight, None, target)
+        parts = format_of(config)(config, MatrixShape(*weight.shape), target).quantize(weight, None)
         share[config.bits] = sum(part.nbytes for part in parts.values()) / (2 * weight.numel())
     assert 0.26 <= share[4] <= 0.30
     assert 1 + sum(share.values()) <= 2
@@ -89,8 +88,8 @@ def test_memory_is_what_the_bits_say() -> None:
 def test_a_matrix_is_worth_what_its_codes_are(drawn: tuple[Integers, MatrixShape]) -> None:
     config, matrix = drawn
     weight, target = torch.randn(matrix.outputs, matrix.inputs), KernelTarget("cpu", "AVX512")
-    parts = format_of(config).quantize(config, weight, None, target)
-    value = format_of(config).value(config, parts, matrix, target)
+    parts = format_of(config)(config, MatrixShape(*weight.shape), target).quantize(weight, None)
+    value = format_of(config)(config, matrix, target).value(parts)
     assert torch.equal(value, round_to_nearest(weight, config).value())
 
 
@@ -99,7 +98,7 @@ def test_shapes_that_kernels_cannot_take_are_refused(shape: tuple[int, int]) -> 
     config = Integers(4, 64)
     assert format_of(config).supports(config, MatrixShape(*shape)) is not None
     with pytest.raises(ConfigError, match=r"multiples of 16|does not divide"):
-        format_of(config).quantize(config, torch.zeros(shape), None, KernelTarget("cpu", "AVX512"))
+        format_of(config)(config, MatrixShape(*shape), KernelTarget("cpu", "AVX512"))
 
 
 def test_codes_that_are_not_of_the_config_are_refused() -> None:

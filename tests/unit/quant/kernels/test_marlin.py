@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from elastic import BackendUnavailable, ConfigError
-from elastic.quant.formats.base import KernelTarget, MatrixShape, format_of
+from elastic.quant.formats.base import KernelTarget, MatrixShape, PackedTensors, format_of
 from elastic.quant.formats.integer import QuantizedMatrix, round_to_nearest
-from elastic.quant.kernels.marlin import Marlin, pack, unpack
+from elastic.quant.kernels.marlin import Marlin, MarlinFormat
 
 CUDA = KernelTarget("cuda", "sm90")
 CONFIGS = [
@@ -35,6 +35,10 @@ def code_in_words(packed: torch.Tensor, bits: int, output: int, input_: int) -> 
     return int(packed[input_ // 16, word]) >> (bits * place) & (2**bits - 1)
 
 
+def pack(config: Marlin, codes: QuantizedMatrix) -> PackedTensors:
+    return MarlinFormat(config, MatrixShape(*codes.codes.shape), CUDA).pack(codes)
+
+
 def original(config: Marlin, matrix: MatrixShape) -> QuantizedMatrix:
     return round_to_nearest(torch.randn(matrix.outputs, matrix.inputs), config)
 
@@ -44,7 +48,7 @@ def test_codes_survive_packing_and_lie_where_a_warp_looks(config: Marlin) -> Non
     matrix = MatrixShape(128, 256)
     codes = original(config, matrix)
     parts = pack(config, codes)
-    read = unpack(config, parts, matrix)
+    read = MarlinFormat(config, matrix, CUDA).unpack(parts)
     for mine, theirs in zip(vars(codes).values(), vars(read).values(), strict=True):
         assert (mine is None and theirs is None) or torch.equal(mine, theirs)
     for output in range(0, 128, 3):
@@ -74,7 +78,7 @@ def test_the_product_is_vllms(config: Marlin, dtype: torch.dtype, device: str, m
     def marlin_gemm(a: torch.Tensor, a_scales: None = None, **rest: Any) -> torch.Tensor:
         called.update(rest)
         parts = {"packed": rest["b_q_weight"], "scales": rest["b_scales"], "zeros": rest["b_zeros"]}
-        return (a.float() @ unpack(config, parts, matrix).value().t()).to(a.dtype)
+        return (a.float() @ MarlinFormat(config, matrix, CUDA).unpack(parts).value().t()).to(a.dtype)
 
     vllm: Any = ModuleType("vllm")
     vllm._custom_ops = SimpleNamespace(marlin_gemm=marlin_gemm)
@@ -85,7 +89,7 @@ def test_the_product_is_vllms(config: Marlin, dtype: torch.dtype, device: str, m
     codes = original(config, matrix)
     parts = pack(config, QuantizedMatrix(codes.codes, codes.scales, codes.zeros, torch.randperm(128)))
     parts = {name: part.to(device) for name, part in parts.items()}
-    paths = format_of(config).paths(config, parts, matrix, CUDA)
+    paths = MarlinFormat(config, matrix, CUDA).paths(parts)
     x = torch.randn(5, 128).to(device, dtype)
     y, exact = paths["marlin"](x, parts), paths["reference"](x, parts).float()
     assert y.dtype == dtype
@@ -106,7 +110,8 @@ def test_what_marlin_does_not_take_is_refused() -> None:
         with pytest.raises(ConfigError, match=r"=4\.0 is|=64\.0 is|=1 cannot be"):
             Marlin(**fields)
     config = Marlin(4, 128)
-    assert format_of(config).supports(config, MatrixShape(96, 128)) is not None
+    assert format_of(config) is MarlinFormat
+    assert MarlinFormat.supports(config, MatrixShape(96, 128)) is not None
     codes = round_to_nearest(torch.randn(64, 128), config)
     with pytest.raises(ConfigError, match="zero points"):
         pack(config, QuantizedMatrix(codes.codes, codes.scales, codes.zeros + 16))
@@ -115,9 +120,9 @@ def test_what_marlin_does_not_take_is_refused() -> None:
 def test_what_is_packed_for_marlin_stays_on_gpus() -> None:
     config, matrix = Marlin(4, 128), MatrixShape(64, 128)
     parts = pack(config, original(config, matrix))
-    assert format_of(config).repack(config, parts, matrix, CUDA, KernelTarget("cuda", "sm80")) is parts
+    assert MarlinFormat(config, matrix, CUDA).repack(parts, KernelTarget("cuda", "sm80")) is parts
     with pytest.raises(ConfigError, match="cannot go to cpu; use Integers"):
-        format_of(config).repack(config, parts, matrix, CUDA, KernelTarget("cpu", "AVX2"))
+        MarlinFormat(config, matrix, CUDA).repack(parts, KernelTarget("cpu", "AVX2"))
 
 
 @pytest.mark.cuda
@@ -127,19 +132,19 @@ def test_what_is_packed_for_marlin_is_whole_on_another_gpu() -> None:
     devices = [torch.device("cuda", index) for index in range(2)]
     here, there = (KernelTarget.of(device) for device in devices)
     parts = {name: part.to(devices[0]) for name, part in pack(config, original(config, matrix)).items()}
-    moved = {
-        name: part.to(devices[1]) for name, part in format_of(config).repack(config, parts, matrix, here, there).items()
-    }
-    assert torch.equal(unpack(config, moved, matrix).value().cpu(), unpack(config, parts, matrix).value().cpu())
+    repacked = MarlinFormat(config, matrix, here).repack(parts, there)
+    moved = {name: part.to(devices[1]) for name, part in repacked.items()}
+    form = MarlinFormat(config, matrix, here)
+    assert torch.equal(form.value(moved).cpu(), form.value(parts).cpu())
 
 
 def test_a_gpu_without_marlins_instructions_is_refused() -> None:
     config, matrix, turing = Marlin(4, 128), MatrixShape(64, 128), KernelTarget("cuda", "sm75")
     parts = pack(config, original(config, matrix))
     with pytest.raises(BackendUnavailable, match=r"compute capability 8\.0, this GPU has 7\.5; use Integers"):
-        format_of(config).paths(config, parts, matrix, turing)
+        MarlinFormat(config, matrix, turing).paths(parts)
     with pytest.raises(BackendUnavailable, match="use Integers"):
-        format_of(config).repack(config, parts, matrix, CUDA, turing)
+        MarlinFormat(config, matrix, CUDA).repack(parts, turing)
 
 
 def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,4 +152,4 @@ def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
     config, matrix = Marlin(4, 128), MatrixShape(64, 128)
     parts = pack(config, original(config, matrix))
     with pytest.raises(BackendUnavailable, match="pip install vllm"):
-        format_of(config).paths(config, parts, matrix, CUDA)
+        MarlinFormat(config, matrix, CUDA).paths(parts)

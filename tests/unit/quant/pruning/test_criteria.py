@@ -82,8 +82,8 @@ def test_a_weight_that_is_no_number_harms_its_own_output_alone(kind: Sparse, by:
     assert mask.sum() == expected.sum()
     others = [row for row in range(16) if row != 3]
     assert int((mask[others] != expected[others]).sum()) <= 1  # of all weights one more may go
-    parts = format_of(config).quantize(config, weight, inputs, target)
-    value = format_of(config).value(config, parts, matrix, target)
+    parts = format_of(config)(config, MatrixShape(*weight.shape), target).quantize(weight, inputs)
+    value = format_of(config)(config, matrix, target).value(parts)
     assert value[others].isfinite().all()
     assert value[others].any(1).all()
 

@@ -43,7 +43,7 @@ def test_bytes_are_those_of_the_weights_that_stay_and_a_bit_for_each(
     config: Sparse, dtype: torch.dtype, share: float
 ) -> None:
     weight = torch.randn(256, 1024).to(dtype)
-    parts = format_of(config).quantize(config, weight, None, CPU)
+    parts = format_of(config)(config, MatrixShape(*weight.shape), CPU).quantize(weight, None)
     starts = 256 * 8 if isinstance(config, Unstructured) else 0
     assert sum(part.nbytes for part in parts.values()) == share * weight.nbytes + starts
 
@@ -56,13 +56,13 @@ def test_a_path_errs_no_more_than_twice_as_much_as_a_plain_product_in_bfloat16(
     config, matrix = drawn
     weight = random_matrix(matrix, stored, tokens)
     format_ = format_of(config)
-    parts = format_.quantize(config, weight, random_inputs(16, matrix.inputs), CPU)
-    dense = format_.value(config, parts, matrix, CPU).double()
+    parts = format_(config, MatrixShape(*weight.shape), CPU).quantize(weight, random_inputs(16, matrix.inputs))
+    dense = format_(config, matrix, CPU).value(parts).double()
     x = torch.randn(64, matrix.inputs, generator=torch.Generator().manual_seed(tokens)).to(dtype)
     exact = x.double() @ dense.t()
     plain = (x.bfloat16() @ dense.bfloat16().t()).double()
     bound = 2 * (plain - exact).norm() + 1e-6 * exact.norm() + 1e-6  # few inputs may have no error at all
-    paths = format_.paths(config, parts, matrix, CPU)
+    paths = format_(config, matrix, CPU).paths(parts)
     assert paths.keys() == {"expanded", "expanded_float32", "reference"}
     for path in paths.values():
         y = torch.cat([path(piece, parts) for piece in x.split(tokens)])
@@ -73,18 +73,18 @@ def test_a_path_errs_no_more_than_twice_as_much_as_a_plain_product_in_bfloat16(
 @pytest.mark.parametrize("config", [SemiStructured(2, 4), Unstructured(0.5)])
 def test_a_matrix_of_several_pieces_gives_the_same(config: Sparse, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = random_matrix(MatrixShape(40, 64)), torch.randn(3, 64)
-    parts = format_of(config).quantize(config, weight, None, CPU)
-    dense = format_of(config).value(config, parts, MatrixShape(40, 64), CPU)
+    parts = format_of(config)(config, MatrixShape(*weight.shape), CPU).quantize(weight, None)
+    dense = format_of(config)(config, MatrixShape(40, 64), CPU).value(parts)
     monkeypatch.setattr(sparse_cpu, "PIECE", 64 * 7)
-    paths = format_of(config).paths(config, parts, MatrixShape(40, 64), CPU)
+    paths = format_of(config)(config, MatrixShape(40, 64), CPU).paths(parts)
     torch.testing.assert_close(paths["expanded_float32"](x, parts), x @ dense.t())
     assert paths["expanded"](x[:0], parts).shape == (0, 40)
 
 
 def test_what_a_kernel_would_read_wrongly_is_refused() -> None:
     config, matrix = Unstructured(0.5), MatrixShape(32, 64)
-    parts = format_of(config).quantize(config, torch.randn(32, 64), None, CPU)
-    path = format_of(config).paths(config, parts, matrix, CPU)["expanded"]
+    parts = format_of(config)(config, MatrixShape(32, 64), CPU).quantize(torch.randn(32, 64), None)
+    path = format_of(config)(config, matrix, CPU).paths(parts)["expanded"]
     with pytest.raises(ConfigError, match="64"):
         path(torch.randn(2, 32), parts)
     for name, part in parts.items():
@@ -95,9 +95,9 @@ def test_what_a_kernel_would_read_wrongly_is_refused() -> None:
 def test_shapes_that_cannot_be_are_refused_in_words() -> None:
     for config in (SemiStructured(2, 4), SemiStructured(4, 8), Unstructured(0.5)):
         with pytest.raises(ConfigError, match=r"cannot pack a matrix of shape \[16, 20\]: its 20 inputs are not"):
-            format_of(config).quantize(config, torch.randn(16, 20), None, CPU)
+            format_of(config)(config, MatrixShape(16, 20), CPU).quantize(torch.randn(16, 20), None)
         with pytest.raises(ConfigError, match="no sparse kernels for device 'xpu'"):
-            format_of(config).paths(config, {}, MatrixShape(8, 8), KernelTarget("xpu", ""))
+            format_of(config)(config, MatrixShape(8, 8), KernelTarget("xpu", "")).paths({})
 
 
 # -- the form that torch's kernel on CUDA takes, in host memory
@@ -109,17 +109,17 @@ def test_metadata_is_what_torch_packs(outputs: int, inputs: int, dtype: torch.dt
     config, matrix = SemiStructured(2, 4), MatrixShape(32 * outputs, 64 * inputs)
     weight = torch.randn(matrix.outputs, matrix.inputs, generator=torch.Generator().manual_seed(seed)).to(dtype)
     weight[weight == 0] = 1
-    on_cpu = format_of(config).quantize(config, weight, None, CPU)
-    parts = format_of(config).quantize(config, weight, None, AMPERE)
+    on_cpu = format_of(config)(config, MatrixShape(*weight.shape), CPU).quantize(weight, None)
+    parts = format_of(config)(config, MatrixShape(*weight.shape), AMPERE).quantize(weight, None)
     pruned = prune(weight, config)[0]
     values, metadata = sparse_semi_structured_from_dense_cutlass(pruned)
     assert torch.equal(parts["packed"], values)
     assert torch.equal(parts["metadata"], metadata)
     assert torch.equal(sparse_semi_structured_to_dense_cutlass(parts["packed"], parts["metadata"]), pruned)
-    assert torch.equal(format_of(config).value(config, parts, matrix, AMPERE), pruned.float())
+    assert torch.equal(format_of(config)(config, matrix, AMPERE).value(parts), pruned.float())
     assert sum(p.nbytes for p in parts.values()) == sum(p.nbytes for p in on_cpu.values())
     for packed, packed_for, target, expected in ((on_cpu, CPU, AMPERE, parts), (parts, AMPERE, CPU, on_cpu)):
-        again = format_of(config).repack(config, packed, matrix, packed_for, target)
+        again = format_of(config)(config, matrix, packed_for).repack(packed, target)
         assert again.keys() == expected.keys()
         assert all(torch.equal(again[name], part) for name, part in expected.items())
 
@@ -135,9 +135,9 @@ def test_the_kernel_is_for_what_it_is_right_for() -> None:
     assert not sparse_cuda.takes(SemiStructured(2, 4), MatrixShape(48, 128), AMPERE, half)
     assert not sparse_cuda.takes(SemiStructured(2, 4), MatrixShape(64, 96), AMPERE, half)
     for config, target in ((SemiStructured(4, 8), AMPERE), (SemiStructured(2, 4), HOPPER), (Unstructured(0.5), AMPERE)):
-        parts = format_of(config).quantize(config, torch.randn(64, 128).half(), None, target)
+        parts = format_of(config)(config, MatrixShape(64, 128), target).quantize(torch.randn(64, 128).half(), None)
         assert "mask" in parts
-        assert format_of(config).paths(config, parts, matrix, target).keys() == {"expanded", "reference"}
+        assert format_of(config)(config, matrix, target).paths(parts).keys() == {"expanded", "reference"}
 
 
 @pytest.mark.parametrize("config", [SemiStructured(2, 4), SemiStructured(4, 8), Unstructured(0.7)])
@@ -146,9 +146,9 @@ def test_expansion_as_on_cuda_gives_the_product(config: Sparse, monkeypatch: pyt
     monkeypatch.setattr(sparse_cuda, "_kernel_agrees", lambda dtype: False)
     monkeypatch.setattr(sparse_cuda, "PIECE", 128 * 32)
     weight, x = torch.randn(96, 128).bfloat16(), torch.randn(5, 128).bfloat16()
-    parts = format_of(config).quantize(config, weight, None, AMPERE)
-    dense = format_of(config).value(config, parts, MatrixShape(96, 128), AMPERE)
-    path = format_of(config).paths(config, parts, MatrixShape(96, 128), AMPERE)["expanded"]
+    parts = format_of(config)(config, MatrixShape(*weight.shape), AMPERE).quantize(weight, None)
+    dense = format_of(config)(config, MatrixShape(96, 128), AMPERE).value(parts)
+    path = format_of(config)(config, MatrixShape(96, 128), AMPERE).paths(parts)["expanded"]
     torch.testing.assert_close(path(x, parts), x @ dense.bfloat16().t())
 
 
@@ -163,8 +163,8 @@ def test_tokens_are_given_to_the_sparse_kernel_by_eights(monkeypatch: pytest.Mon
     config, matrix = SemiStructured(2, 4), MatrixShape(64, 128)
     sparse_cuda._kernel_agrees.cache_clear()
     try:
-        parts = format_of(config).quantize(config, torch.randn(64, 128).bfloat16(), None, AMPERE)
-        paths = format_of(config).paths(config, parts, matrix, AMPERE)
+        parts = format_of(config)(config, MatrixShape(64, 128), AMPERE).quantize(torch.randn(64, 128).bfloat16(), None)
+        paths = format_of(config)(config, matrix, AMPERE).paths(parts)
         for tokens in (1, 8, 13):
             x = torch.randn(tokens, 128).bfloat16()
             torch.testing.assert_close(paths["sparse"](x, parts), paths["expanded"](x, parts), rtol=0.02, atol=0.1)
@@ -178,9 +178,9 @@ def test_the_kernel_is_tried_on_the_gpu_of_the_weights(monkeypatch: pytest.Monke
     tried: list[int] = []
     monkeypatch.setattr(sparse_cuda, "_kernel_agrees", lambda dtype: tried.append(torch.cuda.current_device()))
     config = SemiStructured(2, 4)
-    parts = format_of(config).quantize(config, torch.randn(64, 128).half(), None, AMPERE)
+    parts = format_of(config)(config, MatrixShape(64, 128), AMPERE).quantize(torch.randn(64, 128).half(), None)
     parts = {name: part.to("cuda:1") for name, part in parts.items()}
-    format_of(config).paths(config, parts, MatrixShape(64, 128), AMPERE)
+    format_of(config)(config, MatrixShape(64, 128), AMPERE).paths(parts)
     assert tried == [1]
     assert torch.cuda.current_device() == 0
 
@@ -208,9 +208,10 @@ def test_a_kernel_that_reads_another_order_or_is_not_there_is_not_used(
 def test_paths_on_cuda_agree_with_the_reference(config: Sparse, dtype: torch.dtype, tokens: int) -> None:
     matrix, device = MatrixShape(128, 256), torch.device("cuda:0")
     target = KernelTarget.of(device)
-    parts = format_of(config).quantize(config, torch.randn(128, 256, device=device, dtype=dtype), None, target)
-    paths = format_of(config).paths(config, parts, matrix, target)
+    form = format_of(config)(config, matrix, target)
+    parts = form.quantize(torch.randn(128, 256, device=device, dtype=dtype), None)
+    paths = form.paths(parts)
     x = torch.randn(tokens, 256, device=device, dtype=dtype)
-    exact = x.double() @ format_of(config).value(config, parts, matrix, target).double().t()
+    exact = x.double() @ form.value(parts).double().t()
     for name, path in paths.items():
         assert (path(x, parts).double() - exact).norm() <= 0.01 * exact.norm(), name

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elastic import ConfigError, Structured
 from elastic.quant.formats.base import KernelTarget, MatrixShape, format_of
-from elastic.quant.pruning.structured_format import without
+from elastic.quant.pruning.structured_format import StructuredFormat, without
 from support.pruned_matrices import DTYPES, random_matrix
 
 CPU = KernelTarget.of(torch.device("cpu"))
@@ -30,11 +30,11 @@ def test_products_are_those_of_the_matrix_with_zeros(
     expected = weight.clone().index_fill_(dim, gone.nonzero().view(-1), 0)
     parts = without(weight, dim, kept)
     assert parts["packed"].numel() == weight.numel() // channels * len(kept)
-    assert torch.equal(format_of(CONFIG).value(CONFIG, parts, matrix, CPU), expected.float())
+    assert torch.equal(format_of(CONFIG)(CONFIG, matrix, CPU).value(parts), expected.float())
     x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
     exact = x.double() @ expected.double().t()
     bound = 2 * ((x.bfloat16() @ expected.bfloat16().t()).double() - exact).norm() + 1e-6 * exact.norm() + 1e-6
-    paths = format_of(CONFIG).paths(CONFIG, parts, matrix, CPU)
+    paths = format_of(CONFIG)(CONFIG, matrix, CPU).paths(parts)
     assert paths.keys() == {"dense", "reference"}
     for path in paths.values():
         y = path(x, parts)
@@ -42,18 +42,18 @@ def test_products_are_those_of_the_matrix_with_zeros(
         assert (y.double() - exact).norm() <= bound
         if dim == 0:
             assert not y[:, gone].any()
-    renewed = format_of(CONFIG).renew(CONFIG, parts, weight + 1)  # type: ignore[attr-defined]
+    renewed = StructuredFormat(CONFIG, matrix, CPU).renew(parts, weight + 1)
     assert torch.equal(renewed["packed"], (weight + 1).index_select(dim, kept))
 
 
 def test_channels_are_not_chosen_for_one_matrix() -> None:
     with pytest.raises(ConfigError, match="pack the whole layer"):
-        format_of(CONFIG).quantize(CONFIG, torch.randn(16, 16), None, CPU)
+        format_of(CONFIG)(CONFIG, MatrixShape(16, 16), CPU).quantize(torch.randn(16, 16), None)
 
 
 def test_parts_of_another_shape_are_refused() -> None:
     parts = without(torch.randn(16, 8), 0, torch.arange(4))
-    path = format_of(CONFIG).paths(CONFIG, parts, MatrixShape(16, 8), CPU)["dense"]
+    path = format_of(CONFIG)(CONFIG, MatrixShape(16, 8), CPU).paths(parts)["dense"]
     with pytest.raises(ConfigError, match="part 'packed'"):
         path(torch.randn(2, 8), {**parts, "packed": parts["packed"][:3]})
     with pytest.raises(ConfigError, match="part 'outputs'"):

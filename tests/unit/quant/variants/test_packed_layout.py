@@ -15,12 +15,12 @@ from elastic.memory.weight_layout import LayerLayout, ParameterLayout
 from elastic.quant.formats.base import KernelTarget, MatrixShape, format_of
 from elastic.quant.formats.integer import Integers, round_to_nearest
 from elastic.quant.formats.pruned import SemiStructured, Unstructured
-from elastic.quant.kernels.integer_format import pack
 from elastic.quant.variants.eligible import LayerParameters
 from elastic.quant.variants.pack_model import packer
 from elastic.quant.variants.packed_layout import layer_part_shapes, packed_layout
 from elastic.quant.variants.variant import Variant, config_of
 from support import architectures
+from support.integer_matrices import pack
 
 CPU = KernelTarget.of(torch.device("cpu"))
 NAMES = ("int8", "int4", "int3", "2:4", "4:8", "sparse50", "sparse30", "ffn75", "ffn50", "heads75", "heads50")
@@ -62,7 +62,7 @@ def test_integers_for_every_target() -> None:
     for bits, group_size, symmetric, target in product((8, 4, 3), (-1, 64, 512), (True, False), targets):
         config = Integers(bits, group_size, symmetric)
         parts = pack(config, round_to_nearest(weight, config), target)
-        planned = format_of(config).part_shapes(config, MatrixShape(48, 512), weight.dtype, target)
+        planned = format_of(config)(config, MatrixShape(48, 512), target).part_shapes(weight.dtype)
         assert dict(planned) == shapes(parts), (config, target)
 
 
@@ -71,8 +71,8 @@ def test_sparse_parts_for_gpus() -> None:
     configs = (SemiStructured(2, 4), SemiStructured(4, 8), Unstructured(0.3))
     for config, dtype, instructions in product(configs, (torch.float32, torch.bfloat16), ("sm80", "sm90")):
         target = KernelTarget("cuda", instructions)
-        parts = format_of(config).quantize(config, matrix.to(dtype), None, target)
-        planned = format_of(config).part_shapes(config, MatrixShape(64, 128), dtype, target)
+        parts = format_of(config)(config, MatrixShape(*matrix.to(dtype).shape), target).quantize(matrix.to(dtype), None)
+        planned = format_of(config)(config, MatrixShape(64, 128), target).part_shapes(dtype)
         assert dict(planned) == shapes(parts), (config, target)
 
 
@@ -97,4 +97,4 @@ def test_what_cannot_be_packed_is_refused_in_words() -> None:
         layer_part_shapes(on_meta(moe), config_of("ffn75"), CPU)
     config = config_of("ffn75")
     with pytest.raises(ConfigError, match="ask for the whole layer"):
-        format_of(config).part_shapes(config, MatrixShape(16, 16), torch.float32, CPU)
+        format_of(config)(config, MatrixShape(16, 16), CPU).part_shapes(torch.float32)

@@ -47,5 +47,5 @@ def test_each_layer_is_read_as_it_was_packed_for_its_device(tmp_path: Path, monk
         (was,), (now,) = before.packings.values(), after.packings.values()
         assert isinstance(was, MatrixParameter)
         assert isinstance(now, MatrixParameter)
-        assert now.packed.target == targets[layer.device]
+        assert now.packed.format.target == targets[layer.device]
         assert torch.equal(now.packed.value(), was.packed.value())

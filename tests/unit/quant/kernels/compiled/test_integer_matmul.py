@@ -12,10 +12,9 @@ from elastic.engines.executor.graphs.operator_graph import OperatorGraph
 from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, format_of
 from elastic.quant.formats.integer import Integers, QuantizedMatrix
 from elastic.quant.kernels.compiled.integer_matmul import multiplies_nibbles
-from elastic.quant.kernels.cpu_layout import encoding_of, kernel_group
-from elastic.quant.kernels.integer_format import pack
+from elastic.quant.kernels.cpu_layout import CpuLayout
 from support.child_process import in_fork
-from support.integer_matrices import codes, configs_and_matrices
+from support.integer_matrices import codes, configs_and_matrices, pack
 
 pytestmark = pytest.mark.skipif(
     not multiplies_nibbles("AVX2", 32), reason="there is no C++ compiler, or its processor lacks AVX2"
@@ -28,7 +27,7 @@ def compiled(
     config: Integers, original: QuantizedMatrix, target: KernelTarget = TARGETS[0]
 ) -> tuple[PackedTensors, Kernel]:
     parts = pack(config, original, target)
-    return parts, format_of(config).paths(config, parts, MatrixShape(*original.codes.shape), target)["compiled"]
+    return parts, format_of(config)(config, MatrixShape(*original.codes.shape), target).paths(parts)["compiled"]
 
 
 def drawn(config: Integers, outputs: int, inputs: int) -> QuantizedMatrix:
@@ -50,7 +49,7 @@ def test_the_error_is_at_most_half_a_step_of_each_group(
 ) -> None:
     config, matrix = config_and_matrix
     original = data.draw(codes(config, matrix))
-    group = min(kernel_group(config, matrix), 256)
+    group = min(CpuLayout(config, matrix, target).group, 256)
     parts, kernel = compiled(config, original, target)
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, matrix.inputs, generator=generator) * torch.rand(tokens, 1, generator=generator)
@@ -71,7 +70,7 @@ def stored_weights(
     config: Integers, original: QuantizedMatrix, parts: PackedTensors, matrix: MatrixShape
 ) -> tuple[torch.Tensor, float]:
     """The weights as scales in bfloat16 and zero points have them, and the largest number that makes them up."""
-    encoding = encoding_of(config, matrix)
+    encoding = CpuLayout(config, matrix, TARGETS[0]).encoding
     size = config.inputs_per_group(matrix.inputs)
     pairs = [original.scales.bfloat16(), original.zeros]
     scales, zeros = (each.double().repeat_interleave(size, 1) for each in pairs)
@@ -166,8 +165,8 @@ from elastic.quant.formats.integer import Integers
 from elastic.quant.formats.kernel_table import KernelTable, MatmulSpec
 import elastic.quant.kernels.integer_format
 config, matrix, target = Integers(4, 64), MatrixShape(64, 128), KernelTarget.of(torch.device("cpu"))
-parts = format_of(config).quantize(config, torch.randn(64, 128), None, target)
-paths = format_of(config).paths(config, parts, matrix, target)
+parts = format_of(config)(config, MatrixShape(64, 128), target).quantize(torch.randn(64, 128), None)
+paths = format_of(config)(config, matrix, target).paths(parts)
 table, spec = KernelTable(), MatmulSpec.of(config, parts, matrix, target, torch.float32)
 table.add(spec, {1: "compiled", 512: "compiled"})
 print("compiled" in paths, table.path(spec, 1, paths) in paths.values(), table.path(spec, 512, paths) in paths.values())
