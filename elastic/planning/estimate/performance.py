@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from elastic.errors import ConfigError, is_integer, is_number
@@ -44,14 +44,16 @@ class Load:
     """Tokens generated."""
     rate: float = 0.0
     """Requests a second; 0: one request at a time."""
-    tokens: int = field(init=False, repr=False, compare=False)
-    """What a request has in the cache when it ends, at most."""
 
     def __post_init__(self) -> None:
         whole = all(is_integer(tokens) and tokens >= 1 for tokens in (self.prompt, self.new))
         if not whole or not is_number(self.rate) or self.rate < 0:
             raise ConfigError(f"{self} cannot be; give prompts and outputs of 1 token or more, and a rate of 0 or more")
-        object.__setattr__(self, "tokens", self.prompt + self.new)
+
+    @property
+    def tokens(self) -> int:
+        """What a request has in the cache when it ends, at most."""
+        return self.prompt + self.new
 
     def shared(self, replicas: int) -> Load:
         """Return what each of so many replicas gets of it."""

@@ -98,17 +98,21 @@ class Estimate:
     """Of all ranks, with the keys and values of what runs, and its batches."""
     quality_loss: float | None = None
     """By how much the mean loss of a token rises, in nats; None: it is not known."""
-    fits: bool = field(init=False, repr=False, compare=False)
-    """Whether it can be used."""
-    cost: float = field(init=False, repr=False, compare=False)
-    """GiB seconds of one request's latency. (Section 4.1)"""
-    gpu_hours: float = field(init=False, repr=False, compare=False)
-    """Hours of all devices together for one request's latency."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "fits", not self.why_not)
-        object.__setattr__(self, "cost", self.memory_bytes / 2**30 * self.latency_s)
-        object.__setattr__(self, "gpu_hours", self.configuration.ranks * self.latency_s / 3600)
+    @property
+    def fits(self) -> bool:
+        """Whether it can be used."""
+        return not self.why_not
+
+    @property
+    def cost(self) -> float:
+        """GiB seconds of one request's latency. (Section 4.1)"""
+        return self.memory_bytes / 2**30 * self.latency_s
+
+    @property
+    def gpu_hours(self) -> float:
+        """Hours of all devices together for one request's latency."""
+        return self.configuration.ranks * self.latency_s / 3600
 
     def value(self, minimize: Objective) -> float:
         """Return what is to be small."""

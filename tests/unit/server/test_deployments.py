@@ -132,6 +132,16 @@ def test_the_intent_and_the_load_come_as_they_were_sent(client: TestClient, depl
     ]  # fmt: skip
 
 
+def test_the_document_says_of_loads_and_estimates_what_it_said(client: TestClient) -> None:
+    """What can be computed from it is not told besides."""
+    told = client.get("/elastic/status").json()["deployments"][0]
+    assert told["load"].keys() == {"prompt", "new", "rate"}
+    assert [*told["estimate"]] == [
+        *("configuration", "stages", "ranks", "basis", "why_not", "requests", "running", "ttft_s", "tpot_s"),
+        *("latency_s", "tokens_s", "rate", "memory_bytes", "quality_loss"),
+    ]
+
+
 def test_a_device_is_resized_in_bytes_or_by_text(client: TestClient, deployments: FakeDeployments) -> None:
     for memory in (40 << 20, "40MiB"):
         answer = client.post("/elastic/fleet/resize", json={"device": "cpu#a", "memory": memory})
