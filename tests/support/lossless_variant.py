@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import elastic
-from elastic.quant.formats.base import Format, Kernel, KernelTarget, PackedTensors, PartShapes, register
+from elastic.quant.formats.base import Format, Kernel, PackedTensors, PartShapes, register
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,6 @@ class HalvesFormat(Format):
 
     def paths(self, parts: PackedTensors) -> Mapping[str, Kernel]:
         return {"reference": lambda x, parts: F.linear(x, parts["packed"].to(x.dtype))}
-
-    def repack(self, parts: PackedTensors, target: KernelTarget) -> PackedTensors:
-        return parts
 
 
 register(Halves, HalvesFormat)

@@ -102,9 +102,9 @@ class Format(ABC):
         always one of them.
         """
 
-    @abstractmethod
     def repack(self, parts: PackedTensors, target: KernelTarget) -> PackedTensors:
-        """Return the parts of the same [outputs, inputs] matrix for another target, with the very same codes."""
+        """Return the parts of the same [outputs, inputs] matrix for another target: as they are, where none differ."""
+        return parts
 
 
 def bind(path: Kernel, parts: PackedTensors) -> BoundKernel:

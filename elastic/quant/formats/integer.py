@@ -92,18 +92,10 @@ def round_to_nearest(weight: torch.Tensor, config: Integers) -> QuantizedMatrix:
         raise ConfigError(f"group_size={size} does not divide the {inputs} inputs of a matrix")
     grouped = weight.detach().float().view(outputs, inputs // size, size)
     last = 2**config.bits - 1
-    if config.symmetric:
-        middle = 2 ** (config.bits - 1)
-        scales = _round_scales(grouped.abs().amax(2) / (middle - 1))
-        zeros = torch.full_like(scales, middle)
-    else:
-        low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
-        scales = _round_scales((high - low) / last)
-        zeros = (-low / scales).round().clamp(0, last)
+    middle = 2 ** (config.bits - 1)
+    low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
+    exact = grouped.abs().amax(2) / (middle - 1) if config.symmetric else (high - low) / last
+    scales = exact.clamp(min=1e-10).to(torch.bfloat16).float()  # above zero: for a group of zeros any will do
+    zeros = torch.full_like(scales, middle) if config.symmetric else (-low / scales).round().clamp(0, last)
     codes = (grouped / scales.unsqueeze(2) + zeros.unsqueeze(2)).round().clamp(0, last)
     return QuantizedMatrix(codes.to(torch.uint8).view(outputs, inputs), scales, zeros)
-
-
-def _round_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Round scales of any shape to bfloat16, above zero: for a group of zeros any scale will do."""
-    return scales.clamp(min=1e-10).to(torch.bfloat16).float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from elastic.errors import ConfigError, is_integer, is_number
 
@@ -15,12 +16,15 @@ CRITERIA = ("magnitude", *CALIBRATED)
 class _ByCriterion:
     """A way of pruning in which a criterion chooses what stays."""
 
+    criteria: ClassVar[tuple[str, ...]] = CRITERIA
     by: str
+    calibrated: bool
+    """True if it needs samples of a matrix's inputs."""
 
-    @property
-    def calibrated(self) -> bool:
-        """True if it needs samples of a matrix's inputs."""
-        return self.by in CALIBRATED
+    def __post_init__(self) -> None:
+        if self.by not in self.criteria:
+            raise ConfigError(f"by={self.by!r} is not supported; use one of: {', '.join(self.criteria)}")
+        object.__setattr__(self, "calibrated", self.by in CALIBRATED)
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class SemiStructured(_ByCriterion):
         whole = is_integer(self.kept) and is_integer(self.of)
         if not whole or (self.kept, self.of) not in ((2, 4), (4, 8)):
             raise ConfigError(f"{self.kept}:{self.of} is no pattern that can be stored; use 2:4 or 4:8")
-        _check_criterion(self.by, CRITERIA)
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Unstructured(_ByCriterion):
     def __post_init__(self) -> None:
         if not is_number(self.sparsity) or not 0.1 <= self.sparsity <= 0.95:
             raise ConfigError(f"sparsity={self.sparsity!r} is not supported; use a share from 0.1 to 0.95")
-        _check_criterion(self.by, CRITERIA)
+        super().__post_init__()
 
     def removed(self, inputs: int) -> int:
         """Return how many of the first `inputs` weights of an output are zero, on average over the outputs."""
@@ -78,6 +82,7 @@ class Structured(_ByCriterion):
     weights which these are multiplied with).
     """
 
+    criteria = ("magnitude", "wanda")
     ffn: float = 1.0
     """The share of the FFN's columns that stay; rounded to a multiple of 8 columns."""
     heads: float = 1.0
@@ -90,7 +95,7 @@ class Structured(_ByCriterion):
                 raise ConfigError(f"{name}={share!r} is not supported; use a share from 0.05 to 1")
         if self.ffn == self.heads == 1:
             raise ConfigError("Structured() removes nothing; give ffn or heads a share below 1")
-        _check_criterion(self.by, ("magnitude", "wanda"))
+        super().__post_init__()
 
 
 Sparse = SemiStructured | Unstructured
@@ -127,8 +132,3 @@ def name_of(config: Pruned) -> str:
         shares = (("ffn", config.ffn), ("heads", config.heads))
         name = "-".join(f"{kind}{100 * share:g}" for kind, share in shares if share < 1)
     return name if config.by == "magnitude" else f"{name}-{config.by}"
-
-
-def _check_criterion(by: str, criteria: tuple[str, ...]) -> None:
-    if by not in criteria:
-        raise ConfigError(f"by={by!r} is not supported; use one of: {', '.join(criteria)}")

@@ -13,7 +13,7 @@ from elastic.quant.formats.pruned import SemiStructured, Sparse, Unstructured
 from elastic.quant.kernels.checks import reference_kernel
 from elastic.quant.pruning import sparse_cpu, sparse_cuda
 from elastic.quant.pruning.criteria import prune
-from elastic.quant.pruning.sparse_layout import pack, required, value
+from elastic.quant.pruning.sparse_layout import expand, pack, required, tiles
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,12 @@ class SparseFormat(Format):
         return sparse_cuda.with_metadata(parts) if self._has_metadata(weight.dtype) else parts
 
     def value(self, parts: PackedTensors) -> torch.Tensor:
-        """Expand parts to the matrix that they stand for, float32 [outputs, inputs]."""
-        return value(sparse_cuda.with_mask(parts), self.matrix)
+        """Expand parts to the matrix that they stand for, float32 [outputs, inputs], with zeros where it was pruned."""
+        masked, device = sparse_cuda.with_mask(parts), parts["packed"].device
+        whole = torch.empty(self.matrix.outputs, self.matrix.inputs, dtype=torch.float32, device=device)
+        for rows in tiles(masked, self.matrix, 2**20):
+            whole[rows[0] : rows[1]] = expand(masked, rows)
+        return whole
 
     def paths(self, parts: PackedTensors) -> Mapping[str, Kernel]:
         """Return the kernels that multiply x: [tokens, inputs] with such parts, by name."""

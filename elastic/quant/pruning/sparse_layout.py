@@ -77,14 +77,6 @@ def expand(parts: PackedTensors, rows: Rows) -> torch.Tensor:
     return dense.view(stop - start, -1)
 
 
-def value(parts: PackedTensors, matrix: MatrixShape) -> torch.Tensor:
-    """Return the whole matrix, float32 [outputs, inputs], with zeros where no weight stays."""
-    whole = torch.empty(matrix.outputs, matrix.inputs, dtype=torch.float32, device=parts["packed"].device)
-    for rows in tiles(parts, matrix, 2**20):
-        whole[rows[0] : rows[1]] = expand(parts, rows)
-    return whole
-
-
 def nibbles(mask: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the bits of the even and of the odd groups of four inputs, uint8 [outputs, inputs / 8] each."""
     yield mask & 15

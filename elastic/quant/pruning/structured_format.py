@@ -20,7 +20,6 @@ from elastic.quant.formats.base import (
     BoundKernel,
     Format,
     Kernel,
-    KernelTarget,
     MatrixShape,
     PackedTensors,
     PartShapes,
@@ -63,10 +62,6 @@ class StructuredFormat(Format):
         }
         dense = CheckedKernel(matrix, shapes, lambda parts: _bind(parts, matrix))
         return {"dense": dense, "reference": reference_kernel(self.value)}
-
-    def repack(self, parts: PackedTensors, target: KernelTarget) -> PackedTensors:
-        """Return the parts themselves, in their shapes: they are the same for every target."""
-        return parts
 
     def renew(self, parts: PackedTensors, weight: torch.Tensor) -> PackedTensors:
         """Pack new weights, [outputs, inputs], with the channels that were chosen for the old ones."""

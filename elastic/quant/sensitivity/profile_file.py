@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +66,15 @@ class Profile:
     lrs: tuple[float, ...]
     """Layer Replacement Sensitivity of each layer (equation 3)."""
     rounds: tuple[SearchRound, ...] = ()
+    order: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """The layer indices, the first to swap first."""
+    complete: bool = field(init=False, repr=False, compare=False)
+    """True if every layer is in the order."""
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The layer indices, the first to swap first."""
-        return tuple(round_.chosen for round_ in self.rounds)
-
-    @property
-    def complete(self) -> bool:
-        """True if every layer is in the order."""
-        return len(self.rounds) == len(self.lts)
+    def __post_init__(self) -> None:
+        order = tuple(round_.chosen for round_ in self.rounds)
+        object.__setattr__(self, "order", order)
+        object.__setattr__(self, "complete", len(order) == len(self.lts))
 
     def check(self, layers: Sequence[nn.Module]) -> None:
         """Raise `ConfigError` unless this is a profile of a model with these decoder layers.

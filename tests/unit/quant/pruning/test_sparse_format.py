@@ -16,7 +16,7 @@ from elastic.quant.formats.base import KernelTarget, MatrixShape, format_of
 from elastic.quant.formats.pruned import SemiStructured, Unstructured
 from elastic.quant.pruning import sparse_cpu, sparse_cuda
 from elastic.quant.pruning.criteria import Sparse, prune
-from elastic.quant.pruning.sparse_layout import expand, pack, tiles, value
+from elastic.quant.pruning.sparse_layout import expand, pack, tiles
 from support.pruned_matrices import DTYPES, configs_and_matrices, random_inputs, random_matrix
 
 CPU = KernelTarget.of(torch.device("cpu"))
@@ -32,7 +32,7 @@ def test_what_is_stored_is_read_back_whole_and_in_pieces(
     weight = random_matrix(matrix, dtype, seed)
     pruned, mask = prune(weight, config, random_inputs(20, matrix.inputs, seed))
     parts = pack(config, pruned, mask)
-    assert torch.equal(value(parts, matrix), pruned.float())
+    assert torch.equal(format_of(config)(config, matrix, CPU).value(parts), pruned.float())
     pieces = [expand(parts, rows).clone() for rows in tiles(parts, matrix, piece)]
     assert torch.equal(torch.cat(pieces), pruned)
 
