@@ -106,10 +106,12 @@ class Arbiter:
             reason = "; ".join(dict.fromkeys(plan.reason for plan in plans))
             plan = Plan((), reason, figures="; ".join(plan.figures for plan in plans if plan.figures))
         then = [self._state(i, snapshot, old, offers[i], chosen) for i, old in enumerate(state.states)]
-        faults = [offer.fault for offer in offers] + [fault for _, fault in then]
+        errors = [*(offer.fault for offer in offers), *(error for _, error in then)]
+        named = zip(self.policies * 2, errors, strict=True)
+        faults = dict.fromkeys(f"{type(policy).__name__}: {error}" for policy, error in named if error)
         asked = chosen.plan.actions if chosen is not None else asked
         after = ArbiterState(tuple(remembered for remembered, _ in then), costs, asked)
-        return replace(plan, state=after, short=short, fault="; ".join(dict.fromkeys(filter(None, faults))))
+        return replace(plan, state=after, short=short, fault="; ".join(faults))
 
     def _offer(
         self, number: int, policy: ControllerPolicy, snapshot: Snapshot, remembered: Any, costs: ActionCosts
@@ -124,7 +126,7 @@ class Arbiter:
                 self._require_possible(plan)
             return PolicyOffer(plans, self._priced(number, plans, snapshot, costs))
         except (Exception, SystemExit) as error:
-            return PolicyOffer((Plan((), f"{type(policy).__name__} failed", remembered),), (), _fault(policy, error))
+            return PolicyOffer((Plan((), f"{type(policy).__name__} failed", remembered),), (), error_text(error))
 
     def _require_possible(self, plan: Plan) -> None:
         """Raise `ConfigError` for layers and variants that the model has not, and for none: they have no price."""
@@ -151,7 +153,7 @@ class Arbiter:
         try:
             return checked(policy.decide(replace(snapshot, busy=True), remembered)).state, ""
         except (Exception, SystemExit) as error:
-            return remembered, _fault(policy, error)
+            return remembered, error_text(error)
 
     def _priced(
         self, number: int, plans: Sequence[Plan], snapshot: Snapshot, costs: ActionCosts
@@ -236,7 +238,3 @@ def _relieves(plan: Plan, snapshot: Snapshot) -> bool:
         most = next((place.kv_maximum_bytes for place in snapshot.places if place.name == first.place), 0)
         return limit is not None and limit < most
     return not isinstance(first, Restore | Replicate)
-
-
-def _fault(policy: ControllerPolicy, error: BaseException) -> str:
-    return f"{type(policy).__name__}: {error_text(error)}"

@@ -101,8 +101,12 @@ class SharedCapacity:
         for model_load in (load, *(peer.load for peer in self._peers)):
             replicas = added_replicas(model_load.placement.alone_at_home, model_load.placement)
             empty = occupied(empty, replicas, model_load.replica_needs, times=-1)
-        models = {peer.name: _planned(peer.load, peer.model) for peer in self._peers if math.floor(peer.rows + 0.5) > 1}
-        models[self._snapshot.name] = _planned(load, model)
+        loads = {peer.name: (peer.load, peer.model) for peer in self._peers if math.floor(peer.rows + 0.5) > 1}
+        loads[self._snapshot.name] = load, model
+        models = {
+            name: PlannedModel(own.placement.alone_at_home, own.replica_needs, cost, tuple(p.name for p in own.places))
+            for name, (own, cost) in loads.items()
+        }
         targets = plan_together(models, list(empty.values()), self._settings.t_up)
         for peer in self._peers:
             to_come = added_replicas(peer.load.placement, targets.get(peer.name, peer.load.placement))
@@ -182,8 +186,3 @@ def _pending_bytes(peer: PeerState) -> Counter[str]:
         elif isinstance(action, MigrateKV):
             pending[action.place] += sum(place.kv_used_bytes for place in peer.snapshot.places)
     return pending
-
-
-def _planned(load: PlaceLoad, model: CostModel) -> PlannedModel:
-    names = tuple(place.name for place in load.places)
-    return PlannedModel(load.placement.alone_at_home, load.replica_needs, model, names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -41,9 +41,6 @@ class ReplicaRange:
         """Return what so many devices could have of it; no more than the least where that is more."""
         return ReplicaRange(self.least, max(self.least, min(self.most, devices)))
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.least, self.most + 1))
-
     def __str__(self) -> str:
         return f"{self.least}-{self.most}" if self.least < self.most else str(self.least)
 
@@ -70,7 +67,7 @@ def best_deployment(
     `slack`: what just suffices would soon have to be taken back.
     """
     best: Deployment | Refusal = Refusal(())
-    for count in replicas:
+    for count in range(replicas.least, replicas.most + 1):
         expected = load if count >= present else replace(load, rate=(1 + slack) * load.rate)
         outcome = choose(count, expected)
         if isinstance(best, Refusal) or (isinstance(outcome, Deployment) and _pays(outcome, best, objective, better)):

@@ -51,11 +51,6 @@ class InstanceDraft:
             self._counted, self._sum = len(self.live), tokens_to_end(self.live)
         return self._sum
 
-    @property
-    def needed(self) -> bool:
-        """Whether any of its requests needs its degree."""
-        return any(self.reading.needs_degree(kv.alone) for kv in self.live)
-
     def holds(self, kv: LiveTokens) -> bool:
         """Tell whether a request could begin here now, and all that are here end; and part, if it is a short one."""
         room = self.room

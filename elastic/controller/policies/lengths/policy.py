@@ -230,7 +230,8 @@ class _Decision:
         """Send a request that only large instances can hold to one that has such a request, so that others part."""
         now = [candidate for candidate in takes if candidate.holds(request.kv)]
         if now:
-            self._send(request, min(now, key=lambda candidate: (not candidate.needed, _by_load(candidate))))
+            large = [each for each in now if any(each.reading.needs_degree(kv.alone) for kv in each.live)]
+            self._send(request, min(large or now, key=_by_load))
             return
         for ranks, members in self.planned.items():
             if holds_together(members, request.kv):
