@@ -54,18 +54,18 @@ class Work:
         """Return the operations and the bytes of a batch."""
         tokens = sum(chunk.tokens for chunk in chunks)
         met = 1 - (1 - self.least_met) ** tokens  # tokens choose their experts independently
-        pairs, seen = sum(map(self._pairs, chunks)), sum(map(self._seen, chunks))
-        flops = tokens * self.token_flops + len(chunks) * self.chunk_flops + pairs * self.pair_flops
-        return flops, met * self.weight_bytes + seen * self.kv_bytes
+        seen = [self._seen(chunk) for chunk in chunks]
+        flops = tokens * self.token_flops + len(chunks) * self.chunk_flops
+        flops += sum(pairs for pairs, _ in seen) * self.pair_flops
+        return flops, met * self.weight_bytes + sum(read for _, read in seen) * self.kv_bytes
 
-    def _seen(self, chunk: Chunk) -> int:
-        """Return the tokens whose keys and values are read for a chunk."""
-        seen = chunk.start + chunk.tokens
-        return seen if self.window is None else min(seen, self.window + chunk.tokens - 1)
-
-    def _pairs(self, chunk: Chunk) -> float:
-        pairs = chunk.tokens * chunk.start + chunk.tokens * (chunk.tokens + 1) / 2
-        return pairs if self.window is None else min(pairs, float(chunk.tokens * self.window))
+    def _seen(self, chunk: Chunk) -> tuple[float, int]:
+        """Return the pairs of a chunk's tokens and those that they see, and the tokens that are read for it."""
+        _, start, count = chunk
+        pairs, read = count * start + count * (count + 1) / 2, start + count
+        if self.window is None:
+            return pairs, read
+        return min(pairs, float(count * self.window)), min(read, self.window + count - 1)
 
 
 @dataclass(frozen=True)
