@@ -18,7 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from support.vllm_engine.engine import MODEL, require_plain_tokens
+from support.vllm_engine.engine import MODEL, elastic_engine, require_plain_tokens, scheduler
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
@@ -82,3 +82,17 @@ def test_another_connector_beside_ours() -> None:
     }
     require_plain_tokens(MODEL, "24MiB", only_elastic={"connector": theirs})
     assert {"load", "save"} <= set(CountingConnector.calls)
+
+
+def test_figures_beside_another_connector() -> None:
+    """A server looks the connectors up by name where it logs them: it died with its first step."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    from support.vllm_engine.counting_connector import CountingConnector
+
+    module, role = CountingConnector.__module__, "kv_both"
+    theirs = {"kv_connector": "CountingConnector", "kv_connector_module_path": module, "kv_role": role}
+    with elastic_engine("24MiB", connector=theirs) as llm:
+        figures = scheduler(llm).connector.get_kv_connector_stats().to_dict()
+    assert MultiConnector.build_kv_connector_stats(figures).to_dict() == figures
+    assert figures["ElasticConnector"]["usable_blocks"] > 0

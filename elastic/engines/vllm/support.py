@@ -22,6 +22,7 @@ PROBES = {
         "has_pending_block_frees",
         "set_xfer_handshake_metadata",
     ),
+    "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": ("register_connector",),
     "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue": ("remove", "append_n", "prepend_n"),
     "vllm.v1.core.block_pool:BlockPool": ("get_new_blocks", "move_block_hashes", "_maybe_evict_cached_block"),
     "vllm.v1.core.kv_cache_utils:KVCacheBlockCopy": (),
