@@ -26,29 +26,12 @@ _layers: WeakValueDictionary[str, Any] = WeakValueDictionary()
 """Linear layers by the name of their operator's argument: what a compiled graph knows of them."""
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, small: bool = False) -> torch.Tensor:
-    """Compute F.linear(x, weight, bias) for x: [..., inputs]; of packed matrices without torch's way to them.
-
-    `small`: the full matrix `is_small`.
-    """
-    if not isinstance(weight, WeightProxy):
-        return small_linear(x, weight, bias) if small else F.linear(x, weight, bias)
-    source = weight.source
-    if isinstance(source, Source):
-        return source.product(x, bias)
-    if isinstance(source, PackedSource):
-        product = source.packed.product(x)
-        return product if bias is None else product + bias
-    if small and isinstance(source, HostSource):  # to the bit as where it is resident
-        return small_linear(x, source.value(), bias)
-    return F.linear(x, weight, bias)
-
-
 @torch.library.custom_op("elastic::linear", mutates_args=())
 def linear(x: torch.Tensor, bias: torch.Tensor | None, layer: str, outputs: int) -> torch.Tensor:
     """Multiply x, [..., inputs], with the weight that the layer has now; returns [..., outputs] in the dtype of x."""
     module = _layers[layer]
-    return multiply(x, module.weight, bias, small=module.quant_method.small)
+    product: torch.Tensor = module.quant_method.apply(module, x, bias)
+    return product
 
 
 @linear.register_fake
@@ -72,11 +55,25 @@ class ElasticLinear(UnquantizedLinearMethod):  # type: ignore[misc]
         _layers[self.name] = layer
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Multiply x, [..., inputs], with the layer's weight; returns [..., outputs]."""
-        if torch.compiler.is_compiling():
+        """Compute F.linear(x, layer.weight, bias) for x: [..., inputs]; of packed matrices without torch's way to them.
+
+        All in one function, which a step calls for each matrix.
+        """
+        if torch.compiler.is_dynamo_compiling():
             product: torch.Tensor = linear(x, bias, self.name, self.outputs)
             return product
-        return multiply(x, layer.weight, bias, small=self.small)
+        weight = layer._parameters["weight"]  # `layer.weight` would be a call of Python's
+        if not isinstance(weight, WeightProxy):
+            return small_linear(x, weight, bias) if self.small else F.linear(x, weight, bias)
+        source = weight.source
+        if isinstance(source, Source):
+            return source.product(x, bias)
+        if isinstance(source, PackedSource):
+            product = source.packed.product(x)
+            return product if bias is None else product + bias
+        if self.small and isinstance(source, HostSource):  # to the bit as where it is resident
+            return small_linear(x, source.value(), bias)
+        return F.linear(x, weight, bias)
 
 
 def is_packable(module: nn.Module, parameter: torch.Tensor) -> bool:
@@ -95,15 +92,10 @@ class ElasticConfig(QuantizationConfig):  # type: ignore[misc]
         """Return the dtypes of activations."""
         return [torch.float32, torch.bfloat16, torch.float16]
 
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """Return the least CUDA capability: the full form asks for none."""
-        return 0
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """Return the files that it is configured by: none."""
-        return []
+    get_min_capability = staticmethod(int)
+    """Returns 0, as `int()` does: the full form asks for no CUDA capability."""
+    get_config_filenames = staticmethod(list)
+    """Returns that it is configured by no files, as `list()` does."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ElasticConfig:
