@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from elastic.actions.base import Layers
@@ -105,13 +104,10 @@ def at_place(value: Any, place: str) -> Any:
     """
     if isinstance(value, tuple):
         return tuple(at_place(each, place) for each in value)
-    if isinstance(value, ResizeKV) and _engine_of(value.place) == _engine_of(place):
-        return replace(value, place=place)
+    if isinstance(value, ResizeKV):
+        engines = {name.partition("#")[2].rpartition("-")[0] for name in (value.place, place)}
+        return replace(value, place=place) if len(engines) == 1 else value
     return value
-
-
-def _engine_of(place: str) -> str:
-    return place.partition("#")[2].rpartition("-")[0]
 
 
 def _verdict(number: int, votes: dict[int, Vote]) -> Verdict:
@@ -142,6 +138,8 @@ class RankAgreement(Agreement):
         self._awaited = 0  # the round whose verdict the executor waits for
         self._verdict = Verdict(0)  # the last one that was awaited
         self._closed = False
+        self.pending = False
+        """Whether there is something to report."""
 
     # -- on the executor's thread, and that of the controller
 
@@ -149,6 +147,7 @@ class RankAgreement(Agreement):
         """Have all ranks begin this job with one of the next steps."""
         with self._changed:
             self._proposals.append(Job(tuple(actions), why))
+            self.pending = True
         return True
 
     def vote(self, layers: Sequence[Layers]) -> Sequence[Layers]:
@@ -157,6 +156,7 @@ class RankAgreement(Agreement):
             self._round += 1
             self._awaited = self._round
             self._votes.append(Vote(self._round, tuple(layers)))
+            self.pending = True
             self._changed.wait_for(lambda: self._closed or self._verdict.round == self._round)
             verdict, self._awaited = self._verdict, 0
         if verdict.round != self._round:
@@ -170,6 +170,7 @@ class RankAgreement(Agreement):
         with self._changed:
             self._round += 1
             self._votes.append(Vote(self._round, error=f"{type(error).__name__}: {error}"))
+            self.pending = True
 
     def committed(self) -> None:
         """Let the step begin that waits for this commit."""
@@ -179,18 +180,13 @@ class RankAgreement(Agreement):
 
     # -- on the thread of the steps
 
-    @property
-    def pending(self) -> bool:
-        """Whether there is something to report."""
-        return bool(self._votes or self._proposals)
-
     def report(self) -> RankReport | None:
         """Return what is new, once; None if nothing is."""
         with self._changed:
-            if not self._votes and not self._proposals:
+            if not self.pending:
                 return None
             report = RankReport(tuple(self._proposals), tuple(self._votes))
-            self._votes, self._proposals = [], []
+            self._votes, self._proposals, self.pending = [], [], False
             return report
 
     def execute(self, orders: ActionOrders) -> None:
@@ -199,20 +195,22 @@ class RankAgreement(Agreement):
         Raises `IntegrityError` where a commit that all ranks agreed on does not come: their weights may differ then.
         """
         for verdict in orders.verdicts:
-            with self._changed:
-                if verdict.round != self._awaited:
-                    if not verdict.error:
-                        raise IntegrityError(f"all ranks are to commit round {verdict.round}; this one waits for none")
-                    continue  # this rank has refused it itself
-                self._verdict = verdict
-                self._changed.notify_all()
-                if not verdict.error and not self._changed.wait_for(partial(self._is_done, verdict.round), COMMIT_S):
-                    raise IntegrityError(f"round {verdict.round} was agreed on by all ranks, and not committed by this")
+            self._carry_out(verdict)
         for job in orders.jobs:
             self.begin(job.actions, job.why)
 
-    def _is_done(self, number: int) -> bool:
-        return self._closed or self._committed >= number
+    def _carry_out(self, verdict: Verdict) -> None:
+        with self._changed:
+            if verdict.round == self._awaited:
+                self._verdict = verdict
+                self._changed.notify_all()
+                if verdict.error or self._changed.wait_for(
+                    lambda: self._closed or self._committed >= verdict.round, COMMIT_S
+                ):
+                    return
+                raise IntegrityError(f"round {verdict.round} was agreed on by all ranks, and not committed by this")
+            if not verdict.error:  # with one, this rank has refused it itself
+                raise IntegrityError(f"all ranks are to commit round {verdict.round}; this one waits for none")
 
     def close(self) -> None:
         """Wait for no other rank any more."""

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,9 @@ from elastic.config import Place
 from elastic.engines.vllm.agreement import RankAgreement, at_place
 from elastic.engines.vllm.client.settings import EngineSettings
 from elastic.engines.vllm.kv.sectors import ONE_CONNECTOR
+from elastic.engines.vllm.kv.worker_channel import WorkerChannel
 from elastic.engines.vllm.model.decoder import find_decoder
+from elastic.engines.vllm.model.graphs import CapturedGraphs
 from elastic.engines.vllm.model.streaming import StreamingHooks
 from elastic.errors import ConfigError, StateError
 from elastic.hooks.weights_recorder import WeightsRecorder
@@ -40,26 +42,10 @@ _models: dict[str, ElasticModel] = {}
 """Of the workers in this process, by the id of vLLM's instance and the rank."""
 
 
-class Channel(Protocol):
-    """The worker's end of the KV connector."""
-
-    def before_step(self, metadata: object) -> None:
-        """Carry out what the scheduler's side ordered for this step."""
-
-    def changed(self) -> None:
-        """Note that the KV limit may have moved, or the model come to rest. Safe from any thread."""
-
-    def wake(self) -> None:
-        """Have the scheduler's side ask how this rank is, though no step is under way. Safe from any thread."""
-
-    def close(self) -> None:
-        """Give the KV cache's pages back."""
-
-
 class ElasticModel:
     """The model of one rank: its weights in pages, the KV pool beside them, and the runtime that moves both.
 
-    `own_worker`: calls `begin_forward` and `end_forward` around its steps; None: hooks on the model do.
+    `own_worker`: enters and leaves the gate with its steps; None: hooks on the model do.
     `eager`: hooks fetch released layers. `is_packable`: see `WrapOptions`.
 
     Raises `ConfigError` or `CapacityError` for a budget that the model does not fit in, `StateError` for a second
@@ -80,8 +66,10 @@ class ElasticModel:
         own_worker: object | None = None,
     ) -> None:
         self.rank = rank
-        self.channel: Channel | None = None
-        """Set by the KV connector when it is made."""
+        self.channel: WorkerChannel | None = None
+        """That of the KV connector, when it is made."""
+        self.graphs: CapturedGraphs | None = None
+        """Of the steps, if the worker has captured some."""
         self.actions = RankAgreement()
         self._name = f"{instance}:{rank}"
         self._looked = -1, True  # commits by then, and whether all layers were full
@@ -108,17 +96,13 @@ class ElasticModel:
             self.weights = WeightsRecorder(parts.weights, parts.gate).weights
             """Returns how often layers got other variants, and a name for those that they have."""
             connect(self.runtime, parts, options, memory)
-            pool = parts.pools[0]
-            pool.listeners.append(self.changed)
-            memory.callback(pool.listeners.remove, self.changed)
-            self.runtime.job_listeners += [self.wake, self.changed]
             self._streaming = StreamingHooks(options.decoder.layers, parts.weights, parts.gate) if eager else None
             if self._streaming is not None:
                 on_model.callback(self._streaming.remove)
             if own_worker is None:  # whose steps enter and leave the gate
                 enter = model.register_forward_pre_hook(lambda module, args: self.begin_forward())
                 on_model.callback(enter.remove)
-                leave = model.register_forward_hook(lambda module, args, output: self.end_forward(), always_call=True)
+                leave = model.register_forward_hook(lambda *_: self.end_forward(), always_call=True)
                 on_model.callback(leave.remove)
             memory.callback(self.runtime.close)
             self.runtime.start(controlled=rank == 0)  # the others do as its controller says
@@ -130,7 +114,7 @@ class ElasticModel:
     @property
     def working(self) -> bool:
         """Whether actions are under way, or ranks have something to agree on."""
-        return not self.runtime.closed and (self.runtime.working or self.actions.pending)
+        return (self.runtime.working or self.actions.pending) and not self.runtime.closed
 
     @property
     def waiting(self) -> bool:
@@ -149,25 +133,24 @@ class ElasticModel:
             self._looked = commits, full
         return full
 
-    def changed(self) -> None:
-        """Tell the scheduler's side that something may have changed. Safe from any thread, under any lock."""
-        if self.channel is not None:
-            self.channel.changed()
-
-    def wake(self) -> None:
-        """Have the scheduler's side ask this rank again how it is: before an engine waits, or a request enters."""
-        if self.channel is not None:
-            self.channel.wake()
+    def join(self, channel: WorkerChannel) -> None:
+        """Tell the scheduler's side of changes from here on, by the worker's end of the KV connector."""
+        self.channel, listeners = channel, self.kv.pool.listeners
+        listeners.append(channel.changed)
+        self._memory.callback(listeners.remove, channel.changed)
+        self.runtime.job_listeners += [channel.wake, channel.changed]
 
     def begin_forward(self) -> None:
-        """Enter a step: no action commits until `end_forward`."""
+        """Enter a step: no action commits until `end_forward`. Graphs are replayed if weights lie where they did."""
         if self.kv.device.type == "cuda":
             note_current_stream(self.kv.device)
         if self.gate.enter(id(self)):
             for streamer in self._parts.weights.streamers.values():
                 streamer.leave_all()
-        if self._streaming is not None:
+        if self._streaming is not None and self._streaming.commits != self.gate.commits:
             self._streaming.update()
+        if self.graphs is not None:
+            self.graphs.begin_step()
 
     def end_forward(self) -> None:
         """Leave the step."""

@@ -47,7 +47,8 @@ class ElasticConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is KVConnectorRole.WORKER:
             model = model_of(vllm_config)
             sectors = KVSectors(model.kv, kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks)
-            self.channel = model.channel = WorkerChannel(model, sectors)
+            self.channel = WorkerChannel(model, sectors)
+            model.join(self.channel)
         else:
             self.scheduler = SchedulerSide(vllm_config, kv_cache_config)
 

@@ -94,7 +94,7 @@ class ElasticConfig(QuantizationConfig):  # type: ignore[misc]
 
     get_min_capability = staticmethod(int)
     """Returns 0, as `int()` does: the full form asks for no CUDA capability."""
-    get_config_filenames = staticmethod(list)
+    get_config_filenames = staticmethod(list[str])
     """Returns that it is configured by no files, as `list()` does."""
 
     @classmethod

@@ -62,8 +62,8 @@ class RankCalls:
             jobs[number] = error
         for old in [key for key in jobs if key <= number - 100]:
             del jobs[old]  # whoever asked for it is gone
-        if self.elastic is not None:
-            self.elastic.wake()
+        if self.elastic is not None and self.elastic.channel is not None:
+            self.elastic.channel.wake()
         return number
 
     def elastic_result(self, number: int) -> str | None:
@@ -92,7 +92,6 @@ class ElasticWorker(RankCalls):
     model_runner: Any
     device: torch.device
     rank: int
-    _graphs: CapturedGraphs | None = None
 
     def load_model(self, **options: Any) -> None:
         """Load the model, then move its weights into pages."""
@@ -143,17 +142,19 @@ class ElasticWorker(RankCalls):
         with self._starting():
             times = super().compile_or_warm_up_model()  # type: ignore[misc]
         if self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
-            self._graphs = CapturedGraphs(self.model_runner, self._model().addresses)
-            self._graphs.note_capture()
+            model = self._model()
+            model.graphs = CapturedGraphs(self.model_runner, model.addresses)
+            model.graphs.note_capture()
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Carry out orders, then run the step; no action commits inside it."""
-        model = self._model()
+        model = self.elastic
+        assert model is not None  # since it was loaded; `_model` would be one call more
         if model.channel is not None:
             model.channel.before_step(scheduler_output.kv_connector_metadata)
         try:
-            self._begin_step(model)
+            model.begin_forward()
             return super().execute_model(scheduler_output)  # type: ignore[misc]
         finally:
             model.end_forward()
@@ -162,7 +163,7 @@ class ElasticWorker(RankCalls):
         """Run the step of a rank without requests."""
         model = self._model()
         try:
-            self._begin_step(model)
+            model.begin_forward()
             super().execute_dummy_batch()  # type: ignore[misc]
         finally:
             model.end_forward()
@@ -181,12 +182,6 @@ class ElasticWorker(RankCalls):
         """Stop, and give all pages back."""
         super().shutdown()  # type: ignore[misc]
         self._close()
-
-    def _begin_step(self, model: ElasticModel) -> None:
-        """Have no action commit until `model.end_forward`; replay graphs if weights lie where they did."""
-        model.begin_forward()
-        if self._graphs is not None:
-            self._graphs.begin_step()
 
     @contextmanager
     def _starting(self) -> Iterator[None]:
@@ -235,7 +230,7 @@ class ElasticExtension(RankCalls):
                 f"policy={given.policy!r} would change one of {ranks} ranks, which agree on nothing without elastic's "
                 "own worker; attach with policy='manual', or start the engine with elastic.vllm.options(...)"
             )
-        self.elastic = ElasticModel(
+        model = ElasticModel(
             self.model_runner.get_model(),  # type: ignore[attr-defined]
             given,
             self.device,  # type: ignore[attr-defined]
@@ -243,8 +238,11 @@ class ElasticExtension(RankCalls):
             rank=self.rank,  # type: ignore[attr-defined]
             is_packable=is_packable,
         )
-        self._elastic_end = call_at_death(self, _close_beside, self.elastic)
-        return len(self.elastic.runtime.form())
+        self.elastic = model
+        self._elastic_end = call_at_death(  # beside: a worker may be collected in the midst of anything
+            self, lambda: threading.Thread(target=model.close, name="elastic close").start()
+        )
+        return len(model.runtime.form())
 
     def elastic_detach(self) -> None:
         """Undo `elastic_attach`."""
@@ -296,8 +294,3 @@ def _require_dtype(config: Any, specs: Iterable[Any]) -> None:
             f"kv_cache_dtype={config.cache_config.cache_dtype!r}: on a CPU vLLM has keys and values in the model's "
             f"dtype, {str(dtype).removeprefix('torch.')}, or in fp8; leave it 'auto', or give the model another dtype"
         )
-
-
-def _close_beside(model: ElasticModel) -> None:
-    """Close the model of a worker that is gone. It may be collected in the midst of anything."""
-    threading.Thread(target=model.close, name="elastic close").start()

@@ -6,10 +6,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol
 
 from elastic.controller.sensors.request_metrics import RequestMetrics
-from elastic.engines.vllm.agreement import RankReport
+from elastic.engines.vllm.agreement import RankAgreement, RankReport
 from elastic.engines.vllm.kv.orders import (
     Handshake,
     RankState,
@@ -19,19 +19,41 @@ from elastic.engines.vllm.kv.orders import (
     StepTokens,
     find_orders,
 )
+from elastic.engines.vllm.kv.prefixes import Weights
 from elastic.engines.vllm.kv.sectors import KVSectors
 from elastic.errors import ElasticError
+from elastic.hooks.forward_gate import ForwardGate
+from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.backends.shared_file import share
 from elastic.memory.pages.background import janitor
 from elastic.memory.pages.finalizers import call_at_death
 from elastic.types import SharedFile
 
-if TYPE_CHECKING:
-    from elastic.engines.vllm.assembly import ElasticModel
-
 logger = logging.getLogger(__name__)
 RETRY_S = 1.0
 """After pages could not be mapped though the budget has them, none are asked for so long; then they are again."""
+
+
+class ReportedModel(Protocol):
+    """What is used of the model of a rank."""
+
+    rank: int
+    kv: KVPool
+    gate: ForwardGate
+    counters: RequestMetrics
+    actions: RankAgreement
+    weights: Callable[[], Weights]
+
+    @property
+    def working(self) -> bool:
+        """Whether actions are under way, or ranks have something to agree on."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether actions are deferred or not done, or a controller has layers to bring back."""
+
+    def close(self) -> None:
+        """Give all pages back."""
 
 
 class WorkerChannel:
@@ -40,7 +62,7 @@ class WorkerChannel:
     local: ClassVar[dict[SharedFile | None, WorkerChannel]] = {}
     """Those of this process, by the file in their handshake."""
 
-    def __init__(self, model: ElasticModel, sectors: KVSectors) -> None:
+    def __init__(self, model: ReportedModel, sectors: KVSectors) -> None:
         self.model = model
         self.sectors = sectors
         self._wake_file = os.memfd_create("elastic-wakes", os.MFD_CLOEXEC)  # without a name: it goes with its users
@@ -57,8 +79,8 @@ class WorkerChannel:
         self._error = ""  # of the last failure; empty: the last try had none
         self._told: RankState | None = None
         self._reports = 0
-        self._stale = True  # there may be something to tell that `_look` does not see
-        self._looked: tuple[object, ...] = ()
+        self._looked: tuple[object, ...] = ()  # what differs where the state does, unless `changed` was called
+        self._stale = True  # it was: there may be something else to tell
         model.kv.engine_usage = lambda: (self.used_bytes, self.capacity_bytes)
         self._map_to(self._state().target)
         self.local[self._shared_file] = self
@@ -71,7 +93,7 @@ class WorkerChannel:
 
     def before_step(self, metadata: object) -> None:
         """Carry out the orders in a step's metadata, if there are any. No forward pass of this rank is under way."""
-        orders = find_orders(metadata)
+        orders = metadata if isinstance(metadata, StepOrders) else find_orders(metadata)
         if orders is None:
             return
         self._wakes = orders.wakes
@@ -89,18 +111,21 @@ class WorkerChannel:
     def report(self) -> StepReport | None:
         """Tell how this rank is; None if that was told already, or it is closed.
 
-        Most steps change nothing, and behind one every line of code is a cache miss: so little is looked at then.
+        Most steps change nothing, and behind one every line of code is a cache miss: so little is looked at then, and
+        without functions for it.
         """
-        looked = self._look()
-        if looked == self._looked and not (self._stale or self.model.actions.pending):
+        model, kv = self.model, self.model.kv
+        orders = self._sequence, self._wakes, self._mapping, self._failed
+        looked = *orders, kv.limits, kv.pool.free_pages, model.gate.commits, model.working
+        if looked == self._looked and not (self._stale or model.actions.pending):
             return None
         self._looked, self._stale = looked, False  # before the state is read: what changes meanwhile is looked at again
-        state = self._state(self.model.actions.report())
+        state = self._state(model.actions.report())
         if self._closed or state == self._told:
             return None
         self._told = state._replace(actions=None)  # those are news, also if they are the same again
         self._reports += 1
-        return StepReport({self.model.rank: state._replace(number=self._reports)})
+        return StepReport({model.rank: state._replace(number=self._reports)})
 
     def changed(self) -> None:
         """Note that the KV limit may have moved, or the model come to rest. Safe from any thread, under any lock."""
@@ -155,12 +180,6 @@ class WorkerChannel:
         """Ask for pages again, also where no step would."""
         self._failed = False
         self.changed()
-
-    def _look(self) -> tuple[object, ...]:
-        """Return what differs where the state does, unless `changed` was called, as it is at the end of jobs."""
-        model, kv = self.model, self.model.kv
-        orders = self._sequence, self._wakes, self._mapping, self._failed
-        return *orders, kv.limits, kv.pool.free_pages, model.gate.commits, model.working
 
     def _state(self, actions: RankReport | None = None) -> RankState:
         kv, sectors = self.model.kv, self.sectors

@@ -24,29 +24,25 @@ class StreamingHooks:
         self._layers = layers
         self._weights = weights
         self._gate = gate
-        self._commits = -1  # when the layers were last looked at
+        self.commits = -1
+        """Of the gate, when the layers were last looked at: later ones ask for `update`."""
         self._handles: dict[int, tuple[RemovableHandle, RemovableHandle]] = {}
         self.update()
 
     def update(self) -> None:
         """Have hooks on the layers that are absent now, and on no others. While no action can commit."""
-        if self._commits == self._gate.commits:
-            return
-        self._commits = self._gate.commits
+        self.commits = self._gate.commits
         absent = {unit.index: unit for unit in self._weights.layers if unit.absent}
         if absent.keys() != self._handles.keys():
             for index in absent.keys() - self._handles.keys():
                 layer, unit = self._layers[index], absent[index]
                 before = layer.register_forward_pre_hook(partial(self._enter, unit))
                 self._handles[index] = before, layer.register_forward_hook(partial(self._leave, unit), always_call=True)
-            self._remove(self._handles.keys() - absent.keys())
+            self.remove(self._handles.keys() - absent.keys())
 
-    def remove(self) -> None:
-        """Take them off. Can be called twice."""
-        self._remove(set(self._handles))
-
-    def _remove(self, indices: Iterable[int]) -> None:
-        for index in indices:
+    def remove(self, indices: Iterable[int] | None = None) -> None:
+        """Take them off some layers; None: off all. Can be called twice."""
+        for index in set(self._handles) if indices is None else indices:
             for handle in self._handles.pop(index):
                 handle.remove()
 
