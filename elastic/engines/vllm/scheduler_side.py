@@ -83,11 +83,15 @@ class SchedulerSide:
         self.coordinator: CapacityCoordinator
 
     def bind(self, pool: Any) -> None:
-        """Begin with no block but vLLM's null block."""
+        """Take charge of how many of vLLM's blocks may be used: none but its null block to begin with."""
         self.coordinator = CapacityCoordinator(BlockCapacity(pool), self._ledger)
 
-    def connect(self, handshakes: Sequence[Handshake]) -> None:
-        """Begin with the blocks that the ranks have mapped. Raises `ConfigError` where they cannot serve."""
+    def connect(self, metadata: Mapping[tuple[int, int], Any]) -> None:
+        """Begin with the blocks that the ranks have mapped. Raises `ConfigError` where they cannot serve.
+
+        `metadata`: by pipeline and tensor-parallel rank; of another connector, if it is no `Handshake`.
+        """
+        handshakes = [each for each in metadata.values() if isinstance(each, Handshake)]
         channel = WorkerChannel.local.get(handshakes[0].wakes) if len(handshakes) == 1 else None
         try:
             self.coordinator.connect(handshakes)
@@ -116,18 +120,19 @@ class SchedulerSide:
             self._tell("arrived", request, request.num_prompt_tokens, arrived_s)
             self._end_quiet()
 
-    def may_enter(self, request: Request) -> bool:
-        """Whether all that live, and this one, can still get every block that they may need.
+    def may_enter(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
+        """Return 0 if all that live, and this one, can still get every block that they may need; else None.
 
-        One that has looked for its prefix by the weights of before is to look again, with the next step; so is one
-        before which an action ended that ranks of other processes have not told of yet. vLLM does not hear that one
-        waits which reads no prefix (it wants log-probabilities of its prompt): until the step is scheduled, it does.
+        False goes with either. vLLM looks at the next request where it is None: at one that has looked for its prefix
+        by the weights of before, again with the next step; so at one before which an action ended that ranks of other
+        processes have not told of yet. vLLM does not hear that one waits which reads no prefix (it wants
+        log-probabilities of its prompt): until the step is scheduled, it does.
         """
         may = self._may_enter(request)
         if not may and request.skip_reading_prefix_cache:
             request.skip_reading_prefix_cache = False
             self._unheard.append(request)
-        return may
+        return (0 if may else None), False
 
     def _may_enter(self, request: Request) -> bool:
         arrival = self.requests.get(request.request_id)
@@ -143,16 +148,16 @@ class SchedulerSide:
         told = self._local is not None or arrival.wakes <= self.coordinator.wakes
         return told and self._prefixes.may_look_up(request.request_id)
 
-    def entered(self, request: Request) -> None:
-        """Note that a request has its first blocks, or again some after it was preempted."""
+    def entered(self, request: Request, blocks: Any, external_tokens: int) -> None:
+        """Note that a request has its first blocks, or again some after it was preempted: promise it what it needs."""
         self._ledger.enter(request.request_id, _tokens(request))
         self._prefixes.enter(request.request_id)
         self._running[request.request_id] = self.requests[request.request_id]
         self._tell("scheduled", request)
         self._end_quiet()
 
-    def left(self, request: Request) -> None:
-        """Note that a request ends; its blocks are freed after this."""
+    def left(self, request: Request, block_ids: Sequence[Any]) -> tuple[bool, None]:
+        """Note that a request ends; its blocks are freed at once after this, as is returned."""
         self._ledger.leave(request.request_id)
         self._prefixes.leave(request.request_id)
         self._running.pop(request.request_id, None)
@@ -163,11 +168,13 @@ class SchedulerSide:
         aborted = request.status is RequestStatus.FINISHED_ABORTED
         self._tell("cancelled" if aborted else "completed", request)
         self._end_quiet()
+        return False, None
 
     # -- steps
 
-    def next_orders(self, *, idle: bool) -> StepOrders:
+    def next_orders(self, scheduled: Any) -> StepOrders:
         """Decide what the ranks do before the step that was just scheduled."""
+        idle = not scheduled.total_num_scheduled_tokens
         while self._unheard:
             self._unheard.pop().skip_reading_prefix_cache = True
         if self._tell_tokens(self._running) < self._decided_s + DECIDE_S and self.quiet and not idle:
@@ -182,8 +189,11 @@ class SchedulerSide:
             time.sleep(IDLE_S)
         return orders
 
-    def receive(self, report: StepReport) -> None:
-        """Take in what ranks tell after a step."""
+    def receive(self, output: Any) -> None:
+        """Take in what ranks tell after a step, if they do."""
+        report = output.kv_connector_worker_meta
+        if not isinstance(report, StepReport):
+            return
         with self.lock:
             for rank, state in report.ranks.items():
                 if state.actions is not None:
@@ -192,11 +202,15 @@ class SchedulerSide:
             self._follow_weights()
             self._end_quiet()
 
-    def step_ended(self) -> None:
-        """Note the end of a step: without requests, what would need more steps is settled here."""
+    def step_ended(self) -> tuple[()]:
+        """Note the end of a step: without requests, what would need more steps is settled here.
+
+        vLLM asks for events then, of which there are none; the blocks of ended requests are free.
+        """
         if not self.requests:
             self._idle = True
             self.settle()
+        return ()
 
     def settle(self, step: Callable[[], object] | None = None) -> None:
         """Do what steps would do, if no request is there. Called from any thread.
@@ -214,7 +228,7 @@ class SchedulerSide:
             return
         while step is not None:
             with self.lock:  # a request that arrives waits for it
-                if not self._idle or not self._settling:
+                if not (self._idle and (self._untold or self.coordinator.settling)):
                     return
                 step()
 
@@ -233,15 +247,18 @@ class SchedulerSide:
                 elif self.coordinator.sequence == before:
                     return
 
-    @property
     def busy(self) -> bool:
-        """Whether steps are needed though no request is there."""
+        """Return whether the engine is to go on stepping though no request is there."""
         return self._untold or self.coordinator.busy
 
-    @property
-    def _settling(self) -> bool:
-        """Whether steps without requests would change what the ranks have."""
-        return self._untold or self.coordinator.settling
+    def awaits_blocks(self) -> bool:
+        """Return whether a request that finds no block should sit a step out rather than take another's.
+
+        By promise there is a block for it, if not yet; else while sectors are being mapped.
+        """
+        books = self.coordinator
+        promised = books.promises is not None and books.promises.total <= books.capacity.usable
+        return promised or not books.settled or books.needed > books.mapped
 
     @property
     def _untold(self) -> bool:
@@ -250,6 +267,8 @@ class SchedulerSide:
 
     def new_figures(self) -> CapacityStats | None:
         """Return the figures for vLLM's metrics, None if they are as they were told last."""
+        if not self.figures_due:
+            return None
         books, self.figures_due = self.coordinator, False
         now = books.capacity.usable, books.taken, books.mapped, books.moved_blocks, books.sequence
         if now == self._told_figures:
@@ -274,7 +293,7 @@ class SchedulerSide:
         orders = self.coordinator.next_orders(actions=self._agreement.orders(), requests=events, wakes=wakes)
         before, self._orders = self._orders, orders._replace(actions=ActionOrders(), requests=())
         self.decisions += not was_quiet or self._orders != before
-        if not self.coordinator.at_rest:
+        if not self.coordinator.settled or self.coordinator.capacity.leaving:  # the next decision may be another one
             self.quiet = False
         return orders
 

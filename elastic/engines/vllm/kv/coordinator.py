@@ -102,11 +102,6 @@ class CapacityCoordinator:
         return min(self.capacity.limit, self.wanted * self.blocks_per_sector) - 1
 
     @property
-    def at_rest(self) -> bool:
-        """Whether the next decision is the last one again, if ranks tell nothing and no request comes or goes."""
-        return self.settled and not self.capacity.leaving
-
-    @property
     def busy(self) -> bool:
         """Whether steps are needed though no request is there, or all that are there are paused.
 
@@ -124,15 +119,6 @@ class CapacityCoordinator:
     @property
     def _working(self) -> bool:
         return not self.settled or any(state.working for state in self.ranks.values())
-
-    @property
-    def blocks_coming(self) -> bool:
-        """Whether a request that finds no block should sit a step out rather than take another's.
-
-        By promise there is a block for it, if not yet; else while sectors are being mapped.
-        """
-        promised = self.promises is not None and self.promises.total <= self.capacity.usable
-        return promised or not self.settled or self.needed > self.mapped
 
     def check(self) -> None:
         """Recount; raises `IntegrityError`."""
