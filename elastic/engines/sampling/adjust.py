@@ -47,7 +47,7 @@ def _add_biases(logits: torch.Tensor, rows: Rows) -> None:
 
 def _penalize(logits: torch.Tensor, rows: Rows) -> None:
     """Penalize the tokens of each answer, and by repetition those of its prompt too."""
-    penalized = [(row, state.rule, state.counts.tokens, state.counts.counts) for row, state in rows if state.counts]
+    penalized = [(row, state.rule, *state.counts.views()) for row, state in rows if state.counts]
     sizes = [len(tokens) for _, _, tokens, _ in penalized]
     counts = np.concatenate([counts for *_, counts in penalized])
     repetition, presence, frequency = (

@@ -29,15 +29,9 @@ class TokenCounts:
         self._tokens[place] = token
         self._counts[place] += 1
 
-    @property
-    def tokens(self) -> npt.NDArray[np.int64]:
-        """The distinct tokens; a view."""
-        return self._tokens[: len(self._places)]
-
-    @property
-    def counts(self) -> npt.NDArray[np.int64]:
-        """How often the answer has each of `tokens`, 0 for one of the prompt alone; a view."""
-        return self._counts[: len(self._places)]
+    def views(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the distinct tokens, and how often the answer has each: 0 for one of the prompt alone."""
+        return self._tokens[: len(self._places)], self._counts[: len(self._places)]
 
 
 class SamplingState:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 
@@ -32,6 +32,8 @@ class LlguidanceMatcher:
 
     def __init__(self, matcher: Any, words: int) -> None:
         self._matcher = matcher
+        self.accept: Callable[[int], None] = matcher.consume_token
+        """Goes on by a token that `fill_mask` allowed."""
         self._own = torch.zeros(words, dtype=torch.int32)
 
     def fill_mask(self, mask: torch.Tensor) -> None:
@@ -42,10 +44,6 @@ class LlguidanceMatcher:
         words = min(len(mask), len(self._own))
         mask[:words] = self._own[:words]
         mask[words:] = 0
-
-    def accept(self, token: int) -> None:
-        """Go on by a token that `fill_mask` allowed."""
-        self._matcher.consume_token(token)
 
 
 class LlguidanceCompiler:

@@ -78,7 +78,7 @@ def test_a_batch_is_adjusted_as_each_answer_alone(batch: list[SamplingState], se
     told = []
     for row, state in zip(logits.tolist(), batch, strict=True):
         counts = state.counts
-        known = zip(counts.tokens.tolist(), counts.counts.tolist(), strict=True) if counts is not None else ()
+        known = zip(*(view.tolist() for view in counts.views()), strict=True) if counts is not None else ()
         generated = [token for token, count in known for _ in range(count)]
         generated += [-1] * (state.position - len(generated)) if counts is None else []
         told.append(expected(row, state, generated))

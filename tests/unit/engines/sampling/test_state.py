@@ -27,7 +27,8 @@ class Recorder:
 
 
 def content(counts: TokenCounts) -> dict[int, int]:
-    return dict(zip(counts.tokens.tolist(), counts.counts.tolist(), strict=True))
+    tokens, often = counts.views()
+    return dict(zip(tokens.tolist(), often.tolist(), strict=True))
 
 
 @given(TOKENS, TOKENS, TOKENS)
