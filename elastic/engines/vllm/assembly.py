@@ -14,7 +14,7 @@ from torch import nn
 
 from elastic.actions.base import ActionHandler
 from elastic.actions.deferred import DeferredActions
-from elastic.config import Place
+from elastic.config import SLO, Place
 from elastic.engines.vllm.agreement import RankAgreement, at_place
 from elastic.engines.vllm.client.settings import EngineSettings
 from elastic.engines.vllm.kv.sectors import ONE_CONNECTOR
@@ -234,7 +234,8 @@ def model_of(vllm_config: Any) -> ElasticModel:
 
 def _wrap_options(model: nn.Module, settings: EngineSettings, place: Place, is_packable: IsPackable) -> WrapOptions:
     """Return the options of `assemble`: the same on all ranks, so that each has room for as much."""
-    decoder, variants, slo = find_decoder(model), parse_variants(settings.variants), settings.to_slo()
+    decoder, variants = find_decoder(model), parse_variants(settings.variants)
+    slo = None if settings.slo is None else SLO(**settings.slo)
     cache = Path(settings.variant_cache) / place.name.rpartition("-")[2] if settings.variant_cache else None
     if cache is not None:
         _make_directory(cache)

@@ -13,6 +13,7 @@ from elastic.errors import BackendUnavailable
 
 LEAST, BELOW = (0, 31), (0, 34)
 """The versions that are known: from the first, up to the second but not it."""
+REMEDY = f"use {'.'.join(map(str, LEAST))} or later, below {'.'.join(map(str, BELOW))}"
 PROBES = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": (
         "get_mem_pool_context",
@@ -45,7 +46,7 @@ def require_vllm() -> str:
     if source.count("torch.zeros(") != 1:
         missing.append("one torch.zeros in allocate_kv_cache")
     if missing:
-        raise BackendUnavailable(f"vLLM {version} lacks {', '.join(missing)}, which elastic uses; {_known()}")
+        raise BackendUnavailable(f"vLLM {version} lacks {', '.join(missing)}, which elastic uses; {REMEDY}")
     return version
 
 
@@ -53,21 +54,13 @@ def require_known(version: str) -> None:
     """Raise `BackendUnavailable` for a version, such as "0.32.0", that is not among those that are known."""
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if not LEAST <= numbers < BELOW:
-        raise BackendUnavailable(f"vLLM {version} is not known to elastic; {_known()}")
+        raise BackendUnavailable(f"vLLM {version} is not known to elastic; {REMEDY}")
 
 
 def worker_name() -> str:
     """Return the worker class for this machine's platform."""
-    kind = "CpuWorker" if _platform().is_cpu() else "GpuWorker"
-    return f"elastic.engines.vllm.worker.{kind}"
-
-
-def _platform() -> Any:
-    return importlib.import_module("vllm.platforms").current_platform
-
-
-def _known() -> str:
-    return f"use {'.'.join(map(str, LEAST))} or later, below {'.'.join(map(str, BELOW))}"
+    platform = importlib.import_module("vllm.platforms").current_platform
+    return f"elastic.engines.vllm.worker.{'CpuWorker' if platform.is_cpu() else 'GpuWorker'}"
 
 
 def _found(probe: str) -> Callable[..., Any] | Any:

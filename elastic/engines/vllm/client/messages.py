@@ -20,16 +20,6 @@ _RECORDS: dict[str, type] = {
 }
 
 
-class _CapacityError(errors.CapacityError):
-    """One whose text has its figures already."""
-
-    def __init__(self, text: str) -> None:
-        MemoryError.__init__(self, text)
-
-
-_CAPACITY = ("requested_bytes", "free_bytes", "total_bytes")
-
-
 def encode(value: Any) -> str:
     """Return a value of records, tuples, texts and numbers as JSON. Raises `ConfigError` for anything else."""
     return json.dumps(_plain(value), default=_whole)
@@ -41,21 +31,20 @@ def decode(text: str) -> Any:
 
 
 def encode_error(error: BaseException) -> str:
-    """Return an error as JSON: its type, if it is one of ours, and its text."""
-    ours = isinstance(error, errors.ElasticError)
-    attributes = {name: getattr(error, name) for name in _CAPACITY} if isinstance(error, errors.CapacityError) else {}
-    return json.dumps({"type": type(error).__name__ if ours else "", "text": str(error), **attributes})
+    """Return an error as JSON: its text, and, if it is one of ours, its type and attributes."""
+    if not isinstance(error, errors.ElasticError):
+        return json.dumps({"type": "", "text": str(error), "attributes": {}})
+    attributes = {name: value for name, value in vars(error).items() if not name.startswith("__")}
+    return json.dumps({"type": type(error).__name__, "text": str(error), "attributes": attributes}, default=str)
 
 
 def decode_error(text: str) -> Exception:
     """Undo `encode_error`; an error that is not ours is a `RuntimeError`."""
     fields = json.loads(text)
-    kind, message = getattr(errors, fields.pop("type") or "", RuntimeError), fields.pop("text")
-    if kind is errors.CapacityError:
-        error = _CapacityError(message)
-        vars(error).update(fields)
-        return error
-    return kind(message)
+    kind, attributes = getattr(errors, fields["type"], RuntimeError), fields["attributes"]
+    error: Exception = kind(fields["text"], **dict.fromkeys(attributes, 0))  # a text that has its figures already
+    vars(error).update(attributes)
+    return error
 
 
 def _plain(value: Any) -> Any:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from elastic.config import require
 from elastic.controller.loop import ControllerHealth
 from elastic.engines.vllm.client.messages import decode, decode_error, encode
 from elastic.errors import ConfigError
 from elastic.runtime.verbs import Layers
-from elastic.types import Action, Change, Event, KVStatus, PlanStep, Resize, Result, Status
+from elastic.types import Action, Change, Event, PlanStep, Resize, Result, Status
 
 Answer = TypeVar("Answer")
 Arguments = ParamSpec("Arguments")
@@ -23,27 +23,14 @@ POLL_S = 0.002
 """Between two questions whether an action is done."""
 
 
-class CallRanks(Protocol):
-    """vLLM's `collective_rpc`: calls a method on every rank, and returns the answers in their order."""
-
-    def __call__(self, method: str, *, args: tuple[Any, ...]) -> list[Any]: ...
-
-
-@runtime_checkable
-class SettlesIdle(Protocol):
-    """What our connector keeps beside vLLM's scheduler."""
-
-    def settle(self, step: Callable[[], object]) -> None:
-        """Do what steps would do, by some if need be, if no request is there. Safe from any thread."""
-
-
 class RemoteRuntime:
     """What changes and shows the model of a vLLM engine. Thread-safe as far as the engine's `collective_rpc` is.
 
-    Actions wait until they are done on all ranks; sizes are those of one rank, unless it says otherwise.
+    Actions wait until they are done on all ranks; sizes are those of one rank, unless it says otherwise. `call` is
+    vLLM's `collective_rpc`: it calls a method on every rank, and returns the answers in their order.
     """
 
-    def __init__(self, call: CallRanks, settle_idle: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, call: Callable[..., list[Any]], settle_idle: Callable[[], object] = lambda: None) -> None:
         self._call = call
         self._settle_idle = settle_idle
         self.kv = RemoteKV(self)
@@ -52,32 +39,32 @@ class RemoteRuntime:
 
     def status(self) -> Status:
         """Return the places and KV caches of all ranks, and where the layers are; a shard for each rank."""
-        return _merge_status(self._look_all("status"))
+        return _merge_status(self._look("status"))
 
     def form(self) -> tuple[str, ...]:
         """Return the variant that each decoder layer is in; `absent` for a released one."""
-        return tuple(self._look("form"))
+        return tuple(self._look("form")[0])
 
     def events(self) -> tuple[Event, ...]:
         """Return the last actions, oldest first, as the first rank did them."""
-        return tuple(self._look("events"))
+        return tuple(self._look("events")[0])
 
     def health(self) -> ControllerHealth:
         """Return whether the controller runs, what it last decided and why, and what went wrong."""
-        health: ControllerHealth = self._look("health")
+        health: ControllerHealth = self._look("health")[0]
         return health
 
     def snapshot(self) -> Any:
         """Return what a policy sees now."""
-        return self._look("snapshot")
+        return self._look("snapshot")[0]
 
     def check(self) -> None:
         """Recount the ledger of every rank. Raises `IntegrityError` with both sides of what differs."""
-        self._look_all("check")
+        self._look("check")
 
     def plan(self, actions: Action | Sequence[Action]) -> tuple[PlanStep, ...]:
         """Return what actions would do on one rank. Raises `ConfigError` or `CapacityError` if one cannot be done."""
-        return tuple(self._look("plan", actions))
+        return tuple(self._look("plan", actions)[0])
 
     # -- actions
 
@@ -102,10 +89,8 @@ class RemoteRuntime:
         several = tuple(actions) if isinstance(actions, Iterable) else (actions,)
         return tuple(self._change("apply", several, why="by hand")[0])
 
-    def _look(self, name: str, *arguments: Any) -> Any:
-        return self._look_all(name, *arguments)[0]
-
-    def _look_all(self, name: str, *arguments: Any) -> list[Any]:
+    def _look(self, name: str, *arguments: Any) -> list[Any]:
+        """Ask every rank."""
         return [_value(answer) for answer in self._call("elastic_look", args=(name, encode((arguments, {}))))]
 
     def _change(self, name: str, *arguments: Any, **named: Any) -> list[tuple[Any, ...]]:
@@ -118,39 +103,36 @@ class RemoteRuntime:
         return [_value(answer) for answer in answers]
 
 
+@dataclass(frozen=True)
 class RemoteKV:
     """The KV cache of one rank: `rt.kv`. Sizes are bytes."""
 
-    def __init__(self, runtime: RemoteRuntime) -> None:
-        self._runtime = runtime
+    _runtime: RemoteRuntime
 
     @property
     def capacity_bytes(self) -> int:
         """Of the blocks that vLLM's scheduler may hand out now."""
-        return self._status().capacity_bytes
+        return self._runtime.status().kv[0].capacity_bytes
 
     @property
     def used_bytes(self) -> int:
         """Of the blocks that live requests and cached prefixes have."""
-        return self._status().used_bytes
+        return self._runtime.status().kv[0].used_bytes
 
     @property
     def limit_bytes(self) -> int:
         """The limit last set."""
-        return self._status().limit_bytes
+        return self._runtime.status().kv[0].limit_bytes
 
     @property
     def maximum_bytes(self) -> int:
         """The highest limit: what weights leave."""
-        return self._status().maximum_bytes
+        return self._runtime.status().kv[0].maximum_bytes
 
     def resize(self, size: int | str) -> Resize:
         """Set the most bytes of KV blocks, such as "4GiB"; "max": all that weights leave. Live requests go on."""
         result: Resize = self._runtime._change("resize", size)[0][0]
         return result
-
-    def _status(self) -> KVStatus:
-        return self._runtime.status().kv[0]
 
 
 def _awaited(
@@ -161,11 +143,8 @@ def _awaited(
     async def awaited(self: AsyncRemoteRuntime, /, *args: Arguments.args, **named: Arguments.kwargs) -> Answer:
         loop = asyncio.get_running_loop()
 
-        async def call(method: str, args: tuple[Any, ...]) -> list[Any]:
-            return await self.call(method, args=args)
-
         def call_from_thread(method: str, *, args: tuple[Any, ...]) -> list[Any]:
-            return asyncio.run_coroutine_threadsafe(call(method, args), loop).result()
+            return asyncio.run_coroutine_threadsafe(self.call(method, args=args), loop).result()
 
         return await asyncio.to_thread(word, RemoteRuntime(call_from_thread), *args, **named)
 
@@ -182,7 +161,7 @@ def _resize_kv(runtime: RemoteRuntime, size: int | str) -> Resize:
 class AsyncRemoteRuntime:
     """The same for an `AsyncLLM`: every word is awaited, as in `await rt.swap([3], "int4")`."""
 
-    call: Callable[..., Awaitable[list[Any]]]
+    call: Callable[..., Coroutine[Any, Any, list[Any]]]
     """Its `collective_rpc`."""
 
     status = _awaited(RemoteRuntime.status)
@@ -236,9 +215,9 @@ def _settle_idle(engine: Any) -> None:
         return
     connector = getattr(core.scheduler, "connector", None)
     for part in getattr(connector, "sub_connectors", [connector]):
-        side = getattr(part, "scheduler", None)  # of our connector, and of no other
-        if isinstance(side, SettlesIdle):
-            side.settle(core.step_fn)
+        settle = getattr(getattr(part, "scheduler", None), "settle", None)  # of our connector, and of no other
+        if settle is not None:
+            settle(core.step_fn)
 
 
 def _names(layers: Layers) -> list[int | str]:

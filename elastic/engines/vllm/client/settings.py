@@ -65,10 +65,6 @@ class EngineSettings:
             return self.policy
         return Policy(**{**self.policy, **{k: tuple(v) for k, v in self.policy.items() if isinstance(v, list)}})
 
-    def to_slo(self) -> SLO | None:
-        """Return the promise to requests."""
-        return None if self.slo is None else SLO(**self.slo)
-
 
 def options(
     budget: int | str,

@@ -16,7 +16,7 @@ from elastic.engines.vllm.client.messages import decode, decode_error, encode, e
 from elastic.engines.vllm.client.proxy import AsyncRemoteRuntime, RemoteRuntime, runtime
 from elastic.engines.vllm.client.settings import KEY, EngineSettings, options
 from elastic.engines.vllm.support import require_known
-from elastic.errors import BackendUnavailable, CapacityError, ConfigError, ElasticError, StateError
+from elastic.errors import BackendUnavailable, CapacityError, ConfigError, ElasticError, RankLost, StateError
 from elastic.types import Change, Event, HostStatus, KVStatus, PlaceStatus, Release, Residency, ResizeKV, Status, Swap
 
 EVENT = Event(0, Swap((1, 2), "int4"), 1.5, "by hand", 10, 20, 0.1, 0.2, 0.3, True, "applied")
@@ -47,6 +47,12 @@ def test_a_capacity_error_keeps_its_figures() -> None:
     again = decode_error(encode_error(error))
     assert isinstance(again, CapacityError)
     assert (str(again), again.requested_bytes, again.total_bytes) == (str(error), 3, 1)
+
+
+def test_a_lost_rank_keeps_its_name() -> None:
+    again = decode_error(encode_error(RankLost("rank b ended", rank="b")))
+    assert isinstance(again, RankLost)
+    assert (str(again), again.rank) == ("rank b ended", "b")
 
 
 def test_an_error_that_is_not_ours_is_a_runtime_error() -> None:
@@ -181,7 +187,7 @@ def test_settings_reach_the_workers_as_they_were_given() -> None:
     made = options("30GiB", policy=asked, variants=("int4",), slo=SLO(ttft_s=2.0), page_bytes=4096)
     again = EngineSettings.from_json(made["additional_config"][KEY])
     assert again.to_policy() == asked
-    assert again.to_slo() == SLO(ttft_s=2.0)
+    assert SLO(**again.slo or {}) == SLO(ttft_s=2.0)
     assert (again.budget_bytes, again.variants, again.page_bytes) == (30 * 2**30, ("int4",), 4096)
     assert (made["quantization"], made["worker_cls"]) == ("elastic", "worker")
     assert made["scheduler_cls"].endswith("ElasticScheduler")
