@@ -32,7 +32,7 @@ def test_capacity_follows_the_limit_every_five_steps(llm: Any, reference: list[l
         if step % 5 == 0:
             rt.kv.resize(chance.choice([2, 3, 5, 8, 10]) * sector_bytes(llm))
         rt.check()
-        coordinator(llm).check()
+        coordinator(llm).capacity.check()
 
     with counted_preemptions(llm) as preempted:
         assert run(llm, lengths, each_step=resize) == expected(reference, lengths)

@@ -83,7 +83,7 @@ def test_soak(reference: list[list[int]], prefix_caching: bool) -> None:
                 if chance.random() < 0.02:
                     load.abort_one()
                 load.step()
-                coordinator(llm).check()
+                coordinator(llm).capacity.check()
             while load.live:
                 load.step()
         rt.kv.resize("max")

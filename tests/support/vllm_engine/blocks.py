@@ -244,7 +244,7 @@ class CapacityMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self) -> None:
-        self.coordinator.check()
+        self.coordinator.capacity.check()
         for block in self.pool.free_block_queue.get_all_free_blocks():
             self.require_mapped(block.block_id)
         for request in self.requests.values():

@@ -167,7 +167,7 @@ def require_plain_tokens(
             if step % 20 == 15:
                 rt.kv.resize("max")
                 rt.restore()
-            coordinator(llm).check()
+            coordinator(llm).capacity.check()
 
         with counted_preemptions(llm) as preempted:
             tokens = run(llm, MIXED, each_step=act)

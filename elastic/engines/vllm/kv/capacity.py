@@ -6,33 +6,19 @@ prefix; one that a request holds cannot be withheld before it is freed or moved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from elastic.errors import IntegrityError
-
-
-class VllmBlockPool(Protocol):
-    """What is used of vLLM's `BlockPool`; of its blocks `block_id`, `ref_cnt` and `block_hash`."""
-
-    blocks: Sequence[Any]
-    free_block_queue: Any
-    """With `remove(block)`, `prepend_n(blocks)` and `get_all_free_blocks()`."""
-    num_gpu_blocks: int
-
-    def get_num_free_blocks(self) -> int: ...
-    def get_new_blocks(self, num_blocks: int) -> list[Any]: ...
-    def move_block_hashes(self, src_block: Any, dst_block: Any) -> None: ...
-    def _maybe_evict_cached_block(self, block: Any) -> bool: ...
 
 
 class BlockCapacity:
     """The usable blocks of a pool: those with ids below `limit`, and those above it that are still in use.
 
-    Block 0 is vLLM's null block, in use for ever.
+    Block 0 is vLLM's null block, in use for ever. `pool` is vLLM's `BlockPool`; what is used of it is in
+    `support.PROBES`, and `StubBlockPool` of the tests has it.
     """
 
-    def __init__(self, pool: VllmBlockPool) -> None:
+    def __init__(self, pool: Any) -> None:
         self.pool = pool
         self.limit = len(pool.blocks)
         self.withheld: set[int] = set()
@@ -43,12 +29,12 @@ class BlockCapacity:
     @property
     def usable(self) -> int:
         """Blocks that requests may have, or still have."""
-        return self.pool.num_gpu_blocks - 1
+        return int(self.pool.num_gpu_blocks - 1)
 
     @property
     def used(self) -> int:
         """Blocks that requests have."""
-        return self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
+        return int(self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks())
 
     @property
     def end(self) -> int:
@@ -75,7 +61,7 @@ class BlockCapacity:
             if block.ref_cnt == 0 and (evict or block.block_hash is None):
                 self._forget_contents(block)
                 self.pool.free_block_queue.remove(block)
-                self._withhold(block)
+                self.withhold_unused(block)
         self.pool.num_gpu_blocks = len(self.pool.blocks) - len(self.withheld)  # what vLLM's use of the cache is of
 
     def forget_contents(self) -> None:
@@ -94,9 +80,10 @@ class BlockCapacity:
         return None
 
     def withhold_unused(self, block: Any) -> None:
-        """Withhold an allocated block to which nothing refers any more."""
+        """Withhold a block in no queue, to which nothing refers any more."""
         block.ref_cnt = 0
-        self._withhold(block)
+        self.leaving.discard(block.block_id)
+        self.withheld.add(block.block_id)
         self.pool.num_gpu_blocks -= 1
 
     def check(self) -> None:
@@ -113,10 +100,6 @@ class BlockCapacity:
             raise IntegrityError(
                 f"the pool counts {counted} blocks of {len(self.pool.blocks)}, {withheld} are withheld"
             )
-
-    def _withhold(self, block: Any) -> None:
-        self.leaving.discard(block.block_id)
-        self.withheld.add(block.block_id)
 
     def _forget_contents(self, block: Any) -> None:
         """Take a block out of the prefix cache, and tell a connector that still reads it."""

@@ -120,10 +120,6 @@ class CapacityCoordinator:
     def _working(self) -> bool:
         return not self.settled or any(state.working for state in self.ranks.values())
 
-    def check(self) -> None:
-        """Recount; raises `IntegrityError`."""
-        self.capacity.check()
-
     def _sectors(self, blocks: int) -> int:
         """Count the sectors for so many blocks and the null block."""
         return -(-(blocks + 1) // self.blocks_per_sector)

@@ -9,28 +9,18 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 Weights = tuple[int, bytes]
 """Of one rank: how often layers got other variants, and a name for those that they have, empty for the full ones."""
-
-
-class HashedRequest(Protocol):
-    """What is used of vLLM's `Request`."""
-
-    request_id: str
-    cache_salt: str | None
-    block_hashes: list[Any]
-
-    def update_block_hashes(self) -> None:
-        """Append the hashes that are missing."""
 
 
 @dataclass
 class _Hashed:
     """A request that lives."""
 
-    request: HashedRequest
+    request: Any
+    """vLLM's, with `cache_salt`, `block_hashes` and `update_block_hashes()`, which appends those that are missing."""
     salt: str | None
     """That it came with."""
     weights: str = ""
@@ -53,7 +43,7 @@ class PrefixSharing:
         self._name = ""
         self._requests: dict[str, _Hashed] = {}
 
-    def arrive(self, request: HashedRequest) -> None:
+    def arrive(self, request: Any) -> None:
         """Have a new request share what the present weights compute."""
         hashed = self._requests[request.request_id] = _Hashed(request, request.cache_salt)
         if self._name:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -36,8 +36,9 @@ class StreamingHooks:
         if absent.keys() != self._handles.keys():
             for index in absent.keys() - self._handles.keys():
                 layer, unit = self._layers[index], absent[index]
-                before = layer.register_forward_pre_hook(partial(self._enter, unit))
-                self._handles[index] = before, layer.register_forward_hook(partial(self._leave, unit), always_call=True)
+                before = layer.register_forward_pre_hook(partial(self._stream, unit, "enter"))
+                behind = layer.register_forward_hook(partial(self._stream, unit, "leave"), always_call=True)
+                self._handles[index] = before, behind
             self.remove(self._handles.keys() - absent.keys())
 
     def remove(self, indices: Iterable[int] | None = None) -> None:
@@ -46,10 +47,8 @@ class StreamingHooks:
             for handle in self._handles.pop(index):
                 handle.remove()
 
-    def _enter(self, unit: WeightUnit, module: nn.Module, args: Any) -> None:
+    def _stream(self, unit: WeightUnit, word: Literal["enter", "leave"], *_: Any) -> None:
+        """Have a layer's weights be there from before its call until after it."""
         if unit.absent:
-            self._weights.streamer(unit).enter(unit)
-
-    def _leave(self, unit: WeightUnit, module: nn.Module, args: Any, output: Any) -> None:
-        if unit.absent:
-            self._weights.streamer(unit).leave(unit)
+            streamer = self._weights.streamer(unit)
+            streamer.enter(unit) if word == "enter" else streamer.leave(unit)

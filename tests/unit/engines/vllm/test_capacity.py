@@ -142,4 +142,4 @@ def test_a_lost_block_is_noticed() -> None:
     coordinator = one_rank(2)
     coordinator.capacity.pool.free_block_queue.blocks.pop()
     with pytest.raises(IntegrityError, match="lost"):
-        coordinator.check()
+        coordinator.capacity.check()
