@@ -33,9 +33,10 @@ def single_thread() -> Iterator[None]:
         yield
         return
     set_mkl_threads = getattr(_library(), "MKL_Set_Num_Threads_Local", lambda count: 0)
-    threads, mkl_threads = torch.get_num_threads(), set_mkl_threads(1)  # 0: as the process has it
-    set_threads(1)
+    threads, mkl_threads = torch.get_num_threads(), 0  # as the process has it
     try:
+        mkl_threads = set_mkl_threads(1)
+        set_threads(1)
         yield
     finally:
         set_threads(threads)

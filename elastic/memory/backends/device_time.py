@@ -19,6 +19,8 @@ RACE_MOST_S = 0.1
 """Of all turns of one way: after it, as with long work or on a busy machine, there are no more than two."""
 FAR_BEHIND = 1.5
 """A way that takes so many times as long as the fastest has two turns, if these take long enough; the others five."""
+WAITING = 4
+"""Threads of small products that only wait for each other take less than so many times one thread's seconds."""
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, times: int = 1) -> float:
@@ -67,14 +69,14 @@ def race(
 def _turns(taken: list[float], fastest: float) -> float:
     """Return how many turns a way is to have whose turns took so many seconds up to now."""
     few = 2 if min(taken) > FAR_BEHIND * fastest else 5
-    return min(RACE_TURNS if sum(taken) < RACE_MOST_S else 2, max(few, RACE_S / min(taken)))
+    return min(RACE_TURNS if sum(taken) < RACE_MOST_S else 2, max(few, RACE_S / max(min(taken), 1e-9)))
 
 
 def time_ratio(after: Callable[[], object], before: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Return what `after` takes of the time of `before`, by medians of so many turns: the least may be from a cache.
 
-    On a CPU, where a few of them take longer with all threads than with one, other processes compute, and the least
-    times of one thread decide.
+    On a CPU, where a few of them take many times as long with all threads as with one, these wait for processors that
+    other processes have: the least times of one thread decide.
     """
     alone_s = math.inf, math.inf
     if device.type == "cpu" and torch.get_num_threads() > 1:
@@ -83,7 +85,7 @@ def time_ratio(after: Callable[[], object], before: Callable[[], object], device
     pairs = list[tuple[float, float]]()
     while len(pairs) < repeats:
         pairs.append((seconds_of(after, device), seconds_of(before, device)))
-        if len(pairs) == 3 and sum(_of_both(median, pairs)) > 1.2 * sum(alone_s):
+        if len(pairs) == 3 and sum(_of_both(median, pairs)) > WAITING * sum(alone_s):
             return alone_s[0] / alone_s[1]
     after_s, before_s = _of_both(median, pairs)
     return after_s / before_s
