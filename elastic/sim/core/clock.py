@@ -6,18 +6,16 @@ import heapq
 import math
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from elastic.errors import StateError
 
 
+@dataclass(eq=False, slots=True)
 class ScheduledEvent:
     """Something that is due; `cancel` it, and it does not happen."""
 
-    __slots__ = ("action", "at_s")
-
-    def __init__(self, at_s: float, action: Callable[[], object]) -> None:
-        self.at_s = at_s
-        self.action: Callable[[], object] | None = action
+    action: Callable[[], object] | None
 
     def cancel(self) -> None:
         """Have it not happen. Can be called twice, and when it has happened."""
@@ -44,7 +42,7 @@ class VirtualClock:
         """Have something happen at a time. Raises `StateError` for one that is over."""
         if not at_s >= self.now:
             raise StateError(f"an event at {at_s} s cannot be made at {self.now} s; make it for later")
-        event = ScheduledEvent(at_s, action)
+        event = ScheduledEvent(action)
         heapq.heappush(self._heap, (at_s, self._made, event))
         self._made += 1
         return event

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -133,12 +134,13 @@ class Waiter:
             self._thread.resume()
 
 
+@dataclass(eq=False)
 class SimulatedLock:
     """As `threading.Lock`; who waits for it gets it in order."""
 
-    def __init__(self, threads: SimulatedThreads) -> None:
-        self._threads, self._locked = threads, False
-        self._waiting: deque[Waiter] = deque()
+    _threads: SimulatedThreads
+    _locked: bool = False
+    _waiting: deque[Waiter] = field(default_factory=deque)
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take it."""
@@ -164,19 +166,19 @@ class SimulatedLock:
         """Return whether somebody has it."""
         return self._locked
 
-    def __enter__(self) -> bool:
-        return self.acquire()
+    __enter__ = acquire
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
 
+@dataclass(eq=False)
 class SimulatedCondition:
     """As `threading.Condition`."""
 
-    def __init__(self, threads: SimulatedThreads, lock: clock.Lock) -> None:
-        self._threads, self._lock = threads, lock
-        self._waiting: list[Waiter] = []
+    _threads: SimulatedThreads
+    _lock: clock.Lock
+    _waiting: list[Waiter] = field(default_factory=list)
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         """Wait, without the lock, until it is so; return what it is, or was when it was too late."""
@@ -200,12 +202,8 @@ class SimulatedEvent(threading.Event):
     """An event that threads of a simulation wait for."""
 
     def __init__(self, threads: SimulatedThreads) -> None:
-        self._threads, self._flag = threads, False  # which its `__repr__` looks at
+        self._threads, self._flag = threads, False  # which `is_set` of the base returns
         self._waiting: list[Waiter] = []
-
-    def is_set(self) -> bool:
-        """Return whether it is set."""
-        return self._flag
 
     def set(self) -> None:
         """Set it; whoever waits goes on."""
@@ -274,32 +272,10 @@ class SimulatedThreads(clock.Clock):
         self.started: list[SimulatedThread] = []
         """Those that have not ended."""
         self.ended = False
-
-    def now(self) -> float:
-        """Return simulated seconds."""
-        return self.events.now
-
-    wall = now
-
-    def sleep(self, seconds: float) -> None:
-        """Wait so long."""
-        Waiter(self).wait(seconds)
-
-    def lock(self) -> clock.Lock:
-        """Return a lock."""
-        return SimulatedLock(self)
-
-    def condition(self, lock: clock.Lock) -> clock.Condition:
-        """Return a condition of a lock."""
-        return SimulatedCondition(self, lock)
-
-    def event(self) -> threading.Event:
-        """Return an event that is not set."""
-        return SimulatedEvent(self)
-
-    def queue(self) -> clock.Queue:
-        """Return an empty queue."""
-        return SimulatedQueue(self)
+        self.now = self.wall = events
+        self.sleep = lambda seconds: Waiter(self).wait(seconds)
+        self.lock, self.condition = partial(SimulatedLock, self), partial(SimulatedCondition, self)
+        self.event, self.queue = partial(SimulatedEvent, self), partial(SimulatedQueue, self)
 
     def thread(self, work: Callable[[], object], name: str) -> clock.Thread:
         """Return a thread. What it raises is raised by `run`."""
@@ -310,10 +286,6 @@ class SimulatedThreads(clock.Clock):
         if self.running is None:
             raise StateError("an event of a simulation cannot wait; do it on a thread of the simulation")
         return self.running
-
-    def future(self) -> SimulatedFuture[Any]:
-        """Return a future that threads can wait for."""
-        return SimulatedFuture(self)
 
     def run_together(self, calls: Sequence[Callable[[], T]], name: str) -> list[Future[T]]:
         """Do some things on a thread each; return when all are done."""

@@ -16,7 +16,7 @@ from elastic.errors import CapacityError, ElasticError, Overloaded, StateError
 from elastic.sim.core.executor import LocalExecutor
 from elastic.sim.core.instance import SimulatedInstance
 from elastic.sim.core.pages import SimulatedMemory
-from elastic.sim.core.threads import SimulatedThreads
+from elastic.sim.core.threads import SimulatedFuture, SimulatedThreads
 from elastic.sim.mechanisms.model import LayeredModel
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class RankInstance(SimulatedInstance):
 
     def ask(self, question: Any) -> Future[Any]:
         """Answer a question, in time."""
-        answer = self.threads.future()
+        answer = SimulatedFuture[Any](self.threads)
         self._asked[answer] = None
         if self.lost:
             self._fail(answer, StateError(f"rank {self.name!r} has gone"))

@@ -11,7 +11,7 @@ import pytest
 from elastic import clock
 from elastic.errors import StateError
 from elastic.sim.core.clock import VirtualClock
-from elastic.sim.core.threads import SimulatedThreads
+from elastic.sim.core.threads import SimulatedFuture, SimulatedThreads
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_lock_is_had_by_one_at_a_time_in_order(threads: SimulatedThreads) -> N
 
 
 def test_events_conditions_queues_and_futures_wake_who_waits(threads: SimulatedThreads) -> None:
-    event, items, lock, future = threads.event(), threads.queue(), threads.lock(), threads.future()
+    event, items, lock, future = threads.event(), threads.queue(), threads.lock(), SimulatedFuture(threads)
     condition, seen, ready = threads.condition(lock), list[Any](), list[int]()
 
     def waits() -> None:
@@ -86,7 +86,7 @@ def test_events_conditions_queues_and_futures_wake_who_waits(threads: SimulatedT
 def test_a_result_that_comes_too_late_is_a_timeout(threads: SimulatedThreads) -> None:
     def work() -> None:
         with pytest.raises(TimeoutError):
-            threads.future().result(2.0)
+            SimulatedFuture(threads).result(2.0)
 
     begin(threads, work)
     assert threads.now() == 2.0
