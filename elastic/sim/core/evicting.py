@@ -128,7 +128,6 @@ class SwappingScheduler(EvictingScheduler):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._swapped: deque[tuple[LiveSequence, Any]] = deque()  # with what was kept; some may have ended
-        self._copied = 0
 
     def schedule(self) -> Step | None:
         """Choose the next step, behind what comes back from the host."""
@@ -140,18 +139,13 @@ class SwappingScheduler(EvictingScheduler):
         """Return how many steps are alike: none while somebody waits at the host."""
         return 0 if self._swapped else super().alike_steps(ends)
 
-    def take_copied(self) -> int:
-        """Return of how many tokens keys and values went to the host, or came back, since it was asked before."""
-        copied, self._copied = self._copied, 0
-        return copied
-
     def to_host(self, sequence: LiveSequence) -> Any:
         """Copy the keys and values of a sequence to the host; return what `from_host` needs."""
-        self._copied += sequence.computed
+        self.copied += sequence.computed
 
     def from_host(self, sequence: LiveSequence, kept: Any) -> None:
         """Copy them back, into other blocks."""
-        self._copied += sequence.computed
+        self.copied += sequence.computed
 
     def _step_of(self, cohort: Cohort, now: float) -> Step | None:
         if not self._swapped:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 
 from elastic.controller.sensors.sliding_window import moving_average
 from elastic.engines.base import SampledToken
@@ -60,25 +62,23 @@ class AnswerEnds:
         )
 
 
+@dataclass
 class ColdCaches:
     """What steps of a rank take longer since it computed a prompt."""
 
-    def __init__(self, behind_prompt: BehindPrompt) -> None:
-        self._behind_prompt = behind_prompt
-        self._steps = WARM_AFTER  # of single tokens, since then
+    behind_prompt: BehindPrompt
+    steps: int = WARM_AFTER
+    """Of single tokens, since then: from `WARM_AFTER` on they take no longer, or too little to count."""
 
     def more_s(self, chunks: Sequence[Chunk]) -> float:
         """Take the next step; return what it takes longer."""
-        if any(chunk.tokens > 1 for chunk in chunks):
-            self._steps = 0
+        if not self.behind_prompt.first_s:
             return 0.0
-        self._steps += 1
-        return self._behind_prompt.more_s(self._steps - 1) if self._steps <= WARM_AFTER else 0.0
-
-    @property
-    def are_over(self) -> bool:
-        """Whether the next steps of single tokens take no longer, or too little to count."""
-        return self._steps >= WARM_AFTER or not self._behind_prompt.first_s
+        if any(chunk.tokens > 1 for chunk in chunks):
+            self.steps = 0
+            return 0.0
+        self.steps += 1
+        return self.behind_prompt.more_s(self.steps - 1) if self.steps <= WARM_AFTER else 0.0
 
 
 class LocalExecutor:
@@ -97,6 +97,7 @@ class LocalExecutor:
         self.cost, self.noise, self.host = cost, noise, host or SharedHost(clock)
         self.cold = ColdCaches(behind_prompt)
         self.answers = AnswerEnds(answers)
+        self.remove = partial(self.answers.note, ())
         self.busy_s = 0.0
         """Seconds of all steps so far, by itself."""
         self.owed_s = 0.0
@@ -110,7 +111,7 @@ class LocalExecutor:
         self.answers.note(step.added, step.removed)
         future: Future[StepResult] = Future()
         seconds, self.owed_s = self.seconds(step) + self.owed_s, 0.0
-        self._note(seconds)
+        self.note(seconds)
         self.host.compute(seconds, lambda: future.set_result(self.answers.result(step)))
         return future
 
@@ -118,12 +119,12 @@ class LocalExecutor:
         """Draw the seconds of a step, while others are idle."""
         chunks = chunks_of(step)
         seconds = self.cost.batch(chunks) + self.cold.more_s(chunks)
-        return seconds * self.noise(seconds)
+        return seconds * self.noise(seconds, 1)
 
     @property
     def undisturbed(self) -> bool:
         """Whether decode steps take as long as they say, so that several can be taken together."""
-        return not self.host.shared and self.cold.are_over
+        return not self.host.shared and self.cold.steps >= WARM_AFTER
 
     def stretch(self, decoding: list[Chunk], steps: int) -> Stretch:
         """Begin so many decode steps; their seconds are a straight line between the first and the last."""
@@ -134,15 +135,8 @@ class LocalExecutor:
         more_s = (self.cost.batch(last) * factor - first_s) / (steps - 1) if steps > 1 else 0.0
         return Stretch(self._clock.now, steps, first_s, more_s)
 
-    def end_stretch(self, seconds: float, steps: int) -> None:
-        """End a stretch of so many steps, which took so long."""
-        self._note(seconds, steps)
-
-    def remove(self, sequences: tuple[str, ...]) -> None:
-        """Forget sequences."""
-        self.answers.note((), sequences)
-
-    def _note(self, seconds: float, steps: int = 1) -> None:
+    def note(self, seconds: float, steps: int = 1) -> None:
+        """Note that so many steps take, or took, so long together."""
         self.busy_s += seconds
         each_s = seconds / steps
         self.step_s = moving_average(self.step_s or each_s, each_s, 1 - (1 - WEIGHT) ** steps)

@@ -19,7 +19,7 @@ from elastic.sim.core.clock import VirtualClock, random_stream
 from elastic.sim.core.executor import LocalExecutor
 from elastic.sim.core.host import ALONE, Computer, HostSharing, SharedHost
 from elastic.sim.core.instance import EngineOptions, PlacePages, SimulatedInstance
-from elastic.sim.core.step_seconds import WARM, BehindPrompt, MeasuredPace, MeasuredStep, Noise, PacedSeconds, StepNoise
+from elastic.sim.core.step_seconds import WARM, BehindPrompt, MeasuredPace, MeasuredStep, Noise, StepNoise
 
 BEAT_S = 0.25
 """As ranks do."""
@@ -106,7 +106,7 @@ class SimulatedFleet:
         name = f"{self._name}{number}"
         pace = model.paces.get(name)
         drawn = Noise(model.noise, random_stream(self.seed, f"noise {name}"))
-        noise = drawn if pace is None else PacedSeconds(pace, self.clock)
+        noise = drawn if pace is None else pace.noise(self.clock)
         made = self._make(name, self._executor(number, noise))
         spec = RankSpec(name, "simulated")
         now = self.clock.now

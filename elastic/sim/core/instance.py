@@ -16,6 +16,7 @@ from elastic.engines.core.load import EngineLoad
 from elastic.engines.core.sequence import Produced, Sequence
 from elastic.engines.core.step import Executor, Step, StepResult
 from elastic.errors import CapacityError, Overloaded, RankLost, StateError
+from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.clock import ScheduledEvent, VirtualClock
 from elastic.sim.core.evicting import SCHEDULERS, OptimisticBlocks
 from elastic.sim.core.executor import TOKEN, LocalExecutor
@@ -101,6 +102,7 @@ class SimulatedInstance:
         shares = self.blocks.shares
         self.hello = Hello(name, 1, "here", FACTS, kv, options.max_requests, None, self.load(), shares_prefixes=shares)
         self._in_flight, self._cohorts = 0, 1
+        self._resumed: set[str] = set()  # sequences that go on here, of which nothing was told yet
         self._between: list[Callable[[], object]] = []  # what is to be done between two steps
         self._stretch_s, self._message_s = stretch_s, message_s
         self._stretch: Stretch | None = None
@@ -157,7 +159,8 @@ class SimulatedInstance:
             if step is None:
                 break
             self._in_flight += 1
-            self.local.owed_s += self.scheduler.take_copied() * self.options.swap_token_s
+            self.local.owed_s += self.scheduler.copied * self.options.swap_token_s
+            self.scheduler.copied = 0
             self.executor.execute(step).add_done_callback(partial(self._computed, step))
 
     def between_steps(self, action: Callable[[], object]) -> None:
@@ -223,7 +226,7 @@ class SimulatedInstance:
         steps = self.scheduler.alike_steps(self.local.answers.ends)
         if steps < 2:
             return False
-        decoding = self.scheduler.decoding()
+        decoding = [Chunk("", sequence.computed, 1) for sequence in self.scheduler.cohorts[0].decoding]
         steps = min(steps, int(self._stretch_s / self.local.cost.batch(decoding)))
         if steps < 2:
             return False
@@ -244,7 +247,7 @@ class SimulatedInstance:
         stretch, self._stretch, self._stretch_end = self._stretch, None, None
         assert stretch is not None
         self._in_flight -= 1
-        self.local.end_stretch(self.clock.now - stretch.begin_s, stretch.steps)
+        self.local.note(self.clock.now - stretch.begin_s, stretch.steps)
         if self.lost:
             return
         tokens = (TOKEN,) * stretch.steps
@@ -279,7 +282,8 @@ class SimulatedInstance:
         outputs, starts, now = [], [], self.clock.now
         for sequence, sampled, finish in produced:
             start = len(sequence.tokens) - len(sequence.request.prompt) - 1
-            if self._is_first(sequence, start):
+            if not start or sequence.id in self._resumed:
+                self._resumed.discard(sequence.id)
                 outputs.append(_first(sequence, sampled, finish, now))
             else:
                 outputs.append(
@@ -287,10 +291,6 @@ class SimulatedInstance:
                 )
             starts.append(start)
         self.tell(outputs, starts)
-
-    def _is_first(self, sequence: Sequence, start: int) -> bool:
-        """Return whether it is the first that is told of an answer here; `start` tokens of it were told before."""
-        return not start
 
 
 def _first(sequence: Sequence, sampled: SampledToken, finish: Any, now: float) -> Output:

@@ -7,7 +7,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 ALIKE = 100
 """Of measured steps, so many of the nearest seconds are taken to be alike."""
@@ -42,11 +42,8 @@ WARM = BehindPrompt()
 """They take no longer."""
 
 
-class StepNoise(Protocol):
-    """What steps take over what they cost, such as `Noise`."""
-
-    def __call__(self, cost_s: float = 0.0, steps: int = 1) -> float:
-        """Return the mean factor of so many steps together, each of so many seconds by the cost."""
+StepNoise = Callable[[float, int], float]
+"""Returns the mean factor of so many steps together, each of so many seconds by the cost, as `Noise` does."""
 
 
 class Noise:
@@ -115,22 +112,18 @@ class MeasuredPace:
         """Return how long a step takes that begins at a time."""
         return _line(self._done, self._at, _line(self._at, self._done, at_s) + cost_s) - at_s
 
+    def noise(self, clock: Callable[[], float]) -> StepNoise:
+        """Return the factors of steps that begin when they are asked for; `clock` says seconds of the run."""
+
+        def factor(cost_s: float, steps: int) -> float:
+            return self.seconds(clock(), steps * cost_s) / (steps * cost_s)
+
+        return factor
+
     def _append(self, at_s: float, cost_s: float) -> None:
         if at_s > self._at[-1]:
             self._at.append(at_s)
             self._done.append(self._done[-1] + cost_s)
-
-
-class PacedSeconds:
-    """The `StepNoise` of a rank whose pace is known."""
-
-    def __init__(self, pace: MeasuredPace, clock: Callable[[], float]) -> None:
-        """`clock` says seconds of the run."""
-        self._pace, self._clock = pace, clock
-
-    def __call__(self, cost_s: float = 0.0, steps: int = 1) -> float:
-        """Return the factor of steps that begin now."""
-        return self._pace.seconds(self._clock(), steps * cost_s) / (steps * cost_s)
 
 
 def _line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from elastic.engines.core.kv_state import SequenceKV
 from elastic.engines.core.restart import RestartingScheduler
 from elastic.engines.core.sequence import Sequence
-from elastic.planning.pipeline.chunk_cost import Chunk
 
 
 class Stretch(NamedTuple):
@@ -37,6 +36,9 @@ class Stretch(NamedTuple):
 class StretchingScheduler(RestartingScheduler):
     """A scheduler that can be told that steps were computed, instead of being asked for each one."""
 
+    copied = 0
+    """Of how many tokens keys and values went to the host, or came back, since somebody looked."""
+
     def alike_steps(self, ends: dict[str, int]) -> int:
         """Return how many of the next steps bring each live sequence a token, and end none; 0 where others may begin.
 
@@ -54,14 +56,6 @@ class StretchingScheduler(RestartingScheduler):
         if len(cohort.decoding) > budget or not self.blocks.all_fit():
             return 0
         return min(ends.get(s.id, s.table.most_tokens) - len(s.tokens) for s in cohort.decoding) - 1
-
-    def take_copied(self) -> int:
-        """Return of how many tokens keys and values went to the host, or came back: none."""
-        return 0
-
-    def decoding(self) -> list[Chunk]:
-        """Return what the next step has, if it only decodes."""
-        return [Chunk("", sequence.computed, 1) for sequence in self.cohorts[0].decoding]
 
     def skip(self, steps: int, token: int) -> list[tuple[Sequence, int]]:
         """Have so many steps be computed, with the same token for all; return who got them, with the tokens before."""

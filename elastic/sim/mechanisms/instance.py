@@ -11,7 +11,6 @@ from elastic.clock import settle
 from elastic.cluster.control.messages import Cancel, News, Refused, Submit
 from elastic.engines.base import Output
 from elastic.engines.core.kv_state import KVReport
-from elastic.engines.core.sequence import Sequence
 from elastic.errors import CapacityError, ElasticError, Overloaded, StateError
 from elastic.sim.core.executor import LocalExecutor
 from elastic.sim.core.instance import SimulatedInstance
@@ -66,7 +65,6 @@ class RankInstance(SimulatedInstance):
         self._report: KVReport | None = None
         self._asked: dict[Future[Any], None] = {}
         self._coming: dict[str, list[Cancel]] = {}  # requests whose keys and values come first
-        self._resumed: set[str] = set()  # sequences that go on here, of which nothing was told yet
 
     def ask(self, question: Any) -> Future[Any]:
         """Answer a question, in time."""
@@ -141,11 +139,6 @@ class RankInstance(SimulatedInstance):
         else:
             super()._take(message)
 
-    def _is_first(self, sequence: Sequence, start: int) -> bool:
-        resumed = sequence.id in self._resumed
-        self._resumed.discard(sequence.id)
-        return resumed or not start
-
     def _begin_with(self, message: Submit, done: Future[dict[str, int]]) -> None:
         """Go on with a request whose keys and values are here, as far as they came."""
         if self.lost:
@@ -166,24 +159,24 @@ class RankInstance(SimulatedInstance):
         """Begin to answer, half of its time after it was asked."""
         if answer not in self._asked or self.hangs:
             return
+        reply = Future[Any]()
         try:
-            reply = self.answer(question)
+            value = self.answer(question)
+            if isinstance(value, Future):
+                reply = value
+            else:
+                reply.set_result(value)
         except ElasticError as error:
-            self._later(answer, error=error)
-            return
-        if isinstance(reply, Future):
-            reply.add_done_callback(partial(self._answered, answer))
-        else:
-            self._later(answer, reply)
+            reply.set_exception(error)
+        reply.add_done_callback(partial(self._reply, answer))
 
-    def _answered(self, answer: Future[Any], reply: Future[Any]) -> None:
-        error = reply.exception()
-        self._later(answer, None if error else reply.result(), error)
+    def _reply(self, answer: Future[Any], reply: Future[Any]) -> None:
+        """Tell what came of a question, half of its time later."""
 
-    def _later(self, answer: Future[Any], value: Any = None, error: BaseException | None = None) -> None:
         def tell() -> None:
             if self._asked.pop(answer, 0) is None and not self.hangs:
-                answer.set_exception(error) if error is not None else answer.set_result(value)
+                error = reply.exception()
+                answer.set_exception(error) if error is not None else answer.set_result(reply.result())
 
         self.clock.after(self.model.links.answer_s / 2, tell)
 

@@ -44,13 +44,16 @@ def legs_of(path: LayerPath, parts: StepParts, factor: Callable[[str, int], floa
 
     Embedding and head are at home, and count behind the last layer. Ranks that share layers exchange twice in each:
     heads, and what their parts of the network give. They send and receive beside their turns, while others compute;
-    of a run of many layers several exchanges are one.
+    of a run of many layers several exchanges are one. What shards do not divide each of them computes.
     """
     legs: list[Leg] = []
     stage_s = handovers.stage_s if len({path.home, *path.ranks}) > 1 else 0.0
     for holders, layers in path.runs:
         seconds = {
-            rank: math.fsum(_layer_s(path, parts, rank, layer) * factor(rank, layer) for layer in layers)
+            rank: math.fsum(
+                (parts.whole_s + parts.cut_s * path.ranks_of(layer).count(rank) / path.shards) * factor(rank, layer)
+                for layer in layers
+            )
             for rank in holders
         }
         if len(holders) == 1:
@@ -70,11 +73,6 @@ def legs_of(path: LayerPath, parts: StepParts, factor: Callable[[str, int], floa
     return [*legs, Leg({path.home: parts.beside_s}, kind="engine")] if parts.beside_s else legs
 
 
-def _layer_s(path: LayerPath, parts: StepParts, rank: str, layer: int) -> float:
-    """Return a rank's seconds in a layer of which it has some shards: what is not divided each rank computes."""
-    return parts.whole_s + parts.cut_s * path.ranks_of(layer).count(rank) / path.shards
-
-
 class PathExecutor:
     """An `Executor` of an instance in a group. Other instances' steps are computed at the same ranks."""
 
@@ -89,7 +87,7 @@ class PathExecutor:
         factor: Callable[[str, int], float],
         path: LayerPath,
     ) -> None:
-        self.path = path
+        self.path, self.remove = path, partial(answers.note, ())
         self._clock, self._model, self._wires, self._turns = clock, model, wires, turns
         self._answers, self._noise, self._factor = answers, noise, factor
         self._cold = ColdCaches(model.rank.behind_prompt)
@@ -100,20 +98,17 @@ class PathExecutor:
         """Have a step go by the path as it is now."""
         self._answers.note(step.added, step.removed)
         future: Future[StepResult] = Future()
-        self._in_flight[future] = tuple({self.path.home, *self.path.ranks})
-        self._expect(future, 1)
+        ranks = self._in_flight[future] = tuple({self.path.home, *self.path.ranks})
+        for rank in ranks:
+            self._turns[rank].expect(1)
         chunks = chunks_of(step)
         parts = self._model.parts(chunks)
         parts = parts._replace(whole_s=parts.whole_s + self._cold.more_s(chunks) / self._model.layers)
-        parts = parts.times(self._noise(parts.alone_s(self._model.layers)))
+        parts = parts.times(self._noise(parts.alone_s(self._model.layers), 1))
         nbytes = self._model.token_bytes * sum(chunk.tokens for chunk in chunks)
         legs = legs_of(self.path, parts, self._factor, self._model.links.handovers)
         self._go(step, future, legs, (self.path.home,), nbytes)
         return future
-
-    def remove(self, sequences: tuple[str, ...]) -> None:
-        """Forget sequences."""
-        self._answers.note((), sequences)
 
     def lose(self, rank: str) -> None:
         """Have all steps in flight be lost with a rank."""
@@ -160,9 +155,5 @@ class PathExecutor:
 
     def _end(self, future: Future[StepResult]) -> None:
         """Have a step be in flight no more."""
-        self._expect(future, -1)
-        del self._in_flight[future]
-
-    def _expect(self, future: Future[StepResult], steps: int) -> None:
-        for rank in self._in_flight[future]:
-            self._turns[rank].expect(steps)
+        for rank in self._in_flight.pop(future):
+            self._turns[rank].expect(-1)

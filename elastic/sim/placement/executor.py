@@ -57,9 +57,9 @@ class StagedExecutor(LocalExecutor):
         self._stages[0].hold(self.on_wanted)
         return super().stretch(decoding, steps)
 
-    def end_stretch(self, seconds: float, steps: int) -> None:
-        """End a stretch, and let others compute."""
-        super().end_stretch(seconds, steps)
+    def note(self, seconds: float, steps: int = 1) -> None:
+        """Note a stretch, and let others compute: it has ended."""
+        super().note(seconds, steps)
         self.stage_busy_s[0] += seconds
         self._stages[0].give_back()
 
@@ -69,7 +69,7 @@ class StagedExecutor(LocalExecutor):
         future: Future[StepResult] = Future()
         chunks = chunks_of(step)
         seconds = [self._instance.stage_s(stage, chunks) for stage in range(len(self._stages))]
-        factor = self.noise(sum(seconds))
+        factor = self.noise(sum(seconds), 1)
         tokens = sum(chunk.tokens for chunk in chunks)
         hop_s = self._instance.hop(self._instance.token_bytes * tokens) if len(seconds) > 1 else 0.0
         seconds = [factor * each for each in seconds]
