@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import reprlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -41,14 +42,14 @@ class Table:
         """Take a number. Raises `ConfigError` where it is missing without a default, below `least`, or above `most`."""
         value = self._take(key, default)
         if not is_number(value) or not least <= value <= most:
-            raise self.wrong(key, value, f"a number, at least {least:g}" + _at_most(value, most))
+            raise self.wrong(key, value, f"a number, at least {least:g}", most)
         return float(value)
 
     def whole(self, key: str, default: int | object = _MISSING, *, least: int = 1, most: int = _MOST) -> int:
         """Take a whole number."""
         value = self._take(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise self.wrong(key, value, f"a whole number, at least {least}" + _at_most(value, most))
+            raise self.wrong(key, value, f"a whole number, at least {least}", most)
         return value
 
     def optional(self, key: str, *, least: int = 1) -> int | None:
@@ -129,10 +130,11 @@ class Table:
                 return f"; {self._path(key)} is there: did you mean {near[0]!r}?"
         return next(filter(None, (table.misspelt() for table in self._inner)), "")
 
-    def wrong(self, key: str, value: object, wanted: str) -> ConfigError:
-        """Return the error for a value."""
+    def wrong(self, key: str, value: object, wanted: str, most: float = math.inf) -> ConfigError:
+        """Return the error for a value; where it is above `most` it tells so."""
         said = "is missing: give" if value is _MISSING else f"= {reprlib.repr(value)} must be"
-        return ConfigError(f"{self._path(key)} {said} {wanted}")
+        limit = f", at most {most:,}" if isinstance(value, int | float) and value > most else ""
+        return ConfigError(f"{self._path(key)} {said} {wanted}{limit}")
 
     def _take(self, key: str, default: object) -> Any:
         self._known.append(key)
@@ -144,8 +146,3 @@ class Table:
 
     def _path(self, key: str) -> str:
         return f"{self.name}.{key}" if self.name else key
-
-
-def _at_most(value: object, most: float) -> str:
-    """Return words about a limit, for a value beyond it."""
-    return f", at most {most:,}" if isinstance(value, int | float) and value > most else ""

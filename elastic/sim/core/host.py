@@ -40,10 +40,6 @@ class HostSharing:
     """on one of so many cores, 2 or more: while ranks compute on all of them, it takes one from these. 0: it has its
     own."""
 
-    def __bool__(self) -> bool:
-        """Return whether they take anything."""
-        return self.contention > 0 or self.stages > 0 or (self.frontend_s > 0 and self.cores > 0)
-
 
 ALONE = HostSharing()
 """They take nothing from each other."""
@@ -54,7 +50,7 @@ class SharedHost:
 
     def __init__(self, clock: VirtualClock, sharing: HostSharing = ALONE) -> None:
         self.sharing = sharing
-        self.shared = bool(sharing)
+        self.shared = sharing.contention > 0 or sharing.stages > 0 or (sharing.frontend_s > 0 and sharing.cores > 0)
         self._clock = clock
         self._tasks: dict[object, list[_Task]] = {}  # by their cores
         self._frontend_left_s = 0.0  # that the fleet's process has to compute
@@ -149,7 +145,7 @@ class ComputeTurn:
         self._host, self._more = host, more
         self._asked: deque[Callable[[], object]] = deque()
         self._taken = False
-        self._wanted: Callable[[], object] = _nobody
+        self._wanted: Callable[[], object] | None = None  # told when somebody asks while it is held
 
     @property
     def idle(self) -> bool:
@@ -160,41 +156,39 @@ class ComputeTurn:
         self, seconds: float, done: Callable[[], object], more: float = 0.0, core: object | None = None
     ) -> None:
         """Have something computed; one that hangs never does."""
-        self.take(lambda: self._host.compute(seconds, partial(self._end, done), self._more + more, core or self))
+        self.take(lambda: self._host.compute(seconds, partial(self.give_back, done), self._more + more, core or self))
 
     def take(self, begin: Callable[[], object]) -> None:
         """Have something begin when it is its turn; `give_back` ends that."""
         if not self.hangs:
             self._asked.append(begin)
-            self._wanted()
+            if self._wanted is not None:
+                self._wanted()
             self._next()
 
     def hold(self, wanted: Callable[[], object]) -> None:
         """Take it, which is idle, until it is given back; `wanted` is told when somebody asks meanwhile."""
         self._taken, self._wanted = True, wanted
 
-    def give_back(self) -> None:
-        """Let the next one begin."""
-        self._taken, self._wanted = False, _nobody
+    def give_back(self, done: Callable[[], object] = lambda: None) -> None:
+        """Let the next one begin; then tell so."""
+        self._taken, self._wanted = False, None
         self._next()
+        done()
 
     def _next(self) -> None:
         if self._asked and not self._taken:
             self._taken = True
             self._asked.popleft()()
 
-    def _end(self, done: Callable[[], object]) -> None:
-        self.give_back()
-        done()
 
-
+@dataclass(eq=False)
 class SharedDevices:
     """Several devices that a step needs at the same time: it begins when it is its turn at all of them."""
 
+    clock: VirtualClock
+    turns: Sequence[ComputeTurn]
     shared = True
-
-    def __init__(self, clock: VirtualClock, turns: Sequence[ComputeTurn]) -> None:
-        self._clock, self._turns = clock, turns
 
     def compute(
         self, seconds: float, done: Callable[[], object], more: float = 0.0, core: object | None = None
@@ -203,42 +197,36 @@ class SharedDevices:
 
         All devices are asked at once, so that no two steps wait for each other.
         """
-        begin = Countdown(len(self._turns), lambda: self._clock.after(seconds, partial(self._end, done)))
-        for turn in self._turns:
+        begin = Countdown(len(self.turns), lambda: self.clock.after(seconds, partial(self.give_back, done)))
+        for turn in self.turns:
             turn.take(begin)
 
     @property
     def idle(self) -> bool:
         """Whether nothing is computed at any of them, and nobody waits."""
-        return all(turn.idle for turn in self._turns)
+        return all(turn.idle for turn in self.turns)
 
     def hold(self, wanted: Callable[[], object]) -> None:
         """Take all of them, which are idle, until they are given back; `wanted` is told when somebody asks."""
-        for turn in self._turns:
+        for turn in self.turns:
             turn.hold(wanted)
 
-    def give_back(self) -> None:
-        """Let the next ones begin."""
-        for turn in self._turns:
+    def give_back(self, done: Callable[[], object] = lambda: None) -> None:
+        """Let the next ones begin; then tell so."""
+        for turn in self.turns:
             turn.give_back()
-
-    def _end(self, done: Callable[[], object]) -> None:
-        self.give_back()
         done()
 
 
-def _nobody() -> None:
-    """Nobody is told."""
-
-
+@dataclass(eq=False)
 class Countdown:
     """Calls something when it was called so many times."""
 
-    def __init__(self, count: int, done: Callable[[], object]) -> None:
-        self._left, self._done = count, done
+    left: int
+    done: Callable[[], object]
 
     def __call__(self) -> None:
         """Count."""
-        self._left -= 1
-        if not self._left:
-            self._done()
+        self.left -= 1
+        if not self.left:
+            self.done()

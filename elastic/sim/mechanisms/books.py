@@ -80,9 +80,11 @@ class RankBooks:
         """Count the pages of weights that are here."""
         return self.model.weight_pages(self.resident, self.packed)
 
-    def guest_pages(self) -> int:
-        """Count the pages that are kept for other instances."""
-        return sum(guest.sectors * self.model.kv_pages(guest.shards | guest.coming) for guest in self.guests.values())
+    def other_pages(self) -> int:
+        """Count the pages that are not for keys and values of its own instance."""
+        kv_pages = self.model.kv_pages
+        guests = sum(guest.sectors * kv_pages(guest.shards | guest.coming) for guest in self.guests.values())
+        return self.model.fixed_pages + self.weight_pages() + guests
 
     def room(self, held_blocks: int) -> Room:
         """Return what the memory could hold, of which so many blocks of the engine are held."""
@@ -104,8 +106,7 @@ class RankBooks:
 
     def settle(self) -> None:
         """Have the engine's memory be what the others leave. Raises `CapacityError` where live requests lack room."""
-        other = self.model.fixed_pages + self.weight_pages() + self.guest_pages()
-        self._memory.resize(other_pages=other, sector_pages=max(1, self.model.kv_pages(self.own)))
+        self._memory.resize(other_pages=self.other_pages(), sector_pages=max(1, self.model.kv_pages(self.own)))
 
     def open(self, home: str, sectors: int) -> None:
         """Be a stage of a home."""
@@ -132,10 +133,6 @@ class RankBooks:
             raise StateError(f"nothing that was computed for {home!r} by path {epoch} is kept at {self.name!r}")
         guest.told = True
         return guest
-
-    def leave_homes(self) -> None:
-        """Be a stage of nobody; what is kept stays."""
-        self.guests = {home: guest for home, guest in self.guests.items() if guest.ended}
 
     def free_kept(self) -> bool:
         """Give up what is kept and nobody was told of; return whether there was something."""
@@ -202,8 +199,7 @@ class RankBooks:
 
     def check(self) -> None:
         """Recount. Raises `IntegrityError`."""
-        used = self.weight_pages() + self.guest_pages() + self.model.fixed_pages
-        used += self._memory.allocated * self.model.kv_pages(self.own)
+        used = self.other_pages() + self._memory.allocated * self.model.kv_pages(self.own)
         if used > self.model.rank.pages.budget:
             raise IntegrityError(f"rank {self.name!r} has {used} of {self.model.rank.pages.budget} pages")
         if missing := self.needed - self.resident:

@@ -14,7 +14,7 @@ from elastic.cluster.fleet.groups.groups import Groups
 from elastic.cluster.fleet.groups.ranks import result
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.membership import Membership
-from elastic.cluster.fleet.moves import Moved, Mover
+from elastic.cluster.fleet.moves import Mover
 from elastic.cluster.fleet.overload.prices import PricedVerbs
 from elastic.cluster.fleet.planning.policies import FleetPolicies
 from elastic.cluster.fleet.policy_threads import PolicyThreads
@@ -43,11 +43,7 @@ class ScheduledVerbs(PricedVerbs):
 
     def __init__(self, fleet: ElasticFleet, groups: Groups, mover: Mover) -> None:
         self._fleet, self._dispatcher, self._log = fleet, fleet.dispatcher, fleet.log
-        self._groups, self._mover = groups, mover
-
-    def move(self, request: str, instance: str) -> Moved:
-        """See `Mover.move`."""
-        return self._mover.move(request, instance)
+        self._groups, self.move = groups, mover.move
 
     def _ask(self, rank: str, question: Any) -> Any:
         instance = self._dispatcher.instances[rank]

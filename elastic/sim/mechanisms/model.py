@@ -11,7 +11,6 @@ from typing import NamedTuple
 from elastic.config import is_number, require
 from elastic.engines.core.kv_state import KVFormat
 from elastic.errors import ConfigError
-from elastic.planning.estimate.performance import Handovers
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost, ModelCost
 from elastic.planning.sharding.heads import kv_parts
 from elastic.planning.sharding.numbers import by_layer
@@ -37,11 +36,6 @@ class Links:
     """That an instance stands still when its steps take another way, besides what is copied in that time."""
     checkpoint_bytes_s: float = 2e9
     """Of weights that no rank has."""
-
-    @property
-    def handovers(self) -> Handovers:
-        """What stages and exchanges take of their ranks' own time."""
-        return Handovers(self.stage_s, self.core_s)
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for what cannot be."""
@@ -84,10 +78,6 @@ class StepParts(NamedTuple):
         """Return the seconds of a step of one rank by itself."""
         return self.beside_s + self.rest_s + (self.cut_s + self.whole_s) * layers
 
-    def times(self, factor: float) -> StepParts:
-        """Return so many times these seconds."""
-        return StepParts(*(factor * seconds for seconds in self))
-
 
 @dataclass(frozen=True)
 class LayeredModel:
@@ -110,6 +100,10 @@ class LayeredModel:
     """Of a step's seconds, those in which home has nothing computed: it schedules, samples and tells;"""
     beside_chunk_s: float = 0.0
     """and for each chunk after the first."""
+    _counted: dict[tuple[frozenset[int], frozenset[int]], int] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Pages of weights by shards and packed layers, as far as they were counted."""
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for what cannot be."""
@@ -167,11 +161,6 @@ class LayeredModel:
             layers = by_layer(shards, self.shards).items()
             self._counted[key] = sum(small if n in packed else self.layer_pages.pages(parts) for n, parts in layers)
         return self._counted[key]
-
-    @cached_property
-    def _counted(self) -> dict[tuple[frozenset[int], frozenset[int]], int]:
-        """Pages of weights by shards and packed layers, as far as they were counted."""
-        return {}
 
     @property
     def packed_pages(self) -> int:

@@ -90,6 +90,7 @@ class PathExecutor:
         self.path, self.remove = path, partial(answers.note, ())
         self._clock, self._model, self._wires, self._turns = clock, model, wires, turns
         self._answers, self._noise, self._factor = answers, noise, factor
+        self._handovers = Handovers(model.links.stage_s, model.links.core_s)
         self._cold = ColdCaches(model.rank.behind_prompt)
         self._in_flight: dict[Future[StepResult], tuple[str, ...]] = {}  # and the ranks that have a part in it
         self._arrived_s: dict[tuple[str, ...], float] = {}
@@ -104,9 +105,10 @@ class PathExecutor:
         chunks = chunks_of(step)
         parts = self._model.parts(chunks)
         parts = parts._replace(whole_s=parts.whole_s + self._cold.more_s(chunks) / self._model.layers)
-        parts = parts.times(self._noise(parts.alone_s(self._model.layers), 1))
+        factor = self._noise(parts.alone_s(self._model.layers), 1)
+        parts = StepParts(*(factor * seconds for seconds in parts))
         nbytes = self._model.token_bytes * sum(chunk.tokens for chunk in chunks)
-        legs = legs_of(self.path, parts, self._factor, self._model.links.handovers)
+        legs = legs_of(self.path, parts, self._factor, self._handovers)
         self._go(step, future, legs, (self.path.home,), nbytes)
         return future
 

@@ -51,7 +51,7 @@ def _begin(rank: RecoverableRank, lost: str, readable: bool, elsewhere: frozense
     away = frozenset(shard for shard, at in enumerate(path.ranks) if at != rank.name)
     resident, fetched = (model.weight_pages(shards) for shards in (books.resident, books.resident | elsewhere))
     read = model.weight_pages(books.every) - fetched
-    books.leave_homes()
+    books.guests = {home: guest for home, guest in books.guests.items() if guest.ended}
     books.coming.clear()
     books.resident = books.every
     books.path = replace(LayerPath.alone(rank.name, path.layers, path.shards), epoch=path.epoch + 1)

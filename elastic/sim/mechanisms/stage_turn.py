@@ -62,10 +62,10 @@ class StageTurn(ComputeTurn):
         else:
             super().take(begin)
 
-    def give_back(self) -> None:
+    def give_back(self, done: Callable[[], object] = lambda: None) -> None:
         """See `ComputeTurn`."""
         self._count()
-        super().give_back()
+        super().give_back(done)
 
     def _count(self) -> None:
         """Count the time since something changed last."""

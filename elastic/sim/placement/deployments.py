@@ -52,10 +52,6 @@ class PlacementScenario:
         """A name for each model that is deployed, in order: those of one config are numbered from the second on."""
         return numbered(self.order)
 
-    def deployed_s(self, number: int) -> float:
-        """Return when a model is deployed."""
-        return 0.0 if self.together is None else number // self.together * self.every_s
-
 
 class SimulatedDeployments:
     """Has models come to devices, each placed by what is free there and by how busy they were in the last minutes."""
@@ -72,9 +68,10 @@ class SimulatedDeployments:
         self._options: dict[str, tuple[ModelOption, ...]] = {}
         self._refusals: dict[str, str] = {}
         names = scenario.names
+        self._last_s = 0.0
         for number, (name, config) in enumerate(zip(names, scenario.order, strict=True)):
-            clock.at(scenario.deployed_s(number), partial(self._deploy, name, config))
-        self._last_s = scenario.deployed_s(len(names) - 1)
+            self._last_s = number // (scenario.together or len(names)) * scenario.every_s
+            clock.at(self._last_s, partial(self._deploy, name, config))
         self._tick()
 
     def placements(self) -> dict[str, dict[str, Any]]:
