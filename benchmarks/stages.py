@@ -165,7 +165,7 @@ def predicted(model: LayeredModel, ranks: int, stages: int, batches: Batches) ->
     assert isinstance(engine, ElasticFleet)
     try:
         engine.threads.run(GROUPED_S)
-        if engine.failed or any(len(set(rank.path.ranks)) != stages for rank in engine.world.ranks.values()):
+        if engine.failed or any(len(set(rank.books.path.ranks)) != stages for rank in engine.world.ranks.values()):
             raise RuntimeError(f"{ranks} simulated ranks are not in {stages} stages: {engine.failed}")
         return [_simulated(engine, requests) for requests in batches]
     finally:

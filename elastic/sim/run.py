@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from elastic.sim.placement.deployments import SimulatedDeployments
 from elastic.sim.policies import make_fleet, schedule_faults
 from elastic.sim.report import Report
 from elastic.sim.scenario import Scenario, SimulatedModel
-from elastic.sim.workload import RequestArrival, merged, request_of
+from elastic.sim.workload import RequestArrival, request_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class Run:
         placement = scenario.placement
         self.deployments = None if placement is None else SimulatedDeployments(self.clock, placement, scenario.seed)
         self._models = {source.name: source.model for source in scenario.sources}
-        self._jobs = merged(scenario.sources, scenario.seed, scenario.duration_s)
+        jobs = (source.jobs(scenario.seed, scenario.duration_s) for source in scenario.sources)
+        self._jobs = heapq.merge(*jobs, key=lambda job: job.at_s)
         self._numbers = count()
         self._choose = random_stream(scenario.seed, "fleets")
         self._choose_model = random_stream(scenario.seed, "models")

@@ -86,14 +86,17 @@ class Table:
         value = self._take(key, {})
         if not isinstance(value, dict):
             raise self.wrong(key, value, "a table")
-        return self._within(value, self._path(key))
+        self._inner.append(Table(value, self._path(key)))
+        return self._inner[-1]
 
     def tables(self, key: str) -> list[Table]:
         """Take a list of tables; none where there is none."""
         value = self._take(key, [])
         if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
             raise self.wrong(key, value, f"[[{key}]] tables")
-        return [self._within(each, f"{self._path(key)}[{number}]") for number, each in enumerate(value)]
+        tables = [Table(each, f"{self._path(key)}[{number}]") for number, each in enumerate(value)]
+        self._inner += tables
+        return tables
 
     def texts(self, key: str, *, among: Sequence[str] = ()) -> tuple[str, ...]:
         """Take a list of texts, each one of some; none where there is none."""
@@ -139,10 +142,6 @@ class Table:
     def _take(self, key: str, default: object) -> Any:
         self._known.append(key)
         return self._values.pop(key) if key in self else default
-
-    def _within(self, values: dict[str, Any], name: str) -> Table:
-        self._inner.append(Table(values, name))
-        return self._inner[-1]
 
     def _path(self, key: str) -> str:
         return f"{self.name}.{key}" if self.name else key

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -135,11 +134,6 @@ class Bursts:
             return self.rate
 
         return thinned(rng, max([self.rate, *(rate for _, _, rate in self.windows)]), rate)
-
-
-def merged(sources: Sequence[RequestSource], seed: int, until_s: float) -> Iterator[RequestArrival]:
-    """Yield the requests of all sources in the order in which they come."""
-    return heapq.merge(*(source.jobs(seed, until_s) for source in sources), key=lambda job: job.at_s)
 
 
 def request_of(job: RequestArrival, number: int) -> Request:

@@ -42,14 +42,11 @@ class SimulatedMemory:
         self._numbers = 0
 
     @property
-    def cap(self) -> int | None:
-        """The most sectors that new requests may bring; None: any number."""
-        return self._cap.sectors
-
-    @property
     def sectors(self) -> int:
         """Sectors that there is memory for."""
         return max(0, (self.budget_pages - self.other_pages) // self.sector_pages)
+
+    reusable_limit = sectors
 
     @property
     def capacity(self) -> int:
@@ -65,11 +62,6 @@ class SimulatedMemory:
     def used_sectors(self) -> int:
         """Sectors that live sequences need."""
         return self.allocated - self._reusable()
-
-    @property
-    def reusable_limit(self) -> int:
-        """Sectors that may stay allocated for reuse alone while there is room for others."""
-        return self.sectors
 
     @property
     def free_pages(self) -> int:
@@ -93,7 +85,7 @@ class SimulatedMemory:
                 f"{what} never fits", requested_bytes=sectors, free_bytes=self.room(growing=False), total_bytes=0
             )
         if sectors > self._cap.within(sectors):
-            raise Overloaded(f"{what} does not fit while the cap is {self.cap}", retry_after_s=RETRY_AFTER_S)
+            raise Overloaded(f"{what} does not fit while the cap is {self._cap.sectors}", retry_after_s=RETRY_AFTER_S)
 
     def allocate(self, group: int) -> int:
         """Return the number of one more sector. Raises `CapacityError`, and nothing has changed."""

@@ -108,15 +108,13 @@ class MeasuredPace:
             self._append(end_s, cost_s)
         self._append(self._at[-1] + 1.0, mean)  # and so on
 
-    def seconds(self, at_s: float, cost_s: float) -> float:
-        """Return how long a step takes that begins at a time."""
-        return _line(self._done, self._at, _line(self._at, self._done, at_s) + cost_s) - at_s
-
     def noise(self, clock: Callable[[], float]) -> StepNoise:
         """Return the factors of steps that begin when they are asked for; `clock` says seconds of the run."""
 
         def factor(cost_s: float, steps: int) -> float:
-            return self.seconds(clock(), steps * cost_s) / (steps * cost_s)
+            now, cost_s = clock(), steps * cost_s
+            end_s = _line(self._done, self._at, _line(self._at, self._done, now) + cost_s)
+            return (end_s - now) / cost_s
 
         return factor
 

@@ -7,11 +7,12 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from elastic import clock
 from elastic.cluster.fleet.groups.groups import Groups
-from elastic.cluster.fleet.groups.ranks import result
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.membership import Membership
 from elastic.cluster.fleet.moves import Mover
@@ -44,10 +45,6 @@ class ScheduledVerbs(PricedVerbs):
     def __init__(self, fleet: ElasticFleet, groups: Groups, mover: Mover) -> None:
         self._fleet, self._dispatcher, self._log = fleet, fleet.dispatcher, fleet.log
         self._groups, self.move = groups, mover.move
-
-    def _ask(self, rank: str, question: Any) -> Any:
-        instance = self._dispatcher.instances[rank]
-        return result(instance, instance.client.ask(question))
 
 
 class ElasticFleet(SimulatedFleet):
@@ -86,7 +83,10 @@ class ElasticFleet(SimulatedFleet):
             self.verbs = ScheduledVerbs(self, groups, mover)
             self.members.on_gone = groups.registry.lost
             self.on_lost = self.members.lost
-            starter: Any = _Starter(self)
+            names = (f"again{number}" for number in itertools.count())
+            starter: Any = SimpleNamespace(
+                waits=False, next_name=partial(next, names), start=self._start_again, end=lambda: None
+            )
             self._supervisor = Supervisor(
                 self.dispatcher, self.log, starter, replaces=replaces, beat_timeout_s=2.0, hang_timeout_s=60.0
             )
@@ -180,6 +180,11 @@ class ElasticFleet(SimulatedFleet):
         clock.sleep(self.start_s)
         return tuple(self.join().name for _ in range(count))
 
+    def _start_again(self, spec: RankSpec) -> Instance:
+        """Start a rank for one that was lost, on a thread; return when it serves."""
+        clock.sleep(self.start_s)
+        return self.join()
+
     def join(self) -> Instance:
         """Have one more rank serve."""
         with clock.use(self.threads):
@@ -189,24 +194,3 @@ class ElasticFleet(SimulatedFleet):
             self.dispatcher.dispatch()
         self.log.add("joined", rank=instance.name, instance=instance.name)
         return instance
-
-
-class _Starter:
-    """A `RankStarter` for the supervisor."""
-
-    waits = False
-
-    def __init__(self, fleet: ElasticFleet) -> None:
-        self._fleet, self._numbers = fleet, itertools.count()
-
-    def next_name(self) -> str:
-        """Return a name."""
-        return f"again{next(self._numbers)}"
-
-    def start(self, spec: RankSpec) -> Instance:
-        """Start a rank; return when it serves."""
-        clock.sleep(self._fleet.start_s)
-        return self._fleet.join()
-
-    def end(self) -> None:
-        """Start no more."""

@@ -175,11 +175,6 @@ class LayeredModel:
         """Count the pages of a sector in what these shards have of the KV cache."""
         return self.part_pages * len(self.kv_parts(shards))
 
-    def step_s(self, chunks: Sequence[Chunk], packed: int = 0) -> float:
-        """Return the seconds of a step of one rank by itself; so many layers are in the variant."""
-        layers = self.layers - packed * (1 - (self.packed.seconds if self.packed else 1))
-        return self.parts(chunks).alone_s(layers)
-
     @property
     def model_cost(self) -> ModelCost | None:
         """What ranks say that steps cost; None: it is no cost of chunks."""

@@ -22,7 +22,7 @@ from elastic.sim.mechanisms.instance import RankInstance
 from elastic.sim.mechanisms.model import LayeredModel
 from elastic.sim.mechanisms.moves import MOVES, RequestMoves
 from elastic.sim.mechanisms.path_executor import PathExecutor
-from elastic.sim.mechanisms.recovery import recover
+from elastic.sim.mechanisms.recovery import SimulatedRecovery
 from elastic.sim.mechanisms.stage_turn import StageTurn
 from elastic.sim.mechanisms.weights import PLACE, Weights
 from elastic.sim.mechanisms.wires import Wires
@@ -58,18 +58,20 @@ class SimulatedRank:
         turn = StageTurn(local.host, instance.clock, world.model.rank.sharing.stages)
         self.turn = world.turns[instance.name] = turn
         self.steps = PathExecutor(
-            instance.clock, world.model, world.wires, world.turns, local.answers, local.noise, world.factor, self.path
+            instance.clock,
+            world.model,
+            world.wires,
+            world.turns,
+            local.answers,
+            local.noise,
+            world.factor,
+            self.books.path,
         )
         self._flipping: Future[Any] | None = None
         self._batches = BatchCount()
         world.ranks[instance.name] = self
         instance.batches = self.batches
         instance.answer = self.answer
-
-    @property
-    def path(self) -> LayerPath:
-        """Who computes its instance's layers."""
-        return self.books.path
 
     def answer(self, question: Any) -> Any:
         """Answer a question, at once or by a future. Raises errors of Elastic."""
@@ -106,7 +108,7 @@ class SimulatedRank:
         """Have steps that a rank has a part in be lost, and begin none until `Recover`."""
         self.world.wires.forget(rank)
         self.stages.discard(rank)
-        if rank in self.path.helpers:
+        if rank in self.books.path.helpers:
             self.instance.paused = True
             self.steps.lose(rank)
             flipping, self._flipping = self._flipping, None
@@ -115,7 +117,7 @@ class SimulatedRank:
 
     def go_by(self, path: LayerPath) -> None:
         """Have the steps of its instance go by a path; each rank's books follow. No step is in flight."""
-        ranks = {self.name, *self.path.ranks, *path.ranks}
+        ranks = {self.name, *self.books.path.ranks, *path.ranks}
         for rank in ranks:
             if rank in self.world.ranks and not self.world.ranks[rank].instance.lost:
                 self.world.ranks[rank].books.keep(self.name, path)
@@ -129,17 +131,17 @@ class SimulatedRank:
         """Return how many steps of its instance may be in flight, so that the stages are busy."""
         guests, ranks = self.books.homes, self.world.ranks
         others = {home: ranks[home].instance.scheduler.steps for home, guest in guests.items() if guest.shards}
-        return self._batches.of(self.path, self.instance.scheduler.steps, others)
+        return self._batches.of(self.books.path, self.instance.scheduler.steps, others)
 
     def follow(self) -> Future[None]:
         """Have steps be computed beside those of others, where there are some; by itself else. Done between two."""
 
         def switch() -> None:
-            alone = not (self.path.helpers or self.stages or self.books.homes)
+            alone = not (self.books.path.helpers or self.stages or self.books.homes)
             self.instance.executor = self.instance.local if alone else self.steps
-            self.instance.whole = not self.path.helpers
+            self.instance.whole = not self.books.path.helpers
             if self._flipping is None:
-                self.moves.tell_kv(self.path)
+                self.moves.tell_kv(self.books.path)
 
         return self.instance.do_between(switch)
 
@@ -147,7 +149,7 @@ class SimulatedRank:
         """Go on by itself, when all of its layers are at home again."""
         self.stages.clear()
         self.written = self.instance.scheduler.written = None
-        self.steps.path = self.path
+        self.steps.path = self.books.path
         self.follow()
 
     # -- inside
@@ -200,7 +202,9 @@ class SimulatedRank:
             case ask.GiveUpLayers(home, shards):
                 return books.give_up(home, shards)
             case ask.Recover(lost, memories, weights):
-                return recover(self, lost, memories, {shard for shards, _ in weights for shard in shards})
+                self.lose(lost)
+                recovery = SimulatedRecovery(books, instance, self.moves, self.begin_alone)
+                return recovery.begin(lost, lost in memories, {shard for shards, _ in weights for shard in shards})
         raise StateError(f"a simulated rank does not know {type(question).__name__}")
 
     def _set_cap(self, sectors: int | None) -> Any:
@@ -243,13 +247,13 @@ class SimulatedRank:
 
     def _new_parts(self, home: str, parts: Iterable[int]) -> set[int]:
         """Return those of parts of the KV cache that are not here yet."""
-        shards = self.path.shards_of(self.name) if home == self.name else self.books.guests[home].shards
+        shards = self.books.path.shards_of(self.name) if home == self.name else self.books.guests[home].shards
         return set(parts).difference(self.world.model.kv_parts(shards))
 
     def _flip(self, path: LayerPath) -> Future[Flipped]:
         """Stand still, have copied what was written last, and go on by another path."""
         done = self._flipping = Future[Flipped]()
-        self.instance.between_steps(partial(self._begin_flip, path, _moves(self.path, path), done))
+        self.instance.between_steps(partial(self._begin_flip, path, _moves(self.books.path, path), done))
         return done
 
     def _begin_flip(

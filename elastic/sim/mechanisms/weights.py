@@ -29,11 +29,13 @@ class PackedSteps:
     """Seconds of steps of one rank, of whose layers some are in the variant."""
 
     model: LayeredModel
-    packed: int
+    packed: int = 0
 
     def batch(self, chunks: Sequence[Chunk]) -> float:
         """Return the seconds of a batch."""
-        return self.model.step_s(chunks, self.packed)
+        variant = self.model.packed
+        layers = self.model.layers - self.packed * (1 - (variant.seconds if variant else 1))
+        return self.model.parts(chunks).alone_s(layers)
 
 
 class Weights:

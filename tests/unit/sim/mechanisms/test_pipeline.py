@@ -19,6 +19,7 @@ from elastic.sim.core.step_seconds import Noise
 from elastic.sim.mechanisms.model import LayeredModel, Links
 from elastic.sim.mechanisms.path_executor import PathExecutor
 from elastic.sim.mechanisms.stage_turn import StageTurn
+from elastic.sim.mechanisms.weights import PackedSteps
 from elastic.sim.mechanisms.wires import Wires
 from support.planning.pipelines import run_pipeline
 from support.sim.fixed_seconds import FixedSeconds
@@ -69,7 +70,7 @@ def test_batches_go_through_stages_as_the_timeline_has_them(ranks: str) -> None:
 def test_a_step_that_one_rank_computes_takes_what_it_does_alone() -> None:
     layered = model()
     (found,) = ends(layered, "a", "aaaa", [50])
-    assert found == pytest.approx(layered.step_s([chunk_cost.Chunk("", 0, 50)]))
+    assert found == pytest.approx(PackedSteps(layered).batch([chunk_cost.Chunk("", 0, 50)]))
 
 
 def test_shards_halve_the_layers_and_add_two_exchanges_each() -> None:
@@ -154,7 +155,8 @@ def test_what_home_does_beside_its_turn_is_part_of_the_step_and_no_computing() -
         over_s - 0.004
     )  # it waits for nobody then
     assert turns["b"].times.busy_s + turns["b"].times.bubble_s == pytest.approx(over_s)
-    assert layered.step_s([chunk_cost.Chunk("", 0, 50)]) == free.step_s([chunk_cost.Chunk("", 0, 50)])
+    chunks = [chunk_cost.Chunk("", 0, 50)]
+    assert PackedSteps(layered).batch(chunks) == PackedSteps(free).batch(chunks)
 
 
 @pytest.mark.parametrize("sharing", [HostSharing(), HostSharing(contention=0.5)])
