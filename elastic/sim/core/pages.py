@@ -26,7 +26,6 @@ class SimulatedMemory:
         sector_pages: int,
         blocks_per_sector: int,
         *,
-        groups: int = 1,
         promised: Callable[[], int] = lambda: 0,
         reusable: Callable[[], int] = lambda: 0,
         give_up_reusable: Callable[[int], object] = lambda sectors: None,
@@ -37,7 +36,8 @@ class SimulatedMemory:
         self._cap = SectorCap()
         self._blocks_per_sector = blocks_per_sector
         self._reusable, self._give_up_reusable = reusable, give_up_reusable
-        self._allocated: list[set[int]] = [set() for _ in range(groups)]
+        self.mapped: set[tuple[int, int]] = set()
+        """The sectors that are in use, or kept for reuse: (group, sector)."""
         self._free: list[int] = []  # numbers that were in use before
         self._numbers = 0
 
@@ -56,7 +56,7 @@ class SimulatedMemory:
     @property
     def allocated(self) -> int:
         """Sectors that are in use, or kept for reuse."""
-        return sum(map(len, self._allocated))
+        return len(self.mapped)
 
     @property
     def used_sectors(self) -> int:
@@ -98,12 +98,12 @@ class SimulatedMemory:
             self._free.append(self._numbers)
             self._numbers += 1
         sector = self._free.pop()
-        self._allocated[group].add(sector)
+        self.mapped.add((group, sector))
         return sector
 
     def free(self, group: int, sector: int) -> None:
         """Take a sector back."""
-        self._allocated[group].remove(sector)
+        self.mapped.remove((group, sector))
         self._free.append(sector)
 
     def set_cap(self, sectors: int | None) -> None:

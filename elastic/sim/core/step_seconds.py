@@ -108,15 +108,14 @@ class MeasuredPace:
             self._append(end_s, cost_s)
         self._append(self._at[-1] + 1.0, mean)  # and so on
 
+    def seconds(self, at_s: float, cost_s: float) -> float:
+        """Return how long a step takes that begins at a time."""
+        done = _line(self._at, self._done, at_s)
+        return _line(self._done, self._at, done + cost_s) - at_s
+
     def noise(self, clock: Callable[[], float]) -> StepNoise:
         """Return the factors of steps that begin when they are asked for; `clock` says seconds of the run."""
-
-        def factor(cost_s: float, steps: int) -> float:
-            now, cost_s = clock(), steps * cost_s
-            end_s = _line(self._done, self._at, _line(self._at, self._done, now) + cost_s)
-            return (end_s - now) / cost_s
-
-        return factor
+        return lambda cost_s, steps: self.seconds(clock(), steps * cost_s) / (steps * cost_s)
 
     def _append(self, at_s: float, cost_s: float) -> None:
         if at_s > self._at[-1]:

@@ -43,7 +43,7 @@ class ScheduledVerbs(PricedVerbs):
     """The real verbs of a fleet, for threads of the simulation."""
 
     def __init__(self, fleet: ElasticFleet, groups: Groups, mover: Mover) -> None:
-        self._fleet, self._dispatcher, self._log = fleet, fleet.dispatcher, fleet.log
+        self._dispatcher, self._log = fleet.dispatcher, fleet.log
         self._groups, self.move = groups, mover.move
 
 

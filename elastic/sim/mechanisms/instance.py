@@ -33,11 +33,6 @@ class LoggedMemory(SimulatedMemory):
             self.log.append((group, sector))
         return sector
 
-    @property
-    def mapped(self) -> list[tuple[int, int]]:
-        """The sectors that are in use, or kept for reuse: (group, sector)."""
-        return [(group, sector) for group, sectors in enumerate(self._allocated) for sector in sorted(sectors)]
-
 
 class RankInstance(SimulatedInstance):
     """An instance whose requests can leave with their keys and values, and whose layers others may compute.

@@ -58,7 +58,7 @@ class RequestMoves:
         scheduler, memory = self._instance.scheduler, self._instance.memory
         if not self._reports or scheduler.journal is not None:
             return
-        memory.log = memory.mapped
+        memory.log = sorted(memory.mapped)
         mapped = partial(self._mapped_since, self._instance.model.kv_parts(path.shards_of(path.home)))
         journal = KVJournal(self._instance.note, mapped, self._instance.blocks.release, path.epoch)
         journal.note_computed(scheduler.sequences.values())

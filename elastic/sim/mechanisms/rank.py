@@ -172,7 +172,7 @@ class SimulatedRank:
                 books.close(home, self.world.ranks[home].instance.memory.allocated if keep else None)
                 return self.follow()
             case ask.KeptLayers(home, epoch):
-                mapped = self.world.ranks[home].instance.memory.mapped
+                mapped = sorted(self.world.ranks[home].instance.memory.mapped)
                 return self.moves.kept_layers(books.kept(home, epoch), [sector for _, sector in mapped])
             case ask.Allot(home, sectors):
                 return self._allot(home, sectors)

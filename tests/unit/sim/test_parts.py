@@ -80,8 +80,7 @@ def test_measured_noise_is_that_of_steps_of_such_seconds() -> None:
 )
 def test_a_pace_gets_done_what_the_real_rank_did_at_each_moment(at_s: float, cost_s: float, seconds: float) -> None:
     pace = MeasuredPace([(0.0, 1.0, 1.0), (1.0, 3.0, 1.0), (4.0, 5.0, 1.0)])  # 3 s of cost in 4 s: the mean between
-    noise = pace.noise(lambda: at_s)
-    assert cost_s * noise(cost_s, 1) == pytest.approx(seconds)
+    assert pace.seconds(at_s, cost_s) == pytest.approx(seconds)
 
 
 @given(st.integers(2, 200), st.floats(1e-3, 1.0), st.floats(0, 1e-2), st.floats(0, 0.999))
