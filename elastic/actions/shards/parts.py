@@ -15,7 +15,7 @@ def release_parts(unit: WeightUnit, broker: PageBroker) -> int:
     """Let go of what a unit's block has besides the parts that are here; return the pages that are free now."""
     assert unit.cut is not None, "a layer of one part is retired"
     block, common = unit.blocks[unit.full.key], unit.cut.common(unit.layout).parameters
-    left = [name for name in block.shown if name not in common]
+    left = [name for name in list(block.shown) if name not in common]
     kept_pages, to_cache = unit.shard_pages.numbers(unit.shards_here), partial(broker.give_to_cache, unit.pool.name)
     return block.shrink(left, to_cache, keep=kept_pages)
 
@@ -55,7 +55,7 @@ def give_back_parts(unit: WeightUnit, coming: frozenset[int], broker: PageBroker
 
 def _give_back(unit: WeightUnit, broker: PageBroker, pieces: Sequence[str] = ()) -> None:
     block, kept_shards = unit.blocks[unit.full.key], unit.shards_here
-    shown = [name for name in block.shown if name in pieces or not kept_shards]
+    shown = [name for name in list(block.shown) if name in pieces or not kept_shards]
     give_to_cache = partial(broker.give_to_cache, unit.pool.name)
     give_to_cache(block.shrink(shown, give_to_cache, keep=unit.shard_pages.numbers(kept_shards)))
     if not kept_shards:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -293,6 +295,39 @@ def test_what_was_prepared_for_parts_is_given_back_when_it_is_rolled_back(wrappe
     rt.rollback(held.id)
     assert rt.dropped == ()
     assert_same_bits(model, before)
+
+
+def test_parts_leave_and_are_given_back_while_a_forward_pass_shows_others(
+    wrapped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rt, peer = wrapped(wide(), place(), shards=SHARDS).elastic, wrapped(wide(), place("cpu#b"), shards=SHARDS).elastic
+    unit = rt.weights.layers[0]
+    block, times = unit.blocks[unit.full.key], itertools.count()
+
+    class Name(str):
+        """A name in whose comparison a forward pass shows a run of bytes."""
+
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            block.show_part(f"run {next(times)}", 0, 64, torch.uint8)
+            return str.__eq__(self, other)
+
+    common, pieces = unit.cut.common(unit.layout).parameters, list(unit.pieces(2))
+    with monkeypatch.context() as patch:
+        named = SimpleNamespace(parameters={Name(key): lies for key, lies in common.items()})
+        patch.setattr(layer_cut.LayerCut, "common", lambda *args: named)
+        rt.drop(0, shards=(2, 3))
+    assert next(times)
+    prepared, before = rt.prepare(Fetch((), (peer.weights_source(0),), shards=(2,))), next(times)
+    with monkeypatch.context() as patch:
+        patch.setattr(layer.WeightUnit, "pieces", lambda *args: [SimpleNamespace(key=Name(p.key)) for p in pieces])
+        rt.rollback(prepared.id)
+    assert next(times) > before + 1
+    assert rt.shards_here[0] == {0, 1}
+    rt.check()
+    rt.fetch(0, peer.weights_source(0))
 
 
 def test_what_needs_a_whole_layer_is_refused_in_words(wrapped: Any) -> None:
