@@ -47,9 +47,19 @@ class RowSplitLayer(PagedLayer):
 
     def __getattr__(self, name: str) -> Any:
         """Look up on the first part what every part has alike: its dtype, device, window, whether it is initialized."""
-        if name in ("is_initialized", "dtype", "device", "sliding_window", "cumulative_length", "record_past"):
+        if name in ("is_initialized", "dtype", "device", "sliding_window", "cumulative_length"):
             return getattr(self.parts[0].layer, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def record_past(self) -> bool:
+        """Whether every part keeps what slides out of a window; transformers assigns it."""
+        return self.parts[0].layer.record_past
+
+    @record_past.setter
+    def record_past(self, record_past: bool) -> None:
+        for part in self.parts:
+            part.layer.record_past = record_past
 
     # -- the parts
 
@@ -119,8 +129,7 @@ class RowSplitLayer(PagedLayer):
 
     def activate_past_recording(self) -> None:
         """Keep what slides out of a window until the next `crop`."""
-        for part in self.parts:
-            part.layer.record_past = True
+        self.record_past = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowSplitLayer:
         other: RowSplitLayer = object.__new__(type(self))

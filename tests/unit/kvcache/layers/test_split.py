@@ -176,3 +176,21 @@ def test_what_is_no_longer_held_goes_back() -> None:
     assert [part.layer.fixed_pool for part in layer.parts] == [None]
     del layer
     places.close()
+
+
+def test_past_is_recorded_in_all_parts_until_it_is_not() -> None:
+    places = Places()
+    layer: Any = RowSplitLayer(ElasticLayer(places.memory, 0, sliding_window=WINDOW))
+    tokens = torch.randn(2, 4, HEADS, 2 * WINDOW, DIM)
+    layer.update(*tokens)
+    layer.resplit([(None, 1), (places.pools[1], 3)])
+    layer.activate_past_recording()
+    layer.update(*tokens)
+    assert layer.record_past
+    assert [part.layer.keys.shape[2] for part in layer.parts] == [4 * WINDOW] * 2
+    layer.record_past = False  # as transformers does where it finds out late that an answer has ended
+    layer.update(*tokens[:, :, :, :1])
+    assert not any(part.layer.record_past for part in layer.parts)
+    assert [part.layer.keys.shape[2] for part in layer.parts] == [WINDOW] * 2
+    del layer
+    places.close()
