@@ -56,13 +56,6 @@ class BlockMemory(SectorSpace):
         """Set while layers are copied: no sector is given back, whoever needs pages."""
         self._reusable = reusable
         self._give_up_reusable = give_up_reusable
-        try:
-            for group in self.groups:
-                group.set_layers(group.group.layers)
-        except BaseException:
-            for group in self.groups:
-                group.close()
-            raise
         self._absent = list(range(self.sectors))  # heap: low ids first
         self.log: list[Sector] | None = None
         """If somebody wants to know: the sectors that were mapped, in order; some may be mapped no more."""
@@ -76,7 +69,14 @@ class BlockMemory(SectorSpace):
             owed=lambda: self.owed() * self.sector_pages,
             trim=self.trim,
         )
-        kv.join(self.usage)
+        try:
+            for group in self.groups:
+                group.set_layers(group.group.layers)
+            kv.join(self.usage)
+        except BaseException:
+            for group in self.groups:
+                group.close()
+            raise
 
     # -- what there is
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -84,14 +85,18 @@ class KVSectors:
         """Sectors with lower numbers are mapped."""
         self._pages = [self.blocks_per_sector * region.block_bytes // page for region in self.regions]
         self.sector_pages = sum(self._pages)
-        readable = kv.device.type == "cpu"  # so that printing a tensor over it does not crash
-        self.range = VirtualRange(kv.pool, -(-self.nbytes // page), readable_gaps=readable)
-        self._storage = self.range.storage(0, self.nbytes, lambda: janitor.submit(self.range.close))
         self._closed = self._allocated = False
         self._stream = new_stream(kv.device) if kv.device.type == "cuda" else None  # not behind steps under way
         # none is idle or to be trimmed: vLLM's scheduler gives blocks up before; what it promised requests is mapped
         self._usage = SectorUsage(used=lambda: self.mapped * self.sector_pages, check=self.check)
-        kv.join(self._usage)
+        readable = kv.device.type == "cpu"  # so that printing a tensor over it does not crash
+        self.range = VirtualRange(kv.pool, -(-self.nbytes // page), readable_gaps=readable)
+        try:
+            self._storage = self.range.storage(0, self.nbytes, partial(janitor.submit, self.range.close))
+            kv.join(self._usage)
+        except BaseException:
+            self.range.close()
+            raise
 
     def map(self) -> bool:
         """Map one sector more, with zeros in it; return whether caches may have as much.

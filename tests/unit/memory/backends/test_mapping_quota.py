@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic import CapacityError
+from elastic import CapacityError, StateError
+from elastic.engines.vllm.kv.sectors import KVSectors
 from elastic.kvcache.layers.elastic_layer import ElasticLayer
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.layout import HEAD_MAJOR
@@ -22,6 +24,7 @@ from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.pages.mapped_storage import MappedStorage
 from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.pages.virtual_range import VirtualRange
+from support.vllm_engine.rank import layer_outermost
 
 PAGE = 4096
 SLOTS = 12
@@ -153,4 +156,25 @@ def test_what_lacks_mappings_half_way_leaves_none_behind() -> None:
         BlockMemory(kv, (BlockGroup((0, 1), PAGE),))
     assert quota.used == 0
     kv.close()
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    "engine_memory",
+    [
+        lambda kv: BlockMemory(kv, (BlockGroup((0, 1), PAGE),)),
+        lambda kv: KVSectors(kv, layer_outermost("ab", 8, PAGE), 8),
+    ],
+)
+def test_an_engine_of_a_model_that_was_unwrapped_leaves_no_mapping_behind(
+    engine_memory: Callable[[KVPool], object],
+) -> None:
+    quota = MappingQuota(100, 0)
+    pool = PagePool("cpu#test", MemfdBackend(PAGE, quota=quota), 64 * PAGE, ready_pages=0)
+    kv = KVPool(pool, 64 * PAGE)
+    kv.close()
+    used = quota.used
+    with pytest.raises(StateError, match="unwrapped"):
+        engine_memory(kv)
+    assert quota.used == used
     pool.close()
