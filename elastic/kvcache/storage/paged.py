@@ -134,13 +134,16 @@ class BlockMemory(SectorSpace):
         `what` needs them, for the message.
         """
         pool, limits, needed = self.kv.pool, self.kv.limits, sectors * self.sector_pages
+        attainable = self.attainable
+        fits_one = self.sector_pages <= min(limits.maximum, attainable)
+        shorten = "shorten it" if fits_one else "have smaller pages or block_tokens"
         if needed > limits.maximum or sectors > self.sectors:
-            message = f"{what} never fits the KV cache on {pool.name}; shorten it, or give the place a larger budget"
+            message = f"{what} never fits the KV cache on {pool.name}; {shorten}, or give the place a larger budget"
             raise pool.shortage(message, needed, free=limits.maximum, total=limits.maximum)
-        if needed > self.attainable:
+        if needed > attainable:
             message = f"{what} does not fit the KV cache on {pool.name} beside the weights of other models there"
-            remedy = "shorten it, give the place a larger budget, or each model a place of its own"
-            raise pool.shortage(f"{message}; {remedy}", needed, free=self.attainable, total=limits.maximum)
+            remedy = f"{shorten}, give the place a larger budget, or each model a place of its own"
+            raise pool.shortage(f"{message}; {remedy}", needed, free=attainable, total=limits.maximum)
         if needed > limits.limit:
             size = pool.page_bytes
             raise Overloaded(

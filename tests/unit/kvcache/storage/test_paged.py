@@ -98,6 +98,17 @@ def test_pages_of_other_models_on_the_place_are_no_capacity() -> None:
     assert memory.capacity == 8
 
 
+def test_blocks_that_are_larger_than_what_is_left_are_not_told_to_have_shorter_requests() -> None:
+    memory, kv, _ = memory_of(16, BlockGroup((0, 1), 9 * PAGE))
+    with pytest.raises(CapacityError, match=r"never fits .*; have smaller pages or block_tokens, or give"):
+        memory.require_possible(1, "a request")
+    memory.remove_layers([1])
+    memory.require_possible(1, "a request")
+    kv.pool.allocate("layer:0", 8)
+    with pytest.raises(CapacityError, match=r"does not fit .*; have smaller pages or block_tokens, give"):
+        memory.require_possible(1, "a request")
+
+
 def test_a_lower_limit_is_for_new_requests_those_that_live_may_grow() -> None:
     memory, kv, _ = memory_of(16)
     memory.allocate(0)
