@@ -39,7 +39,7 @@ class HostStore:
     """All host tensors of this process. Thread-safe; a tensor lives as long as somebody holds its `HostTensor`."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._tensors: weakref.WeakValueDictionary[tuple[object, ...], HostTensor] = weakref.WeakValueDictionary()
         self._warned = False
 
@@ -52,19 +52,15 @@ class HostStore:
         the system refuses that, copies to a device are slower. Raises `CapacityError` if host memory is short.
         """
         key = tuple(source.shape), source.dtype, fingerprint
-        with self._lock:
-            same = self._tensors.get(key)
-        if same is not None:
-            pairs = (
-                (own, piece.to(own.device)) for own, piece in pieces(source.detach(), same.tensor, _COMPARED_BYTES)
-            )
-            if all(torch.equal(*(part.reshape(-1).view(torch.uint8) for part in pair)) for pair in pairs):
-                return same
+        if (same := self._find(key, source)) is not None:
+            return same
         if file is not None and (tuple(file.shape), file.dtype, digest(file)) == key:
             kept = HostTensor(file, fingerprint, from_file=True)
         else:
             kept = HostTensor(self._copy(source, lock), fingerprint, from_file=False)
         with self._lock:
+            if (same := self._find(key, kept.tensor)) is not None:
+                return same  # by another thread, meanwhile
             self._tensors[key] = kept
         return kept
 
@@ -79,6 +75,16 @@ class HostStore:
             file_bytes=sum(h.tensor.nbytes for h in held if h.from_file),
             staging_bytes=staging_bytes(),
         )
+
+    def _find(self, key: tuple[object, ...], source: torch.Tensor) -> HostTensor | None:
+        """Return what is held under a key, if its bytes are those of `source`."""
+        with self._lock:
+            same = self._tensors.get(key)
+        if same is None:
+            return None
+        pairs = ((own, piece.to(own.device)) for own, piece in pieces(source.detach(), same.tensor, _COMPARED_BYTES))
+        equal = all(torch.equal(*(part.reshape(-1).view(torch.uint8) for part in pair)) for pair in pairs)
+        return same if equal else None
 
     def _copy(self, source: torch.Tensor, lock: bool) -> torch.Tensor:
         with torch.inference_mode(False):

@@ -54,6 +54,19 @@ def test_equal_tensors_are_held_once_and_go_when_nobody_needs_them() -> None:
     assert store.status().memory_bytes == 0
 
 
+def test_what_two_threads_keep_at_once_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, others, copied = HostStore(), list[HostTensor](), HostStore._copy
+
+    def copy_while_another_does(store: HostStore, source: torch.Tensor, lock: bool) -> torch.Tensor:
+        monkeypatch.setattr(HostStore, "_copy", copied)
+        others.append(keep(store, source))
+        return store._copy(source, lock)
+
+    monkeypatch.setattr(HostStore, "_copy", copy_while_another_does)
+    assert keep(store, torch.ones(100)) is others[0]
+    assert store.status().memory_bytes == 400
+
+
 def test_bytes_are_compared_and_not_values() -> None:
     store, weights = HostStore(), torch.full((300, 3), float("nan"))
     assert keep(store, weights) is not keep(store, weights.abs().neg())
