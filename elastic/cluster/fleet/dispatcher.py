@@ -238,16 +238,13 @@ class Dispatcher:
             if record is None or record.instance != instance.name:
                 return None
             instance.take(record)
-            if record.moving:
-                record.refused[instance.name] = self.clock() + RETRY_S
-            elif isinstance(error, CapacityError | Overloaded | StateError):
-                forever = isinstance(error, CapacityError)
-                record.refused[instance.name] = math.inf if forever else self.clock() + RETRY_S
+            record.refused[instance.name] = math.inf if isinstance(error, CapacityError) else self.clock() + RETRY_S
+            if not record.moving and isinstance(error, CapacityError | Overloaded | StateError):
                 self.requeue([record], delivery)
                 if all(record.refused.get(name) == math.inf for name in self.instances):
                     self.fail(record, str(error), delivery)
                 self.dispatch()
-            else:
+            elif not record.moving:
                 self.fail(record, str(error), delivery)
             self.changed.notify_all()
         return f"its engine does not serve: {error}" if isinstance(error, StateError) else None
@@ -293,7 +290,8 @@ class Dispatcher:
     def give_up(self, record: RequestRecord, now: float, delivery: Delivery) -> None:
         """End a request that waits, if for `UNREACHABLE_S` no instance there is could ever have held it."""
         serving = self.serving()
-        if not serving or any(each.request_blocks(record.request) <= each.most_blocks for each in serving):
+        able = [each for each in serving if record.refused.get(each.name) != math.inf]
+        if not serving or any(each.request_blocks(record.request) <= each.most_blocks for each in able):
             record.unreachable_s = None
         elif record.unreachable_s is None:
             record.unreachable_s = now

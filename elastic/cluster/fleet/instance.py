@@ -164,6 +164,10 @@ class Instance:
         self.unheard.pop(record.request.id, None)
         record.instance = None
 
+    def may_get(self, record: RequestRecord, now: float) -> bool:
+        """Return whether it takes requests, and has not just refused this one."""
+        return self.state == "serving" and not self.limit_changes and record.refused.get(self.name, 0.0) <= now
+
     def holds(self, record: RequestRecord, cached: int, reserved: int = 0) -> bool:
         """Return whether a request could begin there at once, and all that it has could still end.
 

@@ -152,9 +152,7 @@ class Mover:
                 if not records and not instance.moves:
                     return
             for record in records:
-                with self._lock:
-                    others = [each for each in dispatcher.serving() if not each.group and each.holds(record, 0)]
-                    target = max(others, key=lambda other: other.freeness, default=None)
+                target = self._next_target(instance, record)
                 if target is None or dispatcher.clock() >= until_s:
                     continue
                 try:
@@ -163,6 +161,18 @@ class Mover:
                     logger.debug("request %s stays at %s: %s", record.request.id, instance.name, error)
             with self._lock:  # what did not move gets on meanwhile, or makes room elsewhere
                 dispatcher.changed.wait_for(lambda: not instance.records and not instance.moves, 0.2)
+
+    def _next_target(self, leaving: Instance, record: RequestRecord) -> Instance | None:
+        """Return where a request of an instance that gets no more goes: to the freest of those that refused it the
+        longest ago, or never. None: nowhere now, or it has left or ended."""
+        dispatcher = self._dispatcher
+        with self._lock:
+            if record.instance != leaving.name:
+                return None
+            now = dispatcher.clock()
+            targets = [each for each in dispatcher.serving() if each.may_get(record, now) and not each.group]
+            targets = [each for each in targets if each.holds(record, 0)]
+            return max(targets, key=lambda each: (-record.refused.get(each.name, 0.0), each.freeness), default=None)
 
     def _begin(self, request: str, target: str) -> _Move:
         dispatcher = self._dispatcher
@@ -195,10 +205,12 @@ class Mover:
 
     def _meet(self, move: _Move) -> None:
         """Have the target be able to ask the source for what it finds in no file."""
-        if move.by_file or not move.reads:
+        if move.by_file:
             return
+        move.reachable = move.reads  # what becomes of use in the middle of the move is computed again
         try:
-            self._introduce((move.source.name, move.target.name))
+            if move.reachable:
+                self._introduce((move.source.name, move.target.name))
         except ElasticError as error:
             logger.info("request %s is computed anew at %s: %s", move.request, move.target.name, error)
             move.reachable = False

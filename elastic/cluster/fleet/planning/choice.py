@@ -28,7 +28,7 @@ def choose(
     for name, instance in instances.items():
         if among is not None and name not in among:
             continue
-        if instance.state != "serving" or instance.limit_changes or record.refused.get(name, 0.0) > now:
+        if not instance.may_get(record, now):
             continue
         cached = prefixes.cached(name, record.hashes.get(instance.kv_format.block_tokens, ())) if record.hashes else 0
         if instance.holds(record, cached, reserved.get(name, 0) if reserved else 0):

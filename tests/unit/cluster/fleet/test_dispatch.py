@@ -298,6 +298,26 @@ def test_a_request_that_all_refuse_for_ever_fails_in_words(fleets: Any) -> None:
     assert heard.ends["b"].error in ("no grammar", None) or "too long" in str(heard.ends["b"].error)
 
 
+def test_a_request_that_all_who_are_left_have_refused_for_ever_fails_too(
+    fleets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, ranks = fleets(2, routing="round_robin")
+    heard = Collector()
+    ranks[0].refuses = CapacityError("too long", requested_bytes=2, free_bytes=0, total_bytes=1)
+    fleet.submit(request(id="a"), heard)
+    ranks[0].step()
+    assert fleet.instance_of("a") == "r1"
+    ranks[1].die()
+    ranks[0].refuses = None
+    ranks[0].beat()
+    assert not heard.ends, "another rank may come"
+    monkeypatch.setattr(dispatcher, "UNREACHABLE_S", 0.0)
+    ranks[0].beat()
+    assert heard.ends["a"].finish == "failed"
+    assert "fits in no instance" in str(heard.ends["a"].error)
+    fleet.check()
+
+
 def test_a_request_that_is_cancelled_and_refused_at_once_ends_once(fleets: Any) -> None:
     fleet, (rank,) = fleets(1)
     heard = Collector()

@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 
-from elastic import ConfigError, Overloaded, StateError
-from elastic.cluster.control.messages import Beat, Drain, News
+from elastic import CapacityError, ConfigError, Overloaded, StateError
+from elastic.cluster.control.messages import Beat, Drain, HandOver, News, Receive
 from elastic.cluster.fleet import supervisor
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.membership import MOST_LOSSES
 from elastic.cluster.fleet.moves import Mover
 from elastic.engines.base import Output, Request, Sampling
+from elastic.engines.core.kv_state import KVSource
 from elastic.engines.sampling import answer_seed
 from elastic.errors import RankLost
-from support.cluster.fake_rank import BLOCK, FakeLauncher, FakeRank, alone, made_worlds
+from elastic.types import RankMemory
+from support.cluster.fake_rank import BLOCK, KV, FakeLauncher, FakeRank, alone, made_worlds
 from support.serving.generations import Collector
 
 
@@ -378,6 +380,32 @@ def test_a_request_that_its_target_refuses_goes_on_where_it_was(world: Any) -> N
     assert w.fleet.status().totals.recomputed_tokens == 0
 
 
+def test_what_becomes_of_use_while_a_request_moves_is_not_asked_of_a_rank_that_the_target_has_not_met(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values of a prompt whose logprobs are asked for are of use from its first token on."""
+
+    class Readable(FakeRank):
+        def __init__(self, name: str) -> None:
+            super().__init__(name)
+            memory = KVSource(None, 4096, KV, memory=RankMemory(name, "cpu#0"))
+            self.hello = replace(self.hello, memory=memory)
+
+        def ask(self, question: Any) -> Any:
+            asked.append(question)
+            if isinstance(question, HandOver):
+                self.step()
+            return super().ask(question)
+
+    w, asked, met = world(2, lambda spec: Readable(spec.name)), list[Any](), list[Any]()
+    monkeypatch.setattr(w.fleet._mover, "_introduce", met.append)
+    (request,) = w.submit(prompt_logprobs=1)
+    (target,) = {"r0", "r1"} - {w.fleet.instance_of(request.id)}
+    assert w.in_background(lambda: w.fleet.move(request.id, target)).target == target
+    assert (met, [question for question in asked if isinstance(question, Receive)]) == ([], [])
+    w.finish()
+
+
 def test_a_target_without_room_takes_none(world: Any) -> None:
     w = world(2, lambda spec: FakeRank(spec.name, blocks=100 if spec.name == "r0" else 4))
     (request,) = w.submit(tokens=20)
@@ -526,6 +554,64 @@ def test_requests_of_a_rank_that_is_removed_pass_over_a_freer_one_that_can_have_
     assert w.kinds().count("moved") == 1
     assert "move failed" not in w.kinds()
     instances["r1"].group = ()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Overloaded("no room", retry_after_s=1), CapacityError("too long", requested_bytes=2, free_bytes=0, total_bytes=1)],
+)
+def test_a_rank_that_refuses_a_request_of_one_that_is_removed_is_not_asked_before_others(
+    world: Any, error: Exception
+) -> None:
+    w = world(3, lambda spec: FakeRank(spec.name, blocks=500 if spec.name == "r1" else 100))
+    instances, (r0, r1, r2) = w.fleet._dispatcher.instances, w.launcher.ranks.values()
+    instances["r1"].state = instances["r2"].state = "draining"
+    (request,) = w.submit(1, tokens=200)
+    instances["r1"].state = instances["r2"].state = "serving"
+    r0.step(2)
+    r1.refuses = error
+    removing = threading.Thread(target=w.fleet.remove, args=("r0",), daemon=True)
+    removing.start()
+    while removing.is_alive() and w.kinds().count("move failed") < 3:  # the rank that leaves makes no steps
+        r1.step()
+        r2.step()
+        removing.join(0.005)
+    assert (w.fleet.instance_of(request.id), w.kinds().count("move failed")) == ("r2", 1)
+    r1.refuses = None
+    w.finish()
+
+
+def test_a_rank_whose_limit_is_being_changed_gets_no_request_of_one_that_is_removed(world: Any) -> None:
+    w = world(2)
+    (request,) = w.submit(1)
+    dispatcher, name = w.fleet._dispatcher, w.fleet.instance_of(request.id)
+    (other,) = dispatcher.instances.keys() - {name}
+    leaving, record = dispatcher.instances[name], dispatcher.records[request.id]
+    leaving.state, dispatcher.instances[other].limit_changes = "draining", 1
+    assert w.fleet._mover._next_target(leaving, record) is None
+    dispatcher.instances[other].limit_changes = 0
+    assert w.fleet._mover._next_target(leaving, record) is dispatcher.instances[other]
+    leaving.state = "serving"
+
+
+def test_a_request_that_left_a_rank_that_is_removed_is_not_moved_again(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = world(3)
+    w.submit(6)
+    (first, second), mover = list(w.fleet._dispatcher.instances["r0"].records), w.fleet._mover
+    move, asked = mover.move, []
+
+    def move_both(request: str, _: str) -> None:
+        """While the one is moved, somebody else has the other one moved."""
+        asked.append(request)
+        for each in (first, second):
+            move(each, "r1")
+
+    monkeypatch.setattr(mover, "move", move_both)
+    w.in_background(lambda: w.fleet.remove("r0"))
+    assert asked == [first]
+    w.finish()
 
 
 def test_no_move_begins_when_a_removal_has_had_its_time(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
