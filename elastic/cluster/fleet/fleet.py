@@ -300,7 +300,7 @@ class Fleet(PricedVerbs):
 
         Raises `ConfigError` for one that is not there, `StateError` if requests are left and no other rank is there
         (with `drain`: that wait at the fleet), and with `drain` where it could not be parted from others: it serves on,
-        as where an interrupt ends the wait.
+        as where an interrupt ends the wait and no other call removes it.
         """
         Delivery.forbid("a rank cannot be removed")
         require_timeout(timeout_s)
@@ -323,7 +323,7 @@ class Fleet(PricedVerbs):
                     f"rank {name!r} is the last one, and requests are left; add one, or drain it when none waits"
                 )
             end_unit(self._dispatcher, instance)
-            instance.state = "draining"
+            instance.state, instance.removals = "draining", instance.removals + 1
         if drain:
             try:
                 self._mover.drain(instance, timeout_s)

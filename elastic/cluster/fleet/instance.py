@@ -55,6 +55,8 @@ class Instance:
     moves: int = 0
     """Requests that are on their way from here or to here, and ranks that were killed of which it keeps keys and
     values for others: it does not end before."""
+    removals: int = 0
+    """Calls that remove it, and were not interrupted."""
     leaving: bool = False
     """Whether it was asked to end: then its end is no failure."""
     records: dict[str, RequestRecord] = field(default_factory=dict)

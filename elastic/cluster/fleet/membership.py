@@ -105,9 +105,10 @@ class Membership:
         return {(str(hello.pid), place.name): place for hello in (*there, *coming) for place in hello.places}
 
     def serve_on(self, instance: Instance) -> None:
-        """Have a rank that was being drained take requests again."""
+        """Have a rank whose removal was interrupted take requests again, if nobody else removes it."""
         with self._lock:
-            if instance.state == "draining" and not instance.leaving:
+            instance.removals -= 1
+            if instance.state == "draining" and not instance.removals and not instance.leaving:
                 instance.state = "serving"
                 self._dispatcher.dispatch()
                 self._dispatcher.changed.notify_all()

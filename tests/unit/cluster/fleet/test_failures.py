@@ -645,7 +645,7 @@ def test_no_rank_begins_in_the_place_of_one_that_is_lost_as_it_is_removed(world:
     w.submit(4)
     removing = threading.Thread(target=w.fleet.remove, args=("r0",))
     removing.start()
-    while w.fleet.status().ranks[0].state != "draining":
+    while removing.is_alive() and w.fleet.status().ranks[0].state != "draining":
         removing.join(0.005)
     w.launcher.ranks["r0"].die("it fell over")
     assert not w.fleet.replaces("r0")
@@ -681,7 +681,7 @@ def test_a_request_that_came_while_the_last_rank_was_drained_ends_in_words(world
     w.submit(1)
     removing = threading.Thread(target=w.fleet.remove, args=("r0",))
     removing.start()
-    while w.fleet.status().ranks[0].state != "draining":
+    while removing.is_alive() and w.fleet.status().ranks[0].state != "draining":
         removing.join(0.005)
     (late,) = w.submit(1)
     while removing.is_alive():
@@ -715,6 +715,30 @@ def test_a_rank_whose_removal_is_interrupted_serves_on(world: Any, monkeypatch: 
     assert {w.fleet.instance_of(request.id) for request in w.requests} == {"r0"}
     w.in_background(lambda: w.fleet.remove("r0"))
     assert {end.finish for end in w.heard.ends.values()} == {"length"}
+
+
+def test_a_rank_that_is_removed_twice_takes_no_request_when_one_of_the_two_is_interrupted(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = world(1)
+    w.submit(2)
+    removing = threading.Thread(target=w.fleet.remove, args=("r0",), daemon=True)
+    removing.start()
+    while removing.is_alive() and w.fleet.status().ranks[0].state != "draining":
+        removing.join(0.005)
+    with monkeypatch.context() as patch:
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(w.fleet._mover, "drain", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            w.fleet.remove("r0")
+    assert [rank.state for rank in w.fleet.status().ranks] == ["draining"]
+    while removing.is_alive():
+        w.launcher.step()
+        removing.join(0.005)
+    assert [rank.state for rank in w.fleet.status().ranks] == ["ended"]
 
 
 def test_a_balanced_fleet_moves_requests_to_where_there_is_room(world: Any) -> None:
