@@ -104,8 +104,9 @@ class HiddenStatesSender:
 
     def _wake(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._write, name="elastic-peer-sender", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._write, name="elastic-peer-sender", daemon=True)
+            thread.start()  # where none can be had, the next call tries again
+            self._thread = thread
         self._changed.notify_all()
 
     def _write(self) -> None:

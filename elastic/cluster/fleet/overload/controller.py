@@ -206,9 +206,9 @@ class OverloadController:
 
     def _add_instances(self, count: int) -> None:
         """Have instances added, beside the caller."""
-        self._addable -= count
-        self.adding = clock.current().thread(partial(self._scale_out, count), "elastic-fleet-scale-out")
-        self.adding.start()
+        adding = clock.current().thread(partial(self._scale_out, count), "elastic-fleet-scale-out")
+        adding.start()  # which may fail: then there is nothing to wait for
+        self.adding, self._addable = adding, self._addable - count
 
     def _scale_out(self, count: int) -> None:
         assert self._add is not None

@@ -139,6 +139,27 @@ def test_a_rank_that_does_not_read_keeps_no_sender_waiting(stack: ExitStack) -> 
         assert torch.equal(b.receive("a", large, Key(step, 0)), large + step)
 
 
+def test_a_rank_for_which_no_thread_could_be_started_is_sent_to_later(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = hubs(stack)
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == "elastic-peer-sender":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError):
+            a.transport("a")
+    received = later(stack, b.transport("a").receive, "a", LIKE, Key(0, 0))
+    stack.callback(b.close)
+    a.transport("a").send("b", LIKE + 1, Key(0, 0))
+    assert torch.equal(received.result(20), LIKE + 1)
+
+
 @pytest.mark.parametrize("end", ["lost", "closed", "hub"])
 def test_who_waits_is_told_of_the_end(end: str, stack: ExitStack) -> None:
     a, b = hubs(stack)

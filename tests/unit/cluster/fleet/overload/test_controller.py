@@ -275,6 +275,28 @@ def test_instances_are_added_up_to_the_most_that_may_be(world: Callable[..., Wor
     assert sum(added) == 3
 
 
+def test_instances_are_added_later_where_no_thread_could_be_started(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added: list[int] = []
+    w = world(replace(AT_ONCE, scale_out=1), add=lambda count: added.append(count) or ("new",))
+    with monkeypatch.context() as patch:
+
+        def fail(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError):
+            w.controller._add_instances(1)
+    assert w.controller.adding is None, "who ends the fleet would join it"
+    w.burst(30)
+    for _ in range(20):
+        w.tick()
+    assert w.controller.adding is not None
+    w.controller.adding.join()
+    assert added == [1]
+
+
 @pytest.mark.parametrize(
     "fault", [CapacityError("no room", requested_bytes=1, free_bytes=0, total_bytes=0), KeyError("r1")]
 )
