@@ -110,7 +110,7 @@ class ForkServer:
         except BaseException:  # as at the end of any program
             traceback.print_exc()
         finally:
-            with suppress(OSError):  # nobody reads it any more
+            with suppress(Exception):  # nobody reads it any more, or the model has closed it
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)

@@ -79,8 +79,8 @@ class Rank:
         self.engine.start()
         self._connection.send(self._hello())
         try:
-            self._questions.gpu_load.start()
             beats.start()
+            self._questions.gpu_load.start()  # the first look takes long: NVML is loaded
             while True:
                 self._take(self._connection.receive())
         except EOFError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -24,10 +25,20 @@ def test_a_fork_server_ends_in_silence_with_one_that_had_not_read_all() -> None:
         theirs.close()
 
 
-def test_a_rank_ends_in_order_where_nobody_reads_what_it_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stdout", ["unread", "closed", "none"])
+def test_a_rank_ends_in_order_whatever_became_of_what_it_prints(monkeypatch: pytest.MonkeyPatch, stdout: str) -> None:
     ours, theirs = socket.socketpair()
     server = ForkServer(theirs, os.getpid())
-    monkeypatch.setattr(fork_server, "_be_a_rank", lambda _: print("printed, and not written yet"))
+
+    def become(what: str) -> None:
+        print("printed, and not written yet")
+        if what == "closed":
+            with suppress(OSError):
+                sys.stdout.close()
+        elif what == "none":
+            sys.stdout = None  # type: ignore[assignment]
+
+    monkeypatch.setattr(fork_server, "_be_a_rank", lambda _: become(stdout))
     pid = os.fork()
     if pid == 0:
         try:

@@ -110,6 +110,23 @@ def test_it_looks_at_no_gpu_where_the_fleet_has_gone_before_it_could_say_who_it_
     engine.stop(drain=False)
 
 
+def test_it_beats_while_it_looks_at_gpus_for_the_first_time(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_beaten, waited = threading.Event(), []
+
+    def look() -> tuple[DeviceStats, ...]:
+        waited.append(has_beaten.wait(10))
+        return ()
+
+    monkeypatch.setattr(GPULoad, "of", lambda _: GPULoad(look))
+    one = serve(beat_s=0.01)
+    assert isinstance(one.fleet.receive(), Beat)
+    has_beaten.set()
+    one.submit("a")
+    assert waited == [True]
+
+
 def test_news_hold_all_of_one_step_and_where_each_answer_was(serve: Callable[..., Served]) -> None:
     one = serve()
     one.submit("fresh", n=2)
