@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 SPARE_LOAD = 0.3
 """A device that is busier has no guest."""
 REST_S = 10.0
-"""Behind one that was cancelled none begins so soon; where one was killed from outside, each time twice as late."""
+"""Behind one that was cancelled none begins so soon; behind one that was killed or did not start, ever later."""
 CONTEXT = 512
 LINKS = "links"
 """Instead of a form: what two ranks do to each other."""
@@ -170,7 +170,12 @@ class Harvester:
                 self._book.lend(_WHO, dict.fromkeys(devices, nbytes), self._give_way)
             except (CapacityError, StateError):
                 continue
-            self._guest = self._start(model.path, (form,), devices[0].partition("#")[0])
+            try:
+                self._guest = self._start(model.path, (form,), devices[0].partition("#")[0])
+            except OSError as error:  # no more processes or files can be had
+                self._leave()
+                self._put_off(model, form, error, again=True)
+                return
             self._model, self._form, self.at = model, form, dict.fromkeys(devices, model.name)
             return
 
@@ -209,8 +214,8 @@ class Harvester:
             profile = result()
             self._store.save(model.path, profile)
             of_model.profile = self._store.load(model.path, self._kind)
-        except StateError as error:  # it was killed: by hand, or where memory was short
-            self._put_off(model, form, error, 2 * of_model.rests.get(form, REST_S / 2))
+        except StateError as error:  # it was cancelled meanwhile, or killed: by hand, or where memory was short
+            self._put_off(model, form, error, again=True)
             return
         except ElasticError as error:
             self._put_off(model, form, error)
@@ -225,9 +230,10 @@ class Harvester:
         self._form, self.at = "", {}
         self._book.release(_WHO)
 
-    def _put_off(self, model: Deployed, form: str, error: ElasticError, rest_s: float = math.inf) -> None:
-        """Measure something later; without a time, not as long as the model is deployed."""
+    def _put_off(self, model: Deployed, form: str, error: Exception, *, again: bool = False) -> None:
+        """Measure something `again` later, each time twice as late, or not as long as the model is deployed."""
         of_model = self._of(model.path)
+        rest_s = 2 * of_model.rests.get(form, REST_S / 2) if again else math.inf
         of_model.rests[form], of_model.not_before_s[form] = rest_s, self._now_s + rest_s
         until = "" if rest_s == math.inf else f" for {rest_s:.0f} s"
         logger.warning("%s in %s is not measured%s: %s", model.path, form, until, error)

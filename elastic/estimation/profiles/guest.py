@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,7 @@ class GuestProcess:
 
     def __init__(self, module: str, arguments: Sequence[str]) -> None:
         # not a pipe, which holds 64 KiB until someone reads
-        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._output = os.fdopen(os.memfd_create("elastic-guest"), "w+")
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.DEVNULL,
@@ -54,18 +53,17 @@ class GuestProcess:
     def result(self) -> CostProfile:
         """Return what it measured, when it has ended.
 
-        Raises `ConfigError` with its reason, if it measured nothing, and `StateError` where others killed it.
+        Raises `ConfigError` with its reason, if it measured nothing, and `StateError` where it was cancelled or killed.
         """
-        text = ""
-        if not self._cancelled:
-            self._process.wait()
+        self._process.wait()
+        try:
             with self._output as output:
                 output.seek(0)
-                text = output.read()
-        try:
-            content = json.loads(text.splitlines()[-1])
-        except (ValueError, IndexError):
-            if self._process.returncode < 0 and not self._cancelled:
+                content = json.loads(output.read().splitlines()[-1])
+        except (ValueError, IndexError):  # also where `cancel` has closed it meanwhile
+            if self._cancelled:
+                raise StateError("the guest that measures was cancelled") from None
+            if self._process.returncode < 0:
                 raise StateError(f"the guest that measures was killed by signal {-self._process.returncode}") from None
             raise ConfigError(f"the guest that measures ended with code {self._process.returncode}") from None
         if "error" in content:

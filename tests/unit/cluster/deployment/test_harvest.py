@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -346,6 +347,20 @@ def test_what_a_guest_was_killed_over_is_measured_again_each_time_later(world: W
     world.run(1)
     ((_, told),) = world.known
     assert told.around.keys() == {"full"}
+
+
+def test_where_no_process_can_be_started_the_memory_is_free_again_and_others_are_looked_at(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.model.forms = ("full",)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.harvester, "_start", Mock(side_effect=BlockingIOError("no more processes")))
+        world.run(5)
+        assert (world.harvester.at, world.book.free()["cpu#a"]) == ({}, 100)
+    world.run(int(REST_S) - 3)
+    assert world.guests == []
+    world.run(3)
+    assert [guest.form for guest in world.guests] == ["full"]
 
 
 def test_what_could_not_be_measured_is_tried_again_when_it_is_deployed_anew(world: World) -> None:

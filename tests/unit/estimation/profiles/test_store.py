@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,26 @@ def test_a_guest_ends_whatever_it_has_to_say(tmp_path: Path) -> None:
     assert guest.result() == told
 
 
+def test_a_guest_needs_no_directory_for_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers may have none that can be written to."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    guest = GuestProcess("this", [])
+    guest.cancel()
+
+
+def test_a_guest_may_be_cancelled_while_it_is_asked_for_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a thread that wants its memory: what it measured is not known then, and can be measured again."""
+    guest = GuestProcess("this", [])
+
+    def cancel() -> None:
+        monkeypatch.undo()
+        guest.cancel()
+
+    monkeypatch.setattr(guest._process, "wait", cancel)
+    with pytest.raises(StateError, match="was cancelled"):
+        guest.result()
+
+
 @pytest.mark.slow
 def test_a_guest_that_others_kill_says_so_and_not_that_its_model_cannot_be_measured(model: Path) -> None:
     guest = ProfilingProcess(model, ("full",), "cpu", context=32, share=0.5)
@@ -185,5 +206,5 @@ def test_a_guest_that_is_cancelled_leaves_no_process(model: Path) -> None:
     assert os.getpriority(os.PRIO_PROCESS, guest._process.pid) == 19  # from the beginning: imports take a core, too
     guest.cancel()
     assert guest.ended
-    with pytest.raises(ConfigError, match="ended with code"):
+    with pytest.raises(StateError, match="was cancelled"):
         guest.result()
