@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from elastic.bench.replay.progress import Progress, no_progress
@@ -109,6 +110,7 @@ class _Replay:
         self._options = options
         self._over = threading.Semaphore(0)
         self._stop = threading.Event()
+        self._sampler = StateSampler(target.observe, options.sample_every_s)  # which may take seconds
         self._start_s = time.perf_counter() + LEAD_S
         self._submitted = 0
         number = next(_replays)
@@ -118,17 +120,16 @@ class _Replay:
 
     def run(self, slo: SLO | None, progress: Progress) -> ReplayRun:
         """Submit, wait and measure. Nothing goes on behind it, however it ends."""
-        sampler = StateSampler(self._target.observe, self._options.sample_every_s)
-        sampler.start(self._start_s)
-        try:
-            interrupted = self._offer(progress)
-        finally:
-            end_s = time.perf_counter() - self._start_s
-            for recorder in self._recorders:  # left over after an interrupt or a fault: the engine need not go on
-                if recorder.submitted and not recorder.ended:
-                    recorder.end("unfinished", time.perf_counter(), "the replay was interrupted")
-                    self._target.cancel(recorder.name)
-            timeline, actions, weights = sampler.stop()
+        with self._sampler.running(self._start_s), ExitStack() as cancelling:
+            try:
+                interrupted = self._offer(progress)
+            finally:
+                end_s = time.perf_counter() - self._start_s
+                for recorder in self._recorders:  # left over after an interrupt or a fault: the engine need not go on
+                    if recorder.submitted and not recorder.ended:
+                        recorder.end("unfinished", time.perf_counter(), "the replay was interrupted")
+                        cancelling.callback(self._target.cancel, recorder.name)
+        timeline, actions, weights = self._sampler.result()
         records = tuple(r.record() for r in self._recorders if r.submitted)
         return ReplayRun(self._trace, records, end_s, slo, weights, timeline, actions, interrupted)
 

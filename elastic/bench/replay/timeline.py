@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 
@@ -62,7 +63,7 @@ class Observation:
 class StateSampler:
     """A thread that observes at intervals, and keeps the states and all actions since it was made.
 
-    `observe` is called with the time of the replay.
+    `observe` is called with the time of the replay. Where it told of no state at first, actions count by their times.
     """
 
     def __init__(self, observe: Callable[[float], Observation], every_s: float) -> None:
@@ -70,26 +71,33 @@ class StateSampler:
         self._every_s = every_s
         self._states: list[EngineState] = []
         self._actions: dict[int, FinishedAction] = {}
-        self._last = observe(0.0)
-        self._old = set(self._last.actions)
+        self._first = self._last = observe(0.0)
         self._start_s = self._wall_s = 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._sample_until_stopped, name="elastic-bench-sampler", daemon=True)
 
-    def start(self, start_s: float) -> None:
-        """Begin; `start_s` is the replay's zero, in seconds of `time.perf_counter`."""
+    @contextmanager
+    def running(self, start_s: float) -> Iterator[None]:
+        """Observe meanwhile; `start_s` is the replay's zero, in seconds of `time.perf_counter`."""
         self._start_s = start_s
         self._wall_s = time.time() - (time.perf_counter() - start_s)
         self._thread.start()
+        try:
+            yield
+        finally:
+            self._stopped.set()
+            self._thread.join()
 
-    def stop(self) -> tuple[tuple[EngineState, ...], tuple[FinishedAction, ...], tuple[tuple[str, ...], ...]]:
-        """End with a last sample; return all states and actions, and the forms of the weights."""
-        self._stopped.set()
-        self._thread.join()
+    def result(self) -> tuple[tuple[EngineState, ...], tuple[FinishedAction, ...], tuple[tuple[str, ...], ...]]:
+        """Take a last sample; return all states and actions, and the forms of the weights."""
         self._sample()
-        actions = [self._actions[number] for number in sorted(self._actions)]
-        on_our_clock = tuple(replace(action, t_s=action.t_s - self._wall_s) for action in actions)
-        return tuple(self._states), on_our_clock, self._last.weights
+        on_our_clock = {n: replace(each, t_s=each.t_s - self._wall_s) for n, each in sorted(self._actions.items())}
+        if self._first.state is None:
+            old = {number for number, action in on_our_clock.items() if action.t_s < 0}
+        else:
+            old = set(self._first.actions)
+        actions = tuple(action for number, action in on_our_clock.items() if number not in old)
+        return tuple(self._states), actions, self._last.weights
 
     def _sample_until_stopped(self) -> None:
         while not self._stopped.is_set():
@@ -100,4 +108,4 @@ class StateSampler:
         self._last = self._observe(time.perf_counter() - self._start_s)
         if self._last.state is not None:
             self._states.append(self._last.state)
-        self._actions |= {n: action for n, action in self._last.actions.items() if n not in self._old}
+        self._actions |= self._last.actions

@@ -217,6 +217,27 @@ def test_states_and_actions_come_from_the_status_page() -> None:
     assert summarize(run)["elastic"]["preemptions"] == len(run.timeline) - 1
 
 
+def test_what_was_done_before_a_replay_is_left_out_though_the_server_did_not_tell_of_it_then() -> None:
+    asked = 0
+    old = event(0, time.time() - 50)
+
+    def document() -> dict[str, Any]:
+        nonlocal asked
+        asked += 1
+        now = time.time()
+        if asked == 2:
+            return {}  # as of a server that is too busy to answer
+        done = [old, event(1, now)] if asked > 3 else [old] if asked > 1 else []
+        traffic = asdict(RequestStats(waiting=0, running=1))
+        return {"at_s": now, "events": done, "layers": ["int4"], "status": None, "traffic": traffic}
+
+    with stub() as server:
+        server.documents["/elastic/status"] = document
+        run = replayed(server.url, offered(5), ReplayOptions(timeout_s=30, sample_every_s=0.01))
+    assert len(run.timeline) == asked - 2
+    assert [-1 < action.t_s < 30 for action in run.actions] == [True]
+
+
 def test_what_a_server_counts_by_variant_during_the_run_is_the_share_of_the_work() -> None:
     asked = 0
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.bench.replay.open_loop import ReplayOptions, replay
+from elastic.bench.replay.open_loop import LEAD_S, ReplayOptions, replay
 from elastic.bench.replay.recorder import Recorder
 from elastic.bench.replay.run import ReplayRun
 from elastic.bench.report.summary import summarize
@@ -193,6 +193,53 @@ def test_a_replay_that_fails_leaves_nothing_that_goes_on() -> None:
         replay(engine, trace, prompts_for(trace))
     assert engine.submitted[0].id in engine.cancelled
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("elastic-bench")]
+
+
+def test_where_a_request_cannot_be_cancelled_a_replay_that_fails_ends_all_else() -> None:
+    """And takes no last sample, of which a fault would hide the first one."""
+
+    class Failing(Scripted):
+        def cancel(self, request: str) -> None:
+            super().cancel(request)
+            if request == engine.submitted[0].id:
+                raise OSError("no way to it")
+
+    class Watched(RequestMetrics):
+        def read(self, at_s: float | None = None) -> RequestStats:
+            assert threading.current_thread().name == "elastic-bench-sampler" or not engine.submitted
+            return RequestStats(waiting=0, running=0)
+
+    def answer(request: Request, listener: Listener) -> None:
+        if len(engine.submitted) == 3:
+            raise RuntimeError("a fault")
+
+    engine, trace = Failing(answer), offered(3)
+    engine.counters = Watched()
+    with pytest.raises(OSError, match="no way to it") as raised:
+        replay(engine, trace, prompts_for(trace))
+    assert str(raised.value.__context__) == "a fault"
+    assert sorted(engine.cancelled) == [request.id for request in engine.submitted]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("elastic-bench")]
+
+
+def test_a_first_look_at_the_state_may_take_long_and_no_request_is_late_by_it() -> None:
+    class Slow(RequestMetrics):
+        seen_s: float | None = None
+
+        def read(self, at_s: float | None = None) -> RequestStats:
+            if self.seen_s is None:
+                time.sleep(2 * LEAD_S)
+                self.seen_s = time.perf_counter()
+            return RequestStats(waiting=0, running=0)
+
+    engine = Scripted(lambda request, listener: listener(Output(request.id, (1,), "length", at_s=time.perf_counter())))
+    engine.counters = slow = Slow()
+    trace = offered(1)
+    replay(engine, trace, prompts_for(trace))
+    (request,) = engine.submitted
+    assert request.arrived_s is not None
+    assert slow.seen_s is not None
+    assert request.arrived_s > slow.seen_s
 
 
 def test_warm_up_requests_come_first_and_are_not_recorded() -> None:
