@@ -149,7 +149,7 @@ class ActionTotals:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._last: dict[Labels, int] = {}
+        self._last: dict[Labels, Event] = {}
         """By rank, the last event that was counted."""
         self._done: Counter[Labels] = Counter()
         self._pauses: dict[Labels, float] = {}
@@ -159,10 +159,13 @@ class ActionTotals:
         """Count the events of a model that were not counted yet; those of a rank, by whatever instance it has now."""
         rank = of[-1:]
         with self._lock:
+            last = self._last.get(rank)
+            if last is not None and events and events[-1].id <= last.id and events[-1].when_s > last.when_s:
+                last = None  # another process has the rank's name now, and counts from 0
             for event in events:
-                if event.id <= self._last.get(rank, -1):
+                if last is not None and event.id <= last.id:
                     continue
-                self._last[rank] = event.id
+                self._last[rank] = event
                 kind = KINDS.get(type(event.action), "other")
                 outcome = event.outcome if event.outcome in _STATUSES else "applied_later"
                 self._done[*of, kind, outcome if event.ok else "failed"] += 1
