@@ -16,7 +16,7 @@ import torch
 from elastic.config import Place, parse_bytes
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.continuous.chunk_profile import Mix, Pace, profile_chunks, profile_replays
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, require
 from elastic.estimation.activations import measured_share
 from elastic.estimation.fingerprint import fingerprint, take_layers
 from elastic.estimation.kv_room import KVBlockCapacity
@@ -92,9 +92,11 @@ def measure_fingerprints(
     `forms` are those of `CostProfile`: `full`, names of variants, and such as `int4 KV int8`.
     `model` is a directory, of whose layers only those of fingerprints are read, or a loaded model, which stays as it
     is. Costs are fitted to batches of up to `step_tokens` new tokens and contexts of up to `context`. `pace` is called
-    behind each batch, and may wait or raise. Raises `ConfigError` for a model that the engine cannot serve.
+    behind each batch, and may wait or raise. Raises `ConfigError` for a model that the engine cannot serve, and for a
+    device of another type than "cpu" and "cuda".
     """
     target = torch.device(device)
+    require(target.type in PAGE_BYTES, "device", str(device), f"of one of the types {', '.join(PAGE_BYTES)}")
     if target.type == "cuda":
         require_cuda(target)
     dtype = torch.float32 if target.type == "cpu" else None

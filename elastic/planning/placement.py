@@ -61,6 +61,7 @@ class Placement:
         """Return this placement with whole layers at another place, at one place more, or at one less.
 
         Where a layer moves to, a replica becomes the layer. Nothing is replicated twice, and no own place is evicted.
+        The action's layers are to be some of this placement's: that is not checked.
         """
         place, layers = action.place, list(self.layers)
         for index in action.layers:

@@ -15,7 +15,7 @@ from elastic.controller.snapshot import Snapshot
 from elastic.errors import is_integer, require
 from elastic.planning.cost_model import CostModel, cost
 from elastic.planning.placement import Placement, ResourceDemand
-from elastic.types import Action, Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Swap
+from elastic.types import KINDS, Action, Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Swap
 
 DISTURBANCE = 0.05
 """Share of serving that is lost while bytes are copied beside it."""
@@ -131,6 +131,7 @@ class Arbiter:
     def _require_possible(self, plan: Plan) -> None:
         """Raise `ConfigError` for layers and variants that the model has not, and for none: they have no price."""
         for action in plan.actions:
+            require(type(action) in KINDS, "actions", action, f"one of {', '.join(KINDS.values())}")
             if isinstance(action, Swap | Migrate | MigrateKV | Replicate | Evict):
                 require(len(action.layers) > 0, "layers", action.layers, "one index of a layer or more")
             for layer in () if isinstance(action, ResizeKV) else action.layers:

@@ -57,8 +57,8 @@ class Deployment:
 
     def __post_init__(self) -> None:
         starts = [number for number, stage in enumerate(self.stages) if not stage.layers.start]
-        ends = [*starts[1:], len(self.stages)]
-        object.__setattr__(self, "instances", tuple(self.stages[a:b] for a, b in zip(starts, ends, strict=True)))
+        bounds = pairwise([*starts, len(self.stages)])
+        object.__setattr__(self, "instances", tuple(self.stages[a:b] for a, b in bounds))
         object.__setattr__(self, "devices", tuple(name for stage in self.stages for name in stage.devices))
         object.__setattr__(self, "nbytes", sum(stage.nbytes * len(stage.devices) for stage in self.stages))
 

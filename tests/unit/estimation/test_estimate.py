@@ -361,6 +361,8 @@ def test_a_gpu_that_this_machine_lacks_is_not_measured(monkeypatch: pytest.Monke
     for measure in (lambda: measure_fingerprints(LLAMA_2_70B, device="cuda:0"), lambda: device_name("cuda")):
         with pytest.raises(elastic.BackendUnavailable, match="sees no CUDA device"):
             measure()
+    with pytest.raises(ConfigError, match="device='meta' cannot be; it must be of one of the types cpu, cuda"):
+        measure_fingerprints(MODEL_DIR, device="meta")
 
 
 def test_the_command_cuts_no_value_and_has_a_document_for_programs(
@@ -403,14 +405,22 @@ def test_the_command_prints_what_fits_and_why_the_others_do_not(
 
 
 def test_the_command_shows_what_each_choice_does_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["estimate", str(MODEL_DIR), "--devices", "cpu#a=64MiB,cpu#b=64MiB", "--characterize"]
-    assert main([*command, "--weights", "full,int4", "--kv", "full,int8", "--prompt", "64"]) == 0
+    command = ["estimate", str(MODEL_DIR), "--devices", "cpu#a=64MiB,cpu#b=64MiB"]
+    choices = ["--weights", "full,int4", "--kv", "full,int8", "--prompt", "64"]
+    assert main([*command, *choices, "--json"]) == 0
+    told = {tuple(e["configuration"].values()): e for e in json.loads(capsys.readouterr().out)["configurations"]}
+    command += ["--characterize"]
+    assert main([*command, *choices]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "multiples of TP1 PP1 full" in lines[0]
     rows = [line.strip("│ ").split("│") for line in lines if line.startswith("│")]
     names = ["TP1 PP2 full", "TP2 PP1 full", "TP1 PP1 int4", "TP1 PP1 full KV int8", "largest over smallest of all"]
     assert [name.strip() for name, *_ in rows] == names
     assert float(rows[2][4]) < 1 < float(rows[-1][4]), "fewer bits take less memory"
+    base, *others = (told[key] for key in [(1, 1, "full", "full"), (1, 2, "full", "full"), (2, 1, "full", "full")])
+    for each, row in zip(others, rows, strict=False):
+        names = ("ttft_s", "tpot_s", "latency_s", "memory_bytes", "cost_gib_s", "gpu_hours")
+        assert [float(text) for text in row[1:]] == pytest.approx([each[n] / base[n] for n in names], abs=0.0051)
     assert main([*command, "--weights", "int4"]) == 2
     assert "nothing fits in full weights" in capsys.readouterr().err
 

@@ -49,9 +49,13 @@ def test_candidates_by_continuity(layers: str, free: int, expected: list[int]) -
     assert candidates(placement.layers, [ResourceDemand(100)] * len(placement.layers), place("b", free)) == expected
 
 
-def test_a_place_is_vacant_in_memory_and_compute() -> None:
-    places = [place("a", 300), place("b", 200), place("c", 900, idle=0.2), place("d", 900)]
-    assert [p.name for p in places if p.vacancy > 0.2] == ["a", "d"]
+@pytest.mark.parametrize("plan", [plan_up, scale_up])
+def test_places_that_are_vacant_in_memory_and_compute_are_filled(plan: Any) -> None:
+    places = [place("b", 200), place("c", 900, idle=0.2), place("d", 300), place("e", 900, idle=0.3)]
+    placement, model = Placement((("a",),) * 4), HomogeneousSpeedup(4, gamma=0.01)
+    for t_up, filled in ((0.2, "de"), (0.3, ""), (0.19, "bcde")):
+        after = plan(placement, [ResourceDemand(100)] * 4, places, model, t_up=t_up)
+        assert "".join(name for name in "bcde" if after.at(name)) == filled
 
 
 def test_algorithm_1_takes_what_raises_s() -> None:

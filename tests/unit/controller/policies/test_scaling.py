@@ -264,6 +264,10 @@ class FaultyWhenBusy(Says):
         return super().decide(snapshot, state)
 
 
+class SwapOfMine(Swap):
+    """No runtime does it, as none has a handler of it."""
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -279,6 +283,10 @@ class FaultyWhenBusy(Says):
         (Plan((Swap((0,), "int99"),), "x"), "Faulty: ConfigError: variant='int99' cannot be; .* float32, int4"),
         (Plan((Migrate((0,), "mars"),), "x"), "Faulty: .*mars"),
         (Plan((Evict((), "b"),), "x"), r"Faulty: ConfigError: layers=\(\) cannot be; .* or more"),
+        (
+            Plan((SwapOfMine((0,), "int4"),), "x"),
+            "Faulty: ConfigError: actions=SwapOfMine.* cannot be; .* swap, restore",
+        ),
     ],
 )
 def test_a_faulty_policy_offers_nothing_and_the_others_go_on(answer: Any, words: str) -> None:

@@ -244,6 +244,7 @@ def test_links_are_between_ranks_that_share_layers_and_from_each_stage_to_the_ne
     assert links(*(replace(first, devices=(name,)) for name in "ab")) == (), "each has all layers: two replicas"
     alone = [replace(stage, devices=(stage.devices[0],)) for stage in (first, second)]
     assert links(*alone, Stage(third, ("e",), 1)) == (("a", "c"), ("c", "e"), ("e", "a")), "tokens go back"
+    assert links() == links(second) == (), "no instance has all layers"
 
 
 def test_what_cannot_be_says_why() -> None:
