@@ -8,6 +8,7 @@ A hook after the layer is needed even so: nothing else ends what a layer called 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,12 +96,12 @@ class LeaveLayer(Hook):
                 self._gate.leave(id(module))
 
 
+@dataclass(eq=False)
 class AsInTheCheckpoint(Hook):
     """On a layer whose weights are stored in another order: its `state_dict` has the user's."""
 
-    def __init__(self, index: int, weights: ModelWeights) -> None:
-        self._index = index
-        self._weights = weights
+    _index: int
+    _weights: ModelWeights
 
     def __call__(self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: Any) -> None:
         for name, slot in self._weights.slots(self._index).items():

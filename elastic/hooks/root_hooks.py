@@ -6,6 +6,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -183,11 +184,11 @@ class EnterRoot(Hook):
         return bool(use_cache)
 
 
+@dataclass(eq=False)
 class LeaveRoot(Hook):
     """Ends a forward of a model; after one that failed, the cache holds what it held before."""
 
-    def __init__(self, enter: EnterRoot) -> None:
-        self._enter = enter
+    _enter: EnterRoot
 
     def __call__(self, module: nn.Module, args: Args, output: Any) -> None:
         try:

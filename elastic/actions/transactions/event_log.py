@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
 
 from elastic.actions.transactions.transaction import ActionOutcome
 from elastic.types import Event
@@ -12,12 +15,12 @@ from elastic.types import Event
 EVENTS_KEPT = 1000
 
 
+@dataclass(eq=False)
 class ActionLog:
     """The last actions of a model, oldest first. Thread-safe; takes no lock."""
 
-    def __init__(self) -> None:
-        self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
-        self._ids = itertools.count()
+    events: deque[Event] = field(default_factory=partial(deque, maxlen=EVENTS_KEPT))
+    _ids: Iterator[int] = field(default_factory=itertools.count)
 
     def record(self, outcome: ActionOutcome, description: str = "") -> None:
         """Append what became of an action; without a `description`, its status or its error is the outcome."""

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -24,12 +25,12 @@ GOODBYE_S = 1.0
 """How long a frame that is being sent may take when its end is closed."""
 
 
+@dataclass(eq=False)
 class TrafficCounter:
     """Counts the bytes between this rank and others. Thread-safe."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._by_rank: dict[str, Counter[str]] = {}
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _by_rank: dict[str, Counter[str]] = field(default_factory=dict)
 
     def count(self, rank: str, kind: WireField, nbytes: int) -> None:
         """Add bytes to a field of the `Wire` to a rank."""

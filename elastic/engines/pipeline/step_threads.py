@@ -6,18 +6,19 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 Work = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
+@dataclass(eq=False)
 class StepThreads:
     """Daemons, since one that waits for a rank which hangs must not keep the process from its end."""
 
-    def __init__(self) -> None:
-        self._work: Work = queue.SimpleQueue()
-        self.started: set[threading.Thread] = set()
+    started: set[threading.Thread] = field(default_factory=set)
+    _work: Work = field(default_factory=queue.SimpleQueue)
 
     def resize(self, count: int) -> None:
         """Have so many threads, all of them new. Nothing is being computed."""

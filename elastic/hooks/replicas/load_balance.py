@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 WEIGHT = 0.2
 """Of the last measurement in the moving average."""
@@ -13,6 +14,7 @@ GAIN = 0.8
 """Another split is worth it only for a step that would take less than this share of the usual one."""
 
 
+@dataclass(eq=False)
 class ThroughputEstimator:
     """Seconds that places take for as many tokens: moving averages, one for each magnitude of their number.
 
@@ -20,9 +22,9 @@ class ThroughputEstimator:
     with the smaller share would look slow, and get less and less.
     """
 
-    def __init__(self) -> None:
-        self._token_s: dict[tuple[str, int], float] = {}  # (place, bits of the number of tokens) -> for each of them
-        self._passes: Counter[tuple[str, int]] = Counter()
+    _token_s: dict[tuple[str, int], float] = field(default_factory=dict)
+    """(place, bits of the number of tokens) -> seconds for each of them."""
+    _passes: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def measured(self, place: str, tokens: int, seconds: float) -> None:
         """Count a measurement: a place took so long for a layer. The first ones are not counted."""

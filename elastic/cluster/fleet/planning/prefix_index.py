@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from elastic.engines.core.prefix_cache import block_hash
 
@@ -17,6 +18,7 @@ def block_hashes(tokens: Sequence[int], block_tokens: int, first: Sequence[bytes
     return hashes
 
 
+@dataclass(eq=False)
 class PrefixIndex:
     """The blocks that instances are thought to have. Not thread-safe.
 
@@ -24,8 +26,7 @@ class PrefixIndex:
     instance as many blocks are remembered as it has, and those that were not used for the longest are forgotten.
     """
 
-    def __init__(self) -> None:
-        self._blocks: dict[str, OrderedDict[bytes, None]] = {}
+    _blocks: dict[str, OrderedDict[bytes, None]] = field(default_factory=dict)
 
     def cached(self, instance: str, hashes: Sequence[bytes]) -> int:
         """Return how many of a sequence's first blocks an instance has."""

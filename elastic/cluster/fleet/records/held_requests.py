@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from elastic.cluster.control.stage_questions import CloseStage
 from elastic.cluster.fleet.instance import Instance
@@ -25,6 +25,7 @@ class _Kept:
     until_s: float
 
 
+@dataclass(eq=False)
 class HeldRequests:
     """Under the lock of the dispatcher.
 
@@ -32,9 +33,8 @@ class HeldRequests:
     and not before: its pages would be another's.
     """
 
-    def __init__(self) -> None:
-        self._waiting: dict[str, tuple[list[RequestRecord], int]] = {}
-        self._kept: list[_Kept] = []
+    _waiting: dict[str, tuple[list[RequestRecord], int]] = field(default_factory=dict)
+    _kept: list[_Kept] = field(default_factory=list)
 
     def hold(self, instance: Instance, records: Sequence[RequestRecord]) -> list[RequestRecord]:
         """Hold those requests of a rank that has gone whose keys and values it had told of; return the others."""
