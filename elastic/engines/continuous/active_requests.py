@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from elastic.controller.sensors.request_metrics import Outcome, RequestMetrics
@@ -48,8 +48,8 @@ class ActiveRequests:
         self._variants = variants
         self.active: dict[str, ActiveRequest] = {}
         """By their ids."""
-        self.untold: Iterator[Produced] = iter(())
-        """What is left of the tokens of a step while they are told. For the loop's thread: listeners may ask."""
+        self.untold: dict[str, LiveSequence] = {}
+        """The sequences whose token of a step is yet to be told, by name. For the loop's thread: listeners may ask."""
         self._names: set[str] = set()  # of their sequences
         self._lock = threading.Lock()
 
@@ -97,7 +97,7 @@ class ActiveRequests:
     def produced(self, tokens: list[Produced]) -> None:
         """Tell the tokens of a step, and the ends."""
         now, weights = time.perf_counter(), self._variants.current
-        self.untold = iter(tokens)
+        untold = self.untold = {each.sequence.id: each.sequence for each in tokens if each.sampled.error is None}
         counts: dict[str, int] = {}
         for sequence, sampled, _ in tokens:
             if sampled.error is not None:
@@ -105,9 +105,9 @@ class ActiveRequests:
                 continue
             counts[sequence.request.id] = counts.get(sequence.request.id, 0) + 1
         self.counters.produced_together(counts, now)
-        for sequence, sampled, finish in self.untold:
+        for sequence, sampled, finish in tokens:
             active = self.active.get(sequence.request.id)
-            if active is None or sampled.error is not None:
+            if untold.pop(sequence.id, None) is None or active is None:  # it failed, or a listener exported it
                 continue
             logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
             if sequence.index in active.told:

@@ -7,7 +7,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -261,21 +260,25 @@ class ContinuousEngine:
         """End a request here between two steps, for another engine to adopt; its listener gets no further word.
 
         Its KV is lost, and a token that is in flight: `moves.hand_over` keeps both. Returns the states of its answers
-        that have not ended; none if it is unknown, has ended or was handed over. Raises `StateError` if the engine is
-        not serving.
+        that have not ended; none if it is unknown, has ended or was handed over. A listener gets none either, and the
+        request goes on, if the engine's thread has not taken it yet, or one of its answers has failed untold. Raises
+        `StateError` if the engine is not serving.
         """
 
         def leave() -> tuple[SequenceState, ...]:
-            names = self._requests.sequences(request)
-            states = {name: self._loop.scheduler.export(name) for name in names}
-            for sequence, sampled, _ in copy(self._requests.untold):  # as a listener is told another's token
-                if sequence.id in states and sampled.error is None:
-                    state = sequence.state()
-                    states[sequence.id] = replace(state, generated=state.generated[:-1])
-            exported = tuple(state for state in states.values() if state is not None)
-            if exported:  # else it is unknown, was handed over, or a listener asks: its end is not told yet
-                self._requests.forget(request, "moved")
-            return exported
+            names, scheduler = self._requests.sequences(request), self._loop.scheduler
+            untold = self._requests.untold  # not empty where a listener is told another's token
+            if not all(name in scheduler.sequences or name in untold for name in names):
+                return ()
+            states = []
+            for name in names:
+                state, last = scheduler.export(name), untold.pop(name, None)
+                if last is not None:
+                    state = replace(last.state(), generated=last.state().generated[:-1])
+                assert state is not None, name
+                states.append(state)
+            self._requests.forget(request, "moved")
+            return tuple(states)
 
         return leave() if threading.current_thread() is self._loop.thread else self._loop.between_steps(leave)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,6 +236,67 @@ def test_a_request_that_cannot_be_exported_by_a_listener_goes_on_or_is_told_its_
         each.wait_for_ends(1)
     assert exported == [(), ()]
     assert [each.outputs[0][-1].finish for each in (told, heard)] == ["failed"] * 2
+
+
+class BreakableGrammars:
+    """Grammars that allow every token; matchers that are in `broken` cannot be followed any further."""
+
+    def __init__(self) -> None:
+        self.broken: set[tuple[str, int]] = set()
+        """The text of a grammar, and which of its matchers: the first one is that of `submit`."""
+        self._made: Counter[str] = Counter()
+
+    def matcher(self, grammar: Grammar) -> Any:
+        self._made[grammar.text] += 1
+        return SimpleNamespace(fill_mask=partial(self._fill, (grammar.text, self._made[grammar.text])), accept=id)
+
+    def _fill(self, matcher: tuple[str, int], mask: torch.Tensor) -> None:
+        if matcher in self.broken:
+            raise ConfigError("too complex")
+        mask.fill_(-1)
+
+
+def test_a_listener_exports_no_request_of_which_an_answer_failed_in_the_same_step(engines: Any) -> None:
+    """Its failed answer would be lost: it is told of that, and the other one goes on."""
+    grammars, told, heard, exported = BreakableGrammars(), Answers(), Answers(), []
+    engine = engines(architectures.build("llama-gqa"), grammars=grammars)
+    one, other = (Request((3, 4, 5), 20, n=n, grammar=Grammar("regex", text)) for n, text in ((1, "a"), (2, "b")))
+
+    def listener(output: Output) -> None:
+        if output.finish:
+            exported.append(engine.export(other.id))
+        elif len(heard.outputs) == 2:
+            grammars.broken |= {("a", 2), ("b", 3)}
+        told(output)
+
+    engine.exchange.pause()
+    engine.submit(one, listener)
+    engine.submit(other, heard)
+    engine.exchange.resume()
+    told.wait_for_ends(1)
+    heard.wait_for_ends(2)
+    assert exported == [()]
+    assert [heard.outputs[i][-1].finish for i in range(2)] == ["length", "failed"]
+
+
+def test_a_request_comes_back_to_the_engine_that_a_listener_exported_it_from(engines: Any) -> None:
+    """Its token of the same step, which was not told, is computed anew: it is told once."""
+    engine = engines(architectures.build("llama-gqa"))
+    one, other = (Request((3, 4, 5), 12) for _ in range(2))
+    told, heard = Answers(), Answers()
+
+    def listener(output: Output) -> None:
+        told(output)
+        if len(told.tokens_of(0)) == 5:
+            engine.adopt(engine.export(other.id), heard)
+
+    engine.exchange.pause()
+    engine.submit(one, listener)
+    engine.submit(other, heard)
+    engine.exchange.resume()
+    for each in (told, heard):
+        each.wait_for_ends(1)
+    assert heard.tokens_of(0) == told.tokens_of(0)
 
 
 def test_a_request_is_cancelled_while_the_engine_drains(engines: Any) -> None:
