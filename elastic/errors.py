@@ -26,12 +26,12 @@ class ElasticError(Exception):
     """The root of every error that Elastic raises on purpose."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _as_it_was, (type(self), self.args, self.__dict__)  # its `__init__` may ask for more than `args`
+        return as_it_was, (type(self), self.args, self.__dict__)  # its `__init__` may ask for more than `args`
 
 
-def _as_it_was(kind: type[ElasticError], args: tuple[Any, ...], attributes: dict[str, Any]) -> ElasticError:
-    """Return an error as another process raised it."""
-    error = BaseException.__new__(kind, *args)
+def as_it_was(kind: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> Exception:
+    """Return an error as another process raised it: without `__init__`, which adds figures to its text."""
+    error: Exception = BaseException.__new__(kind, *args)
     error.__dict__.update(attributes)
     return error
 

@@ -41,10 +41,7 @@ def encode_error(error: BaseException) -> str:
 def decode_error(text: str) -> Exception:
     """Undo `encode_error`; an error that is not ours is a `RuntimeError`."""
     fields = json.loads(text)
-    kind, attributes = getattr(errors, fields["type"], RuntimeError), fields["attributes"]
-    error: Exception = kind(fields["text"], **dict.fromkeys(attributes, 0))  # a text that has its figures already
-    vars(error).update(attributes)
-    return error
+    return errors.as_it_was(getattr(errors, fields["type"], RuntimeError), (fields["text"],), fields["attributes"])
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,15 @@ from elastic.engines.vllm.client.messages import decode, decode_error, encode, e
 from elastic.engines.vllm.client.proxy import AsyncRemoteRuntime, RemoteRuntime, runtime
 from elastic.engines.vllm.client.settings import KEY, EngineSettings, options
 from elastic.engines.vllm.support import require_known
-from elastic.errors import BackendUnavailable, CapacityError, ConfigError, ElasticError, RankLost, StateError
+from elastic.errors import (
+    BackendUnavailable,
+    CapacityError,
+    ConfigError,
+    ElasticError,
+    Overloaded,
+    RankLost,
+    StateError,
+)
 from elastic.types import Change, Event, HostStatus, KVStatus, PlaceStatus, Release, Residency, ResizeKV, Status, Swap
 
 EVENT = Event(0, Swap((1, 2), "int4"), 1.5, "by hand", 10, 20, 0.1, 0.2, 0.3, True, "applied")
@@ -35,11 +43,18 @@ def test_records_come_back_as_they_were(value: object) -> None:
     assert decode(encode(value)) == value
 
 
-@pytest.mark.parametrize("error", [ConfigError("a"), StateError("b"), ElasticError("c")])
+def noted(error: ElasticError) -> ElasticError:
+    error.__dict__["seen_by"] = "a caller"
+    return error
+
+
+@pytest.mark.parametrize(
+    "error", [noted(ConfigError("a")), StateError("b"), ElasticError("c"), Overloaded("d", retry_after_s=2.0)]
+)
 def test_errors_come_back_with_their_type(error: ElasticError) -> None:
     again = decode_error(encode_error(error))
     assert type(again) is type(error)
-    assert str(again) == str(error)
+    assert (str(again), vars(again)) == (str(error), vars(error))
 
 
 def test_a_capacity_error_keeps_its_figures() -> None:
