@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from elastic import ConfigError
+from elastic.engines.vllm.support import PROBES
 
 USED: dict[str, dict[str, list[str]]] = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base": {
@@ -84,6 +85,12 @@ def parameters(module: str, name: str) -> list[str]:
 def test_parameters_have_not_drifted(module: str, name: str) -> None:
     expected = USED[module][name]
     assert parameters(module, name)[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("name", ["BlockPool", "FreeKVCacheBlockQueue"])
+def test_all_that_is_used_of_the_block_pool_is_looked_for_at_the_start(name: str) -> None:
+    used = {each.partition(".")[2] for names in USED.values() for each in names if each.startswith(f"{name}.")}
+    assert [set(attributes) for probe, attributes in PROBES.items() if probe.endswith(f":{name}")] == [used]
 
 
 def test_a_step_ends_with_the_events_of_the_connector() -> None:

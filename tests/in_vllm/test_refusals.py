@@ -8,7 +8,7 @@ import pytest
 
 from elastic import ConfigError
 from elastic.engines.vllm.kv import sectors
-from elastic.errors import BackendUnavailable
+from elastic.errors import BackendUnavailable, StateError
 from elastic.memory import places
 from support.vllm_engine.engine import elastic_engine, run
 
@@ -46,6 +46,18 @@ def test_another_engine_starts_after_one_that_did_not(where: str, monkeypatch: p
     del raised
     with elastic_engine("24MiB") as llm:
         assert len(run(llm, [4])[0]) == 4
+
+
+def test_a_worker_without_a_model_and_a_connector_on_the_wrong_side_say_so() -> None:
+    from elastic.engines.vllm.connector import ElasticConnector
+    from elastic.engines.vllm.worker import CpuWorker
+
+    with pytest.raises(StateError, match="no elastic model: it was shut down"):
+        CpuWorker.__new__(CpuWorker).execute_model(None)
+    connector = ElasticConnector.__new__(ElasticConnector)
+    for asked in (connector.get_num_new_matched_tokens, connector.request_finished_all_groups):
+        with pytest.raises(StateError, match="ask the one beside the scheduler"):
+            asked(None, 0)
 
 
 def test_a_cache_in_another_dtype_than_the_models_is_refused() -> None:

@@ -67,7 +67,7 @@ class ElasticModel:
     ) -> None:
         self.rank = rank
         self.channel: WorkerChannel | None = None
-        """That of the KV connector, when it is made."""
+        """That of the KV connector, when it is made: it tells the scheduler's side of changes."""
         self.graphs: CapturedGraphs | None = None
         """Of the steps, if the worker has captured some."""
         self.actions = RankAgreement()
@@ -104,6 +104,9 @@ class ElasticModel:
                 on_model.callback(enter.remove)
                 leave = model.register_forward_hook(lambda *_: self.end_forward(), always_call=True)
                 on_model.callback(leave.remove)
+            self.kv.pool.listeners.append(self._pages_changed)
+            memory.callback(self.kv.pool.listeners.remove, self._pages_changed)
+            self.runtime.job_listeners.append(self._job_done)
             memory.callback(self.runtime.close)
             self.runtime.start(controlled=rank == 0)  # the others do as its controller says
             self._on_model, self._memory = on_model.pop_all(), memory.pop_all()
@@ -132,13 +135,6 @@ class ElasticModel:
             full = set(self.runtime.form()) == {self._parts.weights.layers[0].dtype}
             self._looked = commits, full
         return full
-
-    def join(self, channel: WorkerChannel) -> None:
-        """Tell the scheduler's side of changes from here on, by the worker's end of the KV connector."""
-        self.channel, listeners = channel, self.kv.pool.listeners
-        listeners.append(channel.changed)
-        self._memory.callback(listeners.remove, channel.changed)
-        self.runtime.job_listeners += [channel.wake, channel.changed]
 
     def begin_forward(self) -> None:
         """Enter a step: no action commits until `end_forward`. Graphs are replayed if weights lie where they did."""
@@ -206,6 +202,15 @@ class ElasticModel:
         with self.runtime.last_safe_point():
             self._on_model.close()
             self._memory.close()
+
+    def _pages_changed(self) -> None:
+        if self.channel is not None:
+            self.channel.changed()
+
+    def _job_done(self) -> None:
+        if self.channel is not None:
+            self.channel.wake()
+            self.channel.changed()
 
     def _begin(self, actions: Sequence[Any], why: str) -> None:
         if not self.runtime.closed:

@@ -7,6 +7,7 @@ blocks, and admits by promise. The worker carries orders out itself, before the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Never
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -26,22 +27,30 @@ from elastic.engines.vllm.kv.sectors import KVSectors, blocks_per_sector, region
 from elastic.engines.vllm.kv.worker_channel import WorkerChannel
 from elastic.engines.vllm.metrics import CapacityPromMetrics, CapacityStats
 from elastic.engines.vllm.scheduler_side import SchedulerSide
+from elastic.errors import StateError
 
 KVConnectorMetadata.register(StepOrders)
 KVConnectorWorkerMetadata.register(StepReport)
 KVConnectorHandshakeMetadata.register(Handshake)
 
 
+def _refuse_in_worker(*_: object, **__: object) -> Never:
+    raise StateError("a worker's connector is asked what the scheduler decides; ask the one beside the scheduler")
+
+
 class ElasticConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Has each of vLLM's calls go to what does it, in a worker or beside the scheduler, with no function between."""
+    """Has each of vLLM's calls go to what does it, in a worker or beside the scheduler, with no function between.
+
+    It does so by attributes of the instance, which go before methods of a subclass.
+    """
 
     requires_kv_delivery = False
     start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = staticmethod("".format)
     """Move nothing: `"".format` takes whatever it is given, and is no Python code in a step."""
     has_connector_metadata = staticmethod(bool)
     """Returns False, as `bool()` does: no layer is to wait for keys and values. Each asks, so it is no Python code."""
-    get_num_new_matched_tokens = update_state_after_alloc = build_connector_meta = staticmethod("".format)
-    request_finished_all_groups = staticmethod("".format)
+    get_num_new_matched_tokens = update_state_after_alloc = build_connector_meta = _refuse_in_worker
+    request_finished_all_groups = _refuse_in_worker
     """These are asked of the scheduler's side alone, which has its own."""
     build_kv_connector_stats = CapacityStats
     build_prom_metrics = CapacityPromMetrics
@@ -54,7 +63,7 @@ class ElasticConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             model = model_of(vllm_config)
             sectors = KVSectors(model.kv, kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks)
             channel = WorkerChannel(model, sectors)
-            model.join(channel)
+            model.channel = channel
             self.__dict__.update(
                 get_mem_pool_context=sectors.allocation,
                 get_handshake_metadata=channel.handshake,

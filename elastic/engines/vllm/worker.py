@@ -81,7 +81,7 @@ class RankCalls:
 
     def _model(self) -> ElasticModel:
         if self.elastic is None:
-            raise StateError("this worker has no elastic model; call elastic_attach first")
+            raise StateError("this worker has no elastic model: it was shut down, or needs elastic_attach first")
         return self.elastic
 
 
@@ -149,8 +149,7 @@ class ElasticWorker(RankCalls):
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Carry out orders, then run the step; no action commits inside it."""
-        model = self.elastic
-        assert model is not None  # since it was loaded; `_model` would be one call more
+        model = self.elastic or self._model()  # which raises; one call less in a step
         if model.channel is not None:
             model.channel.before_step(scheduler_output.kv_connector_metadata)
         try:

@@ -6,6 +6,7 @@ was moved to another range has not, and then a step is computed without graphs, 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,22 +22,23 @@ class CapturedGraphs:
 
     def __init__(self, runner: Any, addresses: Callable[[], Addresses]) -> None:
         self._addresses = addresses
-        self._owner: Any = None
+        self._owner: Callable[[], Any] = lambda: None
         self._switch = ""
         self._captured: Addresses = ()
         for owner, switch in SWITCHES:
-            if hasattr(getattr(runner, owner, None), switch):
-                self._owner, self._switch = getattr(runner, owner), switch
+            if hasattr(getattr(runner, owner, None), switch):  # weak: graphs go with their worker
+                self._owner, self._switch = weakref.ref(getattr(runner, owner)), switch
 
     def note_capture(self) -> None:
         """Note the addresses that graphs have in them now. Raises `BackendUnavailable` where they cannot be held."""
-        if self._owner is None:
+        owner = self._owner()
+        if owner is None:
             raise BackendUnavailable(
                 "this vLLM does not say whether it has CUDA graphs; start it with enforce_eager=True"
             )
-        self._captured = self._addresses() if getattr(self._owner, self._switch) else ()
+        self._captured = self._addresses() if getattr(owner, self._switch) else ()
 
     def begin_step(self) -> None:
         """Have the next step replay graphs, or not. Inside the forward gate: no weight moves until the step ends."""
         if self._captured:
-            setattr(self._owner, self._switch, self._addresses() == self._captured)
+            setattr(self._owner(), self._switch, self._addresses() == self._captured)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +20,15 @@ class Weights:
         return self.addresses
 
 
+class Owner:
+    """What a model runner has its graphs in."""
+
+
 def runner_with(owner: str, switch: str, captured: bool) -> Any:
     """A model runner of vLLM, as far as its graphs."""
-    return SimpleNamespace(**{owner: SimpleNamespace(**{switch: captured})})
+    holder = Owner()
+    setattr(holder, switch, captured)
+    return SimpleNamespace(**{owner: holder})
 
 
 @pytest.mark.parametrize(("owner", "switch"), SWITCHES)
@@ -42,6 +50,17 @@ def test_without_graphs_nothing_is_switched_on(owner: str, switch: str) -> None:
     graphs.note_capture()
     graphs.begin_step()
     assert getattr(getattr(runner, owner), switch) is False
+
+
+@pytest.mark.parametrize(("owner", "switch"), SWITCHES)
+def test_graphs_go_with_their_runner(owner: str, switch: str) -> None:
+    """They are held as long as the worker is, though a worker that vLLM never stopped leaves the model behind."""
+    runner = runner_with(owner, switch, True)
+    graphs, gone = CapturedGraphs(runner, Weights()), weakref.ref(getattr(runner, owner))
+    graphs.note_capture()
+    del runner
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_runner_that_does_not_say_is_refused() -> None:
