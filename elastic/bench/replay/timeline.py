@@ -69,9 +69,9 @@ class StateSampler:
     def __init__(self, observe: Callable[[float], Observation], every_s: float) -> None:
         self._observe = observe
         self._every_s = every_s
-        self._states: list[EngineState] = []
         self._actions: dict[int, FinishedAction] = {}
         self._first = self._last = observe(0.0)
+        self._states = [] if self._first.state is None else [self._first.state]
         self._start_s = self._wall_s = 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._sample_until_stopped, name="elastic-bench-sampler", daemon=True)

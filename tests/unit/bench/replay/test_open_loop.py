@@ -265,7 +265,7 @@ def test_a_warm_up_that_fails_says_so_before_anything_is_measured() -> None:
 
 def test_the_state_is_sampled_from_beginning_to_end() -> None:
     class Counting(RequestMetrics):
-        reads = -1  # the first one, before the run, is no sample
+        reads = 0
 
         def read(self, at_s: float | None = None) -> RequestStats:
             self.reads += 1
@@ -276,7 +276,8 @@ def test_the_state_is_sampled_from_beginning_to_end() -> None:
     trace = offered(10, gap_s=0.01)
     run = replay(engine, trace, prompts_for(trace), options=ReplayOptions(sample_every_s=0.01))
     assert [s.waiting for s in run.timeline] == list(range(1, len(run.timeline) + 1))
-    assert len(run.timeline) >= 3
+    assert len(run.timeline) >= 4
+    assert run.timeline[0].t_s == 0.0, "before the first request"
     assert run.timeline[0].layers == {"float32": 1}
     assert run.timeline[-1].t_s >= run.records[-1].arrival_s
     assert summarize(run)["elastic"]["preemptions"] == len(run.timeline) - 1
