@@ -60,7 +60,7 @@ def test_heads_are_chosen_on_one_stream_and_used_on_another(simulator: ModuleTyp
     backend = CudaBackend(DEVICE)
     pool = PagePool("cuda:0#test", backend, 8 * backend.page_bytes, ready_pages=0)
     kv = KVPool(pool, 8 * backend.page_bytes, idle_share=1.0, ready_share=0)
-    memory = BlockMemory(kv, [BlockGroup((0,), LAYOUT.shape.elements * 4)])
+    memory = BlockMemory(kv, [BlockGroup((0,), LAYOUT.block_elements * 4)])
     cache = PagedCache(memory, [BatchBlockTable(8, None)], LAYOUT, torch.float32)
     used = []
     for stream in (new_stream(DEVICE), new_stream(DEVICE)):
