@@ -178,12 +178,20 @@ def test_several_answers_move_together_and_share_the_prompts_blocks_there_too(sh
     names = [f"{request.id}/{i}" for i in range(3)]
     alone.engine.submit(request, expected)
     expected.wait(names)
-    a.engine.submit(request, heard)
+    moves = threading.Event()
+
+    def listen(output: Output) -> None:
+        heard(output)
+        if names[0] in heard.ends and all(len(heard.tokens.get(name, ())) >= 5 for name in names[1:]):
+            moves.wait(30)  # or they might end before
+
+    a.engine.submit(request, listen)
     heard.wait_for_tokens(names[0], 3)
     a.engine.cancel(request.id, 0)
     heard.wait(names[:1])
     for name in names[1:]:
         heard.wait_for_tokens(name, 5)
+    moves.set()
     states = move(a, b, request.id, heard)
     assert [state.index for state in states] == [1, 2]
     heard.wait(names)
