@@ -76,11 +76,10 @@ class ElasticModel:
         if _models and own_worker is not None:
             raise StateError(ONE_CONNECTOR)
         with ExitStack() as memory, ExitStack() as on_model:
-            label = f"{device}#vllm-{self._name.replace(':', '-')}"
-            numbered = torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-            place = Place(label, numbered, settings.budget_bytes, settings.page_bytes)
-            self.place = place.name
+            self.place = f"{device}#vllm-{self._name.replace(':', '-')}"
             """The name of this rank's."""
+            numbered = torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+            place = Place(self.place, numbered, settings.budget_bytes, settings.page_bytes)
             options = _wrap_options(model, settings, place, is_packable)
 
             def make_handlers(parts: ModelParts, stack: ExitStack) -> Mapping[type, ActionHandler]:
