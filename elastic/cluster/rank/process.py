@@ -19,6 +19,9 @@ from elastic.cluster.rank.rank import Rank
 from elastic.cluster.rank.spec import RankSpec
 from elastic.errors import ConfigError, StateError
 
+SWITCH_S = 0.0005
+"""After how long a thread lets another one go on that waits for the interpreter: Python's 5 ms are many times a pause
+of the step loop, between whose calls that let it go the other threads of a rank run."""
 GRACE_S = 5.0
 """How long a rank without a fleet may take to end in order."""
 
@@ -48,9 +51,10 @@ def serve(connection: SocketConnection, spec: RankSpec) -> None:
 
 
 def _prepare(name: str) -> None:
-    """Log to standard error, each line with the rank's name; leave an interrupt of the terminal to the fleet, and end
-    in order when asked to terminate.
+    """Log to standard error, each line with the rank's name; leave an interrupt of the terminal to the fleet, end in
+    order when asked to terminate, and have threads take turns quickly.
     """
+    sys.setswitchinterval(SWITCH_S)
     format = f"%(asctime)s rank {name or os.getpid()} %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(stream=sys.stderr, format=format, force=True)
     if threading.current_thread() is threading.main_thread():

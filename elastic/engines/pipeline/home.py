@@ -47,6 +47,10 @@ class PathChange:
     """That other ranks copy ahead of it."""
     copied_ahead: CopyAnswers = field(default_factory=CopyAnswers)
     """Their answers."""
+    copied_bytes: int = 0
+    """That the home copied while no step was computed."""
+    stalled_ms: float = 0.0
+    """For which none was."""
 
 
 class HomeExecutor:
@@ -173,37 +177,43 @@ class HomeExecutor:
 
     # -- shards that change their rank
 
-    def pages_of(self, moves: Iterable[ShardMove], timeout_s: float) -> list[LayersKV]:
-        """Return where the keys and values of shards lie at their sources, which were asked; in the order of the moves.
+    def ask_late(self, flip: PathChange, sectors: Collection[tuple[int, int]]) -> bool:
+        """Ask ranks that shards go from, and that have not told yet where these sectors, (group, sector), lie there.
+
+        Returns whether any is asked; `hear` waits for what they say. Raises `RankLost`.
+        """
+        flip.asked = [
+            move for move in flip.moves if move.source != self.rank and not self._has_told(flip, move, sectors)
+        ]
+        for move in flip.asked:
+            self._ask_pages(move.source, move.shards)
+        return bool(flip.asked)
+
+    def hear(self, flip: PathChange, timeout_s: float) -> None:
+        """Wait for what `ask_late` has asked. From any thread.
 
         Raises the first error when all have answered: `RankLost`, `StateError`.
         """
-        return all_answers(partial(self._pages, move.source, move.shards, timeout_s) for move in moves)
+        pages = all_answers(partial(self._pages, move.source, move.shards, timeout_s) for move in flip.asked)
+        flip.located |= zip(flip.asked, pages, strict=True)
 
-    def is_current(self, rank: str, told: LayersKV, sectors: Collection[tuple[int, int]]) -> bool:
-        """Return whether a rank told where keys and values lie when it had these sectors, (group, sector), as they are.
+    def _has_told(self, flip: PathChange, move: ShardMove, sectors: Collection[tuple[int, int]]) -> bool:
+        """Return whether the source of a move told where it lies when it had these sectors, as they are.
 
         It may have told of an earlier one, that was given back since: its number is soon that of another.
         """
-        if unknown_sector(told, self._memory, sectors):
+        told, told_at = flip.located.get(move), self.links[move.source].told_at
+        if told is None or unknown_sector(told, self._memory, sectors):
             return False
-        told_at = self.links[rank].told_at
         return all(told_at.get(sector, 0) <= told.position for sector in sectors)
 
     def still_at(self, rank: str, shards: tuple[int, ...], timeout_s: float) -> LayersKV | None:
         """Say where a rank has keys and values of shards when it has done all that it was told; None: it has gone."""
         try:
-            self.ask_pages(rank, shards)
+            self._ask_pages(rank, shards)
             return self._pages(rank, shards, timeout_s)
         except StateError:
             return None
-
-    def ask_pages(self, rank: str, shards: tuple[int, ...]) -> None:
-        """Ask what `pages_of` waits for. Raises `RankLost`."""
-        self._note_changes(())
-        link = self.links[rank]
-        link.flush()
-        link.send(AskItem(shards))
 
     def copy(
         self, copies: Mapping[ShardMove, LayersKV], blocks: Blocks, timeout_s: float, *, flips: bool = False
@@ -270,6 +280,13 @@ class HomeExecutor:
         self._go_by(path, ways_of(path))
 
     # -- inside
+
+    def _ask_pages(self, rank: str, shards: tuple[int, ...]) -> None:
+        """Ask what `_pages` waits for. Raises `RankLost`."""
+        self._note_changes(())
+        link = self.links[rank]
+        link.flush()
+        link.send(AskItem(shards))
 
     def _pages(self, rank: str, shards: tuple[int, ...], timeout_s: float) -> LayersKV:
         answer = self.links[rank].answer(timeout_s)

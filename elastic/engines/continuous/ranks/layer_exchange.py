@@ -124,11 +124,14 @@ class LayerExchange:
         try:
             flip = between_steps(lambda: self._begin_flip(path, sources or {}, timeout_s))
             if flip.asked:
-                flip.located |= zip(flip.asked, self._home.pages_of(flip.asked, timeout_s), strict=True)
+                self._home.hear(flip, timeout_s)
                 between_steps(lambda: self._copy_ahead(flip, timeout_s))
-            ahead = self._take_copied(flip)
-            stalled_ms, copied = between_steps(lambda: self._flip(flip, timeout_s))
-            copied += ahead + self._home.confirm()
+            copied = self._take_copied(flip)
+            for last in (False, False, True):
+                if between_steps(partial(self._flip, flip, timeout_s, last=last)):
+                    break
+                self._home.hear(flip, timeout_s)
+            copied += flip.copied_bytes + self._home.confirm()
         except RankLost as error:
             if error.rank in self._home.path.helpers:  # nobody waits in a step for one that may only hang
                 self._loop.lose(error)
@@ -137,7 +140,7 @@ class LayerExchange:
         left = self._loop.between_steps(partial(self._finish_flip, flip))
         while left:
             left = self._loop.between_steps(partial(self._drop_away, left))
-        return Flipped(stalled_ms + (self._loop.followed_s - waited_s) * 1e3, copied)
+        return Flipped(flip.stalled_ms + (self._loop.followed_s - waited_s) * 1e3, copied)
 
     def end(self) -> None:
         """End what `begin` began. Can be called twice."""
@@ -255,16 +258,9 @@ class LayerExchange:
         self._exchange()
         self._loop.require_all_ranks()
         flip = PathChange(self._home.path, path, ways_of(path), self._moves(path))
-        for move in flip.moves:
-            told = sources.get((move.source, move.target))
-            if move.source == self._home.rank:
-                continue
-            if told is not None and self._home.is_current(move.source, told, self._kv.memory.mapped_sectors):
-                flip.located[move] = told
-            else:
-                self._home.ask_pages(move.source, move.shards)
-                flip.asked.append(move)
-        if not flip.asked:
+        told = {move: sources.get((move.source, move.target)) for move in flip.moves}
+        flip.located |= {move: each for move, each in told.items() if each is not None}
+        if not self._home.ask_late(flip, self._kv.memory.mapped_sectors):
             self._copy_ahead(flip, timeout_s)
         return flip
 
@@ -272,7 +268,7 @@ class LayerExchange:
         """Have the other ranks that shards go to copy beside the next step: so they say that they can."""
         flip.blocks = self._exchange().take()
         try:
-            pages = self._pages_of(flip, flip.blocks, timeout_s)
+            pages = self._locate(flip, flip.blocks, timeout_s)
             flip.copied_ahead = self._home.copy(pages, flip.blocks, timeout_s)
         except BaseException:
             self._exchange().add(flip.blocks)
@@ -290,26 +286,34 @@ class LayerExchange:
             written.add(flip.blocks)  # this rank has not copied them
         return copied
 
-    def _flip(self, flip: PathChange, timeout_s: float) -> tuple[float, int]:
-        """Change the path; return for how many milliseconds no step was computed, and the bytes copied here."""
-        written = self._exchange()
+    def _flip(self, flip: PathChange, timeout_s: float, *, last: bool) -> bool:
+        """Change the path; return False where a source has yet to tell of new sectors, unless it is the `last` try."""
         self._loop.settle_intact()
         start = time.perf_counter()
+        written = self._exchange()
         blocks = written.take()
         try:
-            pages = self._pages_of(flip, blocks, timeout_s)
-            copied = sum(
-                self._kv.copy(move.shards, pages[move], blocks, coordinated=False)
-                for move in flip.moves
-                if move.target == self._home.rank
-            )
-            self._home.flip(flip, pages, blocks, timeout_s)
+            late = not last and self._home.ask_late(flip, sectors_of(self._kv.memory, blocks))
+            if late:
+                written.add(blocks)
+            else:
+                self._go_by(flip, blocks, timeout_s)
         except BaseException:
             written.add(blocks)
             raise
+        flip.stalled_ms += (time.perf_counter() - start) * 1e3
+        return not late
+
+    def _go_by(self, flip: PathChange, blocks: Blocks, timeout_s: float) -> None:
+        pages = self._locate(flip, blocks, timeout_s)
+        flip.copied_bytes = sum(
+            self._kv.copy(move.shards, pages[move], blocks, coordinated=False)
+            for move in flip.moves
+            if move.target == self._home.rank
+        )
+        self._home.flip(flip, pages, blocks, timeout_s)
         self._flipping = flip
         self._reports.end()  # until all of it is copied
-        return (time.perf_counter() - start) * 1e3, copied
 
     def _finish_flip(self, flip: PathChange) -> Sequence[int]:
         """End the exchange of a flip, of which all is copied; return the parts of the KV cache that have yet to go."""
@@ -322,14 +326,12 @@ class LayerExchange:
         leaving = [shard for move in flip.moves if move.source == self._home.rank for shard in move.shards]
         return self._drop_away(tuple(sorted(self._kv.exchange.places(leaving))))
 
-    def _pages_of(self, flip: PathChange, blocks: Blocks, timeout_s: float) -> dict[ShardMove, LayersKV]:
+    def _locate(self, flip: PathChange, blocks: Blocks, timeout_s: float) -> dict[ShardMove, LayersKV]:
         """Return where the sectors of blocks lie at the ranks that shards go from."""
-        sectors, sources = sectors_of(self._kv.memory, blocks), flip.located
-        late = [move for move, source in sources.items() if not self._home.is_current(move.source, source, sectors)]
-        for move in late:  # a sector was mapped for the last steps
-            self._home.ask_pages(move.source, move.shards)
-        told = {**sources, **dict(zip(late, self._home.pages_of(late, timeout_s), strict=True))}
-        pages = {move: source.of_sectors([sector for _, sector in sectors]) for move, source in told.items()}
+        sectors = sectors_of(self._kv.memory, blocks)
+        if self._home.ask_late(flip, sectors):
+            self._home.hear(flip, timeout_s)
+        pages = {move: source.of_sectors([sector for _, sector in sectors]) for move, source in flip.located.items()}
         for move in flip.moves:
             if move.source == self._home.rank:
                 pages[move] = self._kv.locate(move.shards, sectors)

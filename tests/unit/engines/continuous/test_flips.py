@@ -114,6 +114,32 @@ def test_a_hurried_flip_takes_one_pause(ranks: EngineGroup, monkeypatch: pytest.
     ranks.part("a")
 
 
+def test_no_pause_has_a_source_asked_for_new_sectors(ranks: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard, expected = begin_answers(ranks)
+    home, changed, waiting = ranks["a"], list[bool](), list[tuple[int, object]]()
+    ranks.move("a", (1, 2), "b")
+    flip, hear = home.exchange._flip, HomeExecutor.hear
+
+    def map_more(change: Any, *args: Any, **options: Any) -> bool:
+        if not changed:
+            change.located.clear()  # as if a step had mapped sectors since the source told of its own
+        changed.append(flip(change, *args, **options))
+        return changed[-1]
+
+    def note_thread(*args: Any) -> None:
+        waiting.append((len(changed), threading.current_thread()))
+        hear(*args)
+
+    monkeypatch.setattr(home.exchange, "_flip", map_more)
+    monkeypatch.setattr(HomeExecutor, "hear", note_thread)
+    ranks.move("a", (1, 2), "a")
+    assert (changed[0], changed[-1]) == (False, True)
+    assert [thread is home._loop.thread for tries, thread in waiting if tries == 1] == [False]
+    heard.wait(list(expected))
+    assert heard.tokens == expected
+    ranks.part("a")
+
+
 @pytest.mark.parametrize("owner", ["a", "c"])
 def test_a_last_copy_that_fails_loses_a_rank_but_no_token(
     ranks: EngineGroup, monkeypatch: pytest.MonkeyPatch, owner: str
