@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -23,6 +24,26 @@ from elastic.types import Action, Change, Result
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class _Thread(threading.local):
+    told: set[ActionExecutor] | None = None
+    """Who was told of pages since it began to try deferred actions again; None: it does not."""
+
+
+class _Tries:
+    """Tries of deferred actions, of all models of this process: one at a time.
+
+    So none fails for pages that another one holds only until it has failed, too.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.ended = 0
+
+
+_thread, _tries = _Thread(), _Tries()
+os.register_at_fork(after_in_child=_tries.__init__)  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -92,7 +113,13 @@ class ActionExecutor:
         return self.call(work)
 
     def retry(self) -> None:
-        """Have deferred actions tried again. May be called under any lock: it only queues a job."""
+        """Have deferred actions tried again. May be called under any lock: it only queues a job.
+
+        On a thread that tries some, not before it has switched something: what it gives back in vain was free before.
+        """
+        if _thread.told is not None:
+            _thread.told.add(self)
+            return
         self._came_free = True
         if not self._retrying and self.runner.deferred():
             self._retrying = True
@@ -150,12 +177,31 @@ class ActionExecutor:
     def _run(self, actions: tuple[Action, ...], why: str) -> tuple[Result, ...]:
         """Do actions, then deferred ones for as long as pages that came free let one of them be done."""
         if why == RETRY:
-            self._retrying = False
-            actions = self._deferred()
-        self._came_free = False
-        results = latest = self._transact(actions, why)
-        if self._came_free and why != RETRY:  # before these were known to wait, perhaps
+            return self._try_deferred()
+        self._came_free, tries = False, _tries.ended
+        results = self._followed(self._transact(actions, why))
+        if self._came_free or _tries.lock.locked() or _tries.ended > tries:  # before these were known to wait, perhaps
             self.retry()
+        return results
+
+    def _try_deferred(self) -> tuple[Result, ...]:
+        """Do deferred actions; if any layer switches, have others who were told of pages try theirs."""
+        self._retrying, results = False, tuple[Result, ...]()
+        with nullcontext() if self._agreement.several else _tries.lock:  # ranks wait for one another
+            _thread.told = told = set[ActionExecutor]()
+            try:
+                results = self._followed(self._transact(self._deferred(), RETRY))
+            finally:
+                _thread.told = None
+                _tries.ended += 1
+        if any(isinstance(result, Change) and result.layers for result in results):
+            for executor in told - {self}:
+                executor.retry()
+        return results
+
+    def _followed(self, results: tuple[Result, ...]) -> tuple[Result, ...]:
+        """Return results of what was done with those of deferred actions that could be done behind it."""
+        latest = results
         while any(isinstance(result, Change) and result.layers and result.deferred for result in latest):
             try:
                 latest = self._transact(self._deferred(), RETRY)
