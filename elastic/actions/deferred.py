@@ -97,11 +97,13 @@ class DeferredActions:
         At once: between the two, caches would have either more than they may, or less.
         """
         place, before = units[0].pool.name, self._supplied
-        self._supplied = before | {*units}
-        if self._broker.take_from_cache(place, pages, self._pages(place)):
-            return True
-        self._supplied = before
-        return False
+        self._supplied, taken = before | {*units}, False
+        try:
+            taken = self._broker.take_from_cache(place, pages, self._pages(place))
+        finally:
+            if not taken:
+                self._supplied = before
+        return taken
 
     def give_back(self, units: Iterable[WeightUnit]) -> None:
         """Hold back again what units wait for, since what was taken for them is about to be given back."""

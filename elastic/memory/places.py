@@ -11,7 +11,7 @@ import torch
 from elastic.config import Place
 from elastic.errors import ConfigError
 from elastic.memory.backends.base import PageBackend
-from elastic.memory.backends.cgroup import memory_limit
+from elastic.memory.backends.cgroup import memory_left, memory_limit
 from elastic.memory.backends.cuda import CudaBackend, require_cuda
 from elastic.memory.backends.libc import libc
 from elastic.memory.backends.memfd import MemfdBackend
@@ -24,11 +24,12 @@ _open: dict[str, tuple[PagePool, int]] = {}  # name -> pool, users
 _SHARE_OF_FREE_MEMORY = {"cpu": 0.5, "cuda": 0.9}
 
 
-def open_place(place: Place, *, resident_bytes: int = 0) -> PagePool:
+def open_place(place: Place, *, resident_bytes: int = 0, sharers: int = 1) -> PagePool:
     """Return the pool of a place, made at first use.
 
-    Without a budget it gets `resident_bytes` (what the caller already holds there) and most of what is free now: 90 %
-    on CUDA, half on a CPU. A second budget for an open place is a `ConfigError`.
+    Without a budget it gets `resident_bytes` (what the caller already holds there) and its part of most of what is free
+    now: of 90 % on CUDA, of half on a CPU. `sharers`: how many such places there are to be on the device. A second
+    budget for an open place is a `ConfigError`.
     """
     with _lock:
         if place.name in _open:
@@ -38,7 +39,8 @@ def open_place(place: Place, *, resident_bytes: int = 0) -> PagePool:
             backend = make_backend(place)
             budget = place.budget_bytes
             if budget is None:
-                budget = resident_bytes + int(_SHARE_OF_FREE_MEMORY[place.device.type] * free_bytes(place.device))
+                most = _SHARE_OF_FREE_MEMORY[place.device.type] * free_bytes(place.device)
+                budget = resident_bytes + int(most / sharers)
             pool, users = PagePool(place.name, backend, budget), 0
             janitor.start()
         _open[place.name] = (pool, users + 1)
@@ -66,13 +68,14 @@ def make_backend(place: Place) -> PageBackend:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that are free on a device now."""
+    """Return the bytes that are free on a device now; of a CPU, those that this process may have."""
     if device.type == "cuda":
         require_cuda(device)
         return int(torch.cuda.mem_get_info(device)[0])
     with open("/proc/meminfo") as file:
         fields = dict(line.split(":", 1) for line in file)
-    return min(int(fields["MemAvailable"].split()[0]) * 1024, total_bytes(device))
+    available, left = int(fields["MemAvailable"].split()[0]) * 1024, memory_left()
+    return available if left is None else min(available, left)
 
 
 def total_bytes(device: torch.device) -> int:

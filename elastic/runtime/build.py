@@ -59,7 +59,9 @@ def open_places(
     for number, place in enumerate(chosen):
         first = all(place.device != earlier.device for earlier in chosen[:number])
         held = outside.get(str(place.device), Counter()) if first else Counter()
-        pool = open_place(place, resident_bytes=held.total() + (paged[str(place.device)] if first else 0))
+        resident = held.total() + (paged[str(place.device)] if first else 0)
+        sharers = sum(other.device == place.device and other.budget_bytes is None for other in chosen)
+        pool = open_place(place, resident_bytes=resident, sharers=max(1, sharers))
         stack.callback(close_place, pool)
         if (fixed := sum(map(pool.pages_for, held.values()))) > pool.free_pages:
             sizes = (

@@ -330,6 +330,7 @@ class Runtime(LayerVerbs):
             raise StateError("a model cannot be unwrapped inside one of its forward passes")
         for by in (each.by for each in tuple(self._occupied) if not each.end_dropped()):
             raise StateError(f"the model is in use by {by}")
+        self._executor.drain()  # it may drop more layers, or have them back
         if self.dropped:
             raise StateError(f"layers {self.dropped} are dropped; have them back first: rt.fetch, or rt.restore")
         self.close()

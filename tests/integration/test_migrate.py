@@ -185,13 +185,14 @@ def test_a_driver_that_fails_leaves_the_weights_where_they_were(
     model = wrapped(build("llama-gqa"), two_places())
     rt, expected = model.elastic, model(**prompt()).logits
     rt.kv.trim()
-    before = rt.status().residencies
+    before, ranges = rt.status().residencies, len(rt.pools[1].backend.reserved)
     for pool in rt.pools:
         pool.backend.fail(call, nth)
     try:
         rt.migrate(module, "cpu#b")
     except CapacityError:
         assert rt.status().residencies == before
+        assert len(rt.pools[1].backend.reserved) == ranges
     for pool in rt.pools:
         pool.backend.disarm()
     assert torch.equal(model(**prompt()).logits, expected)

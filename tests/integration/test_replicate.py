@@ -29,6 +29,7 @@ from elastic.hooks.replicas import dispatcher
 from elastic.hooks.replicas.load_balance import ThroughputEstimator
 from elastic.kvcache.layers.split import RowSplitLayer
 from elastic.memory import copy_engine, places
+from elastic.weights import batch_context
 from support.architectures import CONFIGS, SMALL, build, in_turn, prompt
 from support.child_process import in_fork, wait_for_the_janitor
 from support.faulty_backend import CALLS, FaultyBackend
@@ -138,6 +139,18 @@ def test_one_row_is_computed_at_the_best_place_alone(architecture: str, monkeypa
     assert all(len(parts) == 1 for parts in seen)
     assert {parts[0].place for parts in seen} >= {"cpu#b", "cpu#c"}
     rt.check()
+
+
+@torch.no_grad()
+def test_the_thread_of_a_place_keeps_nothing_of_a_batch(wrapped: Any) -> None:
+    model = wrapped(build("llama-gqa"), three_places())
+    rt = model.elastic
+    rt.replicate([0, 1], "cpu#b")
+    model(**prompt(4))
+    (worker,) = rt._executor.runner.handlers[elastic.Replicate]._workers.values()
+    kept: list[object] = []
+    worker.put(lambda: kept.append(batch_context.thread.share)).result()
+    assert kept == [None]
 
 
 @torch.no_grad()

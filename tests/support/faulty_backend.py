@@ -24,6 +24,8 @@ class FaultyBackend:
         self._armed: dict[str, tuple[int, bool]] = {}
         self._mapped: dict[int, int] = {}  # address -> page
         self.failures = 0
+        self.reserved: set[int] = set()
+        """Addresses at which ranges begin that were not given back."""
 
     def fail(self, call: str, nth: int = 1, *, half_way: bool = False) -> None:
         if call not in CALLS or nth < 1:
@@ -65,11 +67,14 @@ class FaultyBackend:
 
     def reserve(self, nbytes: int, **options: Any) -> int:
         self._fail_if_armed("reserve", lambda: self._inner.unreserve(self._inner.reserve(nbytes, **options), nbytes))
-        return self._inner.reserve(nbytes, **options)
+        address = self._inner.reserve(nbytes, **options)
+        self.reserved.add(address)
+        return address
 
     def unreserve(self, address: int, nbytes: int) -> None:
         self._fail_if_armed("unreserve", lambda: None)
         self._inner.unreserve(address, nbytes)
+        self.reserved.discard(address)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -47,6 +47,8 @@ class WeightPageAllocator:
         try:
             unit.block_for(unit.precision).allocate(unit.owner, copy_rate)
         except BaseException:
+            while unit.blocks:
+                unit.blocks.popitem()[1].close()
             self._broker.give_to_cache(place, pages)
             raise
 

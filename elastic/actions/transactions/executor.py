@@ -87,6 +87,11 @@ class ActionExecutor:
         if self.thread.is_alive():
             self.thread.join(timeout_s)
 
+    def drain(self) -> None:
+        """Wait for the jobs that were submitted, unless no more are taken."""
+        with suppress(StateError):
+            self.call(lambda: None).result()
+
     def submit(self, actions: Sequence[Action], why: str) -> Future[tuple[Result, ...]]:
         """Have actions done; the future has their results in order."""
         return self.call(partial(self._run, tuple(actions), why))

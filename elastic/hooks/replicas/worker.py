@@ -136,10 +136,13 @@ class ReplicaShard:
 
     def _forward(self, layer: nn.Module, inputs: LayerInputs) -> None:
         device = self.worker.device
-        batch_context.thread.share = self.rows
         start = mark(device)
         args, kwargs = inputs.call(self._hidden)
-        self.output = layer(*args, **kwargs)
+        batch_context.thread.share = self.rows
+        try:
+            self.output = layer(*args, **kwargs)
+        finally:
+            batch_context.thread.share = None
         self._hidden = hidden_of(self.output)
         add_marks(self.marks, start, mark(device))
 

@@ -19,7 +19,7 @@ from elastic.kvcache.storage.usage import KVLimits, PoolUsage, SectorUsage
 from elastic.memory.backends.peers import reachable
 from elastic.memory.backends.streams import synchronize
 from elastic.memory.pages.background import janitor
-from elastic.memory.pages.finalizers import call_at_death
+from elastic.memory.pages.finalizers import call_at_death, cancel
 from elastic.memory.pages.page_pool import PagePool
 from elastic.types import KVStatus, Resize, ResizeStatus
 
@@ -97,9 +97,7 @@ class KVPool:
                 self.usage.stores.append(new)
                 store = new
             store.begin(self.limits.shrinks if epoch is None else epoch)
-            lease = StoreLease(self, store)
-        call_at_death(user, self._note_end, store, store.lease)
-        return lease
+            return StoreLease(self, store, user)
 
     def grow(self, store: LayerStore, start: int, stop: int) -> None:
         """Map pages for the tokens [start, stop), under the lock. Raises `CapacityError` with the store as it was."""
@@ -270,11 +268,11 @@ class KVPool:
         with self.lock:
             self.closed = True
             self.limits = KVLimits(0, limit=0, floor=0)
-            self.retire_ended()
-            self.reclaimer.fit(0)
             if self.reclaim in self.pool.reclaimers:
                 self.pool.reclaimers.remove(self.reclaim)
             self.pool.claims.pop(self, None)
+            self.retire_ended()
+            self.reclaimer.fit(0)
 
     # -- inside, under the lock
 
@@ -341,13 +339,15 @@ class KVPool:
 class StoreLease:
     """A store in use by one cache layer. Thread-safe, under the lock of its KV pool."""
 
-    def __init__(self, pool: KVPool, store: LayerStore) -> None:
+    def __init__(self, pool: KVPool, store: LayerStore, user: object) -> None:
+        """It ends with `user`, too."""
         self.pool = pool
         self.store = store
         self.max_tokens = store.geometries[0].max_tokens
         """For which there is address space."""
         self._lock = pool.lock
         self._number = store.lease
+        self._user = call_at_death(user, pool._note_end, store, store.lease)
 
     def write(
         self, keys: torch.Tensor, values: torch.Tensor, keep: int, read: int, stop: int
@@ -395,6 +395,7 @@ class StoreLease:
         with self._lock:
             if self.store.lease != self._number:
                 return 0
+            cancel(self._user)
             self.pool.ended.append((self.store, self._number))
             self.pool.retire_ended()
             return self.store.pages * self.pool.pool.page_bytes if self.store.state is StoreState.RETAINED else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
@@ -15,14 +16,43 @@ def memory_limit(groups: Path = GROUPS, mount: Path = MOUNT) -> int | None:
     `groups` lists them, `mount` is where their hierarchy is: one for all (version 2), or one for memory (version 1).
     Inside a container a group may be listed by a path that only its host has: the root is the container's then.
     """
-    limits = []
-    for file in _files(groups, mount):
+    return min((limit for limit, _ in _limits(groups, mount)), default=None)
+
+
+def memory_left(groups: Path = GROUPS, mount: Path = MOUNT) -> int | None:
+    """Return the bytes that are left below the bounds of the control groups; see `memory_limit`.
+
+    What a group has in pages of files that nobody uses now counts as free: the system gives it up.
+    """
+    return min((max(0, limit - _used(files)) for limit, files in _limits(groups, mount)), default=None)
+
+
+def _limits(groups: Path, mount: Path) -> Iterator[tuple[int, _Files]]:
+    """Yield the bounds that there are."""
+    for files in _files(groups, mount):
         with suppress(OSError, ValueError):  # absent, or "max"
-            limits.append(int(file.read_text()))
-    return min(limits, default=None)
+            yield int(files.limit.read_text()), files
 
 
-def _files(groups: Path, mount: Path) -> Iterator[Path]:
+def _used(files: _Files) -> int:
+    used = unused = 0
+    with suppress(OSError, ValueError, KeyError):  # what cannot be read is not known
+        used = int(files.usage.read_text())
+        unused = int(dict(map(str.split, files.counts.read_text().splitlines()))[files.inactive])
+    return used - unused
+
+
+class _Files(NamedTuple):
+    """Of one group."""
+
+    limit: Path
+    usage: Path
+    counts: Path
+    inactive: str
+    """The count of bytes in pages of files that are not in use."""
+
+
+def _files(groups: Path, mount: Path) -> Iterator[_Files]:
     try:
         lines = groups.read_text().splitlines()
     except OSError:
@@ -30,10 +60,12 @@ def _files(groups: Path, mount: Path) -> Iterator[Path]:
     for line in lines:
         number, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            top, name = mount / "memory", "memory.limit_in_bytes"
+            top, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         elif number == "0":
-            top, name = mount, "memory.max"
+            top, names = mount, ("memory.max", "memory.current", "inactive_file")
         else:
             continue
-        group = top / path.lstrip("/")
-        yield from (folder / name for folder in (group, *group.parents) if folder.is_relative_to(top))
+        group, (limit, usage, inactive) = top / path.lstrip("/"), names
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(top):
+                yield _Files(folder / limit, folder / usage, folder / "memory.stat", inactive)

@@ -21,9 +21,9 @@ class VirtualRange:
         self.capacity = capacity
         self.readable_gaps = readable_gaps
         self.slots: dict[int, int] = {}  # slot -> page
-        self.address = pool.backend.reserve(capacity * pool.page_bytes, readable_gaps=readable_gaps)
         self._closed = False
         with pool.mapping_lock:
+            self.address = pool.backend.reserve(capacity * pool.page_bytes, readable_gaps=readable_gaps)
             pool.ranges.add(self)
 
     def map(self, slot: int, pages: Sequence[int]) -> None:

@@ -12,7 +12,8 @@ import torch
 import elastic
 from elastic.config import Place
 from elastic.errors import CapacityError, ConfigError
-from elastic.memory.backends.cgroup import memory_limit
+from elastic.memory import places
+from elastic.memory.backends.cgroup import memory_left, memory_limit
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.places import close_place, free_bytes, open_place, require_memory, total_bytes
 from support.architectures import build
@@ -118,6 +119,42 @@ def test_the_lowest_bound_of_the_groups_is_found(
     listed: str, limits: dict[str, str], limit: int | None, tmp_path: Path
 ) -> None:
     assert groups(tmp_path, listed, limits) == limit
+
+
+@pytest.mark.parametrize(
+    ("listed", "files", "left"),
+    [
+        ("0::/a\n", {"a/memory.max": "900", "a/memory.current": "500", "a/memory.stat": "inactive_file 30\n"}, 430),
+        ("0::/a\n", {"a/memory.max": "900", "memory.max": "700", "memory.current": "650"}, 50),
+        ("0::/a\n", {"a/memory.max": "900"}, 900),
+        ("0::/a\n", {"a/memory.max": "900", "a/memory.current": "950"}, 0),
+        (
+            "4:memory:/\n",
+            {
+                "memory/memory.limit_in_bytes": "90",
+                "memory/memory.usage_in_bytes": "80",
+                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 70",
+            },
+            80,
+        ),
+    ],
+)
+def test_what_a_group_has_in_use_is_not_free(listed: str, files: dict[str, str], left: int, tmp_path: Path) -> None:
+    groups(tmp_path, listed, files)
+    assert memory_left(tmp_path / "cgroup", tmp_path / "mount") == left
+
+
+def test_places_of_one_device_that_have_no_budget_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "free_bytes", lambda device: 64 << 20)
+    model = build("llama-gqa")
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    elastic.wrap(model, places=["cpu#a", "cpu#b", "cpu#c=1MiB"])
+    try:
+        a, b, _ = (pool.budget_pages * pool.page_bytes for pool in model.elastic.pools)
+        assert abs(a - weights - (16 << 20)) <= 4 << 20
+        assert abs(b - (16 << 20)) <= 4 << 20
+    finally:
+        elastic.unwrap(model)
 
 
 def test_without_groups_there_is_no_bound(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from elastic.actions.deferred import DeferredActions
@@ -45,6 +46,23 @@ def test_a_retry_that_changes_nothing_holds_back_as_much_all_the_time() -> None:
     assert left.layers == (1, 2)
     deferred.forget(waiting)
     assert (held[-1], deferred.actions()) == (0, ())
+
+
+def test_a_driver_that_fails_while_pages_are_taken_leaves_them_held_back() -> None:
+    def refuse(*asked: object) -> bool:
+        raise RuntimeError("the driver failed")
+
+    held: list[int] = []
+    shares = {"cpu": SimpleNamespace(hold_back=held.append)}
+    broker: Any = SimpleNamespace(shares=shares, take_from_cache=refuse)
+    weights: Any = SimpleNamespace(streamers={})
+    deferred, units = DeferredActions(weights, broker), [Unit(index) for index in range(2)]
+    waiting: Any = units
+    deferred.replace([], waiting, Restore((0, 1)))
+    with pytest.raises(RuntimeError, match="the driver failed"):
+        deferred.take(waiting, 6)
+    deferred.forget(waiting[1:])
+    assert held == [6, 3]
 
 
 def test_nothing_is_held_back_for_layers_that_have_their_pages(wrapped: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -62,6 +63,23 @@ def test_every_layer_leaves_and_returns_from_the_checkpoint_bit_for_bit(
     assert rt.restore().layers == tuple(range(count))
     assert not any(isinstance(parameter, WeightProxy) for parameter in model.parameters())
     assert torch.equal(model(**prompt(3)).logits, expected)
+    assert_same_bits(model, before)
+
+
+def test_a_model_whose_layers_are_about_to_be_dropped_is_not_unwrapped(wrapped: Any, tmp_path: Path) -> None:
+    model = build("llama-gqa")
+    before = bits(model)
+    rt = wrapped(model, checkpoint=saved(model, tmp_path)).elastic
+    begun, go_on = threading.Event(), threading.Event()
+    rt._executor.call(lambda: (begun.set(), go_on.wait(30)))
+    assert begun.wait(30)
+    dropping = rt.drop([0], wait=False)
+    threading.Timer(0.05, go_on.set).start()
+    with pytest.raises(StateError, match=r"layers \(0,\) are dropped"):
+        elastic.unwrap(model)
+    assert dropping.result()[0].layers == (0,)
+    rt.restore()
+    elastic.unwrap(model)
     assert_same_bits(model, before)
 
 

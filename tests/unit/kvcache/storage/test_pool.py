@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from elastic.kvcache.storage.budget import WeightsShare
 from elastic.kvcache.storage.layout import HEAD_MAJOR
 from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.backends.memfd import MemfdBackend
+from elastic.memory.pages import finalizers
 from elastic.memory.pages.page_pool import PagePool
 from elastic.types import ResizeKV
 from support.faulty_backend import FaultyBackend
@@ -45,6 +47,34 @@ def layer_of(memory: KVMemory, pages: int) -> ElasticLayer:
 def grow(layer: ElasticLayer, pages: int) -> torch.Tensor:
     state = torch.ones(1, 1, pages * PAGE // 64, 16)
     return layer.update(state, state)[0]
+
+
+def test_leases_that_ended_leave_nothing_for_the_end_of_their_layer() -> None:
+    memory, kv = new_memory()
+    layer, state = ElasticLayer(memory), torch.ones(1, 1, 4, 16)
+    layer.lazy_initialization(state, state)
+    memory.lease(state, state, 4, layer).end()
+    calls = len(finalizers._calls)
+    for _ in range(5):
+        memory.lease(state, state, 4, layer).end()
+    assert len(finalizers._calls) == calls
+    memory.lease(state, state, 4, layer).hold(0, 4)
+    assert kv.usage.used == 2
+    del layer
+    kv.retire_ended()
+    assert kv.usage.used == 0
+
+
+def test_a_pool_that_a_driver_keeps_from_closing_is_asked_for_nothing_more() -> None:
+    memory, kv = new_memory()
+    kv.pool.backend = backend = FaultyBackend(kv.pool.backend)
+    layer_of(memory, 1)
+    kv.retire_ended()
+    backend.fail("unmap")
+    with suppress(CapacityError):
+        kv.close()
+    assert backend.failures == 1
+    assert (kv.pool.reclaimers, kv.pool.claims) == ([], {})
 
 
 def test_what_a_cache_grows_by_is_not_taken_from_itself() -> None:

@@ -39,6 +39,27 @@ def new_pool(pages: int = BUDGET, pages_per_huge_page: int = 1, ready_pages: int
     return PagePool("cpu#test", FaultyBackend(backend), pages * PAGE, ready_pages=ready_pages)
 
 
+def test_addresses_are_reserved_while_nobody_else_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, locked = new_pool(), list[bool]()
+    reserve = pool.backend.reserve
+
+    def look() -> None:
+        if free := pool.mapping_lock.acquire(blocking=False):
+            pool.mapping_lock.release()
+        locked.append(not free)
+
+    def note(nbytes: int, **options: Any) -> int:
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+        return reserve(nbytes, **options)
+
+    monkeypatch.setattr(pool.backend, "reserve", note)
+    VirtualRange(pool, 2).close()
+    assert locked == [True]
+    pool.close()
+
+
 class Shown:
     """A range that shows free pages, until somebody takes them."""
 
