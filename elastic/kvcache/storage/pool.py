@@ -93,9 +93,8 @@ class KVPool:
                 raise StateError("the model was unwrapped; build a new cache")
             store = self.usage.adopt((keys, values), self.unreserved - self.usage.used)
             if store is None:
-                new: LayerStore = LayerStore(self.pool, (keys, values), lambda: self._note_last_view(new))
-                self.usage.stores.append(new)
-                store = new
+                store = new = LayerStore(self.pool, (keys, values), lambda: self._note_last_view(new))
+                self.usage.stores.append(store)
             store.begin(self.limits.shrinks if epoch is None else epoch)
             return StoreLease(self, store, user)
 
