@@ -15,7 +15,7 @@ from elastic.bench.replay.recorder import Recorder
 from elastic.bench.replay.records import Finish
 from elastic.bench.replay.server_status import parse_actions, parse_state
 from elastic.bench.replay.sse import error_message, parse
-from elastic.bench.replay.timeline import EngineState, FinishedAction, Observation
+from elastic.bench.replay.timeline import ActionKey, EngineState, FinishedAction, Observation
 from elastic.engines.base import Request
 from elastic.errors import BackendUnavailable, ConfigError, StateError
 
@@ -51,7 +51,7 @@ class HTTPTarget:
         self._tasks: dict[str, Future[None]] = {}
         self._client: Any = None
         self._status_client = httpx.Client(headers=self._headers, timeout=STATUS_S)
-        self._actions: dict[int, FinishedAction] = {}
+        self._actions: dict[ActionKey, FinishedAction] = {}
         self._has_status = True
         self._has_status = self.observe(0.0).state is not None
 

@@ -72,7 +72,7 @@ class InProcessTarget:
             traffic.stalls,
         )
         events = runtime.events() if runtime else ()
-        return Observation(state, {event.id: _finished(event) for event in events}, weights)
+        return Observation(state, {("", event.id): _finished(event) for event in events}, weights)
 
 
 def _finished(event: Event) -> FinishedAction:

@@ -48,14 +48,18 @@ class FinishedAction:
     outcome: str
 
 
+ActionKey = tuple[str, int]
+"""Who did an action, such as a rank of a fleet, "" where there is one, and its number there."""
+
+
 @dataclass(frozen=True)
 class Observation:
     """What a target says of itself at one moment."""
 
     state: EngineState | None
     """None: it cannot be known."""
-    actions: Mapping[int, FinishedAction]
-    """The last finished ones by their numbers; `t_s` in seconds since the epoch."""
+    actions: Mapping[ActionKey, FinishedAction]
+    """The last finished ones; `t_s` in seconds since the epoch."""
     weights: tuple[tuple[str, ...], ...] = ()
     """The forms of `Engine.weights`; empty where they are not known."""
 
@@ -69,7 +73,7 @@ class StateSampler:
     def __init__(self, observe: Callable[[float], Observation], every_s: float) -> None:
         self._observe = observe
         self._every_s = every_s
-        self._actions: dict[int, FinishedAction] = {}
+        self._actions: dict[ActionKey, FinishedAction] = {}
         self._first = self._last = observe(0.0)
         self._states = [] if self._first.state is None else [self._first.state]
         self._start_s = self._wall_s = 0.0
@@ -91,13 +95,13 @@ class StateSampler:
     def result(self) -> tuple[tuple[EngineState, ...], tuple[FinishedAction, ...], tuple[tuple[str, ...], ...]]:
         """Take a last sample; return all states and actions, and the forms of the weights."""
         self._sample()
-        on_our_clock = {n: replace(each, t_s=each.t_s - self._wall_s) for n, each in sorted(self._actions.items())}
+        on_our_clock = {key: replace(each, t_s=each.t_s - self._wall_s) for key, each in self._actions.items()}
         if self._first.state is None:
-            old = {number for number, action in on_our_clock.items() if action.t_s < 0}
+            old = {key for key, action in on_our_clock.items() if action.t_s < 0}
         else:
             old = set(self._first.actions)
-        actions = tuple(action for number, action in on_our_clock.items() if number not in old)
-        return tuple(self._states), actions, self._last.weights
+        actions = sorted((action.t_s, key, action) for key, action in on_our_clock.items() if key not in old)
+        return tuple(self._states), tuple(action for *_, action in actions), self._last.weights
 
     def _sample_until_stopped(self) -> None:
         while not self._stopped.is_set():

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
@@ -18,6 +19,7 @@ from elastic.bench.replay.http_target import HTTPTarget
 from elastic.bench.replay.open_loop import ReplayOptions, replay
 from elastic.bench.replay.recorder import Recorder
 from elastic.bench.replay.run import ReplayRun
+from elastic.bench.replay.server_status import parse_actions, parse_state
 from elastic.bench.replay.sse import parse
 from elastic.bench.report.summary import summarize
 from elastic.bench.traces.prompts import random_prompts
@@ -25,6 +27,7 @@ from elastic.bench.traces.trace import Trace, TraceRequest
 from elastic.config import SLO
 from elastic.controller.snapshot import RequestStats
 from elastic.errors import ConfigError, StateError
+from support.serving.status_documents import VARIANTS, fleet_document
 from support.serving.stub_server import Handler, stub
 
 
@@ -215,6 +218,25 @@ def test_states_and_actions_come_from_the_status_page() -> None:
     assert run.actions[0].layers == (3,)
     assert -1 < run.actions[0].t_s < 30, "on our clock"
     assert summarize(run)["elastic"]["preemptions"] == len(run.timeline) - 1
+
+
+def test_of_a_fleet_states_are_of_all_ranks_and_actions_of_each_and_of_itself() -> None:
+    document = fleet_document(at_s=time.time())
+    rank, lost = document["ranks"]
+    for index, event in enumerate(document["fleet_events"]):
+        event["id"] = index
+    second = {**rank, "name": "r2", "pid": 8, "layers": ["dropped"] * len(VARIANTS)}
+    document["ranks"] = [rank, second, {**rank, "name": "r3", "state": "ended", "events": []}, lost]
+    state, actions = parse_state(document, 1.5), parse_actions(document)
+    (kv,) = rank["status"]["kv"]
+    assert (state.kv_used_bytes, state.kv_capacity_bytes) == (2 * kv["used_bytes"], 2 * kv["capacity_bytes"])
+    assert state.layers == {**Counter(VARIANTS), "dropped": len(VARIANTS)}
+    assert [action.kind for action in actions.values()] == ["swap", "resize_kv"] * 2 + ["lost", "moved"]
+    assert actions["", 1].bytes == 3 << 20
+    again = parse_actions({**document, "ranks": [{**rank, "pid": 9}]})
+    assert not actions.keys() & again.keys() - {("", 0), ("", 1)}, "of another process of that name"
+    nothing = parse_state({**document, "ranks": [lost]}, 1.5)
+    assert (nothing.kv_used_bytes, nothing.layers) == (None, {})
 
 
 def test_what_was_done_before_a_replay_is_left_out_though_the_server_did_not_tell_of_it_then() -> None:
