@@ -17,6 +17,8 @@ the Llama of 40M parameters of `serving.py`. Targets, fixed before the figures w
   the form of the paper, where the instance stands still for all of it, and TTFT of requests that come meanwhile: one at
   each instance, in every other drop, and as many at rest.
   Beside the seconds of a drop and of a restore are those that their dry runs predict
+- `prices`: seconds of serving that the fleet says a drop, a restore and a move would cost, and what they did: by tokens
+  that were not generated meanwhile, and longer or shorter steps afterwards, for as long as prices count these
 - `restoration`: two waves and a calm, as those of `overload.py`, restoring and not restoring: P50 of TTFT and TPOT in
   the calm .2 better; P99 of TTFT in the second wave beside it
 - `extreme`: twice as many requests as `wait` serves, until one waits for its first token five times as long as usual:
@@ -34,7 +36,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -53,6 +55,7 @@ from elastic.assets import MODEL_DIR
 from elastic.cluster.fleet.groups import exchange as exchanges
 from elastic.cluster.fleet.groups import flip as layer_flips
 from elastic.cluster.fleet.groups.results import Dropped
+from elastic.controller.policies.arbiter import HORIZON_S
 from elastic.engines.base import Request
 
 HALF, OTHER_HALF = range(LAYERS // 2, LAYERS), range(LAYERS // 2)
@@ -334,6 +337,65 @@ def exchanged(
     }
 
 
+def prices(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
+    """Compare prices that were told ahead with what was lost; those of a first change are not learned yet."""
+    figures: dict[str, dict[str, list[float]]] = {}
+
+    def take() -> list[tuple[str, dict[str, float]]]:
+        with fleet(path, CORES, engine=ENGINE, routing="round_robin") as engine:
+            warm_up(engine)
+            return list(priced_changes(engine, 2 if quick else 4, 1.0 if quick else 2.0))
+
+    for round_ in range(rounds):
+        for name, told in kept.take(f"prices, {round_}", take):
+            for key, value in told.items():
+                figures.setdefault(name, {}).setdefault(key, []).append(value)
+    return {name: {key: summary(values) for key, values in figure.items()} for name, figure in figures.items()}
+
+
+def priced_changes(engine: elastic.Fleet, times: int, rest_s: float) -> Iterator[tuple[str, dict[str, float]]]:
+    """Have two instances with three long requests each drop layers and take them back, and then a request move."""
+    load, choose = Load(engine), random.Random(SEED)
+    asked = [Request(prompt(200 if times < 4 else 600, choose), 4000, ignore_eos=True) for _ in range(6)]
+    answers = [load.submit(request) for request in asked]
+    while min(len(answer.tokens) for answer in answers) < 4:
+        time.sleep(0.005)
+
+    def tokens_since(begin_s: float) -> int:
+        return sum(sum(at_s >= begin_s for at_s in answer.at_s) for answer in answers)
+
+    def pace() -> float:
+        began_s = time.perf_counter()
+        time.sleep(rest_s)
+        return tokens_since(began_s) / (time.perf_counter() - began_s)
+
+    def changed(act: Callable[[], Any], planned_s: float, slower: float) -> dict[str, float]:
+        before, began_s = pace(), time.perf_counter()
+        act()
+        took_s = time.perf_counter() - began_s
+        lost_s, after = took_s - tokens_since(began_s) / before, pace()
+        longer = before / after - 1
+        told = {"price_s": planned_s, "lost_s": lost_s + HORIZON_S * longer, "lost_meanwhile_s": lost_s}
+        return told | {"slower_said": slower, "slower": longer, "meanwhile_said_s": planned_s - HORIZON_S * slower}
+
+    first, second = names(engine)
+    halves = {first: HALF, second: OTHER_HALF}
+    for number in range(times):
+        when = "later" if number else "first"
+        price = engine.drop(layers=halves, dry_run=True).price
+        yield f"{when} drop", changed(partial(drop_half, engine), price.seconds, price.slower)
+        price = engine.restore(dry_run=True).price
+        yield f"{when} restore", changed(engine.restore, price.seconds, price.slower)
+    for number, request in enumerate(request for request in asked if engine.instance_of(request.id) == first):
+        need = TOKEN_BYTES * (len(request.prompt) + len(load.answers[request.id].tokens))
+        price_s = next(offer.seconds for offer in engine.plan(need) if offer.kind == "move")
+        told = changed(partial(engine.move, request.id, second), price_s, 0.0)
+        yield f"{'later' if number else 'first'} move", {key: told[key] for key in ("price_s", "lost_meanwhile_s")}
+    for request in asked:
+        engine.cancel(request.id)
+    load.wait()
+
+
 def waves(rates: Rates, seed: int) -> list[Arrival]:
     """Draw two waves and the calm between them."""
     choose = random.Random(seed)
@@ -478,7 +540,7 @@ def kill(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     }
 
 
-ROWS = {row.__name__: row for row in (capacity, pause, exchange, restoration, extreme, kill)}
+ROWS = {row.__name__: row for row in (capacity, pause, exchange, prices, restoration, extreme, kill)}
 
 
 def main() -> None:

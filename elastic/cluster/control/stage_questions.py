@@ -114,6 +114,8 @@ class Room:
     """Layers that are not in their full weights -> the pages that they have; of these `pages` knows nothing."""
     step_s: float = 0.0
     """Seconds of a step of its engine while it computes all layers, in the mean of the last; 0.0: there was none."""
+    hop_s: float = 0.0
+    """Seconds that a step of its engine waits for another rank at a time, beyond what that computes; 0.0: none has."""
     steps: StepPages = field(default_factory=StepPages)
     """That it keeps free for what steps take; of these `pages` knows nothing."""
     _counted: dict[frozenset[int], int] = field(default_factory=dict, init=False, repr=False, compare=False)

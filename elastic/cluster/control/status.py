@@ -132,6 +132,8 @@ class FleetEvent:
     """The longest that one of the requests waited for its next token because of it."""
     seconds: float = 0.0
     """What it took, of a drop, a restore and a migration."""
+    copy_s: float = 0.0
+    """Seconds in which a request's KV was copied as it moved."""
     timeline: tuple[tuple[str, float], ...] = ()
     """What of it was done when: in seconds from its beginning."""
     why: str = ""

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elastic import clock
 from elastic.cluster.control.messages import (
     Cancel,
     FreeBlocks,
@@ -70,7 +71,7 @@ class _Move:
         self.states = tuple(answer.state for answer in record.live)
         self.handed = self.flipped = self.received = False
         self.told = 0
-        self.moved_bytes = self.rounds = 0
+        self.moved_bytes, self.rounds, self.copy_s = 0, 0, 0.0
         self.resumption = Resumption(1, left={self.request})
 
     @property
@@ -138,7 +139,7 @@ class Mover:
         self._log.count(moved=1, moved_bytes=moved.moved_bytes)
         self._log.add(
             "moved", instance=target, rank=moved.source, request=request, requests=1, moved_bytes=moved.moved_bytes,
-            recomputed_tokens=moved.recomputed_tokens, stalled_ms=moved.stalled_ms,
+            recomputed_tokens=moved.recomputed_tokens, stalled_ms=moved.stalled_ms, copy_s=move.copy_s,
         )  # fmt: skip
         return moved
 
@@ -229,7 +230,9 @@ class Mover:
             if computed - copied <= least * len(kv):
                 return
             move.received = True
+            began_s = clock.now()
             move.moved_bytes += self._ask(move.target, Receive(move.states, kv, source))
+            move.copy_s += clock.now() - began_s
             move.rounds += 1
             copied = computed
 

@@ -185,6 +185,7 @@ class Stages:
 def _measure_room(engine: ContinuousEngine) -> Room:
     """Return what the memory of a rank could hold now, for a fleet that plans which layers it computes."""
     room, runtime = engine.reports.kv_room(), engine.runtime
+    step_s, hop_s = engine.step_times
     return Room(
         path=engine.path,
         pages=room.pages,
@@ -200,6 +201,7 @@ def _measure_room(engine: ContinuousEngine) -> Room:
             for layer in runtime.weights.layers
             if not layer.absent and layer.precision is not layer.full
         },
-        step_s=engine.step_s,
+        step_s=step_s,
+        hop_s=hop_s,
         steps=engine.step_pages,
     )

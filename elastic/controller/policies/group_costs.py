@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.controller.policies.action_costs import ActionCost
 from elastic.controller.policies.arbiter import DISTURBANCE, HORIZON_S
 
 
@@ -23,10 +22,13 @@ class GroupPrice:
     """The share by which steps are longer afterwards."""
 
 
-def priced(relieved_bytes: int, wire_bytes: int, flips: int, slower: float, cost: ActionCost) -> GroupPrice:
+def priced(
+    relieved_bytes: int, wire_bytes: int, copying_s: float, flips: int, pause_s: float, slower: float
+) -> GroupPrice:
     """Price a change: copying beside the steps, a pause for each flip, and longer or shorter steps for a while.
 
-    `cost` is what a byte and a pause of this kind took so far; they are worth what they are for all other actions.
+    `copying_s` and `pause_s` are what such copies and a pause took so far; a second of them is worth what it is in all
+    other actions.
     """
-    copying_s = DISTURBANCE * cost.byte_s * wire_bytes + flips * cost.pause_s
-    return GroupPrice(copying_s + HORIZON_S * slower, relieved_bytes, wire_bytes, flips, slower)
+    seconds = DISTURBANCE * copying_s + flips * pause_s + HORIZON_S * slower
+    return GroupPrice(seconds, relieved_bytes, wire_bytes, flips, slower)

@@ -335,9 +335,10 @@ class ContinuousEngine:
         return self._home.path
 
     @property
-    def step_s(self) -> float:
-        """Seconds of a step while this rank computes all layers, in the mean of the last; 0.0: there was none."""
-        return self._home.step_s
+    def step_times(self) -> tuple[float, float]:
+        """Seconds of a step while this rank computes all layers, and of a hop of one that others compute layers of, in
+        the mean of the last; 0.0: there was none."""
+        return self._home.step_s, self._home.hop_s
 
     def __enter__(self) -> ContinuousEngine:
         self.start()

@@ -9,6 +9,7 @@ exchanged, so that all of them return the same. (AMOEBA, section 3)
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,15 @@ from elastic.hooks.replicas.split_rows import hidden_of
 from elastic.runtime.runtime import runtime
 from elastic.weights import batch_context
 from elastic.weights.decoder import PAGED_CACHE, find_decoder
+
+
+@dataclass
+class StageTiming:
+    """What a step took at one rank."""
+
+    computed_s: float = 0.0
+    waited_s: float = 0.0
+    """For what other ranks compute, and until the rank itself could go on."""
 
 
 class StageForward:
@@ -65,19 +75,31 @@ class StageForward:
             raise
 
     @torch.no_grad()
-    def run(self, plan: StagePlan, transport: Transport, step: int, inputs: dict[str, Any]) -> Any:
+    def run(
+        self,
+        plan: StagePlan,
+        transport: Transport,
+        step: int,
+        inputs: dict[str, Any],
+        timing: StageTiming | None = None,
+    ) -> Any:
         """Compute this rank's part of a step; return the model's output at home, elsewhere None.
 
-        `inputs` are what the model is called with, of the tokens of the whole step. Raises what the model raises, and
+        `inputs` are what the model is called with, of the tokens of the whole step. `timing` is told what it took,
+        from the first turn on. Raises what the model raises, and
         `RankLost` or `StateError` where another rank fails; the ranks behind this one are told, and fail too.
         """
-        exchange = StepExchange(plan, transport, step, partial(self._receive, transport))
+        timing = timing or StageTiming()
+        exchange = StepExchange(plan, transport, step, partial(self._receive, transport, timing))
         stage = _StagePass(plan, exchange, self._indices, self._cuts, self._as_tuples)
         if not all(part.whole for part in plan.layers.values()) and PAGED_CACHE in inputs:
             inputs = {**inputs, PAGED_CACHE: ShardedCache(inputs[PAGED_CACHE], exchange)}
         try:
             with self._turn:
-                return self._call(stage, inputs)
+                began_s = time.perf_counter()
+                output = self._call(stage, inputs)
+                timing.computed_s = time.perf_counter() - began_s - timing.waited_s
+                return output
         except BaseException as error:
             exchange.fail(StepFailure.of(error))
             transport.forget(step)
@@ -105,10 +127,13 @@ class StageForward:
         finally:
             batch_context.thread.plan = None
 
-    def _receive(self, transport: Transport, awaited: Sequence[Awaited]) -> list[torch.Tensor]:
+    def _receive(self, transport: Transport, timing: StageTiming, awaited: Sequence[Awaited]) -> list[torch.Tensor]:
+        began_s = time.perf_counter()
         # the turn comes back first: who waits for it inside the gate would keep a commit, and so its holder, waiting
         with self._runtime.gate.suspended(), self._turn.given_up():
-            return [transport.receive(*each) for each in awaited]
+            received = [transport.receive(*each) for each in awaited]
+        timing.waited_s += time.perf_counter() - began_s
+        return received
 
     @torch.no_grad()
     def _layers_return_tuples(self) -> bool:

@@ -15,7 +15,7 @@ from elastic.controller.sensors.sliding_window import moving_average
 from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.core.step import Step, StepResult
 from elastic.engines.executor.model_runner import BegunStep, ModelRunner
-from elastic.engines.pipeline.forward import StageForward
+from elastic.engines.pipeline.forward import StageForward, StageTiming
 from elastic.engines.pipeline.items import AskItem, CopyItem, FlipItem, LogConnection, ReleaseItem, SectorRef, StepItem
 from elastic.engines.pipeline.path import LayerPath, ShardMove, StagePlan
 from elastic.engines.pipeline.stage_link import CopyAnswers, StageLink, all_answers
@@ -75,6 +75,9 @@ class HomeExecutor:
         """How many steps may be in flight."""
         self.step_s = 0.0
         """Seconds of a step that this rank computed by itself, in the mean of the last; 0.0: there was none."""
+        self.hop_s = 0.0
+        """Seconds that a step waits for another rank at a time, beyond what that computes for it, in the mean of the
+        last while one was in flight; 0.0: there was none."""
         self.threads = StepThreads()
         """Which compute steps of it beside the loop's."""
         self._aborted = False
@@ -340,9 +343,20 @@ class HomeExecutor:
     def _compute(self, plan: StagePlan, number: int, begun: BegunStep) -> StepResult:
         if self.transport is None or self.forward is None:
             raise StateError("there is no transport to the other ranks of the path; attach one first")
-        output = self.forward.run(plan, self.transport, number, begun.inputs)
+        path, timing = self.path, StageTiming()
+        output = self.forward.run(plan, self.transport, number, begun.inputs, timing)
+        self._learn_hop(path, timing)
         self.confirm()
         return self._runner.finish(begun, output)
+
+    def _learn_hop(self, path: LayerPath, timing: StageTiming) -> None:
+        """Learn from a step what a hop takes: others compute their layers as fast as this rank its own."""
+        own = len(path.shards_of(path.home)) / path.shards
+        if self.cohorts > 1 or path.copies > 1 or not own:
+            return
+        elsewhere_s = timing.computed_s * (path.depth - own) / own
+        hop_s = max(0.0, timing.waited_s - elsewhere_s) / path.hops
+        self.hop_s = moving_average(self.hop_s or hop_s, hop_s, WEIGHT)
 
     def _fail(self, plan: StagePlan, number: int, error: ElasticError) -> None:
         """Have nobody wait for this rank in a step that is not computed."""

@@ -132,6 +132,22 @@ class LayerPath:
                 stages.append(ranks)
         return len(stages)
 
+    @cached_property
+    def hops(self) -> int:
+        """How often a step of the first copy waits for another rank: it begins and ends at home.
+
+        Twice in a layer that is shared: for the heads of the others, and for what their parts of the network give.
+        """
+        holders = [self.holders(layer) for layer in range(self.layers)]
+        hops = sum(not set(after) <= set(before) for before, after in pairwise(((self.home,), *holders, (self.home,))))
+        return hops + 2 * sum(len(ranks) > 1 for ranks in holders)
+
+    @cached_property
+    def depth(self) -> float:
+        """The layers that a step of the first copy takes one after another, of a shared one the largest part."""
+        layers = [self.ranks_of(layer) for layer in range(self.layers)]
+        return sum(max(map(ranks.count, set(ranks))) for ranks in layers) / self.shards
+
     def shards_of(self, rank: str) -> tuple[int, ...]:
         """Return the numbers of the shards that a rank computes, of all copies; with one shard and copy: its layers."""
         return self._shards.get(rank, ())

@@ -100,6 +100,7 @@ def test_a_request_moves_with_its_keys_and_values(fleet: Fleet) -> None:
     assert_right(heard, {request.id: 3})
     assert (moved.source, moved.target, moved.recomputed_tokens) == (here, target, 0)
     assert moved.moved_bytes > 0
+    assert next(event for event in reversed(fleet.events()) if event.kind == "moved").copy_s > 0
     fleet.check()
 
 

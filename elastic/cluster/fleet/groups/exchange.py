@@ -52,6 +52,7 @@ class _Counts:
     moved_bytes: int = 0
     copy_s: float = 0.0
     fetched_bytes: int = 0
+    fetch_s: float = 0.0
     freed_bytes: int = 0
     stalled_ms: float = 0.0
 
@@ -309,6 +310,7 @@ class Exchange:
         have, (told, kept) = self.group.shape.weights, self._told(missing)
         chosen = {rank: tuple(sorted(set().union(*told[rank].values()) or missing[rank])) for rank in missing}
         actions: dict[str, tuple[Action, ...]] = {}
+        began_s = self._deadline.seconds
         for rank, shards in chosen.items():
             fetch = Fetch((), tuple(told[rank]), self.form.coordinated, shards)
             actions[rank] = (fetch if fetch.sources else Restore(shards=shards),)
@@ -317,6 +319,7 @@ class Exchange:
                 self._await(rank, chosen[rank])
             self.counts.fetched_bytes += int(change.moved_bytes)
             self.group.shape = self.group.shape.altered(weights={rank: have[rank].union(chosen[rank])})
+        self.counts.fetch_s += self._deadline.seconds - began_s
 
     def _told(self, missing: Mapping[str, set[int]]) -> tuple[dict[str, _Told], dict[str, str]]:
         """Return for each rank where others have shards that it lacks, and why one gives none; raises `RankLost`."""

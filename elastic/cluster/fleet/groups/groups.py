@@ -206,7 +206,8 @@ class Groups:
         try:
             done = exchange.run()
             counts = exchange.counts
-            self.dry_runs.learn(exchange.form, exchange.target, counts.moved_bytes, counts.copy_s)
+            self.dry_runs.learn(exchange.form, exchange.target, "kv", counts.moved_bytes, counts.copy_s)
+            self.dry_runs.learn(exchange.form, exchange.target, "weights", counts.fetched_bytes, counts.fetch_s)
             note_reach(self._dispatcher, group.shape, self.ranks.measure(group.members))
             group.told = blocks_told(self._dispatcher, group.members)
             return done

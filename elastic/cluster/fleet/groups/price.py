@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.control.status import EventKind, FleetEvent
@@ -20,7 +20,6 @@ from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.controller.policies.action_costs import WEIGHT, ActionCost, ActionCosts
 from elastic.controller.policies.group_costs import priced
 from elastic.controller.sensors.sliding_window import moving_average
-from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import RankLost, StateError
 from elastic.memory.rate_limit import YieldingPace
 from elastic.planning.pipeline.chunk_cost import Chunk, ModelCost
@@ -29,16 +28,18 @@ from elastic.types import MigrateKV
 
 PRIOR = ActionCosts().by_kind[MigrateKV]
 HOP_S = 3e-4
-"""Seconds for the hidden states of a step to go from one rank to the next: about that between processes of a host."""
+"""Seconds for the hidden states of a step to go from one rank to the next, before any did: at the least."""
 Change = tuple[Shape, Shape]
 """A group as it is, and as it is to be."""
+Copied = Literal["kv", "weights"]
 Wanted = tuple[Sequence[str], Callable[[Shape], Shape]]
 """Ranks that are one group, and what of its shape is to be made."""
 
 
 class _Kind(NamedTuple):
-    """Of exchanges whose copies take alike."""
+    """Of copies that take alike."""
 
+    what: Copied
     coordinated: bool
     apart: bool
     """Whether all layers come home, to ranks that wait for others meanwhile."""
@@ -49,12 +50,12 @@ class DryRuns:
 
     def __init__(self, ranks: Ranks, log: EventLog) -> None:
         self._ranks, self._log = ranks, log
-        self._byte_s: dict[_Kind, float] = {}  # of keys and values beside steps
+        self._byte_s: dict[_Kind, float] = {}  # beside steps
 
-    def learn(self, form: ExchangeForm, target: Shape, moved_bytes: int, copy_s: float) -> None:
+    def learn(self, form: ExchangeForm, target: Shape, what: Copied, nbytes: int, seconds: float) -> None:
         """Know what copies took in an exchange that is done."""
-        if moved_bytes:
-            kind, byte_s = _Kind(form.coordinated, target.apart), copy_s / moved_bytes
+        if nbytes:
+            kind, byte_s = _Kind(what, form.coordinated, target.apart), seconds / nbytes
             self._byte_s[kind] = moving_average(self._byte_s.get(kind, byte_s), byte_s, WEIGHT)
 
     def of(self, wanted: Sequence[Wanted], form: ExchangeForm) -> tuple[Exchanged, int]:
@@ -80,24 +81,29 @@ class DryRuns:
         coming = fetched + sum(room.growth_pages * room.page_bytes for room in whole.values())
         copied = kv_bytes(changes, rooms)
         flips = sum(_pauses(*change, form.layers_per_step).total() for change in changes)
-        price = priced(leaving - coming, coming + copied, flips, slower, cost)
-        kind = _Kind(form.coordinated, all(target.apart for _, target in changes))
-        prior_s = PRIOR.byte_s * (1 + YieldingPace.PATIENCE if kind.coordinated else 1)
-        byte_s = self._byte_s.get(kind, prior_s) if before_s else PRIOR.byte_s
+        apart = all(target.apart for _, target in changes)
+        copying_s = self._copying_s({"kv": copied, "weights": coming}, form, apart=apart, beside=before_s > 0)
+        price = priced(leaving - coming, coming + copied, copying_s, flips, cost.pause_s, slower)
         waits = sum(step_waits(*change, form) for change in changes if flips_between(*change))
         done = Exchanged(
             "planned",
             sum(len(flips_between(*change)) for change in changes),
             copied,
             fetched,
-            seconds=byte_s * copied
-            + cost.byte_s * (price.wire_bytes - copied)
-            + cost.pause_s * price.flips
-            + before_s * waits,
+            seconds=copying_s + cost.pause_s * price.flips + before_s * waits,
             restored=restored_first(whole),
             price=price,
         )
         return done, leaving
+
+    def _copying_s(self, copies: Mapping[Copied, int], form: ExchangeForm, *, apart: bool, beside: bool) -> float:
+        """Return the seconds of copies of so many bytes: beside steps as earlier ones had them, else at full speed."""
+        if not beside:
+            return PRIOR.byte_s * sum(copies.values())
+        prior_s = PRIOR.byte_s * (1 + YieldingPace.PATIENCE if form.coordinated else 1)
+        return sum(
+            self._byte_s.get(_Kind(what, form.coordinated, apart), prior_s) * nbytes for what, nbytes in copies.items()
+        )
 
     def _steps(self, changes: Sequence[Change], rooms: Mapping[str, Room]) -> tuple[float, float]:
         """Return the seconds of the slowest group's steps now, and the share by which steps are longer afterwards.
@@ -109,7 +115,7 @@ class DryRuns:
             there = dispatcher.instances
             model = next((instance.hello.cost for instance in there.values() if instance.hello.cost is not None), None)
             running = {name: instance.decoding() for name, instance in there.items()}
-        before_s = slowest_s([now for now, _ in changes], next_steps(rooms, model, running))
+        before_s = slowest_s([now for now, _ in changes], next_steps(rooms, model, running), _hop_s(rooms))
         return before_s, slowdown(changes, rooms, model, running)
 
 
@@ -183,19 +189,21 @@ def slowdown(
 ) -> float:
     """Return the share by which the steps of the slowest group are longer afterwards; 0.0 where nothing runs.
 
-    `running`: of each instance, what its next step has. Each has one step in flight, and a hop takes `HOP_S`, wherever
-    ranks are. `model` is what a rank has measured of it. Where none has, a step takes as long as ranks saw it, see
-    `seen_steps`, and none is said to become shorter: what ranks that share layers all have to compute is not known.
+    `running`: of each instance, what its next step has. Each has one step in flight, and a hop takes as long as ranks
+    saw, or `HOP_S` where none has seen any. `model` is what a rank has measured of it. Where none has, a step takes as
+    long as ranks saw it, see `seen_steps`, and none is said to become shorter: what ranks that share layers all have to
+    compute is not known.
     """
     steps = next_steps(rooms, model, running)
-    before_s, after_s = (slowest_s([change[i] for change in changes], steps) for i in (0, 1))
+    hop_s = _hop_s(rooms)
+    before_s, after_s = (slowest_s([change[i] for change in changes], steps, hop_s) for i in (0, 1))
     slower = after_s / before_s - 1 if before_s > 0 else 0.0
     return slower if model is not None else max(0.0, slower)
 
 
-def slowest_s(shapes: Iterable[Shape], steps: Mapping[str, StepSeconds]) -> float:
+def slowest_s(shapes: Iterable[Shape], steps: Mapping[str, StepSeconds], hop_s: float) -> float:
     """Return the seconds of a step of the slowest of these groups; 0.0 where nothing runs."""
-    return max((_round_s(shape, steps) for shape in shapes), default=0.0)
+    return max((_round_s(shape, steps, hop_s) for shape in shapes), default=0.0)
 
 
 def next_steps(
@@ -221,40 +229,32 @@ def seen_steps(rooms: Mapping[str, Room], running: Mapping[str, Sequence[Chunk]]
     }
 
 
-def _round_s(shape: Shape, steps: Mapping[str, StepSeconds]) -> float:
+def _hop_s(rooms: Mapping[str, Room]) -> float:
+    """Return the seconds of a hop: the mean of what ranks have seen, of which a slower one waits for less."""
+    seen = [room.hop_s for room in rooms.values() if room.hop_s]
+    return math.fsum(seen) / len(seen) if seen else HOP_S
+
+
+def _round_s(shape: Shape, steps: Mapping[str, StepSeconds], hop_s: float) -> float:
     copies = {home: path.copies * shape.shards for home, path in shape.paths.items()}
     layers_at = {r: {home: len(at) / copies[home] for home, at in shape.shards_at(r).items()} for r in shape.members}
-    hops = {home: max(_hops(path.of_copy(copy)) for copy in range(path.copies)) for home, path in shape.paths.items()}
-    depth = {home: _depth(path) for home, path in shape.paths.items()}
-    return shared_round_s(steps, layers_at, hops, HOP_S, depth)
-
-
-def _depth(path: LayerPath) -> float:
-    """Add up the largest part of each layer that one rank computes."""
-    layers = [path.ranks_of(layer) for layer in range(path.layers)]
-    return sum(max(map(ranks.count, set(ranks))) for ranks in layers) / path.shards
-
-
-def _hops(path: LayerPath) -> int:
-    """Count how often a step waits for another rank: it begins and ends at home.
-
-    Twice in a layer that is shared: for the heads of the others, and for what their parts of the network give.
-    """
-    holders = [path.holders(layer) for layer in range(path.layers)]
-    hops = sum(not set(after) <= set(before) for before, after in pairwise(((path.home,), *holders, (path.home,))))
-    return hops + 2 * sum(len(ranks) > 1 for ranks in holders)
+    hops = {home: max(path.of_copy(copy).hops for copy in range(path.copies)) for home, path in shape.paths.items()}
+    depth = {home: path.depth for home, path in shape.paths.items()}
+    return shared_round_s(steps, layers_at, hops, hop_s, depth)
 
 
 EXCHANGES: tuple[EventKind, ...] = ("dropped", "restored", "migrated", "resharded")
 
 
 def learned_cost(events: Iterable[FleetEvent], kinds: Collection[EventKind] = EXCHANGES) -> ActionCost:
-    """Return the cost of a pause as events of these kinds had it so far, and of a byte as moves of KV elsewhere do."""
-    pause_s = PRIOR.pause_s
+    """Return the cost of a pause, and of a byte that was copied, as events of these kinds had them so far."""
+    cost = PRIOR
     for event in events:
-        if event.kind in kinds and event.stalled_ms:
-            pause_s = moving_average(pause_s, event.stalled_ms / 1e3, WEIGHT)
-    return ActionCost(PRIOR.byte_s, pause_s)
+        if event.kind in kinds:
+            seen = (event.copy_s / event.moved_bytes if event.moved_bytes else 0.0, event.stalled_ms / 1e3)
+            pairs = zip((cost.byte_s, cost.pause_s), seen, strict=True)
+            cost = ActionCost(*(moving_average(average, value or average, WEIGHT) for average, value in pairs))
+    return cost
 
 
 def weight_bytes(rooms: Mapping[str, Room], shape: Shape, other: Shape) -> int:

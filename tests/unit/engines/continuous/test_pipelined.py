@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,7 +15,11 @@ from elastic import CapacityError, ConfigError, StateError
 from elastic.cluster.control.connection import queue_pair
 from elastic.engines.base import Output, Request, Sampling
 from elastic.engines.continuous import ContinuousEngine
+from elastic.engines.pipeline.forward import StageTiming
+from elastic.engines.pipeline.home import HomeExecutor
+from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.stage import GuestStage
+from elastic.engines.pipeline.turn import Turn
 from elastic.errors import RankLost
 from elastic.kvcache.storage.guest import GuestMemory
 from elastic.memory.backends.shared_file import OpenFile
@@ -728,15 +732,36 @@ def test_the_seconds_of_a_step_are_those_of_steps_that_a_rank_computes_by_itself
     group: Callable[..., EngineGroup],
 ) -> None:
     ranks, heard = group("ab"), Collector()
-    assert ranks["a"].step_s == 0.0
+    assert ranks["a"].step_times == (0.0, 0.0)
     for request in requests(8, "alone"):
         ranks["a"].submit(request, heard)
     heard.wait([f"alone{number}" for number in range(4)])
-    alone_s = ranks["a"].step_s
-    assert alone_s > 0
+    alone_s, hop_s = ranks["a"].step_times
+    assert alone_s > hop_s == 0.0
     ranks.join("a", "b")
     ranks.move("a", (1, 2), "b")
     for request in requests(8):
         ranks["a"].submit(request, heard)
     heard.wait([f"r{number}" for number in range(4)])
-    assert (ranks["a"].step_s, ranks["b"].step_s) == (alone_s, 0.0)
+    assert (ranks["a"].step_times[0], ranks["b"].step_times) == (alone_s, (0.0, 0.0))
+
+
+@pytest.mark.parametrize(("ranks", "hop_s"), [("aabb", 0.25), ("abbb", 0.0), ("bbbb", 0.0)])
+def test_a_hop_is_what_a_step_waits_beyond_what_others_compute_as_fast(ranks: str, hop_s: float) -> None:
+    home = HomeExecutor(cast(Any, None), cast(Any, None), Turn(), LayerPath.alone("a", 4))
+    home._learn_hop(LayerPath("a", tuple(ranks)), StageTiming(computed_s=2.0, waited_s=2.5))
+    assert home.hop_s == hop_s, "two hops"
+
+
+def test_what_a_hop_takes_is_seen_where_steps_go_by_others(
+    group: Callable[..., EngineGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, heard, seen = group("ab"), Collector(), list[StageTiming]()
+    monkeypatch.setattr(ranks["a"]._home, "_learn_hop", lambda path, timing: seen.append(timing))
+    ranks.join("a", "b")
+    ranks.move("a", (1, 2), "b")
+    for request in requests(8):
+        ranks["a"].submit(request, heard)
+    heard.wait([f"r{number}" for number in range(4)])
+    assert all(timing.computed_s > 0 and timing.waited_s > 0 for timing in seen)
+    assert len(seen) >= 8

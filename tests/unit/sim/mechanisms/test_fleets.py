@@ -10,6 +10,7 @@ import pytest
 
 from elastic.cluster.control import stage_questions as ask
 from elastic.config import Overload
+from elastic.controller.policies.arbiter import HORIZON_S
 from elastic.controller.policies.overload import OverloadPolicy
 from elastic.errors import StateError
 from elastic.planning.pipeline.chunk_cost import ChunkCost
@@ -89,6 +90,8 @@ def test_dry_runs_learn_how_fast_keys_and_values_are_copied_beside_steps(fleets:
     first, second = drops[0].seconds / drops[1].seconds, drops[2].seconds / drops[3].seconds
     assert first < 0.2
     assert 0.5 < second < 2
+    prices = [drops[number].price.seconds - HORIZON_S * drops[number].price.slower for number in (0, 2)]
+    assert prices[1] > 5 * prices[0], "what copies took is in the price, too"
 
 
 def test_what_a_rank_cannot_do_between_two_steps_is_told_to_whoever_asked(fleets: Fleets) -> None:

@@ -12,11 +12,13 @@ import pytest
 from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.control.status import FleetEvent
 from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.fleet.groups.exchange import LIVE
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Shape
 from elastic.cluster.fleet.groups.price import HOP_S, learned_cost, slowdown, step_waits
+from elastic.cluster.fleet.overload.offers import MOVED
 from elastic.cluster.fleet.records.requests import new_record
-from elastic.controller.policies.action_costs import PRIORS, WEIGHT
+from elastic.controller.policies.action_costs import PRIORS, WEIGHT, ActionCost
 from elastic.controller.policies.arbiter import DISTURBANCE, HORIZON_S
 from elastic.engines.base import Request
 from elastic.engines.pipeline.path import LayerPath
@@ -161,15 +163,40 @@ def test_a_plan_prices_that_ranks_share_their_layers() -> None:
         assert fleet.groups() == ()
 
 
-def test_pauses_are_learned_from_what_was_done() -> None:
-    def event(kind: Any, stalled_ms: float) -> FleetEvent:
-        return FleetEvent(0, kind, 0.0, stalled_ms=stalled_ms)
+def test_pauses_and_copies_are_learned_from_what_was_done() -> None:
+    def event(kind: Any, stalled_ms: float, moved_bytes: int = 0, copy_s: float = 0.0) -> FleetEvent:
+        return FleetEvent(0, kind, 0.0, stalled_ms=stalled_ms, moved_bytes=moved_bytes, copy_s=copy_s)
 
     assert learned_cost([]) == PRIOR
     assert learned_cost([event("moved", 50.0), event("restored", 0.0)]) == PRIOR
     learned = learned_cost([event("dropped", 9.0)])
     assert learned.pause_s == pytest.approx(PRIOR.pause_s + WEIGHT * (9e-3 - PRIOR.pause_s))
     assert learned.byte_s == PRIOR.byte_s
+    moves = [event("moved", 0.0, 1000, 2.0), event("moved", 0.0, 0, 9.0), event("dropped", 0.0, 1, 1.0)]
+    assert learned_cost(moves, MOVED) == ActionCost(PRIOR.byte_s + WEIGHT * (2e-3 - PRIOR.byte_s), PRIOR.pause_s)
+
+
+@pytest.mark.parametrize("verb", ["drop", "restore"])
+def test_the_price_has_copies_as_earlier_ones_took_them(fleet: Fleet, verb: str) -> None:
+    def price() -> Any:
+        return VERBS[verb](fleet, dry_run=True).price
+
+    if verb == "restore":
+        VERBS["drop"](fleet)
+    fleet._dispatcher.instances["r0"].client.step_s = 0.02
+    record = new_record(Request((1, 2), 9), Collector(), time.perf_counter())
+    fleet._dispatcher.instances["r0"].records = {record.request.id: record}
+    record.answers[0].tokens.append(5)
+    before, byte_s = price(), 1e-6
+    target = Shape({name: LayerPath(name, (name,) * LAYERS) for name in ("r0", "r1")}, {})
+    for what in ("kv", "weights"):
+        fleet._groups.dry_runs.learn(LIVE, target, what, 1000, 1000 * byte_s)
+    after = price()
+    fleet._dispatcher.instances["r0"].records = {}
+    assert before.wire_bytes > 0
+    prior_s = (1 + YieldingPace.PATIENCE) * PRIOR.byte_s
+    learned_s = DISTURBANCE * (byte_s - prior_s) * before.wire_bytes if verb == "restore" else 0.0
+    assert after.seconds == pytest.approx(before.seconds + learned_s, rel=1e-9), "of copies that come home alone"
 
 
 DECODE = Chunk("", 0, 1)
@@ -212,6 +239,14 @@ def seen(**step_s: float) -> dict[str, Room]:
     return {n: Room(LayerPath(n, (n, n)), 0, 4096, (), 0, 0, (), (), frozenset(), step_s=s) for n, s in step_s.items()}
 
 
+def test_steps_are_longer_by_hops_as_ranks_saw_them() -> None:
+    running = {"a": [DECODE], "b": [DECODE]}
+    rooms = seen(a=0.02, b=0.02)
+    rooms = {name: replace(room, hop_s=hop_s) for (name, room), hop_s in zip(rooms.items(), (4e-3, 2e-3), strict=True)}
+    for model, step_s in ((None, 0.02), (MODEL, 2.5e-3)):
+        assert slowdown([(ALONE_EACH, PIPELINE)], rooms, model, running) == pytest.approx(2 * 3e-3 / step_s)
+
+
 @pytest.mark.parametrize("idle", [False, True])
 def test_without_a_measured_cost_steps_are_longer_by_the_hops_of_the_last_ones(idle: bool) -> None:
     running = {"a": [Chunk("", 0, 1)] * 3, "b": [] if idle else [Chunk("", 0, 1)]}
@@ -249,7 +284,8 @@ def test_the_price_of_a_drop_has_the_longer_steps(fleet: Fleet, measured: bool) 
     assert without is not None
     assert longer is not None
     assert longer.slower > without.slower == 0.0
-    assert longer.seconds == pytest.approx(without.seconds + HORIZON_S * longer.slower)
-    step_s = MODEL.layer.batch([DECODE]) * LAYERS + MODEL.rest.batch([DECODE]) if measured else 0.02
     behind_steps_s = YieldingPace.PATIENCE * PRIOR.byte_s * idle.moved_bytes
+    longer_s = HORIZON_S * longer.slower + DISTURBANCE * behind_steps_s
+    assert longer.seconds == pytest.approx(without.seconds + longer_s)
+    step_s = MODEL.layer.batch([DECODE]) * LAYERS + MODEL.rest.batch([DECODE]) if measured else 0.02
     assert loaded.seconds == pytest.approx(idle.seconds + 5 * step_s + behind_steps_s)
