@@ -106,6 +106,7 @@ class Fleet(PricedVerbs):
         require(routing in get_args(Routing), "routing", routing, f"one of {', '.join(get_args(Routing))}")
         require(bulk in ("sockets", "nixl"), "bulk", bulk, "'sockets' or 'nixl'")
         policies, self._shares = chosen(policy), shares(tp, pp)
+        self._overload = policies.overload or self._overload
         ranks = len(self._shares) if ranks is None else ranks
         self.counters, self._grammars = RequestMetrics(), grammars
         options: dict[str, Any] = {"dtype": dtype, "lookahead": policies.lookahead}

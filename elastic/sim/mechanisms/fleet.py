@@ -22,6 +22,7 @@ from elastic.cluster.fleet.policy_threads import PolicyThreads
 from elastic.cluster.fleet.records.memory_file import hold_memory
 from elastic.cluster.fleet.supervisor import Supervisor
 from elastic.cluster.rank.spec import RankSpec
+from elastic.config import Overload
 from elastic.engines.base import Listener, Request
 from elastic.engines.core.kv_state import KVDirectory, KVSource
 from elastic.engines.pipeline.turn import StageTimes
@@ -42,8 +43,9 @@ START_S = 30.0
 class ScheduledVerbs(PricedVerbs):
     """The real verbs of a fleet, for threads of the simulation."""
 
-    def __init__(self, fleet: ElasticFleet, groups: Groups, mover: Mover) -> None:
+    def __init__(self, fleet: ElasticFleet, groups: Groups, mover: Mover, overload: Overload | None) -> None:
         self._dispatcher, self._log = fleet.dispatcher, fleet.log
+        self._overload = overload or self._overload
         self._groups, self.move = groups, mover.move
 
 
@@ -80,7 +82,7 @@ class ElasticFleet(SimulatedFleet):
             self.members = Membership(self.dispatcher, self.log)
             groups = self.groups = Groups(self.dispatcher, self.log)
             mover = Mover(self.dispatcher, self.log, groups.ranks.introduce)
-            self.verbs = ScheduledVerbs(self, groups, mover)
+            self.verbs = ScheduledVerbs(self, groups, mover, self._policies.overload)
             self.members.on_gone = groups.registry.lost
             self.on_lost = self.members.lost
             names = (f"again{number}" for number in itertools.count())

@@ -12,7 +12,7 @@ from elastic import clock
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.price import learned_cost
 from elastic.cluster.fleet.groups.results import Dropped
-from elastic.cluster.fleet.overload.offers import MOVED, START_S, add_offer, lacking_bytes, move_offer, planned_offer
+from elastic.cluster.fleet.overload.offers import FORM, MOVED, add_offer, lacking_bytes, move_offer, planned_offer
 from elastic.cluster.fleet.overload.prices import PricedVerbs
 from elastic.cluster.fleet.overload.readings import FleetReadings
 from elastic.cluster.fleet.overload.shares import SharePlan, Shares
@@ -61,8 +61,7 @@ class OverloadController:
         self._verbs, self._log, self._settings = verbs, log, settings
         self._policy, self._state = OverloadPolicy(settings), OverloadState()
         self._readings, self._moves = FleetReadings(dispatcher), moves
-        forms = ("exchange", "coordinated", "layers_per_step")
-        self._form: dict[str, Any] = {name: getattr(settings, name) for name in forms}  # as `Fleet.drop` has them
+        self._form: dict[str, Any] = {name: getattr(settings, name) for name in FORM}  # as `Fleet.drop` has them
         self._swaps = Swaps(verbs, settings)
         self._swap: SwapPlan | None = None  # what the offer to swap was
         self._shares = Shares(verbs, most_shared, self._form)
@@ -71,7 +70,6 @@ class OverloadController:
         self.adding: clock.Thread | None = None
         """Adds instances, or has done so: it ends when these have come, or their launcher is closed."""
         self._short = False  # whether it was told that no drop suffices, and requests still wait
-        self._start_s = START_S  # that an instance took to come
         self._added: Choice | None = None  # why one comes now, if it is instead of a drop
         self._moving_since: float | None = None  # when it was left to moves to end the overload
         failed = "the overload policy could not act"
@@ -150,7 +148,7 @@ class OverloadController:
             offers.append(self._swap.offer)
         added = min(plan.scale_out or 1, self._addable)
         if self._add is not None and added and not self._is_adding and not (plan.drops and plan.scale_out):
-            offers.append(add_offer(snapshot, self._start_s, added))
+            offers.append(add_offer(snapshot, self._verbs.start_s, added))
         choice = cheapest(offers, lacking)
         return choice if choice is None or choice.suffices or not drops else cheapest(drops, lacking)
 
@@ -215,7 +213,7 @@ class OverloadController:
         began_s = clock.now()
         try:
             names = self._add(count)
-            self._start_s = moving_average(self._start_s, clock.now() - began_s, WEIGHT)
+            self._verbs.start_s = moving_average(self._verbs.start_s, clock.now() - began_s, WEIGHT)
             logger.info("added %s: %s", ", ".join(names), self.reason)
         except ElasticError as error:
             logger.warning("no instance could be added: %s", error)

@@ -15,6 +15,8 @@ MOVED: tuple[EventKind, ...] = ("moved",)
 """The events that tell what moves cost."""
 START_S = 10.0
 """How long an instance takes to come, before one did: so long requests wait."""
+FORM = ("exchange", "coordinated", "layers_per_step")
+"""What of an `Overload` says how layers change their rank."""
 
 
 def lacking_bytes(snapshot: FleetSnapshot) -> int:

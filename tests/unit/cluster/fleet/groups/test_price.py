@@ -18,6 +18,7 @@ from elastic.cluster.fleet.groups.group import Shape
 from elastic.cluster.fleet.groups.price import HOP_S, learned_cost, slowdown, step_waits
 from elastic.cluster.fleet.overload.offers import MOVED
 from elastic.cluster.fleet.records.requests import new_record
+from elastic.config import Overload
 from elastic.controller.policies.action_costs import PRIORS, WEIGHT, ActionCost
 from elastic.controller.policies.arbiter import DISTURBANCE, HORIZON_S
 from elastic.engines.base import Request
@@ -149,6 +150,29 @@ def test_a_plan_prices_each_mechanism_and_that_layers_return(fleet: Fleet) -> No
     assert planned.price is not None
     assert offers["restore"].relieved_bytes == planned.price.relieved_bytes == -planned.fetched_bytes == -2 * layer
     assert offers["restore"].seconds == planned.price.seconds
+
+
+def test_a_plan_prices_as_the_policy_of_the_fleet_compares() -> None:
+    world: dict[str, GroupRank] = {}
+    launcher: Any = FakeLauncher(lambda spec: GroupRank(spec.name, world))
+    policy = Overload(tick_s=3600.0, kv_high=0.8, restore_below=0.4, partial=True, most_stages=2, layers_per_step=1)
+    with Fleet(
+        "no model", ranks=3, launch=launcher, policy=policy, beat_timeout_s=1e6, hang_timeout_s=1e6, replace=False
+    ) as fleet:
+        layer, model = PAGES * 4096, PAGES * 4096 * LAYERS
+        fleet.start_s = 4.0
+        offers = {offer.kind: offer for offer in fleet.plan(2 * layer)}
+        planned = fleet.drop(2 * layer, most=2, layers_per_step=1, dry_run=True)
+        assert planned.price is not None
+        assert (offers["drop"].seconds, offers["drop"].relieved_bytes) == (planned.price.seconds, 2 * layer)
+        assert offers["add"].seconds == 4.0
+        assert "drop" not in {offer.kind for offer in fleet.plan(model + layer)}, "of three instances"
+        assert fleet.drop(model + layer, dry_run=True).status == "planned"
+        moved = 0.8 * sum(i.load.total_blocks for i in fleet.status().instances)
+        assert (
+            offers["move"].relieved_bytes
+            <= moved * next(iter(fleet._dispatcher.instances.values())).kv_format.group_block_bytes
+        )
 
 
 def test_a_plan_prices_that_ranks_share_their_layers() -> None:

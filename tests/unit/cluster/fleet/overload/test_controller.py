@@ -40,7 +40,7 @@ WEIGHTS = (8192, 8192)
 class Verbs:
     """What the controller asks of a fleet: fake ranks have more blocks when layers were dropped."""
 
-    changing = False
+    changing, start_s = False, 10.0
 
     def __init__(self, launcher: FakeLauncher, fleet: Fleet) -> None:
         self.launcher, self.fleet = launcher, fleet
@@ -426,7 +426,7 @@ def test_an_instance_is_added_where_a_drop_would_cost_more(world: Any) -> None:
     assert "add 10 s for 10,000 bytes; add: the cheapest that suffices" in w.log.events()[0].why
     while not w.verbs.asked:  # no further one may come
         w.tick()
-    assert w.controller._start_s < 10.0
+    assert w.verbs.start_s < 10.0
 
 
 def test_layers_become_smaller_where_that_costs_less_than_a_drop_and_return_after_it(world: Any) -> None:

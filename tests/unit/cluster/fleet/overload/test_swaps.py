@@ -105,7 +105,7 @@ def test_each_remedy_has_a_price_before_there_is_an_overload(fleet: Fleet) -> No
     assert {kind for kind, offer in offers.items() if not offer.lossless} == {"swap"}
     assert offers["swap"].relieved_bytes == layer // 2
     assert offers["swap"].seconds == pytest.approx(QUALITY_S / 2, abs=0.01)
-    planned = fleet.drop(layer // 2, dry_run=True)
+    planned = fleet.drop(layer // 2, whole=True, dry_run=True)  # as the policy does by default
     assert planned.price is not None
     assert (offers["drop"].seconds, offers["drop"].relieved_bytes) == (planned.price.seconds, planned.freed_bytes)
     assert 0 < offers["move"].seconds < offers["add"].seconds
