@@ -23,13 +23,14 @@ the Llama of 40M parameters of `serving.py`. Targets, fixed before the figures w
   the calm .2 better; P99 of TTFT in the second wave beside it
 - `extreme`: twice as many requests as `wait` serves, until one waits for its first token five times as long as usual:
   how much longer `drop` lasts than `wait`, over how much more KV cache it has: at least .9
-- `kill`: SIGKILL for one of two ranks in a group under load: next tokens within 3 s, nothing lost, nothing wrong, no
-  more tokens computed again than live requests had
+- `kill`: SIGKILL, and SIGSTOP, for one of two ranks in a group under load: next tokens within 3 s, nothing lost,
+  nothing wrong, no more tokens computed again than live requests had
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import random
 import statistics
 import sys
@@ -47,7 +48,7 @@ import torch
 from bursts import Arrival, Rates, drawn, drawn_in
 from common import KEEP, SEED, Kept, arguments, finish, paired, percentiles, ratio, table
 from overload import BLOCK_TOKENS, ENGINE, LAYERS, OVERLOAD, PLACE, play, rates_kept
-from serving import Answer, Load, flat, fleet, in_process, prompt, save_model, served, summary, warm_up
+from serving import SIGNALS, Answer, Load, flat, fleet, in_process, prompt, save_model, served, summary, warm_up
 from transformers import AutoModelForCausalLM
 
 import elastic
@@ -500,44 +501,56 @@ def overrun(engine: elastic.Fleet, rates: Rates, seed: int, most_s: float) -> fl
 
 
 def kill(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
-    """Kill one of two ranks at a random moment; every answer is held against the model's own."""
+    """Lose one of two ranks at a random moment; every answer is held against the model's own."""
     count, new = (4, 60) if quick else (16, 120)
     choose = random.Random(SEED)
     asked = [Request(prompt(96, choose), new, ignore_eos=True) for _ in range(count)]
     with in_process(path) as engine:
         right = [answer.tokens for answer in served(engine, asked).answers.values()]
-    again: list[float] = []
-    recomputed: list[int] = []
-    had: list[int] = []
-    wrong = lost = 0
-    for _ in range(rounds):
-        with fleet(path, CORES, engine=ENGINE) as engine:
-            warm_up(engine)
-            load = Load(engine)
-            answers = [load.submit(request) for request in asked]
-            drop_half(engine)
-            wanted = choose.randrange(new // 4, new // 2)
-            while min(len(answer.tokens) for answer in answers) < wanted:
-                time.sleep(0.005)
-            live = [request for request, a in zip(asked, answers, strict=True) if a.finish is None]
-            had.append(sum(len(r.prompt) + len(load.answers[r.id].tokens) for r in live))
-            begin = time.perf_counter()
-            engine.kill(choose.choice(engine.status().ranks).name)
-            load.wait()
-            afterwards = ([t for t in load.answers[request.id].at_s if t > begin + 0.05] for request in live)
-            again.append(max((at_s[0] - begin for at_s in afterwards if at_s), default=0.0))
-            lost += sum(answer.finish != "length" for answer in answers)
-            wrong += sum(answer.tokens != tokens for answer, tokens in zip(answers, right, strict=True))
-            recomputed.append(engine.status().totals.recomputed_tokens)
+    figures: dict[str, dict[str, list[float]]] = {}
+    for how, number in SIGNALS.items():
+        for round_ in range(rounds):
+            take = partial(lost_rank, path, asked, right, number, choose.randrange(new // 4, new // 2))
+            for key, value in kept.take(f"kill, {round_}, {how}", take).items():
+                figures.setdefault(how, {}).setdefault(key, []).append(value)
     return {
-        "next_token_s": summary(again),
-        "lost": lost,
-        "wrong": wrong,
-        "recomputed_tokens": summary(recomputed),
-        "tokens_of_live": summary(had),
-        "recomputed_of_live": ratio(recomputed, had),
-        "requests": count * rounds,
+        how: {
+            "next_token_s": summary(of["next_token_s"]),
+            "lost": sum(of["lost"]),
+            "wrong": sum(of["wrong"]),
+            "recomputed_tokens": summary(of["recomputed_tokens"]),
+            "tokens_of_live": summary(of["tokens_of_live"]),
+            "recomputed_of_live": ratio(of["recomputed_tokens"], of["tokens_of_live"]),
+            "requests": count * rounds,
+        }
+        for how, of in figures.items()
     }
+
+
+def lost_rank(
+    path: Path, asked: Sequence[Request], right: Sequence[Sequence[int]], number: int, wanted: int
+) -> dict[str, float]:
+    """Send a signal to a rank in a group when each request has so many tokens."""
+    with fleet(path, CORES, engine=ENGINE) as engine:
+        warm_up(engine)
+        load = Load(engine)
+        answers = [load.submit(request) for request in asked]
+        drop_half(engine)
+        while min(len(answer.tokens) for answer in answers) < wanted:
+            time.sleep(0.005)
+        live = [request for request, a in zip(asked, answers, strict=True) if a.finish is None]
+        had = sum(len(r.prompt) + len(load.answers[r.id].tokens) for r in live)
+        begin = time.perf_counter()
+        os.kill(engine.status().ranks[wanted % 2].pid, number)
+        load.wait()
+        afterwards = ([t for t in load.answers[request.id].at_s if t > begin + 0.05] for request in live)
+        return {
+            "next_token_s": max((at_s[0] - begin for at_s in afterwards if at_s), default=0.0),
+            "lost": sum(answer.finish != "length" for answer in answers),
+            "wrong": sum(answer.tokens != tokens for answer, tokens in zip(answers, right, strict=True)),
+            "recomputed_tokens": engine.status().totals.recomputed_tokens,
+            "tokens_of_live": had,
+        }
 
 
 ROWS = {row.__name__: row for row in (capacity, pause, exchange, prices, restoration, extreme, kill)}

@@ -9,7 +9,7 @@ Llama of 40M parameters with random weights (12 layers, d = 512, 8 heads of 64):
 
 - `two_ranks`: tokens/s of two ranks over one, mixed traffic: at least 1.5
 - `move`: a request of 1,000 tokens: its own gap at most 3 steps; others' P99 gap at most 1.1 of that at rest
-- `kill`: first token again within 3 s, nothing lost, nothing wrong, no token computed again
+- `kill`, by SIGKILL and by SIGSTOP: first token again within 3 s, nothing lost, nothing wrong, no token computed again
 - `start`: a rank serves within 1 s (the model inside)
 - `overhead`: one rank against the engine in process: at most 3 % of tokens/s
 - `first_token`: the same of one request alone: at most 2 ms of TTFT
@@ -18,6 +18,7 @@ Llama of 40M parameters with random weights (12 layers, d = 512, 8 heads of 64):
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import sys
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 from common import SEED, arguments, finish, percentiles, ratio, table
-from serving import PLACE, Load, flat, fleet, in_process, prompt, save_model, served, summary, warm_up
+from serving import PLACE, SIGNALS, Load, flat, fleet, in_process, prompt, save_model, served, summary, warm_up
 from transformers import AutoModelForCausalLM
 
 import elastic
@@ -123,37 +124,39 @@ def copy_rate(nbytes: int) -> float:
 
 
 def kill(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
-    """Kill one of two ranks under load; every answer is held against the model's own."""
+    """Lose one of two ranks under load; every answer is held against the model's own."""
     count, new = (4, 40) if quick else (16, 96)
     choose = random.Random(SEED)
     asked = [Request(prompt(96, choose), new, ignore_eos=True) for _ in range(count)]
     with in_process(path) as engine:
         right = [answer.tokens for answer in served(engine, asked).answers.values()]
-    again, wrong, recomputed, lost = [], 0, 0, 0
-    for _ in range(rounds):
-        with fleet(path, [(0,), (1,)]) as engine:
-            warm_up(engine)
-            load = Load(engine)
-            answers = [load.submit(request) for request in asked]
-            while min(len(answer.tokens) for answer in answers) < new // 3:
-                time.sleep(0.005)
-            victim = engine.status().ranks[0].name
-            at_victim = [r.id for r in asked if engine.instance_of(r.id) == engine.status().instances[0].name]
-            begin = time.perf_counter()
-            engine.kill(victim)
-            load.wait()
-            firsts = [next(t for t in load.answers[name].at_s if t > begin + 0.001) - begin for name in at_victim]
-            again.append(max(firsts, default=0.0))
-            lost += sum(answer.finish != "length" for answer in answers)
-            wrong += sum(answer.tokens != tokens for answer, tokens in zip(answers, right, strict=True))
-            recomputed += engine.status().totals.recomputed_tokens
-    return {
-        "first_token_again_s": summary(again),
-        "lost": lost,
-        "wrong": wrong,
-        "recomputed_tokens": recomputed,
-        "requests": count * rounds,
-    }
+    figures: dict[str, Any] = {}
+    for how, number in SIGNALS.items():
+        again, wrong, recomputed, lost = [], 0, 0, 0
+        for _ in range(rounds):
+            with fleet(path, [(0,), (1,)]) as engine:
+                warm_up(engine)
+                load = Load(engine)
+                answers = [load.submit(request) for request in asked]
+                while min(len(answer.tokens) for answer in answers) < new // 3:
+                    time.sleep(0.005)
+                victim = engine.status().ranks[0]
+                at_victim = [r.id for r in asked if engine.instance_of(r.id) == victim.name]
+                begin = time.perf_counter()
+                os.kill(victim.pid, number)
+                load.wait()
+                again.append(max((first_behind(load, name, begin) - begin for name in at_victim), default=0.0))
+                lost += sum(answer.finish != "length" for answer in answers)
+                wrong += sum(answer.tokens != tokens for answer, tokens in zip(answers, right, strict=True))
+                recomputed += engine.status().totals.recomputed_tokens
+        told = {"first_token_again_s": summary(again), "lost": lost, "wrong": wrong, "recomputed_tokens": recomputed}
+        figures[how] = {**told, "requests": count * rounds}
+    return figures
+
+
+def first_behind(load: Load, request: str, begin_s: float) -> float:
+    """Return when a request had its first token behind a rank's end: what was under way may come until then."""
+    return next((t for t in load.answers[request].at_s if t > begin_s + 0.05), begin_s)
 
 
 def start(path: Path, rounds: int, quick: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import statistics
 import threading
 import time
@@ -155,6 +156,10 @@ def warm_up(engine: Engine) -> None:
     for _ in range(8):
         load.submit(Request(prompt(64, choose), 8, ignore_eos=True))
     load.wait()
+
+
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+"""Ways in which a rank is lost: its process ends, or is silent until it is fenced."""
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
