@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,9 +12,10 @@ import elastic
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.config import Overload
 from elastic.engines.base import Request
+from support.cluster.shared_launcher import SharedLauncher
 from support.cluster.small_checkpoint import LAYERS, checkpoint, small_model
 from support.processes import wait_until
-from support.serving.generations import Collector, continuation
+from support.serving.generations import Collector, continuation, same_unless_close
 
 TOKENS, PAGE = 96, 64 << 10
 WEIGHTS, SECTOR = sum(each.nbytes for each in small_model().parameters()), LAYERS * PAGE
@@ -76,3 +78,31 @@ def test_a_fleet_with_room_drops_nothing() -> None:
         heard.wait(names)
         assert fleet.status().policy
         assert not {"dropped", "drop failed", "overloaded"} & set(kinds(fleet))
+
+
+@pytest.mark.slow
+def test_an_instance_that_is_added_in_an_overload_takes_requests_and_the_group_parts(
+    launcher: SharedLauncher,
+) -> None:
+    """No drop is enough for the burst, so another rank comes; it is there before the group has its layers back."""
+    heard = Collector()
+    options: dict[str, Any] = {"launch": launcher, "replace": False, "beat_timeout_s": 60, "routing": "least_load"}
+    with Fleet(checkpoint(), ranks=PLACES, policy=replace(SOON, scale_out=1), **options) as fleet:
+        names = burst(fleet, heard, 32)
+        wait_until(lambda: len(fleet.status().instances) == 3, "no instance is added")
+        assert [event.kind for event in fleet.events() if event.kind in ("dropped", "overloaded")]
+        more = [Request(PROMPTS[i % 4], TOKENS, ignore_eos=True, id=f"{i}") for i in range(32, 44)]
+        for request in more:
+            fleet.submit(request, heard)
+        wait_until(lambda: "r2" in map(fleet.instance_of, [request.id for request in more]), "it gets no request")
+        names += [request.id for request in more]
+        heard.wait(names)
+        wait_until(lambda: not fleet.groups(), "the layers do not return")
+        fleet.check()
+        for i, name in enumerate(names):
+            assert same_unless_close(small_model(), PROMPTS[i % 4], heard.tokens[name])
+        happened = [event.kind for event in fleet.events()]
+        assert happened.count("joined") == 3
+        assert "parted" in happened[len(happened) - 1 - happened[::-1].index("joined") :]
+        assert fleet.status().totals.recomputed_tokens == 0
+        assert [rank.dropped for rank in fleet.status().ranks] == [()] * 3
