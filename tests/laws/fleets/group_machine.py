@@ -9,11 +9,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hypothesis import strategies as st
-from hypothesis.stateful import rule
+from hypothesis.stateful import initialize, rule
 
 import elastic
 from elastic import CapacityError, ConfigError, Overloaded, StateError
-from laws.fleets.fleet_machine import MOST, FleetMachine
+from elastic.config import Overload
+from laws.fleets.fleet_machine import MODELS, MOST, FleetMachine
 from support import architectures
 from support.lossless_variant import HALF, exact
 from support.wrapped_model import small
@@ -23,6 +24,12 @@ SOON_S = 5.0
 REFUSALS = (ConfigError, StateError, Overloaded, CapacityError)
 LAYERS = 3
 PLACES = itertools.count()
+AT_ONCE = Overload(
+    tick_s=0.01, queue_high_s=0.02, pressure_ticks=1, recovery_ticks=2, cooldown_s=0.02, dwell_s=0.05, idle_s=0.05
+)
+"""A policy that acts between any two rules."""
+TIGHT = {"llama-gqa": 256 << 10, "gemma3": 256 << 10}
+"""Bytes of a rank whose cache a burst fills."""
 
 
 @cache
@@ -34,12 +41,21 @@ def checkpoint(name: str) -> TemporaryDirectory[str]:
 
 
 class GroupMachine(FleetMachine):
-    """Nothing is computed twice unless a rank was lost: not by drops, restores, merges or splits."""
+    """Nothing is computed twice unless a rank was lost: not by drops, restores, merges or splits, whoever asks."""
 
     lost = False
 
+    @initialize(
+        name=st.sampled_from(MODELS),
+        ranks=st.integers(2, 4),
+        policy=st.sampled_from([None, "balance", AT_ONCE, ("balance", AT_ONCE)]),
+    )
+    def begin(self, name: str, ranks: int, policy: Any) -> None:
+        self.nbytes = 2 << 20 if policy in (None, "balance") else TIGHT[name]
+        super().begin(name, ranks, policy)
+
     def wrap(self, name: str, model: Any) -> None:
-        place = small(2 << 20, f"cpu#{next(PLACES)}")  # one of its own for each rank
+        place = small(self.nbytes, f"cpu#{next(PLACES)}")  # one of its own for each rank
         elastic.wrap(model, places=place, variants=[HALF], checkpoint=checkpoint(name).name)
 
     def teardown(self) -> None:
@@ -83,10 +99,17 @@ class GroupMachine(FleetMachine):
         with suppress(*REFUSALS):
             super().restore(data)
 
-    @rule(which=st.lists(st.integers(0, 2), min_size=4, max_size=8))
-    def burst(self, which: list[int]) -> None:
+    @rule(which=st.lists(st.integers(0, 2), min_size=4, max_size=12), begins=st.booleans())
+    def burst(self, which: list[int], begins: bool) -> None:
+        """Submit several requests; all of them have begun then, or a policy may act while they wait."""
         for prompt in which:
             self.submit(prompt, MOST, 1)
+        if begins and self.asked:
+            for rank in self.ranks:
+                self.resize_to(rank, None)
+            last = next(reversed(self.asked))
+            if last not in self.cancelled:
+                self.heard.wait_for_tokens(f"{last}/0", 1)
 
     # -- groups
 

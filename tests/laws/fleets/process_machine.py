@@ -15,6 +15,7 @@ from typing import Any
 
 from elastic import CapacityError, ConfigError, Overloaded, RankLost, StateError
 from elastic.cluster.fleet.fleet import Fleet
+from elastic.config import Overload
 from elastic.engines.base import Output, Request
 from elastic.types import ResizeKV, Restore, Swap
 from support.cluster.shared_launcher import SharedLauncher
@@ -28,6 +29,9 @@ TOKENS = (20, 60, 150)
 LIVE = 6
 """Requests that run all the time."""
 PLACE, MOST_PAGES, PAGE = "cpu=6MiB", 64, 64 << 10
+WEIGHTS = sum(each.nbytes for each in small_model().parameters())
+TIGHT = f"cpu={(WEIGHTS + (6 + 3 * LAYERS) * PAGE) >> 10}KiB"
+"""Three sectors of KV: one is kept for a drop, the others are for one of the longest requests, and little else."""
 ENGINE = {"block_tokens": 8, "max_batch_tokens": 64, "share_prefixes": False}
 SOON_S, BEAT_S = 2.0, 6.0
 REFUSALS = (ConfigError, StateError, Overloaded, CapacityError)
@@ -285,17 +289,23 @@ def signal_to(pid: int, what: signal.Signals) -> None:
 
 
 @contextmanager
-def machine(launcher: SharedLauncher, ranks: int, seed: int) -> Iterator[ProcessMachine]:
-    """Give a machine over a fleet of processes, of which nothing is left in the end."""
+def machine(
+    launcher: SharedLauncher, ranks: int, seed: int, policy: Overload | None = None
+) -> Iterator[ProcessMachine]:
+    """Give a machine over a fleet of processes, of which nothing is left in the end.
+
+    A policy has less memory, and no variant, which it would rather take.
+    """
     shm, before = shared_memory(), held()
-    options: dict[str, Any] = {"places": [PLACE], "engine": ENGINE, "wrap": {"variants": [HALF]}, "launch": launcher}
+    options: dict[str, Any] = {"engine": ENGINE, "launch": launcher, "policy": policy}
+    options |= {"places": [PLACE], "wrap": {"variants": [HALF]}} if policy is None else {"places": [TIGHT]}
     with Fleet(checkpoint(), ranks=ranks, beat_timeout_s=BEAT_S, **options) as fleet:
         one = ProcessMachine(fleet, seed)
         yield one
         pids, addresses = one.pids().values(), list(fleet._groups.ranks._addresses.values())
     wait_until(lambda: not any(map(alive, pids)), "a rank is left")
     assert not [address for address in addresses if is_listening(address)]
-    assert not shared_memory_left(shm)
+    assert shared_memory_left(shm) == set()
     wait_until(lambda: not held() - before - FORKSERVER, "memory files, sockets or processes are left")
 
 
