@@ -71,6 +71,7 @@ TUNING = 1000
 ROWS = ("burst", "low", "trace")
 SYSTEMS = ("wait", *WAYS, "migrate", "pipeline", "drop")
 ABLATION = {
+    "drop-default": elastic.Overload(),
     "drop-uncoordinated": replace(OVERLOAD, coordinated=False),
     "drop-lookahead": replace(OVERLOAD, lookahead=True),
 }
@@ -256,6 +257,9 @@ def compared(figures: dict[str, Figures]) -> dict[str, Any]:
         "p50_tpot_over_best": ratio(p50["drop"], p50[fastest]),
         "p50_tpot_over": {name: ratio(p50["drop"], p50[name]) for name in others},
         "slo_violations": violations,
+        "fewer_than_best_other": {
+            over: min(violations[over][name] for name in others) - violations[over]["drop"] for over in violations
+        },
     }
 
 

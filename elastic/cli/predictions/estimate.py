@@ -164,13 +164,16 @@ def _document(each: Estimate) -> dict[str, Any]:
 
 
 def _ranks(best: Estimate) -> Table:
-    """Tabulate what each rank of a configuration holds, in MiB."""
-    names = ("device", "layers", "fixed", "weights", "staging", "batches", "keys,\nvalues", "place")
+    """Tabulate what each rank of a configuration holds, in MiB, and the share that parameters are of its place."""
+    names = ("device", "layers", "fixed", "weights", "staging", "batches", "keys,\nvalues", "place", "weights, %")
     table = Table(*names, title=f"{best.configuration}, MiB", collapse_padding=True)
     for number, rank in enumerate(best.ranks):
         layers = best.stages[number // best.configuration.tp]
         parts = (rank.fixed, rank.layers, rank.staging, rank.activations + rank.copied, rank.kv, rank.place_bytes)
-        table.add_row(rank.device, f"{layers[0]}-{layers[-1]}", *(f"{part / 2**20:,.1f}" for part in parts))
+        share = 100 * (rank.fixed + rank.layers) / rank.place_bytes
+        table.add_row(
+            rank.device, f"{layers[0]}-{layers[-1]}", *(f"{part / 2**20:,.1f}" for part in parts), f"{share:.1f}"
+        )
     return table
 
 

@@ -162,3 +162,13 @@ def test_all_systems_have_the_same_ranks_memory_and_engine(monkeypatch: pytest.M
             pass
     assert len(made) == len(overload.SYSTEMS) + len(overload.ABLATION)
     assert all(about == made["wait"] for about in made.values())
+
+
+def test_what_a_drop_spares_is_held_against_the_best_of_the_others() -> None:
+    def figures(late: int) -> Any:
+        told = {"tokens_per_s": 1.0, "queue_share": 0.0, "burst_ttft": [], "windows": [], "answers": []}
+        return overload.Figures([SimpleNamespace(ttft=[9.0] * late + [1.0] * (10 - late), tpot=[0.1], **told)])
+
+    others = {"wait": figures(4), "pipeline": figures(1), "drop-default": figures(0)}
+    assert overload.compared({**others, "drop": figures(0)})["fewer_than_best_other"]["over_5_times_best_p50"] == 0.1
+    assert overload.compared({**others, "drop": figures(2)})["fewer_than_best_other"]["over_5_times_best_p50"] == -0.1

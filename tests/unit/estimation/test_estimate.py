@@ -372,7 +372,9 @@ def test_the_command_cuts_no_value_and_has_a_document_for_programs(
     asked = ["estimate", str(MODEL_DIR), "--devices", "2*h100", "--kv", "full,int8"]
     for more in ([], ["--characterize"]):
         assert main([*asked, *more]) == 0
-        assert "…" not in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert "…" not in shown
+        assert ("weights, %" in shown) != bool(more)
     assert main([*asked, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     ranked = estimate(str(MODEL_DIR), "2*h100", kv=("full", "int8"))
