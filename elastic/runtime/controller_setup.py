@@ -87,13 +87,14 @@ def choose_policy(
     variants: Sequence[Variant],
     layers: Sequence[nn.Module],
     calibrate: Calibrate,
+    fingerprints: Callable[[], Sequence[str]] | None = None,
 ) -> MakePolicy | None:
     """Check the policy that `wrap` was asked for, before anything is done. None: actions are called by hand.
 
-    `layers` are the plain decoder layers; `calibrate` measures them, if a policy needs that. Raises `ConfigError` for
-    what cannot work.
+    `layers` are the plain decoder layers; `calibrate` measures them, if a policy needs that. `fingerprints`: of their
+    weights as a profile has them, asked for if there is one; None: theirs. Raises `ConfigError` for what cannot work.
     """
-    indices = _parse_order(order, layers)
+    indices = _parse_order(order, layers, fingerprints)
     asked = tuple(policy) if isinstance(policy, tuple | list) else (policy,)
     parsed = [_parse_policy(each) for each in asked]
     if (len(asked) > 1 and None in parsed) or not asked:
@@ -159,7 +160,9 @@ def _parse_policy(policy: Asked) -> Policy | Scale | ControllerPolicy | None:
     )
 
 
-def _parse_order(order: str | Path | Profile, layers: Sequence[nn.Module]) -> tuple[int, ...]:
+def _parse_order(
+    order: str | Path | Profile, layers: Sequence[nn.Module], fingerprints: Callable[[], Sequence[str]] | None
+) -> tuple[int, ...]:
     from elastic.quant.sensitivity import order as orders
     from elastic.quant.sensitivity.profile_file import Profile
 
@@ -167,7 +170,7 @@ def _parse_order(order: str | Path | Profile, layers: Sequence[nn.Module]) -> tu
     if isinstance(order, str | Path) and Path(order).suffix == ".json":
         order = Profile.load(order)
     if isinstance(order, Profile):
-        order.check(layers)
+        order.check(layers if fingerprints is None else fingerprints())
     return orders.order(order if isinstance(order, Profile) else str(order), len(layers))
 
 

@@ -29,6 +29,7 @@ from elastic.kvcache.storage.layout import choose_layout
 from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.backends.streams import note_current_stream
 from elastic.planning.measured_cost import Calibration
+from elastic.quant.sensitivity.stored_fingerprints import stored_fingerprints
 from elastic.runtime.assemble import assemble, connect
 from elastic.runtime.controller_setup import choose_policy
 from elastic.runtime.handlers import weight_handlers
@@ -46,7 +47,8 @@ class ElasticModel:
     """The model of one rank: its weights in pages, the KV pool beside them, and the runtime that moves both.
 
     `own_worker`: enters and leaves the gate with its steps; None: hooks on the model do.
-    `eager`: hooks fetch released layers. `is_packable`: see `WrapOptions`.
+    `eager`: hooks fetch released layers. `is_packable`: see `WrapOptions`. `find_files` returns the directory of the
+    checkpoint, of which a profile has to be.
 
     Raises `ConfigError` or `CapacityError` for a budget that the model does not fit in, `StateError` for a second
     engine in one process; the model is as it was then.
@@ -62,6 +64,7 @@ class ElasticModel:
         rank: int = 0,
         ranks: int = 1,
         is_packable: IsPackable,
+        find_files: Callable[[], str],
         eager: bool = True,
         own_worker: object | None = None,
     ) -> None:
@@ -80,7 +83,7 @@ class ElasticModel:
             """The name of this rank's."""
             numbered = torch.device("cuda", device.index or 0) if device.type == "cuda" else device
             place = Place(self.place, numbered, settings.budget_bytes, settings.page_bytes)
-            options = _wrap_options(model, settings, place, is_packable)
+            options = _wrap_options(model, settings, place, is_packable, find_files)
 
             def make_handlers(parts: ModelParts, stack: ExitStack) -> Mapping[type, ActionHandler]:
                 deferred = DeferredActions(parts.weights, parts.broker)
@@ -236,7 +239,13 @@ def model_of(vllm_config: Any) -> ElasticModel:
     return _models[name]
 
 
-def _wrap_options(model: nn.Module, settings: EngineSettings, place: Place, is_packable: IsPackable) -> WrapOptions:
+def _wrap_options(
+    model: nn.Module,
+    settings: EngineSettings,
+    place: Place,
+    is_packable: IsPackable,
+    find_files: Callable[[], str],
+) -> WrapOptions:
     """Return the options of `assemble`: the same on all ranks, so that each has room for as much."""
     decoder, variants = find_decoder(model), parse_variants(settings.variants)
     slo = None if settings.slo is None else SLO(**settings.slo)
@@ -255,7 +264,13 @@ def _wrap_options(model: nn.Module, settings: EngineSettings, place: Place, is_p
         slo=slo,
         start_controller=True,
         make_policy=choose_policy(
-            settings.to_policy(), slo, settings.order, variants, decoder.layers, lambda: Calibration({})
+            settings.to_policy(),
+            slo,
+            settings.order,
+            variants,
+            decoder.layers,
+            lambda: Calibration({}),
+            lambda: stored_fingerprints(find_files()),  # vLLM has joined matrices, and parts of them
         ),
         is_packable=is_packable,
         lives_in_pages=lambda parameter: parameter.ndim > 1,  # norms are read by address, and are .05 % of a layer

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -107,6 +110,7 @@ class ElasticWorker(RankCalls):
             rank=self.rank,
             ranks=config.parallel_config.world_size,
             is_packable=is_packable,
+            find_files=partial(_directory, config),
             eager=config.compilation_config.mode == CompilationMode.NONE,
             own_worker=self,
         )
@@ -236,6 +240,7 @@ class ElasticExtension(RankCalls):
             instance=f"{name}-{config.instance_id}",
             rank=self.rank,  # type: ignore[attr-defined]
             is_packable=is_packable,
+            find_files=partial(_directory, config),
         )
         self.elastic = model
         self._elastic_end = call_at_death(  # beside: a worker may be collected in the midst of anything
@@ -271,6 +276,27 @@ def _settings(config: Any) -> EngineSettings:
             "their index, which differs by stage; use tensor_parallel_size"
         )
     return EngineSettings.from_json(settings)
+
+
+def _directory(config: Any) -> str:
+    """Return where the files of an engine's model are: its own directory, or that in the cache of the hub's models.
+
+    Raises `ConfigError` where there is none.
+    """
+    model = config.model_config
+    if os.path.isdir(model.model):
+        return str(model.model)
+    try:
+        return str(
+            snapshot_download(
+                model.model, revision=model.revision, cache_dir=config.load_config.download_dir, local_files_only=True
+            )
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model {model.model}: its files are in no directory of this machine, by which to see whether a profile is "
+            "of this model; give the engine a directory, or an order by name"
+        ) from error
 
 
 def _connectors(transfer: Any) -> list[str | None]:

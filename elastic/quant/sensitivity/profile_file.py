@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,15 +76,19 @@ class Profile:
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "complete", len(order) == len(self.lts))
 
-    def check(self, layers: Sequence[nn.Module]) -> None:
-        """Raise `ConfigError` unless this is a profile of a model with these decoder layers.
+    def check(self, layers: Sequence[nn.Module | str]) -> None:
+        """Raise `ConfigError` unless this is a profile of a model with these decoder layers, or fingerprints of such.
 
         Weights in float32, bfloat16 or the dtype of the checkpoint have the same fingerprints; quantized ones have not.
         """
         if len(layers) != len(self.lts):
             raise ConfigError(f"the profile is of a model with {len(self.lts)} layers, this one has {len(layers)}")
         pairs = zip(layers, self.setting.layers, strict=True)
-        changed = [i for i, (layer, expected) in enumerate(pairs) if fingerprint(layer) != expected]
+        changed = [
+            index
+            for index, (layer, expected) in enumerate(pairs)
+            if (layer if isinstance(layer, str) else fingerprint(layer)) != expected
+        ]
         if changed:
             raise ConfigError(
                 f"the profile is of another model: the weights of {len(changed)} of {len(layers)} layers differ "
@@ -134,11 +138,14 @@ def fingerprint(layer: nn.Module) -> str:
 
     Values are compared as bfloat16, so that a model loaded in float32 is the same model in bfloat16.
     """
-    text = hashlib.sha256()
-    for name, parameter in layer.named_parameters():
-        weight = parameter.detach()
-        text.update(f"{name} {tuple(weight.shape)} {digest(weight.to(torch.bfloat16))}\n".encode())
-    return text.hexdigest()
+    weights = ((name, parameter.detach()) for name, parameter in layer.named_parameters())
+    return fingerprint_of((name, tuple(weight.shape), digest(weight.to(torch.bfloat16))) for name, weight in weights)
+
+
+def fingerprint_of(weights: Iterable[tuple[str, tuple[int, ...], int]]) -> str:
+    """Return the `fingerprint` of weights by their names, shapes, and digests as bfloat16, as the layer has them."""
+    text = "".join(f"{name} {shape} {checksum}\n" for name, shape, checksum in weights)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _parse(content: Any) -> Profile:

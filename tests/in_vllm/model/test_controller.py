@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import elastic.vllm
+from elastic import ConfigError
 from elastic.config import Policy
+from elastic.engines.vllm import assembly
+from elastic.memory import places
 from elastic.types import Restore, Swap
-from support.vllm_engine.engine import come_back, counted_preemptions, elastic_engine, expected, run, wait_for
+from support.vllm_engine.engine import (
+    MODEL,
+    come_back,
+    counted_preemptions,
+    elastic_engine,
+    expected,
+    run,
+    wait_for,
+)
 
 FULL = ("float32",) * 12
 
@@ -59,3 +76,40 @@ def test_a_first_release_under_a_policy_waits_for_blocks(reference: list[list[in
         wait_for(lambda: rt.form()[:6] == ("absent",) * 6)
         assert run(llm, lengths) == expected(reference, lengths)
         rt.check()
+
+
+def test_a_profile_of_the_checkpoint_orders_its_layers_and_one_of_another_model_is_refused(tmp_path: Path) -> None:
+    """vLLM has joined matrices, of which no profile can be: it is compared with the files."""
+    ids, model = torch.arange(32).view(2, 16), AutoModelForCausalLM.from_pretrained(MODEL)
+    profile = elastic.profile(model, ids, path=tmp_path / "own.json")
+    with elastic_engine("16MiB", policy="balanced", order=tmp_path / "own.json"):
+        (rank,) = assembly._models.values()
+        path = tuple(step.layer for step in rank.runtime.controller.policy._path)
+        assert path == profile.order[:8], "as many as the policy may swap"
+    with torch.no_grad():
+        model.model.layers[3].mlp.up_proj.weight.mul_(2)
+    elastic.profile(model, ids, path=tmp_path / "others.json")
+    refused = pytest.raises(ConfigError, match=r"weights of 1 of 12 layers differ \(the first is layer 3\)")
+    with refused, elastic_engine("16MiB", policy="balanced", order=tmp_path / "others.json"):
+        pass
+    assert not places._open
+
+
+def test_the_files_of_a_model_are_in_its_directory_or_in_the_cache_of_the_hub(tmp_path: Path) -> None:
+    from elastic.engines.vllm.worker import _directory
+
+    def config(model: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            model_config=SimpleNamespace(model=model, revision=None),
+            load_config=SimpleNamespace(download_dir=str(tmp_path)),
+        )
+
+    snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--some--model" / "refs").mkdir()
+    (tmp_path / "models--some--model" / "refs" / "main").write_text("0" * 40)
+    assert _directory(config(MODEL)) == MODEL
+    assert _directory(config("some/model")) == str(snapshot)
+    for absent in ("some/other", "s3://bucket/model"):
+        with pytest.raises(ConfigError, match=f"model {absent}: its files are in no directory of this machine"):
+            _directory(config(absent))

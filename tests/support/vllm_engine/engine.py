@@ -45,7 +45,7 @@ def plain_engine(model: str = MODEL, **options: Any) -> Iterator[Any]:
 @contextmanager
 def elastic_engine(budget: str = "20MiB", model: str = MODEL, **options: Any) -> Iterator[Any]:
     """Run vLLM with elastic; options of `elastic.vllm.options` go there, the others to vLLM."""
-    names = ("policy", "promise", "move_blocks", "connector", "page_bytes", "slo", "variant_cache")
+    names = ("policy", "order", "promise", "move_blocks", "connector", "page_bytes", "slo", "variant_cache")
     ours = {name: options.pop(name) for name in names if name in options}
     ours = {"variants": options.pop("variants", ("int4",)), **ours}
     with plain_engine(model, **{**elastic.vllm.options(budget, **ours), **options}) as llm:

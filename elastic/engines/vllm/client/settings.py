@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.config import MODES, SLO, Policy, parse_bytes
-from elastic.errors import ConfigError, require, require_path_or_none, require_whole
+from elastic.errors import ConfigError, require, require_path, require_path_or_none, require_whole
 
 KEY = "elastic"
 """Of ours in vLLM's `additional_config`."""
@@ -46,7 +46,7 @@ class EngineSettings:
             require_whole(self.page_bytes, "page_bytes")
         object.__setattr__(self, "variants", _check_variants(self.variants))
         parse_rate(self.copy_rate)
-        _check_order(self.order)
+        object.__setattr__(self, "order", _check_order(self.order))
         cache = self.variant_cache
         require(cache is None or not Path(cache).is_file(), "variant_cache", cache, "a directory, not a file")
 
@@ -177,11 +177,13 @@ def _names(variants: Sequence[str]) -> list[str]:
     return list(names)
 
 
-def _check_order(order: str) -> None:
-    """Raise `ConfigError` for what names no order of layers, and no profile that is there."""
+def _check_order(order: str) -> str:
+    """Return an order's name, or its file as every worker finds it. Raises `ConfigError` for what is neither."""
     from elastic.quant.sensitivity.order import order as order_of
 
-    if Path(order).suffix == ".json":
-        require(Path(order).is_file(), "order", order, "a name, or the file of a profile")
-    else:
+    if Path(order).suffix != ".json":
         order_of(order, 1)
+        return order
+    path = require_path(order, "order").resolve()
+    require(path.is_file(), "order", order, "a name, or the file of a profile")
+    return str(path)

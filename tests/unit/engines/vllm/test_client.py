@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -264,6 +265,17 @@ def test_settings_that_are_made_alone_are_checked_too(variants: Any, words: str)
     assert EngineSettings(1 << 30, variants="int4").variants == ("int4",)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=words):
         EngineSettings(1 << 30, variants=variants)
+
+
+@pytest.mark.usefixtures("known_vllm")
+def test_workers_are_told_where_a_profile_is_from_wherever_they_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "order.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for order in ("order.json", "~/order.json", Path("order.json")):
+        assert options("1GiB", order=order)["additional_config"][KEY]["order"] == str(tmp_path / "order.json")
 
 
 @pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0"])
