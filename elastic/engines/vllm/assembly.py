@@ -147,8 +147,8 @@ class ElasticModel:
                 streamer.leave_all()
         if self._streaming is not None and self._streaming.commits != self.gate.commits:
             self._streaming.update()
-        if self.graphs is not None:
-            self.graphs.begin_step()
+        if self.graphs is not None and self.graphs.commits != self.gate.commits:
+            self.graphs.update()
 
     def end_forward(self) -> None:
         """Leave the step."""

@@ -147,7 +147,7 @@ class ElasticWorker(RankCalls):
             times = super().compile_or_warm_up_model()  # type: ignore[misc]
         if self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
             model = self._model()
-            model.graphs = CapturedGraphs(self.model_runner, model.addresses)
+            model.graphs = CapturedGraphs(self.model_runner, model.addresses, model.gate)
             model.graphs.note_capture()
         return times
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic.errors import BackendUnavailable
+from elastic.hooks.forward_gate import ForwardGate
 
 Addresses = tuple[int | None, ...]
 SWITCHES = (("cudagraph_dispatcher", "keys_initialized"), ("cudagraph_manager", "_graphs_captured"))
@@ -18,10 +19,16 @@ SWITCHES = (("cudagraph_dispatcher", "keys_initialized"), ("cudagraph_manager", 
 
 
 class CapturedGraphs:
-    """The graphs of one worker. `addresses` gives those of all weights in pages; None for one that is not plain."""
+    """The graphs of one worker. `addresses` gives those of all weights in pages; None for one that is not plain.
 
-    def __init__(self, runner: Any, addresses: Callable[[], Addresses]) -> None:
+    They are looked at after commits alone: nothing else moves a weight.
+    """
+
+    def __init__(self, runner: Any, addresses: Callable[[], Addresses], gate: ForwardGate) -> None:
         self._addresses = addresses
+        self._gate = gate
+        self.commits = -1
+        """Of the gate, when addresses were last looked at: later ones ask for `update`."""
         self._owner: Callable[[], Any] = lambda: None
         self._switch = ""
         self._captured: Addresses = ()
@@ -38,7 +45,8 @@ class CapturedGraphs:
             )
         self._captured = self._addresses() if getattr(owner, self._switch) else ()
 
-    def begin_step(self) -> None:
-        """Have the next step replay graphs, or not. Inside the forward gate: no weight moves until the step ends."""
+    def update(self) -> None:
+        """Have the next steps replay graphs, or not. While no action can commit."""
+        self.commits = self._gate.commits
         if self._captured:
             setattr(self._owner(), self._switch, self._addresses() == self._captured)

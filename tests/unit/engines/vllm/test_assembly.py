@@ -16,6 +16,7 @@ from elastic import ConfigError
 from elastic.controller.policies.precision import PrecisionPolicy
 from elastic.engines.vllm.assembly import ElasticModel
 from elastic.engines.vllm.client.settings import EngineSettings
+from elastic.engines.vllm.model.graphs import CapturedGraphs
 from support.architectures import build
 
 
@@ -78,3 +79,43 @@ def test_a_profile_is_checked_against_the_files_not_against_joined_matrices(tmp_
     elastic.profile(build("llama-gqa", seed=1), ids, path=tmp_path / "others.json")
     with pytest.raises(ConfigError, match="the profile is of another model: the weights of 3 of 3 layers differ"):
         start(tmp_path / "others.json")
+
+
+class Runner:
+    """A model runner of vLLM that has captured graphs; it is its own dispatcher."""
+
+    keys_initialized = True
+
+    @property
+    def cudagraph_dispatcher(self) -> Runner:
+        return self
+
+
+def test_steps_look_for_moved_weights_after_commits_alone() -> None:
+    """There are hundreds of addresses, and most steps come after none."""
+    settings, looks, runner = EngineSettings(64 << 20), list[int](), Runner()
+    made = ElasticModel(
+        build("llama-gqa"), settings, torch.device("cpu"), instance="g", is_packable=lambda *_: False, find_files=str
+    )
+
+    def addresses() -> tuple[int | None, ...]:
+        looks.append(made.gate.commits)
+        return made.addresses()
+
+    def replayed(steps: int) -> set[bool]:
+        seen = set()
+        for _ in range(steps):
+            made.begin_forward()
+            seen.add(runner.keys_initialized)
+            made.end_forward()
+        return seen
+
+    with closing(made) as model:
+        model.graphs = CapturedGraphs(runner, addresses, model.gate)
+        model.graphs.note_capture()
+        assert replayed(5) == {True}
+        model.runtime.release([1])
+        assert replayed(5) == {False}
+        model.runtime.restore()
+        assert replayed(5) == {True}
+    assert len(looks) == 1 + len({*looks}) <= 4, "once at the capture, and once for what each commit left"
