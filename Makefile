@@ -13,6 +13,7 @@ SIMULATED_CUDA := $(CURDIR)/build/simulated-cuda
 SCHEDULES ?= lazy random:1 random:2
 TESTS ?= tests
 VLLM_VENV ?= build/vllm-venv
+VLLM_DRIFT ?= vllm
 RAY_VENV ?= build/ray-venv
 CLIENTS_VENV ?= build/clients-venv
 SIMULATED := LD_LIBRARY_PATH=$(SIMULATED_CUDA) LD_PRELOAD=$(SIMULATED_CUDA)/libcudart.so.13 \
@@ -22,7 +23,7 @@ SIMULATED_PYTEST := $(SIMULATED_VENV)/bin/python -m pytest -q -m cuda -p gpu.sim
 SOURCES := $(shell find elastic -type f -not -name '*.pyc' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint type quick test long simulate rehearse branches docs test-vllm test-ray test-clients bench gpu evaluate evaluate-full clean
+.PHONY: help demo lint type quick test long simulate rehearse branches docs test-vllm drift-vllm test-ray test-clients bench gpu evaluate evaluate-full clean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -69,6 +70,11 @@ branches: $(SIMULATED_CUDA)/built ## which branches for CUDA these tests enter, 
 
 test-vllm: $(VLLM_VENV)/installed ## elastic inside vLLM, on a CPU, and vLLM's benchmark of servers, in a virtual environment of its own: 3 GB
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q -W default tests/in_vllm tests/clients/test_vllm_bench.py
+
+drift-vllm: $(VLLM_VENV)/installed ## whether another vLLM (VLLM_DRIFT=, the newest) has what is used of it: only its Python is looked at
+	rm -rf build/vllm-drift
+	$(VLLM_VENV)/bin/pip install -q --disable-pip-version-check --no-deps --target build/vllm-drift $(VLLM_DRIFT)
+	PYTHONPATH=build/vllm-drift $(VLLM_VENV)/bin/python -m pytest -q -W default tests/in_vllm/test_drift.py
 
 test-ray: $(RAY_VENV)/installed ## fleets on Ray, on this machine, in a virtual environment of its own
 	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -q -W default tests/in_ray

@@ -18,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 from elastic.engines.vllm.assembly import model_of
@@ -26,6 +25,7 @@ from elastic.engines.vllm.kv.orders import Handshake, StepOrders, StepReport
 from elastic.engines.vllm.kv.sectors import KVSectors, blocks_per_sector, regions_of
 from elastic.engines.vllm.kv.worker_channel import WorkerChannel
 from elastic.engines.vllm.metrics import CapacityPromMetrics, CapacityStats
+from elastic.engines.vllm.planned_cache import planned_cache
 from elastic.engines.vllm.scheduler_side import SchedulerSide
 from elastic.errors import StateError
 
@@ -92,8 +92,7 @@ class ElasticConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 def virtual_bytes(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec], budget_bytes: int, page_bytes: int) -> int:
     """Return the largest KV cache, in bytes, that fits a budget and is cut into sectors of whole pages."""
-    groups = get_kv_cache_groups(vllm_config, dict(specs))
-    config = get_kv_cache_config_from_groups(vllm_config, groups, budget_bytes)
+    config = planned_cache(vllm_config, dict(specs), budget_bytes)
     if not config.kv_cache_tensors or not config.num_blocks:
         return budget_bytes
     block_bytes = config.kv_cache_tensors[0].size // config.num_blocks

@@ -16,13 +16,31 @@ LEAST, BELOW = (0, 31), (0, 34)
 REMEDY = f"use {'.'.join(map(str, LEAST))} or later, below {'.'.join(map(str, BELOW))}"
 PROBES = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": (
-        "get_mem_pool_context",
         "bind_gpu_block_pool",
+        "build_connector_meta",
         "build_connector_worker_meta",
-        "has_pending_push_work",
+        "build_kv_connector_stats",
+        "build_prom_metrics",
+        "get_handshake_metadata",
+        "get_kv_connector_stats",
+        "get_mem_pool_context",
+        "get_num_new_matched_tokens",
+        "has_connector_metadata",
         "has_pending_block_frees",
-        "set_xfer_handshake_metadata",
+        "has_pending_push_work",
+        "on_new_request",
+        "request_finished",
+        "save_kv_layer",
+        "set_xfer_handshake_metadata_pp_aware",
+        "shutdown",
+        "start_load_kv",
+        "take_events",
+        "update_connector_output",
+        "update_state_after_alloc",
+        "wait_for_layer_load",
+        "wait_for_save",
     ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA": ("request_finished_all_groups",),
     "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": ("register_connector",),
     "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue": ("remove", "append", "prepend_n", "get_all_free_blocks"),
     "vllm.v1.core.block_pool:BlockPool": (
@@ -37,6 +55,14 @@ PROBES = {
     "vllm.model_executor.layers.quantization:register_quantization_config": (),
 }
 """What must be there: an object by module and name, and its attributes."""
+EITHER = (
+    ("vllm.v1.core.kv_cache_utils:get_kv_cache_groups", "vllm.v1.core.kv_cache_utils:get_kv_cache_config_from_groups"),
+    (
+        "vllm.v1.core.kv_cache_config_builder:get_kv_cache_config_builder",
+        "vllm.v1.core.kv_cache_planning:get_kv_cache_groups_from_builder",
+    ),
+)
+"""By what a KV cache is laid out, up to 0.32 and from 0.33 on: one of these must be there in full."""
 
 
 @cache
@@ -47,9 +73,11 @@ def require_vllm() -> str:
     version = str(importlib.import_module("vllm.version").__version__)
     require_known(version)
     missing = [name for probe, attributes in PROBES.items() for name in _missing(probe, attributes)]
-    source = inspect.getsource(_found("vllm.v1.worker.utils:allocate_kv_cache"))
-    if source.count("torch.zeros(") != 1:
-        missing.append("one torch.zeros in allocate_kv_cache")
+    fewest = min(([name for probe in probes for name in _missing(probe, ())] for probes in EITHER), key=len)
+    missing.extend(fewest)
+    if not missing:
+        source = inspect.getsource(_found("vllm.v1.worker.utils:allocate_kv_cache"))
+        missing += ["one torch.zeros in allocate_kv_cache"] * (source.count("torch.zeros(") != 1)
     if missing:
         raise BackendUnavailable(f"vLLM {version} lacks {', '.join(missing)}, which elastic uses; {REMEDY}")
     return version
