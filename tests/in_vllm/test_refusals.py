@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import elastic.vllm
 from elastic import ConfigError
 from elastic.engines.vllm.kv import sectors
 from elastic.errors import BackendUnavailable, StateError
 from elastic.memory import places
-from support.vllm_engine.engine import elastic_engine, run
+from support.vllm_engine.engine import MODEL, PLAIN, elastic_engine, run
 
 
 def test_a_budget_too_small_for_the_longest_request_is_refused_and_a_larger_one_serves() -> None:
@@ -83,3 +87,28 @@ def test_an_engine_without_all_of_our_options_is_refused(options: dict[str, Any]
     with pytest.raises(ConfigError, match=f"its own {', '.join(options)}; give"), elastic_engine("24MiB", **options):
         pass
     assert not places._open
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "compressed-tensors"])
+def test_a_quantized_checkpoint_is_refused_by_vllm(method: str, tmp_path: Path) -> None:
+    """It takes one quantization method, and elastic's is one."""
+    shutil.copytree(MODEL, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    declared = {"quant_method": method, "bits": 4, "group_size": 32, "zero_point": True, "desc_act": False}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": declared}))
+    refused = pytest.raises(ValueError, match=rf"\({method}\) does not match .* argument \(elastic\)")
+    with refused, elastic_engine("24MiB", str(tmp_path / "model")):
+        pass
+    assert not places._open
+
+
+def test_stages_of_a_pipeline_are_refused_by_each_worker() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from elastic.engines.vllm.worker import CpuWorker
+
+    options = {**PLAIN, **elastic.vllm.options("24MiB"), "pipeline_parallel_size": 2}
+    worker = CpuWorker.__new__(CpuWorker)
+    worker.vllm_config = EngineArgs(MODEL, distributed_executor_backend="mp", **options).create_engine_config()
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2: .* use tensor_parallel_size"):
+        worker.load_model()

@@ -91,9 +91,10 @@ def run(
     *,
     each_step: Callable[[int], object] = lambda step: None,
     texts: Any = TEXTS,
+    adapters: Sequence[Any] = (None,),
     **sampled: Any,
 ) -> list[list[int]]:
-    """Decode one request of each length greedily, with texts in turn; return their tokens.
+    """Decode one request of each length greedily, with texts and LoRA adapters in turn; return their tokens.
 
     `sampled`: more of vLLM's `SamplingParams`.
     """
@@ -102,7 +103,8 @@ def run(
     engine = llm.llm_engine
     for number, length in enumerate(lengths):
         sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, **sampled)
-        engine.add_request(f"r{number}", {"prompt": texts[number % len(texts)]}, sampling)
+        prompt, adapter = {"prompt": texts[number % len(texts)]}, adapters[number % len(adapters)]
+        engine.add_request(f"r{number}", prompt, sampling, lora_request=adapter)
     tokens: dict[str, list[int]] = {}
     step = 0
     while engine.has_unfinished_requests():
@@ -133,6 +135,12 @@ def come_back(runtime: Any) -> None:
     wait_for(lambda: runtime.form() == FULL)
 
 
+def restore_all(runtime: Any) -> None:
+    """Bring all layers back in full, and wait for those that are deferred."""
+    runtime.restore()
+    wait_for(lambda: {*runtime.form()} <= {"float32", "bfloat16"})
+
+
 @contextmanager
 def counted_preemptions(llm: Any) -> Iterator[list[str]]:
     """Note which requests lose their blocks."""
@@ -151,12 +159,21 @@ def counted_preemptions(llm: Any) -> Iterator[list[str]]:
 
 
 def require_plain_tokens(
-    model: str, budget: str, *, only_elastic: Mapping[str, Any] = MappingProxyType({}), **options: Any
+    model: str,
+    budget: str,
+    *,
+    only_elastic: Mapping[str, Any] = MappingProxyType({}),
+    adapters: Sequence[Any] = (None,),
+    then: Callable[[Any], object] = lambda llm: None,
+    **options: Any,
 ) -> None:
-    """Compare a run under releases, restores and limits with plain vLLM's."""
+    """Compare a run under releases, restores and limits with plain vLLM's, and one after `then` was given the engine.
+
+    It may change layers, which are restored.
+    """
     with plain_engine(model, **options) as llm:
-        reference = run(llm, MIXED)
-    with elastic_engine(budget, model, variants=(), **{**options, **only_elastic}) as llm:
+        reference = run(llm, MIXED, adapters=adapters)
+    with elastic_engine(budget, model, **{"variants": (), **options, **only_elastic}) as llm:
         rt, most = elastic.vllm.runtime(llm), coordinator(llm).mapped
 
         def act(step: int) -> None:
@@ -170,8 +187,13 @@ def require_plain_tokens(
             coordinator(llm).capacity.check()
 
         with counted_preemptions(llm) as preempted:
-            tokens = run(llm, MIXED, each_step=act)
+            tokens = run(llm, MIXED, each_step=act, adapters=adapters)
         rt.kv.resize("max")
         rt.check()
         assert preempted == []
         assert [t == r for t, r in zip(tokens, reference, strict=True)] == [True] * len(MIXED)
+        restore_all(rt)
+        then(llm)
+        restore_all(rt)
+        assert run(llm, MIXED[:4], adapters=adapters) == reference[:4]
+        rt.check()
