@@ -10,8 +10,8 @@ is compared. Tokens per second: the processes of a round take turns, one computi
 32 + 64 tokens. Actions: a turn is such a run at rest, then one beside layers that are released and restored without
 end. A burst: requests arrive by the clock, as a trace or bursts of Poisson arrivals say; all kinds share one budget.
 Targets: .97 of plain with nothing swapped, 1.15 with all layers int4; P99 of the gaps 1.1 x of rest, pauses of 1 ms;
-P95 of the time to first token 2.2 x better (balanced) and 4 x (performance) than full. (The file is not called vllm.py:
-it would hide vLLM itself.)
+P95 of the time to first token 2.2 x better (balanced) and 4 x (performance) than full, with nothing preempted. (The
+file is not called vllm.py: it would hide vLLM itself.)
 """
 
 from __future__ import annotations
@@ -227,6 +227,8 @@ def _burst(llm: Any, trace: Trace) -> dict[str, Any]:
     """Offer the requests of a trace by the clock; return the seconds to each first token, and preemptions."""
     from vllm import SamplingParams
 
+    runtime = elastic.vllm.runtime(llm)
+    preempted = runtime.snapshot().traffic.preemptions
     engine, arrived, first = llm.llm_engine, dict[str, float](), dict[str, float]()
     prompts = random_prompts(trace, 400)
     coming = [(r.arrival_s, f"r{i}", prompts[i], r.output_tokens) for i, r in enumerate(trace.requests)]
@@ -244,7 +246,8 @@ def _burst(llm: Any, trace: Trace) -> dict[str, Any]:
         for output in engine.step():
             if output.outputs and output.outputs[0].token_ids and output.request_id not in first:
                 first[output.request_id] = time.perf_counter() - arrived[output.request_id]
-    return {"ttft_s": sorted(first.values()), "seconds": time.perf_counter() - start}
+    seconds, preempted = time.perf_counter() - start, runtime.snapshot().traffic.preemptions - preempted
+    return {"ttft_s": sorted(first.values()), "seconds": seconds, "preemptions": preempted}
 
 
 def _figures(runs: list[Any], base: list[Any], *, burst: bool) -> dict[str, Any]:
@@ -263,6 +266,7 @@ def _figures(runs: list[Any], base: list[Any], *, burst: bool) -> dict[str, Any]
         "P95 TTFT s": statistics.median(own),
         "P50 TTFT s": statistics.median(percentiles([run["ttft_s"] for run in runs], 0.5)),
         "better than full": ratio(full, own),
+        "preemptions": sum(run["preemptions"] for run in runs),
     }
 
 
