@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 import elastic.vllm
-from support.vllm_engine.engine import TEXTS, come_back, coordinator, elastic_engine, plain_engine, run, wait_for
+from support.vllm_engine.engine import LONG_TEXTS, come_back, coordinator, elastic_engine, plain_engine, run, wait_for
 
-LONG = [text + "# what makes the prompt longer than two blocks of 32 tokens, again and again\n" * 3 for text in TEXTS]
 LENGTH = 20
 
 
-def generate(llm: Any, prompts: Sequence[Any] = LONG) -> tuple[int, list[list[int]]]:
+def generate(llm: Any, prompts: Sequence[Any] = LONG_TEXTS) -> tuple[int, list[list[int]]]:
     """Return how many of the prompts' tokens were cached, and the tokens."""
     from vllm import SamplingParams
 
@@ -25,7 +24,7 @@ def generate(llm: Any, prompts: Sequence[Any] = LONG) -> tuple[int, list[list[in
 
 def follow(llm: Any, tokens: Sequence[list[int]]) -> list[tuple[int, list[list[int]]]]:
     """Generate behind ever longer parts of what was generated, so that each prompt is shared as far as any can be."""
-    prompts = [llm.get_tokenizer().encode(text) for text in LONG]
+    prompts = [llm.get_tokenizer().encode(text) for text in LONG_TEXTS]
     return [
         generate(llm, [{"prompt_token_ids": p + t[:end]} for p, t in zip(prompts, tokens, strict=True)])
         for end in range(0, 81, 20)
@@ -100,7 +99,7 @@ def test_what_lives_across_a_change_is_shared_with_nobody(
 
     if begin == "int4":
         rt.swap(range(6), "int4")
-    mixed = run(llm, [100] * len(LONG), each_step=change, texts=LONG)
+    mixed = run(llm, [100] * len(LONG_TEXTS), each_step=change, texts=LONG_TEXTS)
     come_back(rt)
     assert any(tokens[:LENGTH] != full for tokens, full in zip(mixed, plain, strict=True))
     followed = follow(llm, mixed)
@@ -117,7 +116,7 @@ def test_requests_that_wait_across_a_change_look_by_the_present_weights(
     engine, tokens = llm.llm_engine, dict[int, list[int]]()
     rt.swap(range(6), "int4")
     generate(llm)
-    for number, text in enumerate(LONG):
+    for number, text in enumerate(LONG_TEXTS):
         sampling = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
         engine.add_request(str(number), {"prompt": text}, sampling)
     rt.restore()
@@ -126,7 +125,7 @@ def test_requests_that_wait_across_a_change_look_by_the_present_weights(
         for output in engine.step():
             if output.finished:
                 tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
-    assert [tokens[number] for number in range(len(LONG))] == plain
+    assert [tokens[number] for number in range(len(LONG_TEXTS))] == plain
     cached, again = generate(llm)
     assert cached > 0
     assert again == plain

@@ -19,6 +19,7 @@ from elastic.engines.vllm.agreement import ActionOrders, Coordinator
 from elastic.engines.vllm.kv.admission import GroupDemand, PromiseLedger
 from elastic.engines.vllm.kv.capacity import BlockCapacity
 from elastic.engines.vllm.kv.coordinator import CapacityCoordinator
+from elastic.engines.vllm.kv.moves import move_blocks
 from elastic.engines.vllm.kv.orders import Handshake, Occurrence, RequestEvent, StepOrders, StepReport, StepTokens
 from elastic.engines.vllm.kv.prefixes import PrefixSharing
 from elastic.engines.vllm.kv.worker_channel import WorkerChannel
@@ -237,7 +238,7 @@ class SchedulerSide:
             return
         with self.lock:
             while self._idle:  # steps that follow a request's arrival use the pool without the lock
-                self.coordinator.capacity.withdraw_freed()
+                self._withdraw_idle(channel)
                 before = self.coordinator.sequence
                 channel.before_step(self._decide())
                 report = channel.report()
@@ -246,6 +247,15 @@ class SchedulerSide:
                     self._end_quiet()
                 elif self.coordinator.sequence == before:
                     return
+
+    def _withdraw_idle(self, channel: WorkerChannel) -> None:
+        """Withdraw what an idle engine has in the way of a shrink; cached prefixes move, as they do with a step."""
+        books = self.coordinator
+        if not books.moving:
+            books.capacity.withdraw_freed()
+        elif copies := move_blocks(books.capacity, (), frozenset()).copies:
+            channel.sectors.copy_blocks(copies)
+            books.moved_blocks += len(copies)
 
     def busy(self) -> bool:
         """Return whether the engine is to go on stepping though no request is there."""

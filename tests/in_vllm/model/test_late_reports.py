@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import elastic.vllm
-from support.vllm_engine.engine import TEXTS, elastic_engine
-
-LONG = [text + "# what makes the prompt longer than two blocks of 32 tokens, again and again\n" * 3 for text in TEXTS]
+from support.vllm_engine.engine import LONG_TEXTS, TEXTS, elastic_engine
 
 
 def test_what_comes_after_a_change_finds_nothing_of_before_though_no_step_has_told_of_it() -> None:
@@ -15,14 +13,14 @@ def test_what_comes_after_a_change_finds_nothing_of_before_though_no_step_has_to
     with elastic_engine("32MiB", enable_prefix_caching=True, distributed_executor_backend="mp") as llm:
         rt, engine, ended = elastic.vllm.runtime(llm), llm.llm_engine, set[str]()
         sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-        llm.generate(LONG, sampling, use_tqdm=False)
-        assert llm.generate(LONG, sampling, use_tqdm=False)[0].num_cached_tokens > 0
+        llm.generate(LONG_TEXTS, sampling, use_tqdm=False)
+        assert llm.generate(LONG_TEXTS, sampling, use_tqdm=False)[0].num_cached_tokens > 0
         engine.add_request("lives", {"prompt": TEXTS[0]}, SamplingParams(max_tokens=100, ignore_eos=True))
         engine.step()
         rt.swap(range(6), "int4")
-        for number, text in enumerate(LONG):
+        for number, text in enumerate(LONG_TEXTS):
             engine.add_request(str(number), {"prompt": text}, sampling)
-        while len(ended) < len(LONG):
+        while len(ended) < len(LONG_TEXTS):
             for output in engine.step():
                 if output.finished and output.request_id != "lives":
                     assert output.num_cached_tokens == 0

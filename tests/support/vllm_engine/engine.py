@@ -21,6 +21,8 @@ TEXTS = (
     "import re\nimport sys\n\n", "    def close(self):\n        if self", "for name in names:\n    ",
     "try:\n    import", "def main(argv=None):\n",
 )  # fmt: skip
+LONG_TEXTS = [f"{text}{'# what makes it longer than two blocks of 32 tokens, again and again' * 3}\n" for text in TEXTS]
+"""Prompts that requests can share: of more than two blocks."""
 FULL = ("float32",) * 12
 """The form of the model when all layers are there."""
 MIXED = [90, 20, 60, 40] * 3

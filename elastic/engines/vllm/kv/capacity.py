@@ -59,9 +59,7 @@ class BlockCapacity:
         """Withhold the blocks from the limit on that are free by now; without `evict`, cached prefixes may stay."""
         for block in [self.pool.blocks[b] for b in sorted(self.leaving)]:
             if block.ref_cnt == 0 and (evict or block.block_hash is None):
-                self._forget_contents(block)
-                self.pool.free_block_queue.remove(block)
-                self.withhold_unused(block)
+                self.withhold_free(block)
         self.pool.num_gpu_blocks = len(self.pool.blocks) - len(self.withheld)  # what vLLM's use of the cache is of
 
     def forget_contents(self) -> None:
@@ -78,6 +76,15 @@ class BlockCapacity:
                 return block
             self.withhold_unused(block)
         return None
+
+    def withhold_free(self, block: Any) -> None:
+        """Withhold a free block; it goes from the prefix cache, and a connector that still reads it is told."""
+        self.pool._maybe_evict_cached_block(block)
+        watchers = getattr(self.pool, "_reuse_watchers", None)
+        if watchers and block.block_id in watchers:
+            watchers.pop(block.block_id)(block)
+        self.pool.free_block_queue.remove(block)
+        self.withhold_unused(block)
 
     def withhold_unused(self, block: Any) -> None:
         """Withhold a block in no queue, to which nothing refers any more."""
@@ -100,10 +107,3 @@ class BlockCapacity:
             raise IntegrityError(
                 f"the pool counts {counted} blocks of {len(self.pool.blocks)}, {withheld} are withheld"
             )
-
-    def _forget_contents(self, block: Any) -> None:
-        """Take a block out of the prefix cache, and tell a connector that still reads it."""
-        self.pool._maybe_evict_cached_block(block)
-        watchers = getattr(self.pool, "_reuse_watchers", None)
-        if watchers and block.block_id in watchers:
-            watchers.pop(block.block_id)(block)

@@ -33,7 +33,7 @@ def move_blocks(
     """Move the blocks from the limit on, as far as free ones below it go, and withhold them.
 
     A block moves if each request that has it is in `scheduled`: the workers learn its new table in this step. `fixed`
-    are block ids that this step copies or clears already. Cached prefixes of no request move last.
+    are block ids that this step copies or clears already. Of cached prefixes those stay that were used last.
     """
     moves = BlockMoves()
     if not capacity.leaving:
@@ -48,9 +48,7 @@ def move_blocks(
         held = holders[block.block_id]
         if block.ref_cnt and block.ref_cnt == len(held) and all(request in scheduled for request, _, _ in held):
             _move_held(capacity, block, held, moves)
-    for block in [capacity.pool.blocks[number] for number in sorted(capacity.leaving - fixed)]:
-        if block.ref_cnt == 0 and block.block_id in capacity.leaving:
-            _move_cached(capacity, block, moves)
+    _move_cached(capacity, fixed, moves)
     return moves
 
 
@@ -70,16 +68,25 @@ def _move_held(
     capacity.withhold_unused(block)
 
 
-def _move_cached(capacity: BlockCapacity, block: Any, moves: BlockMoves) -> None:
-    """Have a cached prefix be in another free block, in place of what was used longer ago."""
-    capacity.pool.free_block_queue.remove(block)
-    block.ref_cnt = 1
-    new = capacity.take()
-    if new is None:
-        capacity.pool._maybe_evict_cached_block(block)
-    else:
-        capacity.pool.move_block_hashes(block, new)
-        moves.copies.append((block.block_id, new.block_id))
-        new.ref_cnt = 0
-        capacity.pool.free_block_queue.append(new)
-    capacity.withhold_unused(block)
+def _move_cached(capacity: BlockCapacity, fixed: Set[int], moves: BlockMoves) -> None:
+    """Have the free blocks that stay hold what was used last, in its order, and withhold the others."""
+    capacity.withdraw_freed(evict=False)
+    pool, queue = capacity.pool, capacity.pool.free_block_queue
+    free = [block for block in queue.get_all_free_blocks() if block.block_id not in fixed]  # in order of their use
+    lost = sum(block.block_id in capacity.leaving for block in free)
+    if not lost:
+        return
+    emptied = iter([block for block in free[:lost] if block.block_id < capacity.limit])
+    for block in free[lost:]:
+        queue.remove(block)
+        if block.block_id in capacity.leaving:
+            source, block = block, next(emptied)
+            queue.remove(block)
+            pool._maybe_evict_cached_block(block)
+            pool.move_block_hashes(source, block)
+            moves.copies.append((source.block_id, block.block_id))
+            capacity.withhold_unused(source)
+        queue.append(block)
+    for block in free[:lost]:
+        if block.block_id in capacity.leaving:
+            capacity.withhold_free(block)

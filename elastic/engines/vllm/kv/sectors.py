@@ -8,7 +8,7 @@ blocks whose bytes are whole pages in every region; only whole sectors are mappe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -128,6 +128,14 @@ class KVSectors:
                 self.kv.pool.free(unmap_all((self.range, slot, count) for slot, count in slots))
                 self.mapped -= 1
             self.kv.settle()
+
+    def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Copy blocks, (from, to), in all layers; no step is under way, and both are mapped."""
+        memory = self._storage.tensor(torch.int8)
+        for source, target in copies:
+            for region in self.regions:
+                begin, end = (region.offset + block * region.block_bytes for block in (source, target))
+                memory[end : end + region.block_bytes] = memory[begin : begin + region.block_bytes]
 
     def close(self) -> None:
         """Give all pages back; the addresses follow with vLLM's last tensor over them. Can be called twice."""

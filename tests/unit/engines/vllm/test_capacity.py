@@ -105,6 +105,22 @@ def test_shared_and_cached_blocks_move_with_their_contents() -> None:
     capacity.check()
 
 
+def test_the_prefixes_that_were_used_last_stay_in_the_order_of_their_use() -> None:
+    pool = StubBlockPool(12)
+    capacity = BlockCapacity(pool)
+    capacity.set_limit(12)
+    blocks = pool.get_new_blocks(11)
+    used = [9, 2, 4, 10, 1, 3, 6, 5, 8, 0, 7]  # the first longest ago; ids are one more
+    for index in used:
+        pool.set_hash(blocks[index], str(index))
+    pool.free_blocks([blocks[index] for index in used])
+    capacity.set_limit(8, evict=False)
+    assert len(move_blocks(capacity, [], set()).copies) == 2
+    assert [block.block_hash for block in pool.free_block_queue.get_all_free_blocks()] == list(map(str, used[4:]))
+    assert {block.block_id for block in pool.free_block_queue.get_all_free_blocks()} == set(range(1, 8))
+    capacity.check()
+
+
 @pytest.mark.parametrize("binding", [True, False])
 def test_a_budget_that_a_longest_request_does_not_fit_is_refused(binding: bool) -> None:
     promises = PromiseLedger([GroupDemand(32)], longest=512, binding=binding)

@@ -94,6 +94,18 @@ def test_a_sector_is_mapped_in_every_layer_and_clean(pool: PagePool) -> None:
     del memory, second
 
 
+def test_blocks_are_copied_in_every_layer(pool: PagePool) -> None:
+    channel, _ = make_channel(pool, 12)
+    with channel.sectors.allocation():
+        memory = torch.zeros(channel.sectors.nbytes, dtype=torch.int8)
+    layers = memory.view(LAYERS, BLOCKS, BLOCK)[:, :8]
+    layers[:] = torch.arange(16, dtype=torch.int8).view(2, 8, 1)
+    channel.sectors.copy_blocks([(7, 1), (4, 2)])
+    assert layers[:, :, -1].tolist() == [[0, 7, 4, *range(3, 8)], [8, 15, 12, *range(11, 16)]]
+    assert torch.equal(layers.amin(-1), layers.amax(-1)), "whole blocks"
+    del memory, layers
+
+
 def test_a_rank_that_is_closed_gives_pages_back_and_addresses_with_the_last_tensor(pool: PagePool) -> None:
     channel, model = make_channel(pool, 12)
     with channel.sectors.allocation():
