@@ -241,7 +241,7 @@ class KVPool:
                 limit_bytes=self.limits.limit * size,
                 maximum_bytes=self.limits.maximum * size,
                 used_bytes=used_bytes,
-                idle_bytes=self.usage.idle * size,
+                idle_bytes=max(0, (self.usage.used + self.usage.idle) * size - used_bytes),
                 retained_bytes=self.usage.pages_in(StoreState.RETAINED) * size,
                 revision=self.limits.revision,
             )

@@ -147,6 +147,15 @@ def test_a_rank_follows_its_limit_by_orders_alone(pool: PagePool) -> None:
     assert model.kv.engine_usage() == (0, 7 * 2 * BLOCK)
 
 
+def test_what_is_mapped_and_not_used_is_idle(pool: PagePool) -> None:
+    channel, model = make_channel(pool, 30)
+    channel.before_step(StepOrders(sequence=0, sectors=5, used_blocks=3, capacity_blocks=19))
+    status = model.kv.status()
+    assert (status.used_bytes, status.used_bytes + status.idle_bytes) == (3 * LAYERS * BLOCK, 30 * PAGE)
+    channel.before_step(StepOrders(sequence=0, sectors=5, used_blocks=0, capacity_blocks=19))
+    assert model.kv.status().idle_bytes == pool.pages_of("kv") * PAGE
+
+
 def test_weights_get_pages_back_when_sectors_are_unmapped(pool: PagePool) -> None:
     channel, model = make_channel(pool, 60)
     share = WeightsShare(model.kv)
