@@ -95,7 +95,7 @@ class Runtime(LayerVerbs):
         self.gate = parts.gate
         """What forward passes go through, and actions commit at."""
         self.pools = parts.pools
-        self._one_of_several = agreement.several
+        self._agreement = agreement
         self.job_listeners = self._executor.listeners
         self._pid = os.getpid()
 
@@ -136,7 +136,9 @@ class Runtime(LayerVerbs):
 
     @property
     def busy(self) -> bool:
-        """Whether actions that were asked for are under way or deferred."""
+        """Whether actions that were asked for are under way, or will be, or are deferred."""
+        if self._agreement.proposed:  # looked at first: what has begun is unfinished
+            return True
         return self._executor.unfinished > 0 or bool(self._executor.runner.deferred())
 
     @property
@@ -205,7 +207,7 @@ class Runtime(LayerVerbs):
         `deferred` until they end.) Then nothing is held.
         """
         actions = self._possible(actions)
-        if self._one_of_several:
+        if self._agreement.several:
             raise ConfigError("this model is one of several ranks, which agree among themselves; use apply")
         if not actions:
             raise ConfigError("actions=() has nothing to prepare")

@@ -62,6 +62,11 @@ class Agreement:
         """Return whether all ranks have been asked to begin this job; False: this process is to begin it by itself."""
         return False
 
+    @property
+    def proposed(self) -> bool:
+        """Whether all ranks were asked to begin a job, and this one has not begun it."""
+        return False
+
     def vote(self, layers: Sequence[Layers]) -> Sequence[Layers]:
         """Return the layers of each action that all ranks can switch now, of those that this one can.
 

@@ -135,6 +135,7 @@ class RankAgreement(Agreement):
         self._committed = 0
         self._votes: list[Vote] = []
         self._proposals: list[Job] = []
+        self._proposed: list[Job] = []  # those that have not begun, also where they were reported
         self._awaited = 0  # the round whose verdict the executor waits for
         self._verdict = Verdict(0)  # the last one that was awaited
         self._closed = False
@@ -145,10 +146,17 @@ class RankAgreement(Agreement):
 
     def propose(self, actions: Sequence[Action], why: str) -> bool:
         """Have all ranks begin this job with one of the next steps."""
+        job = Job(tuple(actions), why)
         with self._changed:
-            self._proposals.append(Job(tuple(actions), why))
+            self._proposals.append(job)
+            self._proposed.append(job)
             self.pending = True
         return True
+
+    @property
+    def proposed(self) -> bool:
+        """Whether a job that was proposed has not begun."""
+        return bool(self._proposed)
 
     def vote(self, layers: Sequence[Layers]) -> Sequence[Layers]:
         """Return the layers that all ranks have prepared. Raises `StateError` if one refused, or when closed."""
@@ -198,6 +206,8 @@ class RankAgreement(Agreement):
             self._carry_out(verdict)
         for job in orders.jobs:
             self.begin(job.actions, job.why)
+            with self._changed:
+                self._proposed = [each for each in self._proposed if each != job]
 
     def _carry_out(self, verdict: Verdict) -> None:
         with self._changed:

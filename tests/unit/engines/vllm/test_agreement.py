@@ -76,6 +76,22 @@ def test_the_commit_is_done_before_the_step_begins() -> None:
     rank.join()
 
 
+def test_what_was_proposed_is_known_until_it_has_begun() -> None:
+    """A controller that saw nothing under way between the two would take its action for one that came to nothing."""
+    agreement, coordinator, seen = RankAgreement(), Coordinator(1), list[bool]()
+    agreement.begin = lambda actions, why: seen.append(agreement.proposed)
+    agreement.propose([Release((1,))], "pressure")
+    assert agreement.proposed
+    report = agreement.report()
+    assert report is not None
+    coordinator.receive(0, report)
+    assert agreement.proposed
+    agreement.execute(ActionOrders((Job((Release((2,)),), "by hand"),)))
+    assert agreement.proposed, "it was another one"
+    agreement.execute(coordinator.orders())
+    assert (seen, agreement.proposed) == ([True, True], False)
+
+
 def test_a_refusal_of_one_rank_rolls_back_all() -> None:
     ranks = [Rank([(1, 2)]), Rank(None), Rank([(1, 2)])]
     step(ranks, Coordinator(3))
