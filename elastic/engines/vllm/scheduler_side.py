@@ -107,6 +107,7 @@ class SchedulerSide:
             channel.on_change = self.settle
         self._follow_weights()
         self._end_quiet()
+        self.settle()  # so that the status is right before the first step
 
     # -- requests
 
@@ -273,7 +274,10 @@ class SchedulerSide:
     @property
     def _untold(self) -> bool:
         """Whether the ranks have not been told all, or have not answered."""
-        return bool(self._events) or self._wakes() != self.coordinator.wakes or self._agreement.pending
+        books, told = self.coordinator, self._orders
+        if (told.used_blocks, told.capacity_blocks) != (books.taken, books.capacity.usable):
+            return True
+        return bool(self._events) or self._wakes() != books.wakes or self._agreement.pending
 
     def new_figures(self) -> CapacityStats | None:
         """Return the figures for vLLM's metrics, None if they are as they were told last."""
