@@ -23,7 +23,7 @@ SIMULATED_PYTEST := $(SIMULATED_VENV)/bin/python -m pytest -q -m cuda -p gpu.sim
 SOURCES := $(shell find elastic -type f -not -name '*.pyc' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint type quick test long simulate rehearse branches docs test-vllm drift-vllm test-ray test-clients bench gpu evaluate evaluate-full clean
+.PHONY: help demo lint type quick test long simulate rehearse branches docs test-vllm long-vllm drift-vllm test-ray test-clients bench gpu evaluate evaluate-full clean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -70,6 +70,9 @@ branches: $(SIMULATED_CUDA)/built ## which branches for CUDA these tests enter, 
 
 test-vllm: $(VLLM_VENV)/installed ## elastic inside vLLM, on a CPU, and vLLM's benchmark of servers, in a virtual environment of its own: 3 GB
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q -W default tests/in_vllm tests/clients/test_vllm_bench.py
+
+long-vllm: $(VLLM_VENV)/installed ## the checks inside vLLM that take minutes: two soaks of ten, and inductor
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q -W default -m long tests/in_vllm
 
 drift-vllm: $(VLLM_VENV)/installed ## whether another vLLM (VLLM_DRIFT=, the newest) has what is used of it: only its Python is looked at
 	rm -rf build/vllm-drift

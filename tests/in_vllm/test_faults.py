@@ -88,7 +88,7 @@ def test_requests_are_aborted_while_their_blocks_move(llm: Any, reference: list[
     rt.check()
     assert len(tokens) >= 4
     assert all(tokens[name] == reference[int(name[1:])][:100] for name in tokens)
-    assert coordinator(llm).moved_blocks >= moved
+    assert coordinator(llm).moved_blocks > moved
 
 
 def test_a_request_longer_than_the_limit_gets_what_it_needs(llm: Any, reference: list[list[int]]) -> None:
