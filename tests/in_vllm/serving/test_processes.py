@@ -50,11 +50,11 @@ def test_release_swap_and_resize_across_processes(reference: list[list[int]]) ->
         llm.llm_engine.engine_core.shutdown()
 
 
-def async_engine(budget: str) -> Any:
+def async_engine(budget: str, **more: Any) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    options: dict[str, Any] = {**PLAIN, **elastic.vllm.options(budget, variants=("int4",))}
+    options: dict[str, Any] = {**PLAIN, **elastic.vllm.options(budget, variants=("int4",)), **more}
     return AsyncLLM.from_engine_args(AsyncEngineArgs(model=MODEL, **options))
 
 
@@ -66,23 +66,55 @@ async def decode(engine: Any, number: int, length: int = 60) -> list[int]:
     return list(outputs[-1].outputs[0].token_ids)
 
 
-def test_an_async_engine() -> None:
-    async def serve() -> tuple[list[list[int]], list[list[int]]]:
+async def decode_all(engine: Any, requests: int = 8) -> list[list[int]]:
+    return await asyncio.gather(*(decode(engine, number) for number in range(requests)))
+
+
+def test_an_async_engine(reference: list[list[int]]) -> None:
+    async def serve() -> list[list[list[int]]]:
         engine = async_engine("20MiB")
         try:
             runtime = elastic.vllm.runtime(engine)
-            plain = await asyncio.gather(*(decode(engine, number) for number in range(4)))
-            running = asyncio.gather(*(decode(engine, number) for number in range(4)))
+            before = await decode_all(engine)
+            running = asyncio.create_task(decode_all(engine))
             await runtime.release([3])
             await runtime.restore()
             await runtime.resize_kv("4MiB")
             await runtime.check()
-            return plain, await running
+            return [before, await running]
         finally:
             engine.shutdown()
 
-    plain, meanwhile = asyncio.run(serve())
-    assert plain == meanwhile
+    assert asyncio.run(serve()) == [[tokens[:60] for tokens in reference]] * 2
+
+
+@pytest.mark.long
+def test_engines_of_data_parallelism_have_layers_of_their_own(reference: list[list[int]]) -> None:
+    async def serve() -> None:
+        engine = async_engine("20MiB", data_parallel_size=2)
+        plain = [tokens[:60] for tokens in reference]
+        try:
+            both, (first, second) = elastic.vllm.runtime(engine), elastic.vllm.runtimes(engine)
+            assert await decode_all(engine) == plain
+            await second.release([3, 7])
+            assert [await rt.form() for rt in (both, first)] == [FULL, FULL]
+            assert (await second.form()).count("absent") == 2
+            assert await decode_all(engine) == plain
+            await second.restore()
+            running = asyncio.create_task(decode_all(engine))
+            await both.release([1])
+            await both.resize_kv("4MiB")
+            assert await running == plain
+            assert [(await rt.form())[1] for rt in (first, second)] == ["absent"] * 2
+            assert {(await rt.status()).kv[0].limit_bytes for rt in (first, second)} == {4 << 20}
+            await both.restore()
+            assert await decode_all(engine) == plain
+            await first.check()
+            await second.check()
+        finally:
+            engine.shutdown()
+
+    asyncio.run(serve())
 
 
 def test_an_engine_is_paused_while_layers_wait_for_blocks_of_its_requests(reference: list[list[int]]) -> None:
