@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,15 @@ from elastic.engines.vllm.kv import sectors
 from elastic.errors import BackendUnavailable, StateError
 from elastic.memory import places
 from support.vllm_engine.engine import MODEL, PLAIN, elastic_engine, run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups_of_engines_that_did_not_start() -> Iterator[None]:
+    """End them after all: vLLM does not, and a model with experts that started then would lack its own."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    yield
+    cleanup_dist_env_and_memory()
 
 
 def test_a_budget_too_small_for_the_longest_request_is_refused_and_a_larger_one_serves() -> None:

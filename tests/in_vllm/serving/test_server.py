@@ -109,7 +109,7 @@ def printed_arguments(*given: str) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout.split()
 
 
-@pytest.fixture(scope="module", params=["ours", "with another connector"])
+@pytest.fixture(scope="module", params=["ours", pytest.param("theirs, too", marks=pytest.mark.long)])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     connector = [] if request.param == "ours" else ["--connector", json.dumps(THEIRS)]
     arguments = printed_arguments("--budget", "20MiB", "--variants", "int4", *connector)
