@@ -44,7 +44,7 @@ def test_layers_leave_under_pressure_and_return_after_it() -> None:
 
         run(llm, [160] * 24, each_step=look)
         assert any("int4" in form for form in forms)
-        assert max(capacities) > capacities[1]
+        assert max(capacities) > start > 0, "known before the first step"
         assert preempted == []
         deadline = time.monotonic() + 60
         while runtime.form() != FULL:
