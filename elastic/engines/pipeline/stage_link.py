@@ -52,12 +52,13 @@ class StageLink:
         self._reader.start()
 
     def note_sectors(self, mapped: Iterable[SectorRef], unmapped: Iterable[SectorRef]) -> None:
-        """Note what is to be told with the next item; what undoes something that was not told yet is not."""
+        """Note what is to be told with the next item.
+
+        What is unmapped before it was told of is told, too: the rank has mapped it if blocks in it were copied ahead.
+        """
         for sector in unmapped:
-            if sector in self._mapped:
-                del self._mapped[sector]
-            else:
-                self._unmapped[sector] = None
+            self._mapped.pop(sector, None)
+            self._unmapped[sector] = None
         for sector in mapped:
             self._mapped[sector] = None
 

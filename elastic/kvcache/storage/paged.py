@@ -346,12 +346,13 @@ class BlockMemory(SectorSpace):
         return len(pages)
 
     def _note(self, sector: Sector, *, mapped: bool) -> None:
-        """Note a change, unless it undoes one that nobody has asked for yet."""
-        same, opposite = self._changes if mapped else reversed(self._changes)
-        if sector in opposite:
-            del opposite[sector]
+        """Note a change; one that is undone before anybody asks, too: copies may have gone ahead of it."""
+        news, gone = self._changes
+        if mapped:
+            news[sector] = None
         else:
-            same[sector] = None
+            news.pop(sector, None)
+            gone[sector] = None
 
     def _give_idle_back_for(self, layers: frozenset[int]) -> None:
         """Give idle sectors back as far as they stand in the way of layers that come, then those of others."""

@@ -29,7 +29,7 @@ from elastic.cluster.control.stage_questions import PauseSteps, ResumeSteps
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.results import Dropped
 from elastic.engines.base import Request
-from elastic.types import WeightsSource
+from elastic.types import ResizeKV, Restore, WeightsSource
 from support import architectures
 from support.architectures import long_ones
 from support.child_process import in_fork
@@ -37,7 +37,7 @@ from support.cluster.shared_launcher import SharedLauncher
 from support.cluster.small_checkpoint import VOCABULARY, checkpoint, small_model
 from support.processes import open_files, wait_until
 from support.serving.generations import Collector, is_continuation, prompts, same_unless_close
-from support.wrapped_model import PAGE, small
+from support.wrapped_model import PAGE, small, tight
 
 pytestmark = pytest.mark.slow
 ENGINE = {"block_tokens": 8, "max_batch_tokens": 64}
@@ -72,6 +72,11 @@ class Served:
             request = Request(prompt, tokens)
             self.requests[request.id] = request
             self.fleet.submit(request, self.heard)
+
+    def limit(self, rank: str, pages: int | None) -> None:
+        """Have a rank's KV cache have so many pages; None: all that there are."""
+        place = self.fleet.look(rank).status.places[0].name
+        self.fleet.apply(rank, ResizeKV(place, None if pages is None else pages * PAGE))
 
     def begin(self, tokens: int) -> None:
         """Wait until each request has so many tokens."""
@@ -404,6 +409,33 @@ def test_layers_of_one_instance_go_to_another_rank_and_come_back(serve: Callable
         served.fleet.move(request, target)
     assert served.fleet.split("r1").status == "applied"
     served.finish()
+
+
+def test_an_instance_with_all_of_its_layers_again_has_its_whole_cache(serve: Callable[..., Served]) -> None:
+    """The rank that had some of them kept room for little, and ended when it was told of more."""
+    served = serve("llama-gqa")
+    served.limit("r1", 16)
+    moved = [served.fleet.migrate("r0", [1], rank).status for rank in ("r1", "r0")]
+    served.limit("r1", None)
+    served.submit([70] * 12, tokens=100)
+    served.begin(40)
+    moved.append(served.fleet.migrate("r0", [1], "r1").status)
+    assert moved == ["applied"] * 3
+    served.rest()
+    assert not [event for event in served.fleet.events() if event.kind in ("lost", "recovered")]
+
+
+def test_weights_that_were_restored_by_hand_are_no_lost_room(serve: Callable[..., Served], tmp_path: Path) -> None:
+    model = architectures.build("llama-gqa")
+    model.save_pretrained(tmp_path)
+    served = serve("llama-gqa", budget=tight(model, 16).budget_bytes, checkpoint=tmp_path)
+    for rank in ("r0", "r1"):
+        served.limit(rank, 12)
+    served.fleet.drop(layers=served.halves())
+    assert served.fleet.apply("r0", Restore(tuple(served.halves()["r0"])))[0].status == "applied"
+    assert served.fleet.restore().status == "applied"
+    served.submit([40, 30])
+    served.rest()
 
 
 def test_a_request_of_instances_that_have_parted_moves_with_its_keys_and_values(serve: Callable[..., Served]) -> None:

@@ -30,8 +30,10 @@ LIVE = 6
 """Requests that run all the time."""
 PLACE, MOST_PAGES, PAGE = "cpu=6MiB", 64, 64 << 10
 WEIGHTS = sum(each.nbytes for each in small_model().parameters())
-TIGHT = f"cpu={(WEIGHTS + (6 + 3 * LAYERS) * PAGE) >> 10}KiB"
+TIGHT = f"cpu={(WEIGHTS + (7 + 3 * LAYERS) * PAGE) >> 10}KiB"
 """Three sectors of KV: one is kept for a drop, the others are for one of the longest requests, and little else."""
+LONGEST_PAGES = 3 * LAYERS
+"""Of the longest request, in whole sectors."""
 ENGINE = {"block_tokens": 8, "max_batch_tokens": 64, "share_prefixes": False}
 SOON_S, BEAT_S = 2.0, 6.0
 REFUSALS = (ConfigError, StateError, Overloaded, CapacityError)
@@ -237,7 +239,8 @@ class ProcessMachine:
         self.fleet.cancel(name)
 
     def resize(self) -> None:
-        pages = self.chance.randint(8, MOST_PAGES)
+        """Lower or raise a limit, never below one that the longest request has room under: it could not be served."""
+        pages = self.chance.randint(LONGEST_PAGES, MOST_PAGES)
         self.resize_to(self.any_rank(), None if self.chance.random() < 0.3 else pages * PAGE)
 
     def resize_to(self, rank: str, nbytes: int | None) -> None:
@@ -260,6 +263,8 @@ class ProcessMachine:
 
     def wait_a_little(self) -> None:
         name = self.any_request()
+        if name not in self.traffic.asked:  # there is room for none now
+            return
         have = len(self.traffic.tokens.get(name, ()))
         wait_until(lambda: name in self.traffic.ends or len(self.traffic.tokens.get(name, ())) > have, timeout_s=30)
 

@@ -178,12 +178,12 @@ class EngineGroup:
         engine, pairs = self[home], list[tuple[T, T]]()
         flip = engine.exchange._flip
 
-        def record(*args: Any) -> tuple[float, int]:
+        def record(*args: Any, **options: Any) -> bool:
             engine._loop.settle_intact()
             before = read()
-            flipped = flip(*args)
-            engine._home.confirm()
-            pairs.append((before, read()))
+            if flipped := flip(*args, **options):
+                engine._home.confirm()
+                pairs.append((before, read()))
             return flipped
 
         monkeypatch.setattr(engine.exchange, "_flip", record)

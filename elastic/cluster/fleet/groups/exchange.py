@@ -87,8 +87,10 @@ class Exchange:
     def _run(self) -> Exchanged:
         group = self.group
         try:
+            rooms = self._ranks.measure(group.members)
+            group.shape = group.shape.altered(weights={rank: room.resident for rank, room in rooms.items()})  # by hand
             require_droppable(self._ranks, group.shape.leaving(self.target))
-            rooms = self._restore_variants(self._ranks.measure(group.members))
+            rooms = self._restore_variants(rooms)
         except RankLost:
             raise
         except StateError as error:
@@ -159,6 +161,8 @@ class Exchange:
         group = self.group
         every = range(group.shape.layers * group.shape.shards)
         if group.shape.apart and all(have.issuperset(every) for have in group.shape.weights.values()):
+            close_stages(self._ranks, group.stages)  # which keep no room for what instances may have by themselves
+            group.stages.clear()
             group.caps = {home: group.staged.get(home) for home in group.members}
             self._ranks.set_caps(group.caps)
             return

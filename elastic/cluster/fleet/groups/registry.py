@@ -112,6 +112,7 @@ class GroupRegistry:
     @contextmanager
     def group_for(self, names: Sequence[str]) -> Iterator[Group]:
         """Give the group of instances; if it comes to nothing, each is by itself again."""
+        earlier = [group for group in self.groups if not set(names).isdisjoint(group.members)]
         group = self.merged(names)
         try:
             yield group
@@ -120,6 +121,8 @@ class GroupRegistry:
             gone = [name for name in group.members if not self._ranks.there(name)]
             if group.shape.apart and not group.stages and not gone:
                 self.replace([group])
+                if earlier:
+                    self.note("parted", group)
 
     def merged(self, names: Sequence[str]) -> Group:
         """Return one group of instances, and of those that they are in groups with."""

@@ -18,9 +18,11 @@ from elastic.engines.pipeline.home import HomeExecutor
 from elastic.engines.pipeline.items import Copied, CopyItem
 from elastic.engines.pipeline.stage import GuestStage
 from elastic.errors import RankLost, StateError
+from elastic.kvcache.storage.guest import GuestMemory
 from elastic.memory.backends.shared_file import OpenFile
 from support import architectures
 from support.cluster.engine_group import EngineGroup
+from support.processes import wait_until
 from support.serving.generations import Collector, Continuation, prompts
 
 PROMPTS = prompts([40, 25, 9, 33], architectures.VOCAB)
@@ -53,6 +55,11 @@ def prepare(ranks: EngineGroup, layer: int, rank: str) -> None:
     ranks[rank].exchange.prepare("a", (layer,), ranks["a"].exchange.begin((layer,)))
     there = ranks["a"].kv.locate((layer,)) if owner == "a" else ranks[owner].stages.of("a").layers_kv((layer,))
     ranks[rank].exchange.copy("a", (layer,), there, ranks["a"].exchange.written_blocks())
+
+
+def mapped(memory: GuestMemory) -> list[tuple[int, int]]:
+    """The sectors that a guest has mapped, by group."""
+    return [(number, sector) for number, group in enumerate(memory.groups) for sector in group.mapped]
 
 
 def test_a_step_is_begun_before_the_other_rank_has_copied(ranks: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +144,27 @@ def test_no_pause_has_a_source_asked_for_new_sectors(ranks: EngineGroup, monkeyp
     assert [thread is home._loop.thread for tries, thread in waiting if tries == 1] == [False]
     heard.wait(list(expected))
     assert heard.tokens == expected
+    ranks.part("a")
+
+
+def test_sectors_that_were_copied_ahead_go_with_those_of_their_home(ranks: EngineGroup) -> None:
+    """The home had not told of them yet: the other rank kept them for good, in the place of later ones."""
+    heard, expected = begin_answers(ranks)
+    home, memory = ranks["a"], ranks["b"].stages.of("a").memory
+    prepare(ranks, 1, "b")
+    told = set(home.kv.memory.mapped_sectors)
+
+    def copied_ahead() -> set[tuple[int, int]]:
+        ranks["b"].exchange.copy("a", (1,), home.kv.locate((1,)), home.exchange.written_blocks())
+        return set(mapped(memory)) - told
+
+    wait_until(copied_ahead)
+    ranks["b"].exchange.give_up("a", (1,))
+    home.exchange.end()
+    heard.wait(list(expected))
+    home.kv.memory.trim(1 << 20)
+    home.ranks.cap_reached()
+    wait_until(lambda: not set(mapped(memory)) - set(home.kv.memory.mapped_sectors))
     ranks.part("a")
 
 
