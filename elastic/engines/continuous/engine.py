@@ -356,6 +356,8 @@ class ContinuousEngine:
         received = received or {}
         request = states[0].request
         tokens = len(request.prompt) + request.max_tokens
+        if self.runtime.in_forked_child:  # whose lock may be held for ever
+            raise StateError("this process was forked from the one whose engine serves: ask that one")
         with self._lock:
             if not self.serving:
                 raise StateError("the engine is not serving; start it, or make a new one")

@@ -310,7 +310,7 @@ class BlockManager:
         """Give a sequence the blocks for `tokens` tokens if it may have them; return whether it has them."""
         wanted = [n - len(blocks) for n, blocks in zip(self._blocks_for(tokens), table.blocks, strict=True)]
         count = sum(wanted)
-        if not count:
+        if growing and not count:  # of one that comes, all that it may still need counts
             table.capacity = -(-tokens // self.block_tokens) * self.block_tokens
             return True
         room = self.memory.room(growing=growing)

@@ -274,6 +274,8 @@ class Scheduler:
                 if cohort.salt != sequence.table.salt:
                     sequence.table.use_salt(cohort.salt)
                 (cohort.prefilling if sequence.in_prompt else cohort.decoding)[sequence] = None
+                if not sequence.in_prompt:  # those that wait for its prompt wait for no step
+                    self._waiting.extendleft(self._followers.pop(sequence, []))
                 if sequence.scheduled_s is None:
                     sequence.scheduled_s = now
                 live += 1

@@ -90,7 +90,8 @@ class ChatFormat:
         """Return the report of the prompt's tokens, and their ids, where they are asked for."""
         fields: JSON = {}
         if self._body.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = self._logprobs.prompt(answers[0].prompt_logprobs or ())
+            entries = answers[0].prompt_logprobs or ()
+            fields["prompt_logprobs"] = self._logprobs.prompt(entries, self._body.prompt_logprobs)
         if self._body.return_token_ids:
             fields["prompt_token_ids"] = list(answers[0].request.prompt)
         return fields

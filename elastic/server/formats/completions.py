@@ -45,7 +45,8 @@ class CompletionFormat:
             choice["token_ids"] = [token.id for token in whole.tokens]
             choice["prompt_token_ids"] = list(answer.request.prompt) if opens else None
         if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._logprobs.prompt(answer.first.prompt_logprobs or ())
+            entries = answer.first.prompt_logprobs or ()
+            choice["prompt_logprobs"] = self._logprobs.prompt(entries, self._body.prompt_logprobs)
         return choice
 
     def extra(self, answers: Sequence[ChoiceStream]) -> JSON:
@@ -63,4 +64,4 @@ class CompletionFormat:
         logprobs = answer.first.prompt_logprobs or [None] * len(echo.offsets)
         prompt = [ReadToken(*entry) for entry in zip(answer.request.prompt, echo.offsets, logprobs, strict=False)]
         new = [token._replace(offset=before + token.offset) for token in delta.tokens]
-        return self._logprobs.completion([*prompt, *new], top=self._body.logprobs > 0)
+        return self._logprobs.completion([*prompt, *new], top=self._body.logprobs)

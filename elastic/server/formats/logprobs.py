@@ -35,11 +35,11 @@ class LogprobsFormat:
             if token.logprobs is not None
         ]
 
-    def completion(self, tokens: Iterable[ReadToken], *, top: bool) -> JSON:
-        """Return the log-probabilities of a completion; with `top`, the likeliest tokens and the token itself."""
+    def completion(self, tokens: Iterable[ReadToken], *, top: int) -> JSON:
+        """Return the log-probabilities of a completion; with `top`, so many likeliest tokens and the token itself."""
         tokens = list(tokens)
         entries = [token.logprobs for token in tokens]
-        ranked = [None if each is None else (*each.top, (each.token, each.logprob)) for each in entries]
+        ranked = [None if each is None else (*each.top[:top], (each.token, each.logprob)) for each in entries]
         tops = [None if each is None else {self._name(token): max(LEAST, p) for token, p in each} for each in ranked]
         return {
             "tokens": [self._name(token.id) for token in tokens],
@@ -48,12 +48,12 @@ class LogprobsFormat:
             "text_offset": [token.offset for token in tokens],
         }
 
-    def prompt(self, entries: Sequence[TokenLogprobs | None]) -> list[JSON | None]:
-        """Return vLLM's `prompt_logprobs`: for each position the token's and the likeliest, by their ids."""
+    def prompt(self, entries: Sequence[TokenLogprobs | None], count: int) -> list[JSON | None]:
+        """Return vLLM's `prompt_logprobs`: for each position the token's and the `count` likeliest, by their ids."""
         reports: list[JSON | None] = []
         for entry in entries:
             ranked = {} if entry is None else {entry.token: (entry.logprob, entry.rank)}
-            ranked |= {t: (p, rank) for rank, (t, p) in enumerate(() if entry is None else entry.top, 1)}
+            ranked |= {t: (p, rank) for rank, (t, p) in enumerate(() if entry is None else entry.top[:count], 1)}
             by_id = {
                 str(token): {"logprob": max(LEAST, logprob), "rank": rank, "decoded_token": self.texts.of(token)[0]}
                 for token, (logprob, rank) in ranked.items()

@@ -33,6 +33,8 @@ class ResponsesFormat:
         self._body, self._logprobs = body, LogprobsFormat(texts)
         self._text = CallsText(parser, several=body.parallel_tool_calls is not False)
         self._output: list[JSON] = []
+        self._unsaid: list[ReadToken] = []
+        """Tokens of text that may yet be a call's."""
         self._sequence = 0
         self._id, self._model, self._created_s = f"resp_{id}", model, int(time.time())
 
@@ -45,9 +47,12 @@ class ResponsesFormat:
         """Return the events of more of the answer."""
         parsed = self._text.read(delta)
         events: list[JSON] = []
-        if parsed.content or (delta.tokens and not parsed.calls and self._open("message") is not None):
-            events += self._say(parsed.content, delta.tokens)
+        self._unsaid += delta.tokens
+        if parsed.content or (self._unsaid and not parsed.calls and self._open("message") is not None):
+            events += self._say(parsed.content, tuple(self._unsaid))
+            self._unsaid = []
         for call in parsed.calls:
+            self._unsaid = []
             events += self._call(call)
         if delta.finish:
             events += [] if self._output else self._say("", ())
@@ -104,7 +109,8 @@ class ResponsesFormat:
             events += self._add({**item, "content": []})
             item = self._output[-1]
             item["content"] = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
-            events.append(self._of_item("response.content_part.added", content_index=0, part=dict(item["content"][0])))
+            part = {**item["content"][0], "logprobs": []}  # of its own: more comes to the other
+            events.append(self._of_item("response.content_part.added", content_index=0, part=part))
         part = item["content"][0]
         logprobs = self._logprobs.chat(tokens) if self._body.reports_logprobs else []
         part["text"] += text

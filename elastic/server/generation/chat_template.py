@@ -26,7 +26,8 @@ def render(tokenizer: Any, body: PromptFields) -> str:
         _require_no_template(body, messages)
         return without_template(messages, opens=opens, goes_on=bool(body.continue_final_message))
     options = body.chat_template_kwargs or {}
-    reserved = sorted(options.keys() & _parameters(tokenizer.apply_chat_template.__func__))
+    apply = tokenizer.apply_chat_template
+    reserved = sorted(options.keys() & _parameters(getattr(apply, "__func__", apply)))
     if reserved:
         raise invalid("chat_template_kwargs", f"{reserved[0]!r} is no variable of a template")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None

@@ -107,7 +107,8 @@ class RequestBuilder:
             added = not getattr(tokenizer, "chat_template", None) if add_special_tokens is None else add_special_tokens
             return _encode(tokenizer, text, add_special_tokens=added)
 
-        return await self._on_thread(sum(len(message.text) for message in body.messages), work)
+        written = body.model_dump_json(include={"messages", "tools", "chat_template_kwargs"}, exclude_none=True)
+        return await self._on_thread(len(written), work)
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones included. Raises `APIError` for ids that the vocabulary has not."""

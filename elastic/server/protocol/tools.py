@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -89,12 +89,17 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 def calls_grammar(tools: Sequence[Tool], *, several: bool) -> Grammar:
     """Return the rule of a JSON list of calls: `[{"name": …, "parameters": {…}}, …]`.
 
-    Raises `APIError` where two functions mean different things by the same name of a definition.
+    Raises `APIError` where two functions mean different things by the same name of a definition, and for a reference to
+    anything else than a definition: the schema is a part of the list's then, and it would mean something of that.
     """
     definitions: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
     calls = []
     for i, tool in enumerate(tools):
         schema = dict(tool.function.parameters or NO_ARGUMENTS)
+        for reference in _references(schema):
+            if not reference.startswith(("#/$defs/", "#/definitions/")):
+                where = f"tools.{i}.function.parameters"
+                raise invalid(where, f"$ref {reference[:100]!r} is no definition: refer to one below $defs")
         for kind, schemas in definitions.items():
             own = schema.pop(kind, None) or {}
             if not isinstance(own, dict):
@@ -108,3 +113,16 @@ def calls_grammar(tools: Sequence[Tool], *, several: bool) -> Grammar:
     items = {"anyOf": calls} if len(calls) > 1 else calls[0]
     kept = {kind: schemas for kind, schemas in definitions.items() if schemas}
     return json_grammar({"type": "array", "minItems": 1, **bound, "items": items, **kept})
+
+
+def _references(schema: Any) -> Iterator[str]:
+    """Yield what the schemas in one refer to."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            if isinstance(reference := part.get("$ref"), str):
+                yield reference
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part

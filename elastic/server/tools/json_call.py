@@ -164,6 +164,7 @@ class CallList:
             deltas += self._reader.news()
             if self._reader.failed:
                 self.done = True
+                self.calls += self._reader.told  # its number is taken
                 text = self.flush() + text
             elif self._reader.done:
                 self._reader, self.calls = None, self.calls + 1

@@ -33,6 +33,7 @@ from elastic.engines.base import Output, Request, Sampling
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.executor.attention import BlockAttention
 from support import architectures
+from support.child_process import in_fork
 from support.lossless_variant import HALF, exact
 from support.processes import wait_until
 from support.serving.generations import SERVED, Collector, Continuation, continuation, prompts, same_unless_close, serve
@@ -304,6 +305,32 @@ def test_a_common_beginning_is_computed_once_and_changes_nothing(
     assert sum(seen) < 3 * 64
     assert [heard.tokens[r.id] for r in requests] == expected
     assert engine.runtime.kv.used_bytes == 0, "blocks kept for reuse are not in use"
+
+
+def test_a_forked_child_is_told_that_the_engine_serves_elsewhere() -> None:
+    in_fork("""
+        import os
+        import elastic
+        from elastic import StateError
+        from elastic.engines.base import Request
+        from elastic.engines.continuous import ContinuousEngine
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+        model = elastic.wrap(LlamaForCausalLM(config).eval(), places=["cpu=64MiB"])
+        engine = ContinuousEngine(model)
+        engine.start()
+        child = os.fork()
+        if not child:
+            try:
+                engine.submit(Request((1, 2), 2), print)
+            except StateError as error:
+                os._exit(0 if "was forked" in str(error) else 2)
+            os._exit(3)
+        assert os.waitpid(child, 0)[1] == 0
+        engine.stop(drain=False)
+        elastic.unwrap(model)
+    """)
 
 
 def test_stop_tokens_end_a_request(engines: Any) -> None:

@@ -243,3 +243,15 @@ def test_blocks_that_are_reserved_are_promised_all_they_may_need() -> None:
     manager.release(table)
     assert (len(manager.live), manager.free_blocks()) == (0, 8)
     manager.check()
+
+
+def test_a_sequence_whose_blocks_are_all_shared_comes_only_where_there_is_room_for_it() -> None:
+    manager = BlockManager(functools.partial(SimulatedMemory, 12, (1,)), (None,), 4)
+    tokens = tuple(range(10))
+    first, _ = manager.reserve(32, tokens, 9)
+    manager.share_computed(first, tokens, 9)
+    manager.memory.limit = 5  # less than the first one may still need, as it came before
+    with pytest.raises(Overloaded):
+        manager.reserve(20, tokens[:9], 8)
+    manager.check()
+    assert manager.grow(first, 32) is not None

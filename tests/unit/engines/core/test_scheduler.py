@@ -146,6 +146,18 @@ def test_answers_of_one_request_compute_its_prompt_once() -> None:
     assert len({table[2] for table in tables}) == 3
 
 
+def test_answers_do_not_wait_for_one_that_comes_with_all_but_the_last_token_of_their_prompt() -> None:
+    serving = Serving()
+    tokens = tuple(range(11))
+    table, _ = serving.blocks.reserve(15, tokens, 10)
+    serving.blocks.attach("a/0", table)
+    request = Request(tokens, 4, id="a", n=3)
+    serving.scheduler.add([SequenceState(f"a/{i}", request, i, i) for i in range(3)], {"a/0": 10})
+    step = serving.scheduler.schedule()
+    assert step is not None
+    assert set(shape(step)) == {"a/0", "a/1", "a/2"}
+
+
 def test_answers_compute_the_prompt_themselves_where_nothing_is_shared() -> None:
     serving = Serving(share=False, max_batch_tokens=40)
     serving.add("a", 11, n=3)

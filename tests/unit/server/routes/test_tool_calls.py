@@ -148,6 +148,10 @@ NAMED = {"type": "function", "function": {"name": "missing"}}
 OTHER = {"type": "function", "function": {"name": "other", "parameters": {"$defs": {"days": {"type": "string"}}}}}
 
 
+NESTED = {"type": "object", "properties": {"parts": {"type": "array", "items": {"$ref": "#"}}}}
+RECURSIVE = {"type": "function", "function": {"name": "tree", "parameters": NESTED}}
+
+
 def undefined(definitions: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "undefined", "parameters": {"$defs": definitions}}}
 
@@ -161,6 +165,7 @@ WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"tools": [WEATHER, OTHER], "tool_choice": "required"}, "tools.1.function.parameters"),
     ({"tools": [undefined([1])], "tool_choice": "required"}, "tools.0.function.parameters.$defs"),
     ({"tools": [WEATHER, undefined("x")], "tool_choice": "required"}, "tools.1.function.parameters.$defs"),
+    ({"tools": [WEATHER, RECURSIVE], "tool_choice": "required"}, "tools.1.function.parameters"),
     ({"tools": [WEATHER], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
     ({"messages": [{**USER, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]}, "messages.0.tool_calls"),
     (

@@ -253,3 +253,10 @@ def test_space_behind_a_hermes_call_parts_words() -> None:
     text = 'a <tool_call>{"name": "f"}</tool_call> tail'
     for where in ([], [len(text) - 5], list(range(len(text)))):
         assert read(TOOL_FORMATS["hermes"].make(), text, where) == ("a tail", [("f", {})])
+
+
+def test_a_call_behind_one_that_broke_off_has_a_number_of_its_own() -> None:
+    parser = TOOL_FORMATS["mistral"].make()
+    text = '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, 5[TOOL_CALLS][{"name": "g", "arguments": {}}]'
+    parts = [parser.push(text), parser.flush()]
+    assert [(delta.name, delta.index) for part in parts for delta in part.calls if delta.name] == [("f", 0), ("g", 1)]
