@@ -18,9 +18,11 @@ Blocks = tuple[tuple[int, ...], ...]
 class DirtyBlockTracker:
     """It hears of a step when that is over, in all of its ranks. Thread-safe."""
 
-    def __init__(self, windows: Sequence[int | None], block_tokens: int, copy: int = 0) -> None:
-        """`copy` is the one of the layers whose sequences count."""
-        self._windows, self._copy = tuple(windows), copy
+    def __init__(
+        self, windows: Sequence[int | None], block_tokens: int, copy: int = 0, memory: SectorSpace | None = None
+    ) -> None:
+        """`copy` is the one of the layers whose sequences count; the blocks are of `memory`, if it is given."""
+        self._windows, self._copy, self._memory = tuple(windows), copy, memory
         self._block_tokens = block_tokens
         self._blocks: list[set[int]] = [set() for _ in windows]
         self._lock = threading.Lock()  # of the blocks
@@ -34,16 +36,25 @@ class DirtyBlockTracker:
                 written.update(table[i] for i in changed_blocks(start, stop, self._block_tokens, window))
 
     def take(self) -> Blocks:
-        """Return the blocks that were written since the last time."""
+        """Return the blocks that were written since the last time, but for those that went with their sectors."""
         with self._lock:
             taken, self._blocks = self._blocks, [set() for _ in self._windows]
-        return tuple(tuple(sorted(written)) for written in taken)
+        blocks = tuple(tuple(sorted(written)) for written in taken)
+        return blocks if self._memory is None else _in_sectors(self._memory, blocks)
 
     def add(self, blocks: Blocks) -> None:
         """Have blocks be told the next time, as if they were written now: those that hold something, or were taken."""
         with self._lock:
             for written, taken in zip(self._blocks, blocks, strict=True):
                 written.update(taken)
+
+
+def _in_sectors(memory: SectorSpace, blocks: Blocks) -> Blocks:
+    """Return those of blocks whose sectors are mapped."""
+    with memory.lock:
+        mapped = set(memory.mapped_sectors)
+    sizes = [memory.blocks_per_sector(group) for group in range(len(blocks))]
+    return tuple(tuple(b for b in group if (g, b // sizes[g]) in mapped) for g, group in enumerate(blocks))
 
 
 def sectors_of(memory: SectorSpace, blocks: Blocks) -> list[SectorRef]:

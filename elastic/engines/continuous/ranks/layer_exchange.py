@@ -79,7 +79,7 @@ class LayerExchange:
                 self._kv.memory.keep_sectors = False
                 raise
             form = self._kv.exchange.format
-            self._written = DirtyBlockTracker(form.windows, form.block_tokens, copy)
+            self._written = DirtyBlockTracker(form.windows, form.block_tokens, copy, self._kv.memory)
             self._loop.scheduler.written = self._written.note
             self._note_computed(self._written)
             mapped = tuple(starmap(SectorRef, self._kv.memory.mapped_sectors))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 from elastic.engines.pipeline.written_blocks import DirtyBlockTracker
 
 
@@ -17,3 +21,15 @@ def test_blocks_are_told_once_and_again_if_they_could_not_be_copied() -> None:
     written.note(([7], [3]), 3, 4)
     written.add(taken)
     assert written.take() == ((7, 9), (1, 3))
+
+
+def test_blocks_go_with_sectors_that_were_given_back() -> None:
+    """A rank that makes room for a layer gives idle sectors back, whose blocks held something when it began."""
+    mapped = [(0, 0), (0, 1), (1, 2)]
+    memory: Any = SimpleNamespace(lock=nullcontext(), mapped_sectors=mapped, blocks_per_sector=lambda group: 4 >> group)
+    written = DirtyBlockTracker((None, None), 4, memory=memory)
+    written.note(([3, 4], [4, 5]), 0, 8)
+    del mapped[0]
+    assert written.take() == ((4,), (4, 5))
+    written.add(((3, 5), (6,)))
+    assert written.take() == ((5,), ())
