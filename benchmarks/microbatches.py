@@ -2,21 +2,29 @@
 
     python benchmarks/microbatches.py [--tokens 128 256 512] [--rounds 5] [--keep FILE]
 
-Two ranks, pinned to a core each, are the stages of two instances, with a batch of each in flight, or two. The queue is
-there from the start: prompts of 64 to 4,096 tokens, few of them long (1:64), for one token each. The model is one whose
-attention counts (12 layers, hidden 256). Cut by tokens, as Sarathi does, with the best of three budgets, against cut
-by cost (KunServe, section 4.3), whose cost model is fitted first, in this process, as ranks do it (`fit_cost`). Rounds
-play the same queue to all, in random order, with fresh processes. Attention has to take .3 of the time of steps at
-least, measured in this process before the rounds: else the figures are void.
+Two ranks, pinned to a core each, are the stages of two instances, with as many batches of each in flight as instances
+have by themselves (one while both have work), or two. The queue is there from the start: prompts of 64 to 4,096 tokens,
+few of them long (1:64), for one token each. The model is one whose attention counts (12 layers, hidden 256). By the
+most tokens of a step (`max_batch_tokens`) it is cut
 
-A stage is idle while it does not use its core, from the first step to the last; the bubbles are the idle share of both
-stages. Beside them what an ideal pipeline of as many equal batches would have. Targets: bubbles of cost at most .4 of
-those of tokens, tokens/s 1.15 times as many.
+- by tokens, as Sarathi does: steps are as large as they may be
+- by cost (KunServe, section 4.3), as engines do it with `Overload(lookahead=True)`: step by step
+- by halves of equal cost, as the paper's figure 11 does, and into as many batches of equal cost as by tokens: plans of
+  the whole queue (`planned_steps.py`), whose steps may have up to four times as many tokens
+
+The best of the budgets counts. The cost is fitted first, in this process, as ranks do it (`fit_cost`). Rounds play the
+same queue to all, in random order, with fresh processes. Attention has to take .3 of the time of steps at least,
+measured in this process before the rounds: else the figures are void.
+
+What ranks did with their time is theirs to say (`fleet.look(rank).times`, by their own clocks): a stage is in a bubble
+when it does not compute and there is unfinished work. Told are the bubbles of both stages, of twice the time from the
+first request to the last answer, and `busy`, the share of it in which the less busy stage computed. Beside them what an
+ideal pipeline of as many equal batches would have. Targets: bubbles of cost at most .4 of those of tokens, tokens/s
+1.15 times as many, both stages busy .75.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 import sys
@@ -32,7 +40,9 @@ from unittest.mock import patch
 
 import torch
 from common import KEEP, SEED, Kept, arguments, finish, ratio, table
+from planned_steps import PlannedSteps, by_halves, by_number
 from serving import Load, flat, fleet, prompt, summary, warm_up
+from sim_runs import stage_times
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import elastic
@@ -40,6 +50,7 @@ from elastic.assets import MODEL_DIR
 from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.continuous.chunk_profile import fit_cost
+from elastic.engines.continuous.ranks.cohorts import LEAST_SHARE
 from elastic.engines.core.step import SequenceState
 from elastic.engines.core.step_budget import CostBudget, StepBudget, TokenBudget
 from elastic.engines.executor.paged_cache import RequestSlice
@@ -47,11 +58,10 @@ from elastic.planning.pipeline.chunk_cost import ChunkCost, ModelCost
 
 LAYERS, LONGEST, MOST = 12, 4096, 1024
 BUDGETS = (128, 256, 512)
-"""Tokens of a step."""
-BATCHES = (1, 2)
-"""Of each instance, in flight."""
-LEAST = 128
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+"""The most tokens of a step."""
+BATCHES = {"own number": None, "two": 2}
+"""Of each instance, in flight; None: as many as an instance has by itself."""
+KINDS = ("tokens", "cost", "halves", "equal parts")
 
 
 def save_model(folder: Path, layers: int) -> Path:
@@ -134,19 +144,28 @@ def attention_share(path: Path, quick: bool) -> float:
 class Way:
     """How the queue of an instance is cut, and how many batches of it are in flight."""
 
+    kind: str
     budget: StepBudget
-    batches: int = 1
+    most_tokens: int
+    in_flight: str = "own number"
 
 
 def ways_of(cost: ChunkCost, budgets: Sequence[int]) -> dict[str, Way]:
     """Return all ways by name."""
-    by_cost = CostBudget(cost, LEAST, MOST)
-    found: dict[str, Way] = {}
-    for batches in BATCHES:
-        suffix = "" if batches == 1 else f", {batches} batches"
-        found |= {f"{count} tokens{suffix}": Way(TokenBudget(count), batches) for count in budgets}
-        found[f"cost{suffix}"] = Way(by_cost, batches)
-    return found
+    ways = {}
+    for most in budgets:
+        cuts: dict[str, StepBudget] = {
+            "tokens": TokenBudget(most),
+            "cost": CostBudget(cost, max(1, most // LEAST_SHARE), most, usual=most),
+            "halves": PlannedSteps(by_halves, cost, most, 4 * most),
+            "equal parts": PlannedSteps(by_number, cost, most, 4 * most),
+        }
+        ways |= {
+            f"{kind} {most}, {in_flight}": Way(kind, cuts[kind], most, in_flight)
+            for kind in KINDS
+            for in_flight in BATCHES
+        }
+    return ways
 
 
 @contextmanager
@@ -154,8 +173,8 @@ def stages(path: Path, way: Way, layers: int) -> Iterator[elastic.Fleet]:
     """Serve with two stages, each with half of the layers."""
     engine_options = {
         "step_budget": way.budget,
-        "cohorts": way.batches,
-        "max_batch_tokens": MOST,
+        "cohorts": BATCHES[way.in_flight],
+        "max_batch_tokens": way.most_tokens,
         "share_prefixes": False,
         "max_requests": 256,
     }
@@ -166,32 +185,27 @@ def stages(path: Path, way: Way, layers: int) -> Iterator[elastic.Fleet]:
         yield engine
 
 
-def core_seconds(pid: int) -> float:
-    """Return the time that a process has used of its core."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) * TICK_S
-
-
 @dataclass(frozen=True)
 class Played:
     """What came of a queue."""
 
     bubbles: float
+    busy: float
     tokens_per_s: float
     steps: int
 
 
 def play(engine: elastic.Fleet, requests: Sequence[Request]) -> Played:
     """Have a queue computed."""
-    ranks = [rank.pid for rank in engine.status().ranks]
     steps = sum(instance.load.steps for instance in engine.status().instances)
-    load, began, busy = Load(engine), time.perf_counter(), sum(map(core_seconds, ranks))
+    before, load, began = stage_times(engine), Load(engine), time.perf_counter()
     for request in requests:
         load.submit(request)
     load.wait()
-    span = time.perf_counter() - began
+    span, after = time.perf_counter() - began, stage_times(engine)
     return Played(
-        bubbles=1 - (sum(map(core_seconds, ranks)) - busy) / (len(ranks) * span),
+        bubbles=sum(after[name].bubble_s - before[name].bubble_s for name in before) / (len(before) * span),
+        busy=min(after[name].busy_s - before[name].busy_s for name in before) / span,
         tokens_per_s=sum(len(request.prompt) for request in requests) / span,
         steps=sum(instance.load.steps for instance in engine.status().instances) - steps,
     )
@@ -202,32 +216,44 @@ class Figures:
 
     def __init__(self, rounds: Sequence[Played]) -> None:
         self.bubbles = [played.bubbles for played in rounds]
+        self.busy = [played.busy for played in rounds]
         self.tokens_per_s = [played.tokens_per_s for played in rounds]
         self.steps = statistics.median(played.steps for played in rounds)
 
     def told(self) -> dict[str, Any]:
         return {
             "bubbles": summary(self.bubbles),
+            "busy": summary(self.busy),
             "ideal_bubbles": 1 / (self.steps + 1),  # (stages - 1) / (batches + stages - 1)
             "tokens_per_s": summary(self.tokens_per_s),
             "microbatches": self.steps,
         }
 
 
-def compared(ways: dict[str, Way], figures: dict[str, Figures], batches: int) -> dict[str, Any]:
-    """Hold the cut by cost against the best by tokens, of those with so many batches in flight."""
-    alike = {name: figures[name] for name, way in ways.items() if way.batches == batches}
-    (cost,) = (alike.pop(name) for name in list(alike) if name.startswith("cost"))
-    best = max(alike, key=lambda name: statistics.median(alike[name].tokens_per_s))
+def compared(ways: dict[str, Way], figures: dict[str, Figures], in_flight: str) -> dict[str, Any]:
+    """Hold the best of each kind against the best by tokens, with as many batches in flight."""
+    of_kind = {
+        kind: [name for name, way in ways.items() if (way.kind, way.in_flight) == (kind, in_flight)] for kind in KINDS
+    }
+    best = {
+        kind: max(names, key=lambda name: statistics.median(figures[name].tokens_per_s))
+        for kind, names in of_kind.items()
+    }
+    by_tokens = figures[best["tokens"]]
     return {
-        "best_by_tokens": best,
-        "bubbles_over_best": ratio(cost.bubbles, alike[best].bubbles),
-        "tokens_per_s_over_best": ratio(cost.tokens_per_s, alike[best].tokens_per_s),
+        "best": best,
+        "bubbles_over_tokens": {
+            kind: ratio(figures[best[kind]].bubbles, by_tokens.bubbles) for kind in KINDS if kind != "tokens"
+        },
+        "tokens_per_s_over_tokens": {
+            kind: ratio(figures[best[kind]].tokens_per_s, by_tokens.tokens_per_s) for kind in KINDS if kind != "tokens"
+        },
     }
 
 
 def main() -> None:
-    more = {"keep": KEEP, "tokens": {"nargs": "*", "type": int, "default": list(BUDGETS), "help": "budgets to try"}}
+    tokens = {"nargs": "*", "type": int, "default": list(BUDGETS), "help": "the most of a step, to try"}
+    more = {"keep": KEEP, "tokens": tokens}
     options = arguments(__doc__.splitlines()[0], **more)
     if options.device != "cpu":
         sys.exit("this benchmark pins ranks to cores: it is for a CPU")
@@ -253,7 +279,7 @@ def main() -> None:
         **{name: one.told() for name, one in figures.items()},
         "attention_share": share,
         "void": share < 0.3,
-        **{f"{batches} in flight": compared(ways, figures, batches) for batches in BATCHES},
+        **{f"{in_flight} in flight": compared(ways, figures, in_flight) for in_flight in BATCHES},
     }
     table(["", ""], list(flat(results)))
     finish("microbatches", "cpu", results)

@@ -1,4 +1,4 @@
-"""KunServe's figure 11, over a queue that is known as a whole: what steps of equal cost are held against."""
+"""Cuts of a queue that is known as a whole (KunServe, figure 11), which steps of equal cost are held against."""
 
 from __future__ import annotations
 
@@ -51,3 +51,34 @@ def _balance(chunk: Chunk, cost: ChunkCost, more: float) -> int:
     linear = 2 * cost.own * (count + 1) + 2 * cost.token + cost.prefix * (2 * start - count) - cost.read
     constant = -count * (cost.own * (count + 1) + cost.token + cost.prefix * start) - more
     return max(0, round(min(count, larger_root(square, linear, constant))))
+
+
+def cut_evenly(chunks: Sequence[Chunk], cost: ChunkCost, parts: int) -> tuple[Batch, ...]:
+    """Cut a queue into so many batches at the most, by any number of cuts, the dearest of which costs the least."""
+    low, high = 0.0, cost.batch(chunks)
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(_filled(tuple(chunks), cost, middle)) <= parts else (middle, high)
+    return _filled(tuple(chunks), cost, high)
+
+
+def _filled(rest: Batch, cost: ChunkCost, seconds: float) -> tuple[Batch, ...]:
+    """Fill batches in order, each with what costs so much, but with a token at the least."""
+    batches = []
+    while rest:
+        batch, rest = _first(rest, cost, seconds)
+        batches.append(batch)
+    return tuple(batches)
+
+
+def _first(chunks: Batch, cost: ChunkCost, seconds: float) -> tuple[Batch, Batch]:
+    """Cut a queue behind the first tokens that cost so much as a batch, or behind the first one if that costs more."""
+    paid = 0.0
+    for number, chunk in enumerate(chunks):
+        price = cost(chunk) - paid
+        if price > seconds:
+            first, second = chunk.cut(max(cost.tokens_within(chunk, seconds + paid), int(number == 0)))
+            behind = (*(second,) * (second.tokens > 0), *chunks[number + 1 :])
+            return (*chunks[:number], *(first,) * (first.tokens > 0)), behind
+        seconds, paid = seconds - price, cost.shared
+    return chunks, ()

@@ -24,6 +24,7 @@ WITHOUT_OPTIONS = {
     "evaluation_report",
     "evaluation_run",
     "evicting",
+    "planned_steps",
     "reshard_fleets",
     "reshard_local",
     "reshard_memory",
