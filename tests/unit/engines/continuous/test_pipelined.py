@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -463,6 +463,34 @@ def test_a_rank_that_waits_for_the_next_step_of_live_requests_is_in_a_bubble(
     wait_until(lambda: not rows, "it has not heard that the request has ended")
     ended = ranks["b"].stages.turn.times
     assert ranks["b"].stages.turn.times.bubble_s == ended.bubble_s, "there is no work"
+    ranks.part("a")
+
+
+@pytest.mark.parametrize("cohorts", [1, 2])
+def test_two_stages_compute_at_the_same_time(group: Callable[..., EngineGroup], cohorts: int) -> None:
+    """The first one its second batch, while the second one has the first; no batch waits for that to end."""
+    ranks, heard = group("ab"), Collector()
+    ranks.join("a", "b")
+    ranks.move("a", (1, 2), "b")
+    ranks["a"].cohorts.set_cohorts(cohorts)
+    meeting, passes = threading.Barrier(2), {"a": 0, "b": 1}
+
+    def meet(rank: str, *called: object) -> None:
+        passes[rank] += 1
+        if passes[rank] == 2:
+            with suppress(threading.BrokenBarrierError):
+                meeting.wait(10 if cohorts > 1 else 0.2)
+
+    with ExitStack() as hooks:
+        for rank, layer in (("a", 0), ("b", 1)):
+            child = next(decoder_layers(ranks.tracked[rank].model)[layer].children())
+            hooks.callback(child.register_forward_pre_hook(partial(meet, rank)).remove)
+        ranks["a"].exchange.pause()
+        for request in requests(8):
+            ranks["a"].submit(request, heard)
+        ranks["a"].exchange.resume()
+        heard.wait([request.id for request in requests(8)])
+    assert meeting.broken is (cohorts == 1)
     ranks.part("a")
 
 

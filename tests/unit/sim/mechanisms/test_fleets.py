@@ -12,6 +12,7 @@ from elastic.cluster.control import stage_questions as ask
 from elastic.config import Overload
 from elastic.controller.policies.arbiter import HORIZON_S
 from elastic.controller.policies.overload import OverloadPolicy
+from elastic.engines.pipeline.turn import StageTimes
 from elastic.errors import StateError
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from elastic.sim.mechanisms.model import Links
@@ -286,3 +287,21 @@ def test_stages_that_one_instance_has_for_itself_are_busy_with_two_batches(fleet
         rank.instance.batches = lambda: 1
     assert seconds_of_one_with_work(filled) < 0.7 * seconds_of_one_with_work(single)
     assert [rank.instance.batches() for rank in filled.fleet.world.ranks.values()] == [1, 1]
+
+
+@pytest.mark.parametrize("prompts", [(64,), (16, 200, 40)])
+def test_two_stages_are_busy_while_prompts_wait_at_both_instances(fleets: Fleets, prompts: tuple[int, ...]) -> None:
+    """Each for three fourths of the time at the least, with one batch of each instance in flight."""
+    made = fleets(None, 2, layered=model(cost=ChunkCost(2e-7, 1e-7, 1e-4, 2e-2, 5e-3)), routing="round_robin")
+    made.fleet.clock.at(0.1, lambda: made.fleet.call(lambda verbs: verbs.drop(LAYERS * WEIGHTS * 4096)))
+    made.come([(5.0, prompts[number % len(prompts)], 1) for number in range(200)])
+    seen: list[dict[str, StageTimes]] = []
+    for at_s in (5.5, 7.0):
+        made.fleet.clock.at(at_s, lambda: seen.append(made.fleet.stage_times()))
+    made.run()
+    made.check_ends()
+    assert sorted(told.at_s + told.ttft_s for told in made.told)[-4] > 7.0, "prompts waited all the time"
+    before, after = seen
+    busy = {name: (after[name].busy_s - before[name].busy_s) / 1.5 for name in before}
+    assert len(busy) == 2
+    assert min(busy.values()) >= 0.75, busy
