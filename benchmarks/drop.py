@@ -29,7 +29,6 @@ the Llama of 40M parameters of `serving.py`. Targets, fixed before the figures w
 
 from __future__ import annotations
 
-import mmap
 import os
 import random
 import statistics
@@ -44,12 +43,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from bursts import Arrival, Rates, drawn, drawn_in
-from common import KEEP, SEED, Kept, arguments, finish, paired, percentiles, ratio, table
+from common import KEEP, SEED, Kept, arguments, finish, percentiles, ratio, table
+from drop_alone import dropped_alone
 from overload import BLOCK_TOKENS, ENGINE, LAYERS, OVERLOAD, PLACE, play, rates_kept
 from serving import SIGNALS, Answer, Load, flat, fleet, in_process, prompt, save_model, served, summary, warm_up
-from transformers import AutoModelForCausalLM
 
 import elastic
 from elastic.assets import MODEL_DIR
@@ -176,37 +174,6 @@ def pause(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
         "flip_ms": {f"p{100 * share:g}": percentiles([flips], share)[0] for share in (0.5, 0.95, 0.99)},
         "flips": len(flips),
         "drop_of_all": {name: dropped_alone(model, 3 if quick else 4 * rounds) for name, model in alone.items()},
-    }
-
-
-def dropped_alone(path: Path, rounds: int) -> dict[str, Any]:
-    """Drop all layers of a model in this process, and take them back; beside it munmap of as many bytes."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    elastic.wrap(model, places=["cpu#0=1GiB"], checkpoint=path)
-    runtime, layers = model.elastic, tuple(range(model.config.num_hidden_layers))
-    runtime.digests(layers)
-    nbytes = sum(p.nbytes for p in model.model.layers.parameters())
-    mapped: list[mmap.mmap] = []
-    pauses: list[float] = []
-
-    def drop() -> None:
-        runtime.drop(layers)
-
-    times: dict[str, list[float]] = {"drop": [], "munmap": []}
-    for _ in range(rounds + 1):
-        mapped.append(mmap.mmap(-1, nbytes))
-        mapped[-1].write(b"1" * nbytes)
-        took = paired({"drop": drop, "munmap": mapped[-1].close}, "cpu", 1, 0)
-        for name, (value,) in took.items():
-            times[name].append(value)
-        pauses.append(runtime.events()[-1].pause_ms)
-        runtime.restore(layers)
-    elastic.unwrap(model)
-    return {
-        "bytes": nbytes,
-        "ms": summary([1e3 * value for value in times["drop"][1:]]),
-        "pause_ms": summary(pauses[1:]),
-        "munmap_ms": summary([1e3 * value for value in times["munmap"][1:]]),
     }
 
 

@@ -8,6 +8,8 @@ Llama 2's shapes in bfloat16, with random weights. Rows:
   and an exact `StaticCache`, over the same weights
 - `actions`: half of the layers are released to host memory and restored, swapped to int4 and restored: seconds, the
   pause between two steps, bytes a second over those of a plain copy from page-locked memory; KV capacity by then
+- `whole_drop`: all layers leave at once, without an exchange, and come back from a checkpoint: from the call until the
+  pages are the cache's, the pause, microseconds a MiB, beside `cuMemUnmap` of as many pages (target: 5 ms)
 - `drop`: two ranks on the GPU, a process each; one drops half of its layers, which the other computes for it, and takes
   them back, under six long requests (the row `exchange` of `drop.py`). Of 7B alone: two of 13B have no room beside KV
 """
@@ -19,7 +21,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ import torch
 from common import KEEP, SEED, Kept, arguments, budget, finish, paired, ratio, seconds, table, twin
 from decode import ROOM, STEPS, decode, fill
 from drop import FORMS, exchanged
+from drop_alone import dropped_alone
 from serving import flat, fleet, save_model, summary, warm_up
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
@@ -148,17 +152,26 @@ def actions(size: str, options: Any) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def saved(size: str, device: str) -> Iterator[Path]:
+    """Write a model, made on the device, to files that are there for a while."""
+    heads = SIZES[size]["num_attention_heads"]
+    with tempfile.TemporaryDirectory() as folder:
+        yield save_model(Path(folder), device, torch.bfloat16, **SIZES[size], num_key_value_heads=heads)
+
+
+def whole_drop(size: str, options: Any) -> dict[str, Any]:
+    place = f"{options.device}#whole={budget(options.device, 4, 0.4)}"
+    with saved(size, options.device) as path:
+        if options.device != "cpu":
+            torch.cuda.empty_cache()
+        return dropped_alone(path, options.rounds, place=place, dtype=torch.bfloat16)
+
+
 def drop(size: str, options: Any) -> dict[str, Any]:
     device, layers, quick = options.device, SIZES[size]["num_hidden_layers"], size == "quick"
     figures: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        path = save_model(
-            Path(folder),
-            device=device,
-            dtype=torch.bfloat16,
-            **SIZES[size],
-            num_key_value_heads=SIZES[size]["num_attention_heads"],
-        )
+    with saved(size, device) as path:
         if device != "cpu":
             torch.cuda.empty_cache()
         places = [f"{device}#{number}={budget(device, 2, 0.4)}" for number in range(2)]
@@ -173,7 +186,7 @@ def drop(size: str, options: Any) -> dict[str, Any]:
     return {"starting_s": starting_s, **figures}
 
 
-ROWS = {row.__name__: row for row in (step, actions, drop)}
+ROWS = {row.__name__: row for row in (step, actions, whole_drop, drop)}
 
 
 def main() -> None:

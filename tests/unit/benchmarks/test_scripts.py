@@ -16,6 +16,7 @@ OPTIONAL = {"vllm", "cuda.bindings"}
 WITHOUT_OPTIONS = {
     "bursts",
     "common",
+    "drop_alone",
     "estimate_fleets",
     "estimate_memory",
     "estimate_report",
