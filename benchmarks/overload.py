@@ -9,8 +9,9 @@ share of .63. Each round plays one trace to all systems, in random order, with f
 - `recompute`, `swap`: it begins sooner, and may be evicted; see `evicting.py` (vLLM, InferCept)
 - `migrate`: as `wait`, and requests move to the instance that has more room (Llumnix)
 - `pipeline`: the instances are two stages from the start, each with about half of the layers
-- `drop`: they become that when they are overloaded, and part again (KunServe). Only if they are named,
-  `drop-uncoordinated` and `drop-lookahead`: without coordinated copies, and with steps of equal cost besides
+- `drop`: they become that when they are overloaded, and part again (KunServe), by numbers that act sooner than the
+  defaults. Only if they are named, `drop-default`, by the defaults; `drop-uncoordinated` and `drop-lookahead`: without
+  coordinated copies, and with steps of equal cost besides
 
 All have the same engine. Before the rounds each but `drop` is tuned (`tuning.py`): its own knobs, tokens of a step and
 of a block are searched for the shortest P99 of TTFT on `--calibrations` traces that no round plays; `drop` has what was
@@ -27,7 +28,8 @@ trace is void if it is below .6, or if the need at the most is below 1. Compute 
 `wait` with memory to spare serves less than comes.
 
 `--trace FILE` adds the row `trace`: a stretch of a recorded trace (Azure, BurstGPT, ...) with bursts where it has them,
-scaled so that its mean need is .575 of the KV cache (`bursts.py`); another stretch of it is for tuning.
+scaled so that its mean need is .575 of the KV cache (`bursts.py`); another stretch of it is for tuning. A trace whose
+answers are too short to hold memory, such as Azure's code, is refused.
 
 Targets: P99 TTFT of `drop` a fourth of the best other's at most, P50 TPOT at most 1.25 of it, violations of five times
 the best P50 TTFT .07 fewer. `low` is the calm without a burst, `drop` against `wait`: P99 TTFT at most 1.02, nothing
