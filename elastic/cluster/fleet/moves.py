@@ -306,18 +306,26 @@ class Mover:
         if not back:
             self._release(move)
             return
+        with self._lock:
+            had, resumption = record.had, record.resumption
+            returns = move.source.name in self._dispatcher.instances and record.instance is None
+            if returns:  # its next token may come before the answer is seen here
+                move.source.take_back(record)
+                record.had, record.resumption = {}, None
         try:
             self._ask(move.source, TakeBack(move.request))
         except ElasticError as error:
             logger.warning("request %s cannot go on at %s: %s", move.request, move.source.name, error)
+            with self._lock:
+                if returns and record.instance == move.source.name:
+                    move.source.take(record)
+                    record.had, record.resumption = had, resumption
             self._release(move)
             return
         with self._lock:
-            if move.source.name in self._dispatcher.instances and record.instance is None:
-                move.source.take_back(record)
-                if record.resumption is not None:
-                    record.resumption.heard(move.request)
-                record.had, record.resumption = {}, None
+            if returns and (record.instance == move.source.name or not record.left):
+                if resumption is not None:
+                    resumption.heard(move.request)
                 record.forget_kv()
 
     def _release(self, move: _Move) -> None:
