@@ -387,6 +387,7 @@ def test_a_request_that_its_target_refuses_goes_on_where_it_was(world: Any, soon
     target.refuses = None
     w.finish()
     assert "move failed" in w.kinds()
+    assert "lost" not in w.kinds()
     assert w.fleet.status().totals.recomputed_tokens == 0
 
 
