@@ -17,7 +17,7 @@ from elastic.engines.base import Output, Request
 from elastic.engines.continuous import engine as engine_module
 from elastic.engines.continuous.reports import EngineReports
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))
 
 import evicting
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))
 
 import bursts
 import evicting
