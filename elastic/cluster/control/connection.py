@@ -216,6 +216,13 @@ def hang_up(stream: socket.socket) -> None:
         stream.shutdown(socket.SHUT_RDWR)
 
 
+def has_hung_up(stream: socket.socket | Pipe) -> bool:
+    """Return whether the other end has closed a connection, also where what it had sent before is still to be read."""
+    poll = select.poll()
+    poll.register(stream, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
 def receive_into(stream: socket.socket, view: memoryview) -> None:
     """Fill memory with the next bytes of a connection. Raises `OSError`, also where it ends before."""
     done = 0

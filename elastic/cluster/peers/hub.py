@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from elastic.cluster.control import handshake
-from elastic.cluster.control.connection import SocketConnection
+from elastic.cluster.control.connection import SocketConnection, has_hung_up
 from elastic.cluster.control.listener import LOOPBACK, Listener
 from elastic.cluster.peers.log import PeerLogConnection
 from elastic.cluster.peers.memory import device as devices
@@ -131,7 +131,7 @@ class PeerHub:
     def accept_log(self, home: str, timeout_s: float) -> PeerLogConnection:
         """Return the other end of the log of an instance: wait until its home connects. Raises `RankLost`."""
         with self._changed:
-            self._changed.wait_for(lambda: home in self._arrived or home in self._lost or self._closed, timeout_s)
+            self._changed.wait_for(lambda: self._log_came(home) or home in self._lost or self._closed, timeout_s)
             self._require_open()
             connection = self._arrived.pop(home, None)
             reason = self._lost.get(home, f"rank {home!r} did not connect its log within {timeout_s:g} s")
@@ -280,12 +280,22 @@ class PeerHub:
                 self._attach(hello, connection.detach())
             self._changed.notify_all()
 
+    def _log_came(self, home: str) -> bool:
+        """Return whether the log of an instance waits here. One that its home has ended since is closed."""
+        connection = self._arrived.get(home)
+        if connection is not None and has_hung_up(connection.pipe):
+            self._arrived.pop(home).close()
+            return False
+        return connection is not None
+
     def _attach(self, hello: PeerHello, stream: socket.socket) -> None:
-        """Give a stream to the instance's transport, or keep it until there is one."""
+        """Give a stream to the instance's transport, or keep it until there is one, or the other end closes it."""
         transport = self._transports.get(hello.of)
         if transport is not None and not transport.closed:
             transport.peer(hello.rank).receiver.attach(stream, hello.number)
             return
+        for key in [key for key, (early, _) in self._early.items() if has_hung_up(early)]:
+            self._early.pop(key)[0].close()
         earlier, number = self._early.get((hello.of, hello.rank), (None, -1))
         if earlier is not None and number > hello.number:
             stream.close()

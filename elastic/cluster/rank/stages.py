@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ from elastic.cluster.control.stage_questions import (
 )
 from elastic.cluster.control.status import Wire
 from elastic.cluster.peers.hub import PeerHub
+from elastic.cluster.peers.log import PeerLogConnection
 from elastic.cluster.rank.activations import give_back_for_steps
 from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.errors import ElasticError, StateError
@@ -91,11 +92,12 @@ class Stages:
         engine = self._engine
         match question:
             case OpenStage(home, path, sectors, addresses):
-                log = self._opened.accept_log(home, ACCEPT_S)
-                return engine.stages.open(home, log, self._opened.transport(home), path, sectors, addresses)
+                with _closed_if_refused(self._opened.accept_log(home, ACCEPT_S)) as log:
+                    return engine.stages.open(home, log, self._opened.transport(home), path, sectors, addresses)
             case AttachStage(rank):
                 hub = self._opened
-                return engine.ranks.attach(rank, hub.connect_log(rank, engine.rank), hub.transport(engine.rank))
+                with _closed_if_refused(hub.connect_log(rank, engine.rank)) as log:
+                    return engine.ranks.attach(rank, log, hub.transport(engine.rank))
             case DetachStage(rank):
                 return engine.ranks.detach(rank)
             case CloseStage(home, keep):
@@ -180,6 +182,16 @@ class Stages:
                 raise StateError(f"the weights of shards {list(missing)} find no room after another rank was lost")
             (change,) = runtime.apply([action(missing)], why="another rank was lost")
             time.sleep(POLL_S if change.deferred else 0)
+
+
+@contextmanager
+def _closed_if_refused(log: PeerLogConnection) -> Iterator[PeerLogConnection]:
+    """Close a log that nobody takes, so that the other end does not wait for this one and no connection is left."""
+    try:
+        yield log
+    except BaseException:
+        log.close()
+        raise
 
 
 def _measure_room(engine: ContinuousEngine) -> Room:

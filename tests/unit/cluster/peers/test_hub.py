@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -330,6 +331,33 @@ def test_a_log_that_nobody_connects_is_not_waited_for(stack: ExitStack) -> None:
     accepting = later(stack, b.accept_log, "a", 60)
     b.lost("a")
     assert_lost(accepting, "a")
+
+
+def test_a_log_that_its_home_has_given_up_is_not_taken_for_the_next(stack: ExitStack) -> None:
+    a, b = hubs(stack)
+    given_up = a.connect_log("b", "a")
+    given_up.send("over")
+    wait_until(lambda: "a" in b._arrived)
+    given_up.close()
+    accepting = later(stack, b.accept_log, "a", 10)
+    home = a.connect_log("b", "a")
+    home.send("first")
+    assert accepting.result(10).receive() == "first"
+    assert b._arrived == {}
+
+
+def test_connections_of_instances_that_have_parted_are_not_kept(stack: ExitStack) -> None:
+    """A rank connects to all that it has met, also where they have no part in the instance."""
+    a, b = hubs(stack)
+
+    def is_open(home: str) -> bool:
+        return (home, "a") in b._early and a.transport(home).peer("b").sender._stream is not None
+
+    for home in ("h0", "h1", "h2"):
+        transport = a.transport(home)
+        wait_until(partial(is_open, home))
+        assert len(b._early) == 1
+        transport.close()
 
 
 def test_a_log_whose_rank_is_lost_ends_at_once(stack: ExitStack) -> None:
