@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from contextlib import suppress
+from functools import partial
 
 from elastic.cluster.control.connection import Connection
 from elastic.cluster.control.messages import (
@@ -57,10 +58,9 @@ class Rank:
         self._connection = connection
         self._facts, self._max_requests, self._beat_s, self._cost = facts, max_requests, beat_s, cost
         self._places = places
-        self._lock = threading.Lock()  # of the three below
+        self._lock = threading.Lock()  # of the two below
         self._outputs: list[Output] = []
         self._starts: list[int] = []
-        self._told: dict[tuple[str, int], int] = {}  # tokens of each answer so far
         self._forms = 0
         self._leaving = False  # what is cancelled now, nobody wished to be cancelled
         self._ending = False
@@ -121,16 +121,11 @@ class Rank:
         if self._draining.is_set():
             self._say(Refused(request, StateError(f"rank {self.name!r} takes no more requests: it is being drained")))
             return
-        with self._lock:
-            self._told.update({(request, state.index): len(state.generated) for state in message.states})
+        told = {state.index: len(state.generated) for state in message.states}
+        listen = partial(self._listen, told)  # the engine lets go of it with the request, also with one that moves
         try:
-            self.engine.adopt(
-                message.states, self._listen, kv=message.kv, source=message.source, waited_s=message.waited_s
-            )
+            self.engine.adopt(message.states, listen, kv=message.kv, source=message.source, waited_s=message.waited_s)
         except Exception as error:  # whatever is wrong with a request, the fleet hears it, and others are served
-            with self._lock:
-                for state in message.states:
-                    self._told.pop((request, state.index), None)
             self._say(Refused(request, portable(error)))
 
     def _give_back(self, request: str, error: CapacityError) -> None:
@@ -140,8 +135,6 @@ class Rank:
     def _return(self, request: str, error: CapacityError | Overloaded) -> None:
         """Have the fleet give a request to others; with a `CapacityError` not to this rank again. On its thread."""
         self._tell(None)
-        with self._lock:
-            self._told = {answer: tokens for answer, tokens in self._told.items() if answer[0] != request}
         self._say(Refused(request, error))
 
     def _leave(self, drain: bool) -> None:
@@ -175,14 +168,11 @@ class Rank:
             shares_prefixes=reports.shares_prefixes,
         )
 
-    def _listen(self, output: Output) -> None:
-        answer = (output.request, output.index)
+    def _listen(self, told: dict[int, int], output: Output) -> None:
+        """Keep an output for the next news; `told` counts the tokens of each answer of its request so far."""
+        start = told.get(output.index, 0)
+        told[output.index] = start + len(output.tokens)
         with self._lock:
-            start = self._told.get(answer, 0)
-            if output.finish is None:
-                self._told[answer] = start + len(output.tokens)
-            else:
-                self._told.pop(answer, None)
             if output.finish != "cancelled" or not self._leaving:
                 self._outputs.append(output)
                 self._starts.append(start)

@@ -151,6 +151,22 @@ def test_news_hold_all_of_one_step_and_where_each_answer_was(serve: Callable[...
     ]
 
 
+def test_nothing_is_left_of_requests_that_have_moved(serve: Callable[..., Served]) -> None:
+    """The engine has no further word for them: a rank that kept their counts would grow for days."""
+
+    def held() -> dict[str, int]:
+        return {name: len(value) for name, value in vars(one.rank).items() if hasattr(value, "__len__")}
+
+    one = serve()
+    before = held()
+    for number in range(3):
+        one.submit(f"r{number}", n=2)
+        one.engine.step()
+        one.next(News)
+        one.engine.live.clear()
+    assert held() == before
+
+
 def test_news_are_sent_before_the_engine_goes_on(serve: Callable[..., Served]) -> None:
     one = serve()
     one.submit("request")
