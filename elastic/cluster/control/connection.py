@@ -12,7 +12,8 @@ import queue
 import select
 import socket
 import threading
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection as Pipe
 from typing import Any, Protocol
 
@@ -214,6 +215,21 @@ def hang_up(stream: socket.socket) -> None:
     """End a connection for both, whoever waits in it, unless it has ended already."""
     with suppress(OSError):
         stream.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def in_time(timeout_s: float, end: Callable[[], object]) -> Iterator[None]:
+    """Call `end` if the block is not left in time. Raises `StateError` where there is no thread to look at the time."""
+    late = threading.Timer(timeout_s, end)
+    late.daemon = True
+    try:
+        late.start()
+    except RuntimeError as error:
+        raise StateError(f"no thread can be started: {error}") from error
+    try:
+        yield
+    finally:
+        late.cancel()
 
 
 def has_hung_up(stream: socket.socket | Pipe) -> bool:

@@ -10,12 +10,12 @@ import os
 import secrets
 import socket
 import stat
-import threading
+from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing import connection as standard
 from pathlib import Path
 
-from elastic.cluster.control.connection import SocketConnection, hang_up
+from elastic.cluster.control.connection import SocketConnection, hang_up, in_time
 from elastic.cluster.control.messages import PROTOCOL
 from elastic.errors import ConfigError, ElasticError, StateError
 
@@ -69,19 +69,15 @@ def connect(address: tuple[str, int], key: bytes, *, timeout_s: float = HANDSHAK
         raise ConfigError(f"{where}: {error.strerror}; give HOST:PORT of the fleet") from error
     except OSError as error:
         raise StateError(f"nobody answers at {where}: {error.strerror or error}") from error
-    late = threading.Timer(timeout_s, hang_up, (stream,))
-    late.daemon = True
     try:
-        late.start()
-        prove(connection, key, first=False)
-        compare_protocols(connection)
+        with in_time(timeout_s, partial(hang_up, stream)):
+            prove(connection, key, first=False)
+            compare_protocols(connection)
     except BaseException as error:  # an interrupt too: nobody else has the connection
         connection.close()
         if isinstance(error, ElasticError):
             raise type(error)(f"{where}: {error}") from error
         raise
-    finally:
-        late.cancel()
     return connection
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from elastic.cluster.control.connection import Connection
+from elastic.cluster.control.connection import Connection, in_time
 from elastic.cluster.control.messages import Hello, Refused
 from elastic.cluster.control.processes import RankProcess
 from elastic.cluster.control.records import require_record
@@ -48,13 +48,22 @@ def of_a_directory(spec: RankSpec) -> RankSpec:
     return replace(spec, model=os.path.abspath(spec.model), wrap=dict(spec.wrap), engine=dict(spec.engine))
 
 
-def await_hello(connection: Connection, process: RankProcess | None, name: str, *, timeout_s: float) -> RankClient:
-    """Return the client of a rank when it has said Hello. Raises what the rank raised, or `StateError`."""
-    late = threading.Timer(timeout_s, connection.close)
-    late.daemon = True
-    late.start()
+def await_hello(
+    connection: Connection,
+    process: RankProcess | None,
+    name: str,
+    *,
+    timeout_s: float,
+    greet: Callable[[], object] = lambda: None,
+) -> RankClient:
+    """Return the client of a rank when it has said Hello. Raises what the rank raised, or `StateError`: it has ended.
+
+    `greet` says and hears what comes before that, in the same time; it raises `EOFError` where the rank has gone.
+    """
     try:
-        first: Hello | Refused = require_record(connection.receive(), Hello, Refused, sender=f"rank {name!r}")
+        with in_time(timeout_s, connection.close):
+            greet()
+            first: Hello | Refused = require_record(connection.receive(), Hello, Refused, sender=f"rank {name!r}")
         if isinstance(first, Hello):
             return RankClient(connection, first, process)
         raise first.error if isinstance(first.error, ElasticError) else StateError(repr(first.error))
@@ -69,5 +78,3 @@ def await_hello(connection: Connection, process: RankProcess | None, name: str, 
             why = ended.reason if ended else "its connection ended"
             raise StateError(f"rank {name!r} did not start: {why}") from error
         raise
-    finally:
-        late.cancel()

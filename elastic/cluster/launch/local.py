@@ -13,9 +13,10 @@ import threading
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from elastic.cluster.control.connection import encode, hang_up, socket_pair
+from elastic.cluster.control.connection import SocketConnection, encode, hang_up, socket_pair
 from elastic.cluster.control.handshake import compare_protocols
 from elastic.cluster.control.processes import Exit
 from elastic.cluster.launch.base import START_S, await_hello, of_a_directory
@@ -195,15 +196,8 @@ class LocalLauncher:
         except ElasticError as error:
             ours.close()
             raise StateError(f"rank {spec.name!r} did not start: {error}") from error
-        try:
-            compare_protocols(ours)
-            ours.send_bytes(encoded)
-        except ElasticError:
-            process.kill()
-            process.close()
-            ours.close()
-            raise
-        return await_hello(ours, process, spec.name, timeout_s=self._start_timeout_s)
+        greet = partial(_greet, ours, encoded)
+        return await_hello(ours, process, spec.name, timeout_s=self._start_timeout_s, greet=greet)
 
     def close(self) -> None:
         """End all that it has started. Can be called twice."""
@@ -223,6 +217,15 @@ class LocalLauncher:
             if self._server is None:
                 self._server = ForkServerClient()
             return self._server
+
+
+def _greet(connection: SocketConnection, spec: bytes) -> None:
+    """Tell a process which rank it is. Raises `ConfigError` for another protocol, `EOFError` where it has gone."""
+    try:
+        compare_protocols(connection)
+        connection.send_bytes(spec)
+    except StateError as error:
+        raise EOFError(str(error)) from error
 
 
 def _close_late(wish: Future[LocalProcess]) -> None:

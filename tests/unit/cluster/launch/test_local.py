@@ -217,6 +217,54 @@ def test_a_fork_server_that_does_not_answer_is_told_in_words(monkeypatch: pytest
         os.fstat(descriptor)
 
 
+class Stuck:
+    """A fork server with a rank that says nothing, as one that waits for a lock which no thread of it holds."""
+
+    def __init__(self) -> None:
+        self.stream: socket.socket | None = None
+        self.told: list[str] = []
+
+    def fork(self, stream: socket.socket, model: str) -> Future[Any]:
+        self.stream, process = stream, Future[Any]()
+        process.set_result(self)
+        return process
+
+    def wait(self, timeout_s: float) -> None:
+        self.told.append("wait")
+
+    def kill(self) -> None:
+        self.told.append("kill")
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
+@pytest.mark.parametrize("no_threads", [False, True])
+def test_a_rank_that_never_says_a_word_is_ended_in_time(monkeypatch: pytest.MonkeyPatch, no_threads: bool) -> None:
+    def fail(timer: threading.Timer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    stuck, failed = Stuck(), list[StateError]()
+    monkeypatch.setattr(LocalLauncher, "warm_up", lambda _: stuck)
+
+    def start() -> None:
+        try:
+            LocalLauncher(start_timeout_s=0.1).start(RankSpec("stuck", MODEL_DIR))
+        except StateError as error:
+            failed.append(error)
+
+    if no_threads:
+        monkeypatch.setattr(threading.Timer, "start", fail)
+    starting = threading.Thread(target=start, daemon=True)
+    starting.start()
+    starting.join(20)
+    assert stuck.told == ["wait", "kill", "close"]
+    assert stuck.stream is not None
+    stuck.stream.close()
+    starting.join(20)
+    assert ("no thread" if no_threads else "'stuck' did not start") in str(failed)
+
+
 def test_with_the_fork_server_its_ranks_end_and_another_takes_its_place(
     launcher: LocalLauncher, start: Callable[..., FleetSide]
 ) -> None:

@@ -161,6 +161,19 @@ def test_a_rank_for_which_no_thread_could_be_started_is_sent_to_later(
     assert torch.equal(received.result(20), LIKE + 1)
 
 
+def test_a_rank_that_is_not_reached_for_want_of_a_thread_is_lost(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(timer: threading.Timer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    a, _ = hubs(stack)
+    monkeypatch.setattr(threading.Timer, "start", fail)
+    waiting = stack.enter_context(ThreadPoolExecutor(1)).submit(a.transport("a").receive, "b", LIKE, Key(0, 0))
+    stack.callback(a.close)
+    assert_lost(waiting, "b")
+
+
 @pytest.mark.parametrize("end", ["lost", "closed", "hub"])
 def test_who_waits_is_told_of_the_end(end: str, stack: ExitStack) -> None:
     a, b = hubs(stack)
