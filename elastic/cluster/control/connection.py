@@ -22,8 +22,9 @@ from elastic.errors import ConfigError, StateError
 MOST_BYTES = 1 << 30
 """The bound on one message. Prompts are the largest; KV does not travel here."""
 
-LOST_MS = 60_000
-"""After how long without a word from the other host what was sent there is given up, in milliseconds."""
+LOST_MS, QUIET_S = 60_000, 20
+"""After how long without a word from the other host a connection is given up, in milliseconds, and after how many
+seconds in which nothing was said the system asks for one: else who only receives would not see that it has gone."""
 
 Inbox = queue.SimpleQueue[bytes | None]
 """Pickled messages; None: the end."""
@@ -95,6 +96,9 @@ class SocketConnection(Connection):
                 with suppress(OSError):  # the other end has gone already: the first word says so
                     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_MS)
+                    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, QUIET_S)
+                    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, QUIET_S)
+                    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             descriptor = os.dup(stream.fileno())
         except OSError:
             stream.close()

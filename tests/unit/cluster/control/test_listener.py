@@ -241,7 +241,7 @@ def test_without_descriptors_or_threads_no_socket_is_left(
             socket_pair()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_threads)
-        with pytest.raises(RuntimeError, match="new thread"):
+        with pytest.raises(StateError, match="new thread"):
             connect(one.listener.address, KEY)
         with pytest.raises(RuntimeError, match="new thread"):
             Listener(("127.0.0.1", 0), KEY, lambda _: None)

@@ -98,6 +98,19 @@ def test_threads_that_wait_each_get_their_own(stack: ExitStack) -> None:
     assert [int(future.result(10)[0, 0, 0]) for future in waiting] == [0, 1, 2, 3]
 
 
+def test_who_waits_for_a_host_that_is_cut_off_sees_it_though_nothing_was_sent(stack: ExitStack) -> None:
+    """What a network has dropped on its way, and whose sender sends no more, else is waited for without end."""
+    a, b = (hub.transport("a") for hub in hubs(stack))
+    a.send("b", LIKE, Key(0, 0))
+    b.receive("a", LIKE, Key(0, 0))
+    for stream in (a.peer("b").sender._stream, b.peer("a").receiver._stream):
+        assert stream is not None
+        assert stream.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        times = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)
+        asked_s = sum(stream.getsockopt(socket.IPPROTO_TCP, each) for each in times)
+        assert asked_s * 1000 < stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+
+
 def test_instances_and_directions_do_not_get_each_others(stack: ExitStack) -> None:
     a, b = hubs(stack)
     a.transport("a").send("b", LIKE + 1, Key(0, 0))
