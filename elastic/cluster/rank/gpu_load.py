@@ -57,6 +57,5 @@ class GPULoad:
     def _look(self) -> bool:
         """Note a reading; return whether NVML told anything."""
         seen = {each.place: each.utilization for each in self._read() if each.utilization is not None}
-        if seen:
-            self._readings.append(seen)
+        self._readings.append(seen)  # also where there is nothing: what was seen before grows old
         return bool(seen)

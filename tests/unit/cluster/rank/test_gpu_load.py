@@ -7,6 +7,7 @@ import pytest
 from elastic.cluster.rank import gpu_load
 from elastic.cluster.rank.gpu_load import GPULoad
 from elastic.controller.snapshot import DeviceStats
+from elastic.planning.deployment.devices import WINDOW_S
 
 
 def test_the_mean_of_the_busiest_gpu_is_the_load() -> None:
@@ -19,6 +20,17 @@ def test_the_mean_of_the_busiest_gpu_is_the_load() -> None:
     assert load._look()
     assert load._look()
     assert load.utilization == pytest.approx(0.6)
+
+
+def test_what_was_seen_is_not_told_when_the_window_is_over() -> None:
+    readings = [(DeviceStats("cuda:0", 0.5),)]
+    load = GPULoad(lambda: readings.pop() if readings else (DeviceStats("cuda:0", None),))
+    load._look()
+    for _ in range(WINDOW_S - 1):
+        load._look()
+        assert load.utilization == 0.5
+    load._look()
+    assert load.utilization is None
 
 
 def test_it_looks_again_and_again_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
