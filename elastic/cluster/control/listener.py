@@ -57,6 +57,7 @@ class Listener:
         """Where it listens: with the port that was chosen, if 0 was asked for."""
         self._pending: dict[socket.socket, float] = {}  # handshakes in progress -> when they must have ended
         self._lock = threading.Lock()
+        self._failing = False  # whether the last one could not be accepted, which is logged once
         self._workers = ThreadPoolExecutor(most, thread_name_prefix="elastic-handshake")
         self._thread = threading.Thread(target=self._run, name="elastic-listener", daemon=True)
         with ExitStack() as undo:
@@ -97,9 +98,12 @@ class Listener:
         try:
             stream, peer = self._socket.accept()
         except OSError as error:  # it has gone again, or there are no descriptors now: others come later
-            logger.warning("a connection could not be accepted: %s", error)
+            if not self._failing:
+                logger.warning("a connection could not be accepted: %s", error)
+            self._failing = True
             time.sleep(0.01)
             return
+        self._failing = False
         if len(self._pending) >= self._most:
             self._cut(min(self._pending.values(), default=0.0))
         with self._lock:

@@ -250,6 +250,27 @@ def test_without_descriptors_or_threads_no_socket_is_left(
     one.let_in()
 
 
+def test_that_descriptors_are_lacking_is_logged_once(
+    door: Callable[..., Door], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that waits to be accepted is tried again and again: that would be a hundred lines a second."""
+    one, accept, errors = door(), socket.socket.accept, [OSError(24, "Too many open files")] * 20
+
+    def lacking(listening: socket.socket) -> Any:
+        if errors:
+            raise errors.pop()
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", lacking)
+    for _ in range(2):
+        one.let_in()
+    errors.append(OSError(24, "Too many open files"))
+    one.let_in()
+    assert [record.getMessage() for record in caplog.records].count(
+        "a connection could not be accepted: [Errno 24] Too many open files"
+    ) == 2
+
+
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
