@@ -66,6 +66,9 @@ class ForkServer:
         if not data:
             return None
         wish = json.loads(data)
+        if not descriptors:  # it was cut off
+            self._tell({"id": wish["id"], "error": "the fork server has too many open files"})
+            return 0
         _import_class(wish["model"])
         try:
             pid = os.fork()

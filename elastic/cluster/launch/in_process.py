@@ -67,8 +67,11 @@ class InProcessLauncher:
         with self._lock:
             if self._closed:
                 raise StateError("the launcher was closed; make a new one")
-            rank = RankThread(spec, theirs)
-            self._ranks.append(rank)
+            try:
+                rank = RankThread(spec, theirs)
+            except RuntimeError as error:  # there are no threads left
+                raise StateError(f"rank {spec.name!r} cannot be started now: {error}") from error
+            self._ranks = [*(each for each in self._ranks if each.wait(0) is None), rank]
         return await_hello(ours, rank, spec.name, timeout_s=self._start_timeout_s)
 
     def close(self) -> None:

@@ -115,9 +115,10 @@ class JoinLauncher:
         self.close()
 
     def _accept(self, connection: SocketConnection) -> None:
+        thread = threading.Thread(target=self._introduce, args=(connection,), name="elastic-joining", daemon=True)
         with self._came:
+            thread.start()  # where none can be had, the listener closes the connection
             self._loading.add(connection)
-        threading.Thread(target=self._introduce, args=(connection,), name="elastic-joining", daemon=True).start()
 
     def _introduce(self, connection: SocketConnection) -> None:
         """Wait until a rank has loaded its model, and give it to whoever wants it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -23,6 +24,21 @@ def test_a_fork_server_ends_in_silence_with_one_that_had_not_read_all() -> None:
     finally:
         os.close(server._parent)
         theirs.close()
+
+
+def test_a_wish_whose_socket_found_no_descriptor_left_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error would end the fork server, and all its ranks with it."""
+    monkeypatch.setattr(os, "fork", lambda: os.getpid())
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        server = ForkServer(theirs, os.getpid())
+        try:
+            ours.send(json.dumps({"id": 7, "model": "none"}).encode())
+            assert server._fork_next() == 0
+            said = json.loads(ours.recv(1000))
+            assert said == {"id": 7, "error": "the fork server has too many open files"}
+        finally:
+            os.close(server._parent)
 
 
 @pytest.mark.parametrize("stdout", ["unread", "closed", "none"])

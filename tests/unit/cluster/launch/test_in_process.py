@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -124,6 +126,27 @@ def test_what_cannot_start_is_an_error_in_words_and_leaves_nothing(
     with pytest.raises(ConfigError, match=words):
         start(model, **options)
     assert not hasattr(model, "elastic")
+
+
+def test_nothing_is_kept_of_ranks_that_have_ended(model: Any) -> None:
+    with closing(InProcessLauncher()) as launcher:
+        for name in ("r0", "r1", "r2"):
+            with pytest.raises(ConfigError):
+                launcher.start(RankSpec(name, model, (PLACE,), engine={"no_such": 1}))
+            assert [rank.name for rank in launcher._ranks] == [name]
+
+
+def test_without_threads_it_is_said_that_a_rank_cannot_be_started_now(
+    start: Callable[..., FleetSide], model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(StateError, match="'r0' cannot be started now: can't start new thread"):
+            start(model)
+    start(model).client.close()
 
 
 def test_a_kill_cuts_the_connection_and_ends_the_engine(start: Callable[..., FleetSide], model: Any) -> None:

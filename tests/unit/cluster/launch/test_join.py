@@ -80,6 +80,22 @@ def test_ranks_are_taken_as_they_come(launcher: JoinLauncher, join: Callable[[st
     assert early.end() == "let go"
 
 
+def test_nothing_is_kept_of_one_for_which_there_is_no_thread(
+    launcher: JoinLauncher, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == "elastic-joining":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with closing(connect(launcher.address, read_key(key_file))) as connection, pytest.raises(EOFError):
+        connection.receive()
+    assert launcher._loading == set()
+
+
 def test_one_that_nobody_waits_for_is_told_of(launcher: JoinLauncher, join: Callable[[str], None]) -> None:
     came, told = threading.Event(), []
 
