@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -9,6 +10,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from elastic.clock import settle
+
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Work = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
@@ -21,21 +25,27 @@ class StepThreads:
     _work: Work = field(default_factory=queue.SimpleQueue)
 
     def resize(self, count: int) -> None:
-        """Have so many threads, all of them new. Nothing is being computed."""
+        """Have so many threads, all of them new, or as many as can be had. Nothing is being computed."""
         for _ in self.started:
             self._work.put(None)
         work: Work = queue.SimpleQueue()  # of their own, or a new thread might end in the place of an old one
         self._work = work
-        self.started = {
-            threading.Thread(target=self._run, args=(work,), name="elastic-cohort", daemon=True) for _ in range(count)
-        }
-        for thread in self.started:
-            thread.start()
+        self.started = set()
+        try:
+            for _ in range(count):
+                thread = threading.Thread(target=self._run, args=(work,), name="elastic-cohort", daemon=True)
+                thread.start()
+                self.started.add(thread)
+        except RuntimeError as error:
+            logger.warning("%d of %d steps can be computed at a time: %s", len(self.started), count, error)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Have a thread call something."""
+        """Have a thread call something; without any it is the caller that does."""
         done: Future[T] = Future()
-        self._work.put((done, work))
+        if self.started:
+            self._work.put((done, work))
+        else:
+            settle(done, work)
         return done
 
     def _run(self, work: Work) -> None:
