@@ -124,6 +124,13 @@ class PeerHub:
                 transport.peer(rank).sender.open()
             return transport
 
+    def part(self, home: str) -> None:
+        """Have nothing to do with the instance of a home any more: close its transport, if there is one."""
+        with self._changed:
+            transport = self._transports.pop(home, None)
+        if transport is not None:
+            transport.close()
+
     def connect_log(self, rank: str, home: str) -> PeerLogConnection:
         """Return this end, the home's, of the log of an instance to a rank. Raises `RankLost`."""
         return self._keep(self._connect(rank, home, "log"), rank)

@@ -101,7 +101,10 @@ class Stages:
             case DetachStage(rank):
                 return engine.ranks.detach(rank)
             case CloseStage(home, keep):
-                return engine.stages.close(home, keep=keep)
+                engine.stages.close(home, keep=keep)
+                if (opened := self._hub) is not None:
+                    opened.part(home)  # also where the stage was refused, and so has no hold on it
+                return None
             case MeasureRoom(rank):
                 if engine.rank != rank:
                     engine.rank = rank

@@ -11,6 +11,7 @@ import pytest
 from elastic.cluster.control.stage_questions import (
     AttachStage,
     BeginExchange,
+    CloseStage,
     DetachStage,
     EndExchange,
     FlipLayers,
@@ -74,6 +75,10 @@ def test_of_a_stage_that_is_refused_no_connection_is_left(engine: ContinuousEngi
         assert stages._opened._logs == set()
         with pytest.raises(RankLost):
             home.receive()
+        transport = stages._opened.transport("r1")
+        stages.answer(CloseStage("r1"))
+        assert transport.closed
+        assert stages._opened._transports == {}
 
         stages.answer(AttachStage("r1"))
         taken = other.accept_log("r0", 10)
