@@ -75,7 +75,7 @@ class JoinLauncher:
         with self._came:
             self._waiting += 1
             try:
-                self._came.wait_for(lambda: self._ready or self._closed, self._start_timeout_s)
+                self._came.wait_for(lambda: self._has_ready() or self._closed, self._start_timeout_s)
                 if self._ready:
                     return self._ready.popleft()
             finally:
@@ -113,6 +113,12 @@ class JoinLauncher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _has_ready(self) -> bool:
+        """Return whether a rank has come that is still there; let go of those before it that are not."""
+        while self._ready and self._ready[0].gone:
+            self._ready.popleft().kill("it has gone while nobody waited for it")
+        return bool(self._ready)
 
     def _accept(self, connection: SocketConnection) -> None:
         thread = threading.Thread(target=self._introduce, args=(connection,), name="elastic-joining", daemon=True)

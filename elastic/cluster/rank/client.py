@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from elastic.cluster.control.connection import Connection, SocketConnection, encode
+from elastic.cluster.control.connection import Connection, SocketConnection, encode, has_hung_up
 from elastic.cluster.control.messages import Answer, Ask, Beat, Bye, Hello, News, Question, Refused, ToRank
 from elastic.cluster.control.processes import RankProcess
 from elastic.errors import StateError
@@ -49,6 +49,11 @@ class RankClient:
     def behind(self) -> bool:
         """Whether it has told something that was not taken here yet: then its silence is not the rank's."""
         return self._taking or self._connection.pending
+
+    @property
+    def gone(self) -> bool:
+        """Whether the rank has hung up, also while nobody listens, or not all that it had told was taken here."""
+        return isinstance(self._connection, SocketConnection) and has_hung_up(self._connection.pipe)
 
     def listen(self, on_message: Callable[[Told], None], on_lost: Callable[[str], None]) -> None:
         """Begin: call `on_message` with what the rank tells, in order, on one thread, and `on_lost` once, at its end.

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from elastic.assets import MODEL_DIR
 from elastic.cli.main import main
 from elastic.cluster.control.handshake import connect, make_key_file, read_key
-from elastic.cluster.control.messages import Refused
+from elastic.cluster.control.messages import Beat, Refused
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.launch.base import RankSpec
 from elastic.cluster.launch.join import JoinLauncher
@@ -78,6 +78,18 @@ def test_ranks_are_taken_as_they_come(launcher: JoinLauncher, join: Callable[[st
     assert len(early.answer("one")) == 8
     early.client.kill("let go")
     assert early.end() == "let go"
+
+
+def test_one_that_has_gone_before_somebody_waited_for_it_is_passed_over(launcher: JoinLauncher, key_file: Path) -> None:
+    with closing(connect(launcher.address, read_key(key_file))) as gone:
+        gone.send(FakeRank("gone").hello)
+        wait_until(lambda: launcher._ready)
+        gone.send(Beat(FakeRank("gone").hello.load))
+    with closing(connect(launcher.address, read_key(key_file))) as there:
+        there.send(FakeRank("there").hello)
+        client = launcher.start(ANY)
+        assert client.hello.name == "there"
+    client.close()
 
 
 def test_nothing_is_kept_of_one_for_which_there_is_no_thread(
