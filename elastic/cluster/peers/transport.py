@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from elastic.errors import RankLost
 
 WireField = Literal["sent_bytes", "received_bytes", "read_bytes", "copied_bytes"]
 GOODBYE_S = 1.0
-"""How long a frame that is being sent may take when its end is closed."""
+"""How long frames that are being sent, to all ranks, may take when their end is closed."""
 
 
 @dataclass(eq=False)
@@ -90,8 +91,11 @@ class PeerTransport:
         with self._lock:
             self.closed = True
             peers = [*self._peers.values()]
+        until_s = time.monotonic() + GOODBYE_S
+        for peer in peers:  # who waits is told before anybody is waited for
+            peer.receiver.end(self._closed_words)
         for peer in peers:
-            peer.end(self._closed_words, GOODBYE_S)
+            peer.sender.end(self._closed_words, max(0.0, until_s - time.monotonic()))
 
     # -- for the hub
 
@@ -133,7 +137,7 @@ class PeerStreams:
             self.receiver.end(str(error))
             raise
 
-    def end(self, reason: str, grace_s: float = 0.0) -> None:
-        """Have every call raise `RankLost`; see `HiddenStatesSender.end`."""
-        self.sender.end(reason, grace_s)
+    def end(self, reason: str) -> None:
+        """Have every call raise `RankLost`; a frame that is being sent is cut."""
+        self.sender.end(reason)
         self.receiver.end(reason)

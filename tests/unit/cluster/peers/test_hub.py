@@ -24,6 +24,7 @@ from elastic.cluster.control.connection import SocketConnection
 from elastic.cluster.control.handshake import connect
 from elastic.cluster.control.status import Wire
 from elastic.cluster.peers import receiver
+from elastic.cluster.peers import transport as transport_module
 from elastic.cluster.peers.hub import PeerHello, PeerHub
 from elastic.cluster.peers.transport import PeerTransport, TrafficCounter
 from elastic.engines.pipeline.transport import Key, StepFailure
@@ -151,6 +152,26 @@ def test_a_rank_that_does_not_read_keeps_no_sender_waiting(stack: ExitStack) -> 
         a.send("b", large + step, Key(step, 0))
     for step in range(16):
         assert torch.equal(b.receive("a", large, Key(step, 0)), large + step)
+
+
+def test_an_end_that_is_closed_tells_who_waits_before_it_waits_itself(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport_module, "GOODBYE_S", 60.0)
+    a, *others = hubs(stack, "abc")
+    transport, large = a.transport("a"), torch.zeros(1, 1, 1 << 22)
+    for other in others:
+        transport.send(other.name, large, Key(0, 0))
+    waiting = [later(stack, transport.receive, other.name, LIKE, Key(0, 1)) for other in others]
+    closing_end = threading.Thread(target=transport.close)
+    closing_end.start()
+    try:
+        for other, future in zip(others, waiting, strict=True):
+            assert_lost(future, other.name)
+    finally:
+        for hub in (*others, a):
+            hub.close()
+        closing_end.join()
 
 
 def test_a_rank_for_which_no_thread_could_be_started_is_sent_to_later(
