@@ -197,7 +197,7 @@ class HomeExecutor:
 
         Raises the first error when all have answered: `RankLost`, `StateError`.
         """
-        pages = all_answers(partial(self._pages, move.source, move.shards, timeout_s) for move in flip.asked)
+        pages = all_answers((partial(self._pages, move.source, move.shards) for move in flip.asked), timeout_s)
         flip.located |= zip(flip.asked, pages, strict=True)
 
     def _has_told(self, flip: PathChange, move: ShardMove, sectors: Collection[tuple[int, int]]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -117,7 +118,7 @@ class StageLink:
         except queue.Empty:
             self.close()  # an answer that came later would be taken for that of another question
             self._on_lost()
-            raise self._error(f"it did not answer for {timeout_s} s") from None
+            raise self._error("it did not answer in time") from None
         if answer is None:
             self._answers.put(None)
             raise self._error("its log has ended")
@@ -172,13 +173,14 @@ class CopyAnswers:
         with self._taking:
             if not self._copied.done():
                 try:
-                    self._copied.set_result(sum(all_answers(partial(self._take, link) for link in self._links)))
+                    takes = (partial(self._take, link) for link in self._links)
+                    self._copied.set_result(sum(all_answers(takes, self._timeout_s)))
                 except ElasticError as error:
                     self._copied.set_exception(error)
         return self._copied.result()
 
-    def _take(self, link: StageLink) -> int:
-        answer = link.answer(self._timeout_s)
+    def _take(self, link: StageLink, timeout_s: float) -> int:
+        answer = link.answer(timeout_s)
         if not isinstance(answer, Copied) or answer.error:
             why = getattr(answer, "error", answer)
             words = f"rank {link.rank!r} could not copy keys and values: {why}"
@@ -186,13 +188,17 @@ class CopyAnswers:
         return answer.nbytes
 
 
-def all_answers(answers: Iterable[Callable[[], T]]) -> list[T]:
-    """Take every answer, so that none is left for the next question; raise the first error then."""
+def all_answers(answers: Iterable[Callable[[float], T]], timeout_s: float) -> list[T]:
+    """Take every answer, so that none is left for the next question; raise the first error then.
+
+    Each waits for no longer than it is told; together they have `timeout_s`, as they were asked at the same time.
+    """
+    until_s = time.monotonic() + timeout_s
     taken: list[T] = []
     failed: list[ElasticError] = []
     for answer in answers:
         try:
-            taken.append(answer())
+            taken.append(answer(max(0.0, until_s - time.monotonic())))
         except ElasticError as error:
             failed.append(error)
     if failed:
