@@ -274,7 +274,7 @@ class Baseline:
                 continue
             free = tokens_to_end(one.live) <= 0.5 * one.room
             degree = lower_degree(one)
-            if free and degree is not None and not any(one.needs_degree(sum(request)) for request in one.live):
+            if free and degree is not None and not any(one.needs_degree(request.most) for request in one.live):
                 downs.append(ScaleDown(one.name, degree))
         return LengthPlan(tuple(routes), tuple(ups), tuple(downs), (), (), "", None)  # type: ignore[arg-type]
 

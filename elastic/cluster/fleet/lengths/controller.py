@@ -157,11 +157,17 @@ class LengthController:
                 self._measurements.attempt(self._measure)
                 self._measuring = False
                 continue
-            if not self._stopping.is_set():
+            if not self._stopping.is_set() and self._is_wanted(asked, self._changing[0]):
                 self._reshards.attempt(partial(self.change, asked))
             with self._lock:
                 self._changing = self._changing[1:]
             self._wake.set()
+
+    def _is_wanted(self, asked: ScaleUp | ScaleDown, ranks: frozenset[str]) -> bool:
+        """Return whether a request still waits for ranks to become one: none may, when earlier changes are done."""
+        with self._dispatcher.lock:
+            waiting = [record.request.id for record in self._dispatcher.queue]
+            return isinstance(asked, ScaleDown) or any(self._dispatcher.promised.get(id_) == ranks for id_ in waiting)
 
     def _ask_to_measure(self) -> None:
         """Have the other thread measure when ranks or limits are others than before; what is known holds until then."""

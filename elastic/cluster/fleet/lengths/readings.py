@@ -141,7 +141,7 @@ def _kv(instance: Instance, record: RequestRecord) -> LiveTokens:
     so_far = max((len(answer.tokens) for answer in record.live), default=0)
     held = blocks_of(kv, len(request.prompt) + so_far + 1)
     most = max(held, blocks_of(kv, len(request.prompt) + request.max_tokens))
-    return LiveTokens(held, most - held, max(0, instance.request_blocks(request) - most))
+    return LiveTokens(held, most - held, max(0, instance.request_blocks(request) - most), record.instance or "")
 
 
 def _pending(record: RequestRecord, usual: int | None) -> float:

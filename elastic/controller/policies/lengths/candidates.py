@@ -70,7 +70,7 @@ class InstanceDraft:
             room = self.reading.capacity.get(degree, 0)
             if kv.alone <= room:
                 others = [other for other in self.live if other.alone <= room]
-                return _fit([*others, kv], self.reading.degree // degree, room)
+                return max(_spread([*others, kv], [0] * (self.reading.degree // degree))) <= room
             degree *= 2
         return True
 
@@ -149,23 +149,32 @@ def _complete(members: Sequence[InstanceDraft]) -> bool:
 def lower_degree(reading: InstanceReading) -> int | None:
     """Return the least degree of instances into which one can part, each with some of its requests; None: none.
 
-    There must be room for all that the requests may come to need together: while the instance parts, they go on. One
-    of whose layers others compute parts when they do so no more.
+    There must be room for all that the requests may come to need together: while the instance parts, they go on, each
+    where it has begun. One of whose layers others compute parts when they do so no more.
     """
     if reading.partners:
         return None
     degree = 1
     while degree < reading.degree:
         room = reading.capacity.get(degree, 0)
-        if room and _fit(reading.live, reading.degree // degree, room):
+        if room and all(kv.alone <= room for kv in reading.live) and max(_shared_out(reading, degree)) <= room:
             return degree
         degree *= 2
     return None
 
 
-def _fit(live: Sequence[LiveTokens], parts: int, room: int) -> bool:
-    """Tell whether requests fit so many parts, if each in turn, the largest first, goes to the emptiest."""
-    held = [0] * parts
+def _shared_out(reading: InstanceReading, degree: int) -> list[int]:
+    """Return the KV that requests of an instance may have at each of its parts, of so many ranks: as it would part."""
+    part_of = {rank: number // degree for number, rank in enumerate(reading.ranks)}
+    held = [0] * (reading.degree // degree)
+    for kv in reading.live:
+        if kv.home in part_of:
+            held[part_of[kv.home]] += kv.most
+    return _spread([kv for kv in reading.live if kv.home not in part_of], held)
+
+
+def _spread(live: Sequence[LiveTokens], held: list[int]) -> list[int]:
+    """Have each request in turn, the largest first, go to the emptiest part; return what each has then."""
     for kv in sorted(live, key=attrgetter("most"), reverse=True):
         held[held.index(min(held))] += kv.most
-    return max(held) <= room and all(kv.alone <= room for kv in live)
+    return held

@@ -17,6 +17,8 @@ class LiveTokens(NamedTuple):
     needed: int
     rounding: int = 0
     """What is kept besides where it is alone, as KV comes in larger pieces; others share these."""
+    home: str = ""
+    """The rank whose request it stays while the instance parts; empty: of none yet."""
 
     @property
     def most(self) -> int:

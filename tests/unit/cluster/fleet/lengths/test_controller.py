@@ -346,6 +346,22 @@ def test_the_threads_send_and_change_beside_each_other(world: Callable[..., Worl
     wait_until(lambda: "long" in w.given(), "the long one waits")
 
 
+def test_ranks_become_one_for_nobody_who_has_gone_while_others_did(world: Callable[..., World]) -> None:
+    w = world(4, Lengths(wait_s=0.0, most_ranks=2, tick_s=10.0))
+    w.verbs.may_go.clear()
+    w.controller.start()
+    w.ask(20, "first")
+    assert w.verbs.entered.wait(30)
+    w.ask(21, "second")
+    wait_until(lambda: len(w.controller._changing) == 2, "the second one asks for no ranks")
+    w.fleet.cancel("second")
+    w.verbs.may_go.set()
+    wait_until(lambda: not w.controller._changing, "it changes for ever")
+    assert [names for names, _ in w.verbs.asked] == [("r0", "r1")]
+    w.ask(21, "third")
+    wait_until(lambda: len(w.verbs.asked) == 2, "who comes behind it has no ranks either")
+
+
 @pytest.mark.parametrize("in_a_group", [False, True])
 def test_what_is_too_long_since_limits_were_lowered_is_refused(world: Callable[..., World], in_a_group: bool) -> None:
     w = world()

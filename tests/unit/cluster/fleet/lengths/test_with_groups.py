@@ -208,6 +208,25 @@ def test_a_change_that_was_stopped_on_its_way_is_asked_for_again_and_the_long_re
     assert w.fleet.groups() == ()
 
 
+def test_ranks_part_when_each_holds_what_it_has_begun_and_not_before(worlds: Any) -> None:
+    """Asked before, they would wait for its requests with lower limits, and keep other ranks from changing."""
+    w = worlds(2)
+    assert w.fleet.reshard(["r0", "r1"], tp=2).status == "applied"
+    for name in ("one", "two"):
+        w.ask(81, name)
+        with w.fleet._dispatcher.lock:
+            assert w.fleet._dispatcher.place(w.fleet._dispatcher.queue[0], ("r0",))
+    for rank in w.ranks:
+        rank.step()
+    assert w.capacity[1] < 162 < w.capacity[2] / 2, "half is free"
+    assert w.controller.tick().downs == (), "r0 alone has room for one of them"
+    assert w.controller.reason == "instances take no new requests, so that they can part"
+    w.end(2)
+    assert w.fleet.groups() == ()
+    failed = [event for event in w.fleet.events() if event.kind == "reshard failed"]
+    assert not failed
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     ranks=st.sampled_from([2, 3, 4]),

@@ -33,7 +33,7 @@ def instance(
 ) -> InstanceReading:
     """One of as many ranks as letters; a live request that is a number has all its KV."""
     kv = tuple(LiveTokens(*(one if isinstance(one, tuple) else (one, 0))) for one in live)
-    work = float(sum(map(sum, kv))) if pending is None else pending
+    work = float(sum(each.most for each in kv)) if pending is None else pending
     return InstanceReading(name, host, tuple(ranks or name), more.pop("capacity", CAPACITY), kv, work, **more)
 
 
@@ -236,6 +236,18 @@ def test_an_instance_does_not_part_into_ones_that_could_not_hold_its_requests() 
     assert lower_degree(instance("abcd", 3001)) is None
     assert decide([instance("abcd", 2500)], dwell_s=0.0).downs == (ScaleDown("abcd", 2),)
     assert decide([instance("abcd", 2500)], dwell_s=0.0, free_to_shrink=0.7).downs == (), "less is free"
+
+
+def test_an_instance_parts_only_when_each_rank_holds_the_requests_that_it_began() -> None:
+    """They are not moved: a part that waited for them would keep other instances from changing."""
+    homes = [LiveTokens(600, 0, 0, home) for home in "aabc"]
+    large = replace(instance("abcd"), live=tuple(homes))
+    assert lower_degree(large) == 2, "1200 at a, 600 at b: two hold 3000, a alone 1000"
+    assert decide([large], dwell_s=0.0).downs == (ScaleDown("abcd", 2),)
+    assert lower_degree(replace(large, live=tuple(homes[1:]))) == 1
+    assert lower_degree(replace(large, live=(*homes[1:], LiveTokens(400, 0)))) == 1, "who has not begun goes to d"
+    assert lower_degree(replace(instance("ab"), live=tuple(homes[:2]))) is None
+    assert decide([replace(instance("ab"), live=tuple(homes[:2]))], dwell_s=0.0).closed == ("ab",), "so that they end"
 
 
 def test_an_instance_of_a_pipeline_becomes_another_only_with_all_of_it() -> None:
