@@ -111,7 +111,7 @@ class GroupRegistry:
 
     @contextmanager
     def group_for(self, names: Sequence[str]) -> Iterator[Group]:
-        """Give the group of instances; if it comes to nothing, each is by itself again."""
+        """Give the group of instances; if it comes to nothing, they are in the groups of before, or by themselves."""
         earlier = [group for group in self.groups if not set(names).isdisjoint(group.members)]
         group = self.merged(names)
         try:
@@ -123,6 +123,11 @@ class GroupRegistry:
                 self.replace([group])
                 if earlier:
                     self.note("parted", group)
+            elif group not in earlier and not gone:
+                before, units = [each.members for each in earlier], group.shape.units()
+                if all(len(unit) == 1 or any(set(unit) <= set(each) for each in before) for unit in units):
+                    with suppress(RankLost):  # who has lost a rank is repaired
+                        self._come_apart(group, before)
 
     def merged(self, names: Sequence[str]) -> Group:
         """Return one group of instances, and of those that they are in groups with."""
@@ -163,15 +168,18 @@ class GroupRegistry:
         group = self.group_of(rank)
         if group is None or len(units := group.shape.units()) == 1:
             return
-        unit_of = {name: unit for unit in units for name in unit}
-        across = [(home, rank) for home, rank in group.stages if unit_of[home] != unit_of[rank]]
+        self._come_apart(group, [unit for unit in units if len(unit) > 1])
+        if alone := [unit[0] for unit in units if len(unit) == 1]:
+            self._log.add("parted", rank=",".join(alone))
+
+    def _come_apart(self, group: Group, units: Sequence[tuple[str, ...]]) -> None:
+        """Have some of a group be groups of their own, that keep no room for others, and all others by themselves."""
+        unit_of = dict.fromkeys(group.members, ()) | {name: unit for unit in units for name in unit}
+        across = [(home, rank) for home, rank in group.stages if not unit_of[home] or unit_of[home] != unit_of[rank]]
         close_stages(self._ranks, across)
         group.stages.difference_update(across)
-        self.split_up(group, [unit for unit in units if len(unit) > 1])
-        alone = [unit[0] for unit in units if len(unit) == 1]
-        self._ranks.set_caps({name: group.staged.get(name) for name in alone})
-        if alone:
-            self._log.add("parted", rank=",".join(alone))
+        self.split_up(group, units)
+        self._ranks.set_caps({name: group.staged.get(name) for name in group.members if not unit_of[name]})
 
     def split_up(self, group: Group, units: Sequence[tuple[str, ...]]) -> None:
         """Have some of a group be groups of their own, and all others by themselves."""

@@ -317,6 +317,32 @@ def test_ranks_without_room_are_refused_and_nothing_changes(fleets: Any) -> None
     assert fleet.groups() == ()
 
 
+@pytest.mark.parametrize("fault", ["cache", "exchange", "layers"])
+def test_groups_that_were_put_together_for_nothing_are_those_of_before(fleets: Any, fault: str) -> None:
+    """Of one group a lost rank would have all members repaired, and requests of others held up."""
+    fleet, ranks = fleets(5)
+    for pair in (["r0", "r1"], ["r2", "r3"]):
+        fleet.reshard(pair, tp=2)
+    before = {group.members: group.paths for group in fleet.groups()}
+    for rank in ranks:
+        rank.committed = 10**6 if fault == "cache" else 0
+        rank.fails = lambda asked: StateError("no") if isinstance(asked, PrepareLayers) else None
+    for others in () if fault == "layers" else ("r2", "r4"):
+        assert fleet.migrate("r0", [1], others, timeout_s=0.01).status == "deferred"
+    if fault == "layers":
+        every = dict.fromkeys(["r0", "r1", "r2", "r3", "r4"], range(LAYERS))
+        with pytest.raises(ConfigError, match="would keep layer 0"):
+            fleet.drop(layers=every)
+    assert {group.members: group.paths for group in fleet.groups()} == before
+    assert ranks[4].guests == {}
+    assert ranks[2].guests.keys() == {"r3"}
+    for rank in ranks:
+        rank.committed, rank.fails = 1, lambda asked: None
+    assert fleet.reshard(["r0", "r2"], tp=4).status == "applied"
+    assert fleet.restore().status == "applied"
+    check(ranks)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     shards=st.sampled_from([2, 4]), kv_heads=st.sampled_from([1, 2, 4]),
