@@ -22,7 +22,8 @@ class BusyShares:
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
         self._told: dict[tuple[str, str], deque[tuple[float, float]]] = {}  # (device, model) -> (when, seconds so far)
-        self._known: dict[tuple[str, str, str], float] = {}  # (device, model, rank) -> what it said last
+        self._last: dict[tuple[str, str, str], tuple[float, float]] = {}
+        """(Device, model, rank) -> when it was heard last, within the window, and what it said."""
         self._utilization: dict[str, float] = {}  # device -> of the window, whoever used it
         self._lock = threading.Lock()
 
@@ -34,15 +35,17 @@ class BusyShares:
     ) -> None:
         """Note how long each rank has computed since it began, by its device, its model and its name.
 
+        What a rank computed while it could not be asked counts when it is heard again.
         `utilization`: of devices of which it is known, the share of the window in which anybody used them.
         """
         with self._lock:
             self._utilization = dict(utilization)
             gained: dict[tuple[str, str], float] = {}
             for (device, model, rank), seconds in busy_s.items():
-                more = max(0.0, seconds - self._known.get((device, model, rank), 0.0))
-                gained[device, model] = gained.get((device, model), 0.0) + more
-            self._known = dict(busy_s)
+                _, before = self._last.get((device, model, rank), (now_s, 0.0))
+                gained[device, model] = gained.get((device, model), 0.0) + max(0.0, seconds - before)
+            self._last |= {rank: (now_s, seconds) for rank, seconds in busy_s.items()}
+            self._last = {rank: last for rank, last in self._last.items() if now_s - last[0] <= self._window_s}
             for key in gained.keys() | self._told.keys():
                 told = self._told.setdefault(key, deque())
                 told.append((now_s, told[-1][1] + gained.get(key, 0.0) if told else 0.0))

@@ -160,6 +160,15 @@ def test_a_rank_that_begins_anew_takes_nothing_from_the_others() -> None:
     assert shares.shares()["a"] == pytest.approx(7 / 40 + 8 / 10)
 
 
+def test_a_rank_that_could_not_be_asked_for_a_moment_has_not_computed_all_its_life_since() -> None:
+    shares = BusyShares(window_s=100)
+    for now_s in range(20):
+        ranks = {("a", "m", "r0"): 1000 + 0.5 * now_s, ("b", "m", "r1"): 0.0}
+        shares.tell(now_s, {each: seconds for each, seconds in ranks.items() if each[0] == "b" or now_s != 10})
+    assert shares.shares() == {"a": pytest.approx(0.5), "b": 0.0}
+    assert shares.of_ranks(NOW_S)["a"] == pytest.approx(0.5)
+
+
 def test_of_ranks_that_have_gone_nothing_is_kept_behind_the_window() -> None:
     shares = BusyShares(window_s=10)
     for now_s in range(30):
@@ -167,6 +176,7 @@ def test_of_ranks_that_have_gone_nothing_is_kept_behind_the_window() -> None:
         shares.tell(now_s, {**mine, ("b", "n", "r1"): 0.0})
         assert ("a" in shares.shares()) == (now_s < 15)
     assert shares.shares() == {"b": 0.0}
+    assert shares._last.keys() == {("b", "n", "r1")}
     assert shares.settled("a")
 
 
