@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.cluster.control.status import FleetEvent
 from elastic.engines.base import Listener, Output
 from elastic.engines.continuous.active_requests import OUTCOMES
 from elastic.engines.pipeline.turn import StageTimes
@@ -88,11 +89,12 @@ class Report(RequestFigures):
     samples: list[Sample] = field(default_factory=list)
     _since: tuple[int, int, float] = (0, 0, 0.0)
 
-    def action(self, at_s: float, kind: str, about: str, seconds: float = 0.0) -> None:
-        """Note something that was done; the first of them are told one by one, all are counted."""
-        self.action_counts[kind] += 1
+    def event(self, event: FleetEvent) -> None:
+        """Note something that a fleet has done; the first of them are told one by one, all are counted."""
+        self.action_counts[event.kind] += 1
         if len(self.actions) < MOST_ACTIONS:
-            self.actions.append(Action(at_s, kind, about, seconds))
+            about = ", ".join(filter(None, (event.rank, event.why)))
+            self.actions.append(Action(event.when_s, event.kind, about, event.seconds))
 
     def listener(self, job: RequestArrival, ended: Callable[[], object] = lambda: None, *, model: str = "") -> Listener:
         """Return the listener of a request that comes now, to a model."""

@@ -71,9 +71,27 @@ class Run:
     def play(self, progress: Callable[[float], object] = lambda at_s: None) -> SimulationSpeed:
         """Have all requests come, and all end; what has not `drain_s` after the last could come, does not.
 
-        `progress` is told the time of the run now and then.
+        `progress` is told the time of the run now and then. Nothing of the run goes on behind it, whatever it raises.
         """
-        began, scenario = time.perf_counter(), self.scenario
+        began = time.perf_counter()
+        try:
+            self._serve(progress)
+            self._tell()
+        finally:
+            self.close()
+        steps = sum(instance.scheduler.steps for fleet in self.fleets for instance in fleet.instances.values())
+        return SimulationSpeed(time.perf_counter() - began, self.clock.events, steps, self.clock.now)
+
+    def close(self) -> None:
+        """End what fleets do by themselves; nothing happens any more then. Can be called twice."""
+        self.threads.close()
+        for fleet in self.fleets:
+            if isinstance(fleet, ElasticFleet):
+                fleet.finish()
+
+    def _serve(self, progress: Callable[[float], object]) -> None:
+        """Have time pass until no request is left, or none may be any more."""
+        scenario = self.scenario
         self._await_next()
         self._sample()
         every_s = scenario.duration_s / scenario.samples
@@ -84,26 +102,16 @@ class Run:
                 break
             self._sample()
             progress(self.clock.now)
+
+    def _tell(self) -> None:
+        """Recount, and report what was not told as it happened. Raises `IntegrityError`."""
         for fleet in self.fleets:
             fleet.check()
-            for event in fleet.log.events():
-                words = ", ".join(filter(None, (event.rank, event.why)))
-                self.report.action(event.when_s, event.kind, words, event.seconds)
             if isinstance(fleet, ElasticFleet):
                 self.report.stages |= fleet.stage_times()
         if self.deployments is not None:
             self.report.placements = self.deployments.placements()
             self.report.devices = self.deployments.use(self.report.last_s)
-        self.close()
-        steps = sum(instance.scheduler.steps for fleet in self.fleets for instance in fleet.instances.values())
-        return SimulationSpeed(time.perf_counter() - began, self.clock.events, steps, self.clock.now)
-
-    def close(self) -> None:
-        """End what fleets do by themselves; nothing happens any more then. Can be called twice."""
-        self.threads.close()
-        for fleet in self.fleets:
-            if isinstance(fleet, ElasticFleet):
-                fleet.finish()
 
     def _fleets_of(self, model: SimulatedModel) -> list[SimulatedFleet]:
         """Make the fleets of a model. Instances that share devices take turns there."""
@@ -124,6 +132,8 @@ class Run:
             )
             for number in range(options.fleets)
         ]
+        for fleet in fleets:
+            fleet.log.on_event = self.report.event
         if model.mechanisms is not None and isinstance(fleets[0], ElasticFleet):
             schedule_faults(fleets[0], model.mechanisms.faults)
         return fleets

@@ -12,7 +12,7 @@ import pytest
 from elastic.cluster.fleet.planning.request_statistics import AnswerLengths
 from elastic.controller.sensors.sliding_window import SlidingWindow
 from elastic.sim.quantiles import QuantileSketch
-from elastic.sim.report import MOST_ACTIONS, Report
+from elastic.sim.report import MOST_ACTIONS
 from elastic.sim.run import Run
 from elastic.sim.scenario import parse_scenario
 
@@ -75,12 +75,13 @@ def test_quantiles_have_as_many_buckets_as_their_accuracy_says() -> None:
     assert len(sketch._buckets) < 80
 
 
-def test_of_actions_the_first_are_kept_and_all_are_counted() -> None:
-    report = Report()
-    for number in range(MOST_ACTIONS + 5):
-        report.action(float(number), "drop", "r0")
-    assert [len(report.actions), report.actions[-1].at_s, report.action_counts["drop"]] == [
-        MOST_ACTIONS,
-        MOST_ACTIONS - 1.0,
-        MOST_ACTIONS + 5,
-    ]
+def test_of_what_fleets_do_the_first_is_kept_and_all_is_counted() -> None:
+    """A fleet itself keeps the last of it."""
+    run = Run(parse_scenario({**tomllib.loads(SCENARIO), "duration_s": 1, "fleet": {"instances": 1, "fleets": 2}}))
+    for number in range(MOST_ACTIONS):
+        run.fleets[number % 2].log.add("dropped", rank=f"r{number}")
+    for _ in range(5):
+        run.fleets[0].log.add("restored")
+    run.play()
+    assert [action.about for action in run.report.actions] == [f"r{number}" for number in range(MOST_ACTIONS)]
+    assert run.report.action_counts == {"dropped": MOST_ACTIONS, "restored": 5}

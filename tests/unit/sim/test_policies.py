@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,20 @@ def test_what_policies_leave_unread_decides_nothing(day: Run, tmp_path: Path, mo
     monkeypatch.setattr(FleetReadings, "_earlier", property(lambda _: {}, lambda *_: None), raising=False)
     monkeypatch.setattr(balancer, "_furthest_apart", lambda instances: instances)
     assert json.dumps(small_day(tmp_path).report.document()) == json.dumps(day.report.document())
+
+
+def test_a_run_that_is_interrupted_leaves_no_thread_behind() -> None:
+    def interrupt(at_s: float) -> None:
+        began.extend(set(threading.enumerate()) - before)
+        if at_s > 1.0:
+            raise KeyboardInterrupt
+
+    began, before = list[threading.Thread](), set(threading.enumerate())
+    run = Run(scenario({"policies": ["drop"], "moves": True}))
+    with pytest.raises(KeyboardInterrupt):
+        run.play(interrupt)
+    assert began
+    assert not any(thread.is_alive() for thread in began)
 
 
 def test_faults_befall_instances_and_lose_nothing() -> None:

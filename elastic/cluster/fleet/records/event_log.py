@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 from elastic import clock
@@ -21,11 +22,15 @@ class EventLog:
         self._ids = itertools.count()
         self._events: deque[FleetEvent] = deque(maxlen=MOST_EVENTS)
         self._totals: Counter[str] = Counter()
+        self.on_event: Callable[[FleetEvent], object] = lambda event: None
+        """Told of each event as it is noted, of which only the last ones are kept."""
 
     def add(self, kind: EventKind, **about: Any) -> None:
         """Note an event; `about` are the fields of `FleetEvent`."""
         with self._lock:
-            self._events.append(FleetEvent(next(self._ids), kind, clock.current().wall(), **about))
+            event = FleetEvent(next(self._ids), kind, clock.current().wall(), **about)
+            self._events.append(event)
+        self.on_event(event)
 
     def count(self, **totals: int) -> None:
         """Add to fields of `FleetTotals`."""
