@@ -59,14 +59,17 @@ def estimate(options: Namespace) -> int:
         method=options.method,
     )
     if options.json:
-        json.dump({"basis": estimates[0].basis, "configurations": [_document(each) for each in estimates]}, sys.stdout)
+        explained = [] if profile is None else [[*about, share] for about, share in profile.r_squared.items()]
+        document = {"basis": estimates[0].basis, "r_squared": explained}
+        json.dump({**document, "configurations": [_document(each) for each in estimates]}, sys.stdout)
         print()
     else:
-        _print(options, estimates, links=profile is not None and profile.link is not None)
+        _print(options, estimates, profile)
     return 0 if any(each.fits for each in estimates) else 2
 
 
-def _print(options: Namespace, estimates: Sequence[Estimate], *, links: bool) -> None:
+def _print(options: Namespace, estimates: Sequence[Estimate], profile: CostProfile | None) -> None:
+    links = profile is not None and profile.link is not None
     fitting = [each for each in estimates if each.fits]
     console = plain_console()
     if fitting and options.characterize:
@@ -79,6 +82,9 @@ def _print(options: Namespace, estimates: Sequence[Estimate], *, links: bool) ->
         print_whole(_ranks(best))
     counted = f"{len(fitting)} of {len(estimates)} configurations fit"
     console.print(f"{counted}; seconds: {basis_words(estimates[0].basis, links=links)}", soft_wrap=True)
+    for (kind, form), share in ({} if profile is None else profile.r_squared).items():
+        told = f"  {kind}, {form}: {share:.2%} of the variance of what was measured is in its fit (R squared)"
+        console.print(told, soft_wrap=True, highlight=False)
     if options.method == "paper":
         console.print(_PAPER, soft_wrap=True)
     reasons = by_reason((each.configuration, each.why_not) for each in estimates if not each.fits)

@@ -485,12 +485,31 @@ def test_the_command_shows_what_the_papers_method_says(capsys: pytest.CaptureFix
     assert "leave the rate out" in capsys.readouterr().err
 
 
-def test_the_command_measures_fingerprints_of_a_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_measures_fingerprints_of_a_checkpoint_and_says_what_fits_explain(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     architectures.build("qwen2-sliding").save_pretrained(tmp_path)
-    command = ["estimate", str(tmp_path), "--devices", "cpu#a=32MiB", "--weights", "full"]
-    assert main([*command, "--prompt", "24", "--new-tokens", "8", "--profile"]) == 0
+    asked = ["estimate", str(tmp_path), "--devices", "cpu#a=32MiB", "--weights", "full"]
+    load = ["--prompt", "24", "--new-tokens", "8"]
+    measured: list[CostProfile] = []
+
+    def noted(*given: Any, **options: Any) -> CostProfile:
+        measured.append(measure_fingerprints(*given, **options))
+        return measured[0]
+
+    monkeypatch.setattr(command, "measure_fingerprints", noted)
+    assert main([*asked, *load, "--profile"]) == 0
     shown = capsys.readouterr().out
     assert "1 of 1 configurations fit; seconds: fitted to fingerprints measured here; links are assumed" in shown
+    explained = measured[0].r_squared
+    assert {form for _, form in explained} == {"full"}
+    assert len(explained) == 2, "a sliding and a full kind of layers"
+    for (kind, form), share in explained.items():
+        assert f"{kind}, {form}: {share:.2%} of the variance" in shown
+    monkeypatch.setattr(command, "measure_fingerprints", lambda *_, **__: measured[0])
+    for more, told in ((["--profile"], [[*about, share] for about, share in explained.items()]), ([], [])):
+        assert main([*asked, *load, *more, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["r_squared"] == told
 
 
 def test_the_command_measures_what_ranks_on_a_cpu_do_to_each_other(
