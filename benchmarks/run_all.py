@@ -44,6 +44,7 @@ BENCHMARKS = (
     "fleet",
     "overload",
     "sim_validation",
+    "sim_speed",
     "drop",
     "stages",
     "reshard",
