@@ -61,6 +61,7 @@ BENCHMARKS = (
     "estimate",
     "deploy",
     "placement",
+    "placement_real",
     "server_stall",
 )
 GPU = (
@@ -83,7 +84,7 @@ GPU = (
     "padding",
 )
 """What hardware alone can say, the most wanted first."""
-KEEPING = {"drop", "estimate", "large_model", "microbatches", "overload", "reshard", "stages"}
+KEEPING = {"drop", "estimate", "large_model", "microbatches", "overload", "placement_real", "reshard", "stages"}
 """Those with `--keep`."""
 SUITES = {"all": BENCHMARKS, "gpu": GPU}
 
