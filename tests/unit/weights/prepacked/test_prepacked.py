@@ -70,6 +70,7 @@ def make_elastic(model: Model, settings: EngineSettings) -> ElasticModel:
         instance=f"prepacked-{next(_numbers)}",
         is_packable=lambda module, parameter: isinstance(module, Linear),
         own_worker=None,
+        find_files=str,
     )
 
 
