@@ -17,6 +17,7 @@ from elastic.errors import ConfigError
 from elastic.server.generation.state import ServerState
 from elastic.server.hosts import ANY, Hosts, check_hosts, names_for
 from elastic.server.http_protocol import Config
+from elastic.server.routes.catalogue import Catalogue
 
 DRAIN_S = 30.0
 HEADER_TIMEOUT_S = 20.0
@@ -52,6 +53,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._drain_s = drain_s
         self._serving: ServerState = app.state.serving
+        self._models: Catalogue = app.state.models
         self._loop: asyncio.AbstractEventLoop | None = None
         self._signals = 0
         self._draining: Future[None] | None = None
@@ -79,7 +81,7 @@ class Server(uvicorn.Server):
         hanging_up.cancel()
         if self.force_exit:
             self._hang_up()
-            await self._stop_engine()
+            self._models.cancel_answers()
             if self.server_state.tasks:
                 await asyncio.wait(self.server_state.tasks, timeout=_CLOSE_S)
             await self.lifespan.shutdown()
@@ -90,10 +92,10 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
     async def _drain(self) -> None:
-        """Wait for the answers under way, and exit; also where the engine fails to stop, as it is asked again then."""
+        """Wait for the answers under way, and exit; also where an engine fails to cancel them."""
         try:
             if not await self._idle_within(self._drain_s):
-                await self._stop_engine()
+                self._models.cancel_answers()
                 await self._idle_within(_CLOSE_S)
         finally:
             self.should_exit = True
@@ -104,10 +106,6 @@ class Server(uvicorn.Server):
             async with asyncio.timeout(seconds):
                 await self._serving.idle()
         return not self._serving.answering
-
-    async def _stop_engine(self) -> None:
-        """End the requests that still run, as cancelled."""
-        await asyncio.to_thread(self._serving.engine.stop, drain=False, timeout_s=_CLOSE_S)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
+from weakref import WeakSet
 
 from elastic.engines.base import Engine, GrammarCompiler, Output, Request
 from elastic.server.fleets.views import RankViews
@@ -64,7 +65,8 @@ class ServerState:
         self.forced = False
         """True when the server ends without waiting for the engine's step."""
         self._tokenizer = tokenizer
-        self._draining = False
+        self._draining = self._cancelled = False
+        self._streams: WeakSet[ResponseStream] = WeakSet()
         self._queue: LoopQueue | None = None
         self._tokens: Counter[int] = Counter()
         """Index into `Engine.weights` -> tokens that were generated with them. Counted on the event loop."""
@@ -106,6 +108,13 @@ class ServerState:
         while self.answering:
             await asyncio.sleep(0.05)
 
+    def cancel_answers(self) -> None:
+        """End the answers that still run, as cancelled, and refuse those that are yet to begin. On the event loop."""
+        self._cancelled = True
+        for stream in list(self._streams):
+            for request in {answer.request.id for answer in stream.answers}:
+                self.engine.cancel(request)
+
     def close(self) -> None:
         """End the threads."""
         self.bodies.close()
@@ -114,7 +123,9 @@ class ServerState:
     def respond(
         self, requests: Sequence[Request], options: AnswerOptions, operation: Operation, *, eager: bool
     ) -> ResponseStream:
-        """Make the answers to requests; called on the event loop."""
+        """Make the answers to requests; called on the event loop. Raises `APIError` behind `cancel_answers`."""
+        if self._cancelled:
+            raise unavailable(SHUTTING_DOWN)
         loop = asyncio.get_running_loop()
         if self._queue is None or self._queue.loop is not loop:
             self._queue = LoopQueue(loop)
@@ -125,7 +136,9 @@ class ServerState:
                 answers.append(ChoiceStream(len(answers), request, self._tokenizer, options, first))
                 first = first or answers[-1]
         observe = partial(self.metrics.observe, operation)
-        return ResponseStream(self.engine, answers, self._queue, observe, self._count, eager=eager)
+        stream = ResponseStream(self.engine, answers, self._queue, observe, self._count, eager=eager)
+        self._streams.add(stream)
+        return stream
 
     def _count(self, output: Output, gap_s: float | None) -> None:
         """Count the tokens of an output, and the time since those before."""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from elastic.engines.base import Engine
 from elastic.errors import ElasticError, NotFound
@@ -28,6 +29,7 @@ class Catalogue:
         """With `deployments`, `options` reads what is needed to answer for one of them."""
         self.own, self.deployments, self.options = own, deployments, options
         self._others: dict[str, ServerState] = {}
+        self._answering = WeakSet([own])  # also those that are gone, as long as a request has them
         self._lock = threading.Lock()
         self.refresh()
 
@@ -68,8 +70,14 @@ class Catalogue:
                 except ElasticError as error:
                     failure = error
             self._others = {name: kept[name] for name in engines if name in kept}
+            self._answering = WeakSet([*self._answering, *self._others.values()])
         if failure is not None:
             raise failure
+
+    def cancel_answers(self) -> None:
+        """End the answers of all models that still run, as cancelled, and begin no more. On the event loop."""
+        for state in list(self._answering):
+            state.cancel_answers()
 
     def close(self) -> None:
         """End the threads of the models that are not the server's own."""

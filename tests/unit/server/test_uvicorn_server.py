@@ -17,18 +17,21 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 from transformers import AutoConfig
 
 from elastic.assets import MODEL_DIR
 from elastic.cli import serve
 from elastic.cli.main import main, parser
 from elastic.errors import ConfigError
+from elastic.planning.estimate.intent import Intent
 from elastic.server import create_app, uvicorn_server
 from elastic.server.uvicorn_server import bind, listen, run
 from support.child_process import Forked
+from support.cluster.fake_deployments import FakeDeployments
 from support.processes import wait_until
 from support.serving.fake_engine import FakeEngine
-from support.serving.live_server import PATIENCE_S, app_for, live
+from support.serving.live_server import CONTEXT, NAME, PATIENCE_S, TOKENIZER, app_for, live
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 ASKED = {"prompt": "x", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -93,6 +96,41 @@ def test_an_engine_that_served_before_goes_on_after() -> None:
         assert httpx.get(f"{server.url}/health").status_code == 200
     assert engine.serving
     engine.stop()
+
+
+def test_draining_ends_what_runs_on_engines_that_served_before_and_go_on() -> None:
+    """Also on those that are deployed beside the server's own, or were when the request came."""
+    deployments, names = FakeDeployments(), (NAME, "second", "third")
+    for name in names:
+        deployments.deploy(f"/models/{name}", Intent(), name=name)
+    engines, beside = dict(deployments.engines), {"tokenizer": TOKENIZER, "max_model_len": CONTEXT}
+    options: dict[str, Any] = {"deployments": deployments, "model_options": lambda path: beside}
+    with live(engines[NAME], drain_s=0.1, **options) as server, ThreadPoolExecutor(3) as pool:
+
+        def end_of(name: str) -> str:
+            asked = {**ASKED, "model": name, "max_tokens": 900, "stream": True}
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=PATIENCE_S) as running:
+                return [line for line in running.iter_lines() if line][-2]
+
+        for engine in engines.values():
+            engine._step_s = 0.05
+        ends = [pool.submit(end_of, name) for name in names]
+        wait_until(lambda: all(len(engine._running) == 1 for engine in engines.values()))
+        del deployments.told["third"]
+        server.server._models.refresh()
+        server.server.handle_exit(signal.SIGTERM)
+        assert [json.loads(end.result()[6:])["error"]["code"] for end in ends] == ["unavailable"] * 3
+        server.ended()
+    for engine in engines.values():
+        assert engine.serving
+        engine.stop()
+
+
+def test_an_answer_that_would_begin_when_the_time_to_drain_is_over_is_refused() -> None:
+    app = app_for(FakeEngine())
+    with TestClient(app) as client:
+        app.state.models.cancel_answers()
+        assert client.post("/v1/completions", json=ASKED).json()["error"]["code"] == "unavailable"
 
 
 def test_an_address_that_is_not_ours() -> None:
