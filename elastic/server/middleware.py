@@ -132,9 +132,10 @@ class RequestMiddleware:
 
 
 def path_of(scope: Scope) -> str:
-    """Return the path inside the application, also where it is mounted under another."""
+    """Return the path inside the application, also where it is mounted under another, as its router reads it."""
     path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
+    inside = path.removeprefix(scope.get("root_path", ""))
+    return inside if inside[:1] in ("", "/") else path  # the root path ends within a name: it is none of this path
 
 
 def has_key(authorization: str, key: str) -> bool:

@@ -197,6 +197,13 @@ def test_a_mounted_app_asks_for_its_key_too() -> None:
     assert client.get("/llm/v1/models", headers={"Authorization": "Bearer key"}).status_code == 200
 
 
+@pytest.mark.parametrize("root_path", ["/", "/v", "/llm"])
+def test_the_key_is_asked_for_whatever_root_path_a_server_or_a_proxy_says(root_path: str) -> None:
+    client = TestClient(app_for(FakeEngine(), api_key="key"), root_path=root_path)
+    assert client.get("/v1/models").status_code == 401
+    assert client.get("/v1/models", headers={"Authorization": "Bearer key"}).status_code == 200
+
+
 @pytest.mark.parametrize(("key", "header"), [("key\n", b"Bearer key"), ("schl\xfc", "bearer schl\xfc ".encode())])
 def test_a_key_is_known_as_clients_send_it(key: str, header: bytes) -> None:
     client = TestClient(app_for(FakeEngine(), api_key=key))
