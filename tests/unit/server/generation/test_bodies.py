@@ -156,7 +156,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch: p
 class Slow:
     """A tokenizer that takes as long over long texts as a test wants."""
 
-    chat_template = None
+    chat_template = "{{ tools }}"
     eos_token_id = None
 
     def __init__(self, go_on: threading.Event) -> None:
@@ -168,18 +168,35 @@ class Slow:
     def __deepcopy__(self, memo: Any) -> Slow:
         return Slow(self._go_on)
 
+    def apply_chat_template(self, conversation: Any, **variables: Any) -> str:
+        return json.dumps([conversation, variables])
+
     def encode(self, text: str, **options: Any) -> list[int]:
         if len(text) > SHORT:
             self._go_on.wait(PATIENCE_S)
         return [1]
 
 
-def test_a_long_text_does_not_hold_up_a_short_one() -> None:
-    go_on = threading.Event()
+LONG = "x" * (SHORT + 1)
+CALLS = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": json.dumps({"x": LONG})}}]}
+LONG_PROMPTS: list[tuple[type[CompletionBody | ChatBody], dict[str, Any]]] = [
+    (CompletionBody, {"prompt": LONG}),
+    (ChatBody, {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f", "description": LONG}}]}),
+    (ChatBody, {"messages": [USER], "chat_template_kwargs": {"mood": LONG}}),
+    (ChatBody, {"messages": [USER, CALLS]}),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields"), LONG_PROMPTS)
+def test_a_long_text_does_not_hold_up_a_short_one(
+    kind: type[CompletionBody | ChatBody], fields: dict[str, Any]
+) -> None:
+    go_on, body = threading.Event(), kind.model_validate(fields)
 
     async def both() -> list[int]:
         prompts = RequestBuilder(Slow(go_on), max_model_len=None)
-        long = asyncio.create_task(prompts.completion(CompletionBody(prompt="x" * (SHORT + 1)), 0.0))
+        make = prompts.chat if isinstance(body, ChatBody) else prompts.completion
+        long = asyncio.create_task(make(body, 0.0))
         await asyncio.sleep(0)
         try:
             (short,) = await asyncio.wait_for(prompts.completion(CompletionBody(prompt="x"), 0.0), PATIENCE_S / 3)
