@@ -82,7 +82,8 @@ def tool_parser(serving: ServerState, body: ChatBody) -> Callable[[], ToolParser
             if serving.tool_format is None:
                 message = "'auto' needs to know how the model writes calls: start the server with --tool-call-parser"
                 raise invalid("tool_choice", message, "unsupported_value")
-            return serving.tool_format.make
+            names = frozenset(tool.function.name for tool in body.tools or ())
+            return partial(serving.tool_format.make, *(() if serving.tool_format.marked else (names,)))
         case "required":
             return ListParser
         case NamedTool() as named:

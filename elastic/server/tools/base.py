@@ -43,8 +43,10 @@ class ToolParser(Protocol):
 class ToolFormat:
     """How a family of models writes calls."""
 
-    make: Callable[[], ToolParser]
+    make: Callable[..., ToolParser]
     """Makes the parser of one answer."""
+    marked: bool = True
+    """False: calls may come without marks. `make` is given the names of the tools; what names another is no call."""
     special: bool = False
     """True: its marks are special tokens, so that the text must keep these."""
 

@@ -10,8 +10,8 @@ from elastic.server.tools.pythonic import PythonicParser
 
 TOOL_FORMATS = {
     "hermes": ToolFormat(HermesParser, special=True),  # of some models they are
-    "llama3_json": ToolFormat(LlamaParser, special=True),
+    "llama3_json": ToolFormat(LlamaParser, marked=False, special=True),
     "mistral": ToolFormat(MistralParser, special=True),
-    "pythonic": ToolFormat(PythonicParser, special=True),
+    "pythonic": ToolFormat(PythonicParser, marked=False, special=True),
 }
 """Under the names that vLLM's `--tool-call-parser` has for them."""

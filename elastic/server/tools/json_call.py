@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from enum import Enum, auto
 
 from elastic.server.tools.base import CallDelta, valid_unicode
@@ -53,11 +54,12 @@ class _Expects(Enum):
 class CallReader:
     """Reads one call. Its name is told as soon as it is known, its arguments as they come."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, names: Collection[str] | None = None) -> None:
+        """`names`: see `CallList`."""
         self.done = self.failed = self.told = False
         self.text = ""
         """All that was read before anything of it was told."""
-        self._index = index
+        self._index, self._names = index, names
         self._expects = _Expects.OPENING
         self._scanner: ValueScanner | None = None
         self._key: str | None = None
@@ -135,8 +137,9 @@ class CallReader:
             return
         self._expects = _Expects.COMMA
         if self._key == "name" and self._name is None:
-            self.failed = not isinstance(value, str)
-            self._name = valid_unicode(value) if isinstance(value, str) else None
+            name = valid_unicode(value) if isinstance(value, str) else None
+            self.failed = name is None or (self._names is not None and name not in self._names)
+            self._name = None if self.failed else name
         if is_arguments:
             self._has_arguments = True
             self._arguments = valid_unicode(value) if isinstance(value, str) else self._arguments
@@ -145,13 +148,21 @@ class CallReader:
 class CallList:
     """Reads calls one after the other, in brackets or not."""
 
-    def __init__(self, opening: str = "[", separator: str = ",", closing: str = "]", *, first: int = 0) -> None:
-        """`first` is the number of the first call."""
+    def __init__(
+        self,
+        opening: str = "[",
+        separator: str = ",",
+        closing: str = "]",
+        *,
+        first: int = 0,
+        names: Collection[str] | None = None,
+    ) -> None:
+        """`first` is the number of the first call. With `names`, what has none of them is no call."""
         self.calls = first
         """The number of the next call."""
         self.done = False
-        self._opening, self._separator, self._closing = opening, separator, closing
-        self._reader: CallReader | None = None if opening else CallReader(first)
+        self._opening, self._separator, self._closing, self._names = opening, separator, closing, names
+        self._reader: CallReader | None = None if opening else CallReader(first, names)
 
     def push(self, text: str) -> tuple[tuple[CallDelta, ...], str]:
         """Take text; return what can be told of calls, and the text that is not the list's, once it is `done`."""
@@ -182,7 +193,7 @@ class CallList:
             return ""
         character = text[0]
         if character == (self._opening or self._separator):
-            self._opening, self._reader = "", CallReader(self.calls)
+            self._opening, self._reader = "", CallReader(self.calls, self._names)
         else:
             self.done = True
             if self._opening or character != self._closing:

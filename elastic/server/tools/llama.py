@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from elastic.server.tools.base import Parsed
 from elastic.server.tools.json_call import CallList
 
@@ -11,7 +13,9 @@ _TAG = "<|python_tag|>"
 class LlamaParser:
     """Reads one answer: it is calls from its first character on, or it is content."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        """`names`: of the tools there are; without a tag, what names another is content. None: any are."""
+        self._names = names
         self._held = ""
         self._calls: CallList | None = None
         self._plain = False
@@ -26,7 +30,8 @@ class LlamaParser:
                 self._held = text
                 return Parsed()
             if first.startswith("{"):
-                self._calls, text = CallList("", ";", ""), first
+                names = None if start.startswith(_TAG) else self._names
+                self._calls, text = CallList("", ";", "", names=names), first
             else:
                 self._plain = True
         if self._calls is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Collection
 
 from elastic.server.tools.base import CallDelta, Parsed, valid_unicode
 
@@ -17,7 +18,9 @@ _MOST_ATTEMPTS = 16
 class PythonicParser:
     """Reads one answer. Its calls are told together, when the list is complete; text behind that is content."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        """`names`: of the tools there are; without a tag, a list that calls another is content. None: any are."""
+        self._names = names
         self._held = ""
         self._attempts = self._tried = 0
         self._is_content = self._is_behind = False
@@ -32,11 +35,13 @@ class PythonicParser:
         self._held += text
         if self._is_behind:
             return Parsed(self._behind())
-        start = self._held.lstrip().removeprefix(_TAGS[0]).lstrip()
+        start = self._held.lstrip()
+        if start.startswith(_TAGS[0]):
+            start, self._names = start.removeprefix(_TAGS[0]).lstrip(), None
         if start.startswith("["):
             while self._attempts < _MOST_ATTEMPTS and (end := start.find(")]", self._tried, _LONGEST)) >= 0:
                 self._attempts, self._tried = self._attempts + 1, end + 1
-                if calls := _calls(start[: end + 2]):
+                if calls := _calls(start[: end + 2], self._names):
                     self._held, self._is_behind = start[end + 2 :], True
                     return Parsed(self._behind(), calls)
         elif start and not _TAGS[0].startswith(start):
@@ -46,7 +51,7 @@ class PythonicParser:
     def flush(self) -> Parsed:
         """Return the rest."""
         held = self._held.strip().removeprefix(_TAGS[0]).removesuffix(_TAGS[1]).strip()
-        if not self._is_behind and held.startswith("[") and (calls := _calls(held)):
+        if not self._is_behind and held.startswith("[") and (calls := _calls(held, self._names)):
             return Parsed(calls=calls)
         return self._as_content()
 
@@ -64,13 +69,14 @@ class PythonicParser:
         return Parsed(held)
 
 
-def _calls(text: str) -> tuple[CallDelta, ...] | None:
-    """Return the calls of a list, None for text that is none."""
+def _calls(text: str, names: Collection[str] | None) -> tuple[CallDelta, ...] | None:
+    """Return the calls of a list, None for text that is none, or calls what has none of these names."""
     try:
         tree = ast.parse(text, mode="eval").body
         if not isinstance(tree, ast.List):
             return None
-        return tuple(_call(i, call) for i, call in enumerate(tree.elts))
+        calls = tuple(_call(i, call) for i, call in enumerate(tree.elts))
+        return calls if names is None or all(call.name in names for call in calls) else None
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
 

@@ -119,6 +119,14 @@ def test_structured_output_of_the_official_client() -> None:
     assert engine.requests[1].grammar == Grammar("json_schema", '{"type":"object"}')
 
 
+def test_an_answer_of_a_schema_with_a_name_is_no_call_of_the_tool_that_it_would_be() -> None:
+    with serving(obedient(), tool_call_parser="llama3_json") as (client, _):
+        schema: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema": Place.model_json_schema()}}
+        expected = ('{"name": "text", "population": 7}', [], "stop")
+        assert whole(client.chat.completions.create(**ASKED, response_format=schema)) == expected
+        assert streamed(client.chat.completions.create(**ASKED, response_format=schema, stream=True)) == expected
+
+
 RULES: list[tuple[dict[str, Any], Grammar]] = [
     ({"guided_json": {"type": "integer"}}, Grammar("json_schema", '{"type": "integer"}')),
     ({"guided_json": '{"type": "integer"}'}, Grammar("json_schema", '{"type": "integer"}')),

@@ -255,6 +255,23 @@ def test_space_behind_a_hermes_call_parts_words() -> None:
         assert read(TOOL_FORMATS["hermes"].make(), text, where) == ("a tail", [("f", {})])
 
 
+UNMARKED = [
+    ("llama3_json", '{"name": "text", "population": 7}', "<|python_tag|>", [("text", {})]),
+    ("pythonic", "[point(x=1), f(y=2)]", "<|python_start|>", [("point", {"x": 1}), ("f", {"y": 2})]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "tag", "called"), UNMARKED)
+@given(data=st.data())
+def test_what_names_no_tool_is_content_unless_a_tag_says_that_it_is_a_call(
+    name: str, text: str, tag: str, called: list[Call], data: st.DataObject
+) -> None:
+    make = TOOL_FORMATS[name].make
+    assert read(make({"f"}), text, cuts(data, text)) == (text, [])
+    assert read(make({"f", *dict(called)}), text, cuts(data, text)) == ("", called)
+    assert read(make({"f"}), tag + text, cuts(data, tag + text)) == ("", called)
+
+
 def test_a_call_behind_one_that_broke_off_has_a_number_of_its_own() -> None:
     parser = TOOL_FORMATS["mistral"].make()
     text = '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, 5[TOOL_CALLS][{"name": "g", "arguments": {}}]'
