@@ -55,7 +55,7 @@ class ResponsesFormat:
             self._unsaid = []
             events += self._call(call)
         if delta.finish:
-            events += [] if self._output else self._say("", ())
+            events += [] if self._output else self._say("", tuple(self._unsaid))
             events += self._close("incomplete" if delta.finish == "length" else "completed")
         return events
 

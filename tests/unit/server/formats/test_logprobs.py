@@ -36,6 +36,15 @@ def test_no_more_of_the_likeliest_are_told_than_were_asked_for() -> None:
     assert [sorted(told) for told in tops] == [["token_id:5", "token_id:6", "token_id:7"]]
 
 
+def test_tokens_of_an_answer_without_text_are_reported() -> None:
+    body: Any = SimpleNamespace(reports_logprobs=True, parallel_tool_calls=None)
+    form = ResponsesFormat(body, "m", "1", TokenTexts(TOKENIZER))
+    end = ReadToken(5, 0, TokenLogprobs(5, -1.0, 1, ()))
+    events = form.events(TextDelta(0, "", "stop", tokens=(end,)))
+    (done,) = (event for event in events if event["type"] == "response.output_text.done")
+    assert (done["text"], len(done["logprobs"])) == ("", 1)
+
+
 def test_tokens_that_may_have_been_a_calls_are_reported_with_the_text_that_they_are_of() -> None:
     body: Any = SimpleNamespace(reports_logprobs=True, parallel_tool_calls=None)
     form = ResponsesFormat(body, "m", "1", TokenTexts(TOKENIZER), TOOL_FORMATS["hermes"].make)
