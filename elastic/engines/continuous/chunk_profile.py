@@ -10,13 +10,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from elastic.engines.base import Request
 from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.engines.core.step import ScheduledChunk, SequenceState, Step
-from elastic.engines.executor.graphs.step_graphs import CAPTURE_AFTER
 from elastic.errors import ConfigError, StateError
 from elastic.memory.backends.streams import synchronize
 from elastic.planning.pipeline.chunk_cost import BatchTiming, ChunkProfile, ModelCost
@@ -153,8 +152,10 @@ class _Stopwatch:
         graphs, shares = self._runner.graphs, []
         if graphs is None:
             return 1.0
-        graphs.capture_after = PROFILED_AFTER
-        with self._begun(mix) as step:
+        with ExitStack() as stack:
+            stack.callback(setattr, graphs, "capture_after", graphs.capture_after)
+            graphs.capture_after = PROFILED_AFTER
+            step = stack.enter_context(self._begun(mix))
             began_s = time.perf_counter()
             first_s = [self._execute(step) for _ in range(PROFILED_AFTER + 2)]  # captured, and then checked
             for number in range(0 if graphs.refusal else rounds):
@@ -163,7 +164,6 @@ class _Stopwatch:
                 with self.attached():
                     called_s = self._execute(step)
                 shares.append(self._execute(step) / called_s)
-        graphs.capture_after = CAPTURE_AFTER
         self._wait(math.fsum(first_s) + 2 * len(shares) * first_s[0])
         return statistics.median(shares or [1.0])
 

@@ -9,10 +9,11 @@ import pytest
 from elastic.engines.base import Output, Request, SampledToken
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.continuous.chunk_profile import PROFILED_AFTER, fit_cost, profile_chunks, profile_replays
-from elastic.engines.core.step import SequenceState, StepResult
+from elastic.engines.core.step import SequenceState, Step, StepResult
 from elastic.engines.executor.graphs.captured_pass import CapturedPass
+from elastic.engines.executor.graphs.step_graphs import CAPTURE_AFTER
 from elastic.engines.pipeline.path import LayerPath
-from elastic.errors import ConfigError, StateError
+from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
 from support import architectures
 from support.planning.halving import halve
@@ -105,6 +106,19 @@ def test_decode_steps_are_replayed_and_called_in_turn(
     assert steps.count("call") == 2, "both sizes are captured, and no seconds are left for more than a pair of each"
     assert not engine._runner.rows
     engine._blocks.check()
+
+
+def test_a_profile_that_fails_leaves_the_engine_to_capture_as_ever(
+    engine: ContinuousEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(step: Step) -> None:
+        raise CapacityError("no buffer", requested_bytes=1, free_bytes=0, total_bytes=1)
+
+    monkeypatch.setattr(engine._runner, "execute", fail)
+    with pytest.raises(CapacityError):
+        profile_replays(engine, [((40, 1),)])
+    assert engine._runner.graphs is not None
+    assert engine._runner.graphs.capture_after == CAPTURE_AFTER
 
 
 def test_an_engine_that_replays_nothing_saves_nothing(wrapped: Any) -> None:
