@@ -139,7 +139,5 @@ class ActiveRequests:
                 self.forget(output.request, OUTCOMES[output.finish])
         try:
             active.listener(output)
-        except KeyboardInterrupt:
-            raise
         except BaseException:  # a listener's fault, `sys.exit()` too, is not its engine's: the others are served on
             logger.exception("the listener of request %s failed", output.request)

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import TypeVar
 
 from elastic.clock import settle
@@ -126,10 +127,13 @@ class StepLoop:
             with self._lock:
                 self.ended = True
             self._run_commands()
-            for name in list(self.scheduler.sequences):
-                self.end(name, "cancelled")
-            for held in list(self.scheduler.held.values()):
-                self.scheduler.release(held)
+            with (
+                ExitStack() as ends
+            ):  # each is told, also where a fault of the engine itself keeps another from its end
+                for held in self.scheduler.held.values():
+                    ends.callback(self.scheduler.release, held)
+                for name in reversed(self.scheduler.sequences):
+                    ends.callback(self.end, name, "cancelled")
             self._tell(always=False)
             self._executor.remove(self.scheduler.take_removed())
 

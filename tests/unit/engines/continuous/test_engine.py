@@ -581,7 +581,9 @@ def test_a_forward_that_fails_ends_the_requests_in_it_and_no_other(engines: Any)
     assert engine.serving
 
 
-@pytest.mark.parametrize("error", [ValueError("mine"), SystemExit(1), GeneratorExit(), asyncio.CancelledError()])
+@pytest.mark.parametrize(
+    "error", [ValueError("mine"), SystemExit(1), GeneratorExit(), asyncio.CancelledError(), KeyboardInterrupt()]
+)
 def test_a_listener_that_fails_hurts_nobody_else(error: BaseException, engines: Any) -> None:
     engine = engines(architectures.build("llama-gqa"))
 
@@ -590,6 +592,34 @@ def test_a_listener_that_fails_hurts_nobody_else(error: BaseException, engines: 
 
     engine.submit(Request((3, 4), 4), bad)
     assert serve(engine, [Request((3, 4, 5), 4)]).ends
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_fault_of_the_engine_ends_all_requests_also_where_one_cannot_be_ended(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, heard = engines(architectures.build("llama-gqa"), max_requests=1), Collector()
+    requests = [Request((3, 4, 5), 100) for _ in range(3)]
+    scheduler = engine._loop.scheduler
+    cancel = scheduler.cancel
+
+    def fail(*names: str) -> Any:
+        if names in ((), (requests[1].id,)):
+            raise ZeroDivisionError("a fault of our own")
+        return cancel(*names)
+
+    monkeypatch.setattr(scheduler, "cancel", fail)
+    for request in requests:
+        engine.submit(request, heard)
+    heard.wait_for_tokens(requests[0].id, 2)
+    monkeypatch.setattr(scheduler, "schedule", fail)
+    wait_until(lambda: not engine._loop.thread.is_alive())
+    assert {name: end.finish for name, end in heard.ends.items()} == {
+        requests[0].id: "cancelled", requests[2].id: "cancelled"
+    }  # fmt: skip
+    assert not engine.serving
+    monkeypatch.undo()
+    scheduler.cancel(requests[1].id)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "gpt-oss", "deepseek-v3"])
