@@ -81,6 +81,12 @@ class AdmissionLedger:
         groups = enumerate(zip(free_blocks, self._sizes, strict=True))
         return sum(-(-max(0, self.reserved_blocks(group) - free) // size) for group, (free, size) in groups)
 
+    def compacted_sectors(self, in_use: Sequence[int]) -> int:
+        """Count the sectors with which all can end if the blocks in use of each group lie in as few as hold them."""
+        counts = [-(-count // size) for count, size in zip(in_use, self._sizes, strict=True)]
+        free = [n * size - count for n, size, count in zip(counts, self._sizes, in_use, strict=True)]
+        return sum(counts) + self.reserved_sectors(free)
+
     def needed_sectors(self, free_blocks: Sequence[int]) -> int:
         """Count the sectors that must be to be had so that all can have what they need at the same time."""
         needed = [sum(demand.needed[group] for demand in self._order) for group in range(len(self._sizes))]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from elastic.engines.core.admission import AdmissionLedger, Demand, Sharers, check_users
-from elastic.engines.core.block_pool import NEVER, BlockPool, BlockTable, SectorMemory
+from elastic.engines.core.block_pool import NEVER, BlockCompaction, BlockPool, BlockTable, SectorMemory
 from elastic.errors import CapacityError, Overloaded
 
 NOBODY: Sharers = frozenset()
@@ -112,11 +113,29 @@ class BlockManager:
             spare = self.pools[0].free_blocks - self._ledger.reserved_blocks(0)
             return sectors * self.pools[0].size + max(0, spare)
 
+    def fit_compacted(self, sectors: int) -> bool:
+        """Return whether all live sequences could end in so many sectors, but only if their blocks lay closer."""
+        with self.memory.lock:
+            compacted = self._ledger.compacted_sectors([pool.in_use for pool in self.pools])
+            return compacted <= sectors < self.memory.used_sectors + self.owed_sectors()
+
+    @contextmanager
+    def compaction(self) -> Iterator[BlockCompaction]:
+        """Yield what moves blocks closer together, once what is in them was copied."""
+        with self.memory.lock:
+            compaction = BlockCompaction(self.pools, self.live, self._users)
+        try:
+            yield compaction
+        finally:
+            with self.memory.lock:
+                compaction.end()
+                self._promised = None
+                self._version += 1
+
     def all_fit(self) -> bool:
         """Return whether there is room now for all that live sequences may still need, at the same time."""
         with self.memory.lock:
-            free = [pool.free_blocks for pool in self.pools]
-            return self._ledger.needed_sectors(free) <= self.memory.room(growing=True)
+            return self._ledger.needed_sectors([p.free_blocks for p in self.pools]) <= self.memory.room(growing=True)
 
     def give_up_reusable(self, sectors: int) -> None:
         """Give up about so many of these."""
@@ -241,9 +260,8 @@ class BlockManager:
     # -- inside, under the lock
 
     def _new_table(self, most_tokens: int) -> BlockTable:
-        groups = len(self.windows)
-        demand = Demand(self._blocks_for(most_tokens), [0] * groups)
-        return BlockTable(most_tokens, tuple([] for _ in range(groups)), demand)
+        demand = Demand(self._blocks_for(most_tokens), [0] * len(self.windows))
+        return BlockTable(most_tokens, tuple([] for _ in self.windows), demand)
 
     def _begin(self, table: BlockTable, tokens: Sequence[int], form: bytes = b"") -> int:
         """Have a table be of a live sequence; return how many of these tokens are in blocks that it shares now."""
@@ -252,8 +270,8 @@ class BlockManager:
         return self._share_prefix(table, tokens, form) if self.shares else 0
 
     def _blocks_for(self, tokens: int) -> list[int]:
-        size = self.block_tokens
-        return [-(-(tokens if window is None else min(tokens, window)) // size) for window in self.windows]
+        most = (tokens if window is None else min(tokens, window) for window in self.windows)
+        return [-(-count // self.block_tokens) for count in most]
 
     def _sectors_for(self, tokens: int) -> int:
         return sum(-(-n // pool.size) for n, pool in zip(self._blocks_for(tokens), self.pools, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -15,6 +15,8 @@ from elastic.errors import IntegrityError
 
 NEVER = (-1, 0, 0)
 """Of `BlockTable.refused`: no blocks were."""
+BlockMoves = tuple[dict[int, int], ...]
+"""By group of layers: blocks, and those that are to have what is in them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +69,40 @@ class BlockTable:
                 parent = blake2b(self.form, digest_size=16, key=parent).digest()
             self.hashes.append(block_hash(parent, tokens[number * size : (number + 1) * size]))
         return self.hashes[block]
+
+
+@dataclass
+class BlockCompaction:
+    """What is in use moves to as few sectors as hold it: where it was is in use, too, until the `end`."""
+
+    pools: Sequence[BlockPool]
+    """Of each group."""
+    tables: Mapping[BlockTable, Any]
+    """Of all that have blocks."""
+    users: Sequence[dict[int, Any]]
+    """Of each group: what is noted of blocks."""
+    moves: BlockMoves = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.moves = tuple(pool.find_closer() for pool in self.pools)
+        self._left: list[list[int]] = [[*of.values()] for of in self.moves]
+
+    def move(self) -> None:
+        """Have tables have the blocks that were taken, of which each has now what is in the one of before."""
+        for group, (pool, noted, of) in enumerate(zip(self.pools, self.users, self.moves, strict=True)):
+            for table in self.tables:
+                table.blocks[group][:] = [of.get(block, block) for block in table.blocks[group]]
+            for block, to in of.items():
+                pool.prefixes.rename(block, to)
+                if block in noted:
+                    noted[to] = noted.pop(block)
+        self._left = [[*of] for of in self.moves]
+
+    def end(self) -> None:
+        """Have those come free that nobody has: of before, or, if nothing moved, those that were taken."""
+        for pool, blocks in zip(self.pools, self._left, strict=True):
+            for block in blocks:
+                pool.release(block)
 
 
 class SectorMemory(Protocol):
@@ -201,6 +237,27 @@ class BlockPool:
             if not sector.kept:
                 self._give_back(number)
 
+    def find_closer(self) -> dict[int, int]:
+        """Take blocks for those that have to move so that what is in use lies in as few sectors as hold it.
+
+        Returns which they are, and for each the one that was taken for it: both are in use then. The fullest sectors
+        stay as they are, but for what is kept for reuse in them.
+        """
+        used = [(number, sector) for number, sector in self._sectors.items() if sector.in_use]
+        used.sort(key=lambda each: (-each[1].in_use, each[0]))
+        stay, moves = -(-self.in_use // self.size), dict[int, int]()
+        going = [block for number, sector in used[stay:] for block in self._blocks_in_use(number, sector)]
+        for number, sector in used[:stay]:
+            while going and (sector.free or sector.kept):
+                if sector.free:
+                    block = self._use(number, sector.free.pop())
+                else:
+                    block = next(iter(sector.kept))
+                    self.prefixes.forget(block)
+                    self.reuse(block)
+                moves[going.pop()] = block
+        return moves
+
     def give_up_reusable(self, count: int) -> None:
         """Forget what so many reusable sectors hold, the longest unused first, and give them back."""
         for number in list(self.reusable)[: max(0, count)]:
@@ -232,6 +289,10 @@ class BlockPool:
         kept = {b for s in self._sectors.values() if s.in_use for b in s.kept}
         if in_use != self.in_use or kept != self._kept.keys():
             raise IntegrityError(f"{in_use} blocks are in use, counted {self.in_use}; kept {kept}, {set(self._kept)}")
+
+    def _blocks_in_use(self, number: int, sector: _Sector) -> list[int]:
+        others = {*sector.free, *sector.kept}
+        return [block for block in range(number * self.size, (number + 1) * self.size) if block not in others]
 
     def _use(self, number: int, block: int) -> int:
         sector = self._sectors[number]

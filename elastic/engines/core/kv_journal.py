@@ -58,6 +58,12 @@ class KVJournal:
                 self.sequences[sequence.id] = sequence.kv()
                 sequence.noted = tuple(map(len, sequence.table.blocks))
 
+    def note_moved(self, sequences: Iterable[Sequence]) -> None:
+        """Note, between two steps, that blocks of sequences are others: what was told of these means nothing more."""
+        for sequence in sequences:
+            self.note_computed([sequence])
+            self._ended.append(sequence.id)
+
     def end(self, sequence: str, table: BlockTable) -> None:
         """Note that a sequence has ended; its blocks come free when that is told."""
         self.sequences.pop(sequence, None)

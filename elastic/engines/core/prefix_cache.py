@@ -31,6 +31,12 @@ class PrefixCache:
             self.blocks[name] = block
             self.names[block] = name
 
+    def rename(self, block: int, to: int) -> None:
+        """Have what was in a block be in another, if it may be found."""
+        name = self.names.pop(block, None)
+        if name is not None:
+            self.names[to], self.blocks[name] = name, to
+
     def forget(self, block: int) -> None:
         """Have a block be found no more."""
         name = self.names.pop(block, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -68,6 +69,14 @@ class BatchBlockTable:
             self.blocks = np.concatenate([self.blocks, np.zeros_like(self.blocks)], 1)
         self.blocks[row, held:stop] = blocks
         self.counts[row] = stop
+        self.version += 1
+
+    def renumber(self, moves: Mapping[int, int]) -> None:
+        """Have blocks be others, in all rows."""
+        before = np.array(sorted(moves), np.int64)
+        after = np.array([moves[block] for block in sorted(moves)], np.int64)
+        at = np.searchsorted(before, self.blocks).clip(max=len(before) - 1)
+        self.blocks = np.where(before[at] == self.blocks, after[at], self.blocks)
         self.version += 1
 
     def slots(self, positions: Ints) -> Ints:

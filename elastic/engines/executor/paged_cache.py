@@ -6,12 +6,14 @@ same time, each in the thread of its place; keys and values stay where the cache
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from elastic.engines.core.block_pool import BlockMoves
 from elastic.engines.executor.attention import BlockAttention
 from elastic.engines.executor.attention_metadata import AttentionMetadata, MetadataBuilder
 from elastic.engines.executor.block_layout import BlockLayout, CacheParts
@@ -20,7 +22,7 @@ from elastic.engines.executor.kernels.paged_attention import compiled_attention
 from elastic.errors import ConfigError, StateError
 from elastic.kvcache.score_terms import ScoreTerms
 from elastic.kvcache.storage.sector_space import SectorSpace
-from elastic.memory.backends.streams import finish_current_stream
+from elastic.memory.backends.streams import finish_current_stream, finish_queued_work
 from elastic.memory.copy_engine import to_device
 from elastic.planning.sharding.heads import heads_of, kv_parts
 
@@ -76,7 +78,7 @@ class PagedCache:
         ]
         self.layers: dict[int, CachedLayer] = {}
         """By decoder layer."""
-        self._memory = memory
+        self._memory, self._tables = memory, tables
         self._dtype = layout.stored or dtype
         self._part_blocks = [memory.sectors * memory.blocks_per_sector(group) for group in range(len(memory.groups))]
         self._parts: dict[tuple[int, tuple[int, ...]], CacheParts] = {}  # group, parts
@@ -103,6 +105,25 @@ class PagedCache:
 
         Slots that nobody wrote weigh 0, and 0 times NaN, which bytes of an earlier owner may be, is NaN.
         """
+        for elements, index in self._places(group, blocks):
+            elements.index_fill_(0, index, 0)
+
+    def copy(self, moves: BlockMoves) -> None:
+        """Copy what is in blocks to others, in every layer that is here. Returns when it is done."""
+        for group, of in enumerate(moves):
+            ways = (self._places(group, np.array(blocks, np.int64)) for blocks in ([*of], [*of.values()]))
+            for (elements, source), (_, target) in zip(*ways, strict=True):
+                elements.index_copy_(0, target, elements.index_select(0, source))
+        finish_queued_work(self.device)
+
+    def renumber(self, moves: BlockMoves) -> None:
+        """Have rows of the tables have these others."""
+        for table, of in zip(self._tables, moves, strict=True):
+            if of:
+                table.renumber(of)
+
+    def _places(self, group: int, blocks: Ints) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each layer of a group that is here [blocks, elements], and where in it blocks are, of all its parts."""
         given = torch.from_numpy(blocks).to(self.device)
         indices: dict[tuple[int, ...], torch.Tensor] = {}
         for cached in self.layers.values():
@@ -111,7 +132,7 @@ class PagedCache:
                 if index is None:
                     first = self.parts(group, cached.parts).first_blocks
                     index = indices[cached.parts] = (first[:, None] + given).view(-1)
-                cached.elements.view(-1, self.layout.block_elements).index_fill_(0, index, 0)
+                yield cached.elements.view(-1, self.layout.block_elements), index
 
     def parts(self, group: int, parts: tuple[int, ...]) -> CacheParts:
         """Describe parts as they lie in each layer of a group; equal ones by the same object."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from elastic.engines.core.block_pool import BlockMoves
 from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.core.step import ScheduledChunk
 from elastic.engines.pipeline.path import LayerPath
@@ -103,6 +104,20 @@ class ForgetItem:
 
 
 @dataclass(frozen=True)
+class CopyBlocksItem:
+    """Have blocks have what is in others, too, in the rank's layers. The rank answers `Copied`."""
+
+    moves: BlockMoves
+
+
+@dataclass(frozen=True)
+class MoveBlocksItem:
+    """Sequences have those blocks from now on: all ranks have copied them."""
+
+    moves: BlockMoves
+
+
+@dataclass(frozen=True)
 class AskItem:
     """Say where the keys and values of shards lie, as of now: the rank answers `LayersKV`, or `QuestionRefused`."""
 
@@ -159,4 +174,6 @@ class ExchangeStart:
     """Rank -> the items that were sent to it by then."""
 
 
-LogItem = StepItem | CopyItem | FlipItem | ReleaseItem | ForgetItem | AskItem | EndItem
+LogItem = (
+    StepItem | CopyItem | FlipItem | ReleaseItem | ForgetItem | CopyBlocksItem | MoveBlocksItem | AskItem | EndItem
+)

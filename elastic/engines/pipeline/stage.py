@@ -18,6 +18,7 @@ from elastic.engines.pipeline.forward import StageForward
 from elastic.engines.pipeline.items import (
     AskItem,
     Copied,
+    CopyBlocksItem,
     CopyItem,
     EndItem,
     ExchangeStart,
@@ -26,6 +27,7 @@ from elastic.engines.pipeline.items import (
     ForgetItem,
     Located,
     LogConnection,
+    MoveBlocksItem,
     QuestionRefused,
     ReleaseItem,
     SectorRef,
@@ -195,6 +197,10 @@ class GuestStage:
             case CopyItem():
                 self._change_sectors(item.mapped, item.unmapped)
                 self._answer(self._copied(item))
+            case CopyBlocksItem():
+                self._answer(self._moved_together(item))
+            case MoveBlocksItem():
+                self._runner.cache.renumber(item.moves)
             case AskItem():
                 try:
                     self._answer(self.layers_kv(item.shards))
@@ -254,6 +260,13 @@ class GuestStage:
         except ElasticError as error:
             self._copy_error = str(error) if item.flips else ""
             return Copied(0, str(error))
+
+    def _moved_together(self, item: CopyBlocksItem) -> Copied:
+        try:
+            self._runner.cache.copy(item.moves)
+        except Exception as error:  # no memory, say: nobody has read the copies yet
+            return Copied(0, str(error))
+        return Copied(0)
 
     # -- inside
 

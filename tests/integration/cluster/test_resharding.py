@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -215,6 +216,34 @@ def test_a_prompt_longer_than_a_rank_can_hold_ends_while_short_ones_run(serve: C
     served.finish()
     assert served.heard.ends[long].finish == "length"
     assert fleet.reshard("r0", tp=1).status == "applied"
+
+
+def test_ranks_part_under_running_requests_whose_blocks_are_scattered(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight requests grow side by side, so each sector has a block of every one, and six of them leave."""
+    served = serve("qwen3", budget=300 << 10)
+    fleet, begin = served.fleet, ModelRunner.begin
+    assert fleet.reshard(["r0", "r1"], tp=2).status == "applied"
+
+    def slowly(runner: ModelRunner, step: Any, **options: Any) -> Any:
+        time.sleep(0.02)
+        return begin(runner, step, **options)
+
+    monkeypatch.setattr(ModelRunner, "begin", slowly)
+    served.submit([8] * 8, tokens=104)
+    served.begin(40)
+    stay, leave = list(served.requests)[:2], list(served.requests)[2:]
+    for name in leave:
+        fleet.cancel(name)
+        served.requests.pop(name)
+    done = fleet.reshard("r0", tp=1, timeout_s=20)
+    assert done.status == "applied", done.why
+    assert served.live() == set(stay), "it waited for their end"
+    served.heard.wait(stay)
+    for name in stay:
+        assert same_unless_close(served.plain, served.requests[name].prompt, served.heard.tokens[name])
+    fleet.check()
 
 
 def ups_and_downs(served: Served, count: int) -> None:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 
 from elastic.engines.continuous.moves import MovingRequests
+from elastic.engines.continuous.ranks.block_compaction import compact
 from elastic.engines.continuous.ranks.home_kv import HomeKV
 from elastic.engines.continuous.ranks.hosted_stages import HostedStages
 from elastic.engines.continuous.reports import EngineReports
@@ -99,10 +100,14 @@ class JoinedRanks:
         return load
 
     def cap_reached(self) -> bool:
-        """Return whether there are no more sectors than the cap allows, nor will be; then the other ranks know it."""
+        """Return whether there are no more sectors than the cap allows, nor will be; then the other ranks know it.
+
+        Where only what is free in sectors stands in the way, blocks move together.
+        """
 
         def look() -> bool:
-            if not self._kv.memory.reached_cap():
+            memory = self._kv.memory
+            if not (memory.reached_cap() or (compact(self._loop, self._home, self._kv) and memory.reached_cap())):
                 return False
             self._home.flush()
             return True

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic.engines.core.block_manager import BlockManager
 from elastic.engines.core.prefix_cache import block_hash
@@ -243,3 +246,45 @@ def test_a_block_is_named_by_all_tokens_up_to_its_end() -> None:
     assert first != other
     assert block_hash(first, [3, 4]) != block_hash(other, [3, 4])
     assert block_hash(first, [3, 4]) == block_hash(first, (3, 4))
+
+
+@given(seed=st.integers(0, 10**6), windows=st.sampled_from([(None,), (None, None), (None, 8)]), moves=st.booleans())
+def test_blocks_in_use_lie_in_as_few_sectors_as_hold_them_with_what_is_in_them(
+    seed: int, windows: tuple[int | None, ...], moves: bool
+) -> None:
+    """What sequences share stays shared, and what is kept for reuse, and not moved over, is found."""
+    choose = random.Random(seed)
+    manager, _ = blocks_of(*windows, sectors=60)
+    for number in range(choose.randrange(4, 14)):
+        start = choose.choice([[], list(range(choose.choice([4, 8, 12])))])
+        tokens = [*start, *(100 * number + i for i in range(choose.randrange(3, 30)))]
+        admit(manager, str(number), tokens)
+        if manager.shares:
+            manager.share_computed(manager.tables[str(number)], tokens, len(tokens))
+    for name in choose.sample(list(manager.tables), len(manager.tables) // 2):
+        manager.forget(name)
+    before = {name: [list(blocks) for blocks in table.blocks] for name, table in manager.tables.items()}
+    users = [pool.in_use for pool in manager.pools]
+    found = [dict(pool.prefixes.blocks) for pool in manager.pools]
+    with manager.compaction() as compaction:
+        if moves:
+            compaction.move()
+    manager.check()
+    assert [pool.in_use for pool in manager.pools] == users
+    for name, table in manager.tables.items():
+        for group, blocks in enumerate(table.blocks):
+            of = compaction.moves[group] if moves else {}
+            assert blocks == [of.get(block, block) for block in before[name][group]]
+    for group, pool in enumerate(manager.pools):
+        of, held = compaction.moves[group], {b for table in manager.tables.values() for b in table.blocks[group]}
+        assert {
+            of.get(found[group][n], found[group][n]) if moves else found[group][n] for n in pool.prefixes.blocks
+        } == {*pool.prefixes.blocks.values()}
+        assert held.isdisjoint(set(of) if moves else set(of.values()))
+        if moves:
+            assert len({block // pool.size for block in held}) == -(-len(held) // pool.size)
+    reserved = manager.owed_sectors()
+    assert not moves or manager.memory.used_sectors + reserved == manager._ledger.compacted_sectors(users)
+    while manager.tables:
+        manager.forget(next(iter(manager.tables)))
+    manager.check()
