@@ -31,7 +31,9 @@ Targets were fixed before figures were taken; rows:
 - `order`: the same schedulers on two real ranks: the order is to be that of the simulated ones
 - `hybrid`: short requests, and long ones that fit no rank: by the policy of lengths, by layers dropped in time, and
   with ranks that always are a pipeline, by themselves, or share layers: tokens a second in time at least 1.5 of `drop`,
-  and all long ones served
+  and all long ones served; TTFT, TPOT and the P99 of gaps of the short ones
+- `rates`: the same with a quarter, three quarters and all of the short requests that two ranks serve; it takes three
+  times as long, and is taken only by name
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from pathlib import Path
 from typing import Any
 
 from common import KEEP, Kept, arguments, finish, table
-from reshard_fleets import context, hybrid, steps
+from reshard_fleets import context, hybrid, rates, steps
 from reshard_local import kv, weights
 from reshard_pages import pages
 from reshard_real import order
@@ -51,8 +53,9 @@ from reshard_schedulers import schedulers
 from reshard_setting import Setting
 from serving import flat
 
-ROWS = {row.__name__: row for row in (kv, weights, pages, context, steps, schedulers, order, hybrid)}
-ON_A_CPU = ("schedulers", "order", "hybrid")
+ROWS = {row.__name__: row for row in (kv, weights, pages, context, steps, schedulers, order, hybrid, rates)}
+ON_A_CPU = ("schedulers", "order", "hybrid", "rates")
+BY_NAME = ("rates",)
 
 
 def main() -> None:
@@ -66,7 +69,7 @@ def main() -> None:
     kept = Kept(options.keep)
     with tempfile.TemporaryDirectory() as folder:
         setting = Setting.make(Path(folder), options.device, quick=options.quick)
-        for name in options.only or rows:
+        for name in options.only or [row for row in rows if row not in BY_NAME]:
             begin = time.perf_counter()
             results[name] = ROWS[name](setting, rounds, options.quick, kept)
             table([f"{name} ({time.perf_counter() - begin:.0f} s)", ""], list(flat(results[name])))

@@ -1,4 +1,4 @@
-"""The rows `context`, `steps` and `hybrid` of `reshard.py`: ranks that share layers under running requests."""
+"""The rows `context`, `steps`, `hybrid` and `rates` of `reshard.py`: ranks that share layers under running requests."""
 
 from __future__ import annotations
 
@@ -194,6 +194,8 @@ def gaps(answers: Sequence[Answer], window: tuple[float, float]) -> list[float]:
 # -- a hybrid trace
 
 
+HALF, SHARES = 0.5, (0.25, 0.75, 1.0)
+"""Of the short requests that two ranks serve by themselves when there are always enough of them."""
 SYSTEMS: dict[str, dict[str, Any]] = {
     "lengths": {"policy": LENGTHS},
     "drop": {"policy": OVERLOAD},
@@ -209,6 +211,8 @@ class Played:
 
     short_ttft: list[float]
     short_tpot: list[float]
+    short_gaps: list[float]
+    """Between two tokens of a short request, each."""
     tokens_per_s: float
     """Prompts and answers of requests that ended in time."""
     longs: int
@@ -257,8 +261,17 @@ def mix_of(setting: Setting, quick: bool, kept: Kept) -> Mix:
 
 def hybrid(setting: Setting, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     """Short and long requests: the long ones fit no rank by itself. TTFT of at most 3 s and TPOT of at most .2 s."""
+    return at_share(HALF, setting, rounds, quick, kept)
+
+
+def rates(setting: Setting, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
+    """The same at other rates of the short requests: shares of what two ranks serve by themselves."""
+    return {str(share): at_share(share, setting, rounds, quick, kept) for share in SHARES[: 1 if quick else None]}
+
+
+def at_share(share: float, setting: Setting, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     mix = mix_of(setting, quick, kept)
-    rate = 0.5 * mix.short_per_s
+    rate = share * mix.short_per_s
     played: dict[str, list[Played]] = {name: [] for name in SYSTEMS}
     length_s, longs = (4.0, 1) if quick else (12.0, 2)
 
@@ -273,7 +286,7 @@ def hybrid(setting: Setting, rounds: int, quick: bool, kept: Kept) -> dict[str, 
 
     for round_ in range(1 if quick else min(rounds, 3)):
         for name in random.sample(list(SYSTEMS), len(SYSTEMS)):
-            one = Played(**kept.take(f"hybrid, {round_}, {name}", partial(take, name, SEED + round_)))
+            one = Played(**kept.take(f"hybrid of {share}, {round_}, {name}", partial(take, name, SEED + round_)))
             played[name].append(one)
             print(f"round {round_}, {name}: {one.tokens_per_s:.0f} tokens/s in time", flush=True)
     tokens = {name: [one.tokens_per_s for one in all_] for name, all_ in played.items()}
@@ -319,6 +332,7 @@ def play(engine: elastic.Fleet, arrivals: Sequence[tuple[float, str, Request]]) 
     return Played(
         short_ttft=[answer.ttft_s for answer in short],
         short_tpot=[statistics.mean(answer.gaps_s) for answer in short if answer.gaps_s],
+        short_gaps=[gap for answer in short for gap in answer.gaps_s],
         tokens_per_s=sum(len(by_id[n].prompt) + len(load.answers[n].tokens) for n in in_time_) / seconds,
         longs=sum(kinds[n] == "long" and a.finish == "length" for n, a in load.answers.items()),
         seconds=seconds,
@@ -336,12 +350,14 @@ def in_time(kind: str, answer: Answer) -> bool:
 
 def told(played: Sequence[Played]) -> dict[str, Any]:
     ttft, tpot = [one.short_ttft for one in played], [one.short_tpot for one in played]
+    gaps_s = [one.short_gaps for one in played]
     events = sum((Counter(one.events) for one in played), Counter[str]())
     return {
         "tokens_per_s": summary([one.tokens_per_s for one in played]),
         "short_p50_ttft_s": summary(percentiles(ttft, 0.5)),
         "short_p99_ttft_s": summary(percentiles(ttft, 0.99)),
         "short_p50_tpot_s": summary(percentiles(tpot, 0.5)),
+        "short_p99_gap_s": summary(percentiles(gaps_s, 0.99)),
         "long_ones_served": sum(one.longs for one in played),
         "seconds": summary([one.seconds for one in played]),
         "events": dict(events),
