@@ -34,7 +34,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[Callable[..., EngineGroup]
     made: list[EngineGroup] = []
 
     def make(ranks: str, architecture: str = "llama-gqa", **options: Any) -> EngineGroup:
-        made.append(EngineGroup(ranks, architecture, devices=request.param, **ENGINE, **options))
+        made.append(EngineGroup(ranks, architecture, devices=request.param, **ENGINE | options))
         return made[-1]
 
     yield make
@@ -92,6 +92,38 @@ def live_blocks(ranks: EngineGroup, home: str) -> dict[tuple[str, int], torch.Te
             blocks = [shown[block * size : (block + 1) * size].cpu() for block in sequence.table.blocks[group]]
             found[name, layer] = torch.cat([torch.empty(0, dtype=torch.uint8), *blocks])
     return found
+
+
+@pytest.mark.parametrize("cohorts", [1, 2])
+def test_blocks_that_move_together_keep_their_bits_at_all_ranks(
+    group: Callable[..., EngineGroup], cohorts: int
+) -> None:
+    ranks = group("ab", block_tokens=1024, max_requests=64)
+    engine, heard = ranks["a"], Collector()
+    ranks.join("a", "b")
+    engine.cohorts.set_cohorts(cohorts)
+    ranks.move("a", (1, 2), "b")
+    for number in range(24):
+        engine.submit(Request(PROMPTS[number % 4], 60, id=f"r{number}"), heard)
+    for number in range(24):
+        heard.wait_for_tokens(f"r{number}", 2)
+    engine.exchange.pause()
+    for number in range(4, 20):
+        engine.cancel(f"r{number}")
+    engine._loop.between_steps(engine._loop.settle_all)
+    before, sectors = live_blocks(ranks, "a"), engine._memory.mapped_count
+    tables = {name: list(each.table.blocks[0]) for name, each in engine._loop.scheduler.sequences.items()}
+    engine.ranks.set_cap(sectors - 1)
+    assert engine.ranks.cap_reached()
+    assert {name: each.table.blocks[0] for name, each in engine._loop.scheduler.sequences.items()} != tables
+    after = live_blocks(ranks, "a")
+    assert all(torch.equal(content, after[key]) for key, content in before.items())
+    engine.exchange.resume()
+    expected = plain("llama-gqa", 60)
+    for number in (*range(4), *range(20, 24)):
+        heard.wait([f"r{number}"])
+        assert heard.tokens[f"r{number}"] == expected[f"r{number % 4}"]
+    ranks.part("a")
 
 
 def test_a_flip_changes_no_bit_of_keys_and_values(
