@@ -27,7 +27,7 @@ class InstanceDraft:
         reading = self.reading
         self.room = reading.room
         """KV of its live requests together."""
-        self.short_tokens = reading.room if reading.degree == 1 else reading.capacity.get(reading.degree // 2, 0)
+        self.short_tokens = reading.room if reading.degree == 1 else reading.room_below
         """The largest request that does not need its degree."""
         self.live.extend(reading.live)
         self._added = 0

@@ -59,11 +59,15 @@ class InstanceReading:
     """The number of ranks that share each of its layers."""
     room: int = field(init=False, compare=False)
     """KV that live requests may have together."""
+    room_below: int = field(init=False, compare=False)
+    """KV of the largest instance that some of its ranks could be; 0 of one rank."""
 
     def __post_init__(self) -> None:
         degree = len(self.ranks)
         object.__setattr__(self, "degree", degree)
         object.__setattr__(self, "room", self.capacity.get(degree, 0))
+        below = max((kv for fewer, kv in self.capacity.items() if fewer < degree), default=0)
+        object.__setattr__(self, "room_below", below)
 
     def capacity_at(self, degree: int) -> int:
         """Return the KV of an instance of such a degree with these ranks, when its change is done."""
@@ -72,8 +76,8 @@ class InstanceReading:
         return self.capacity.get(degree, 0)
 
     def needs_degree(self, tokens: int) -> bool:
-        """Tell whether a request would fit no instance of half its ranks."""
-        return self.degree > 1 and tokens > self.capacity.get(self.degree // 2, 0)
+        """Tell whether a request would fit no instance of fewer of its ranks."""
+        return self.degree > 1 and tokens > self.room_below
 
 
 @dataclass(frozen=True)

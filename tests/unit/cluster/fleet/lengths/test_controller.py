@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic import CapacityError, ConfigError
+from elastic import CapacityError, ConfigError, clock
 from elastic.cluster.control.messages import Submit
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.results import GroupStatus, Resharded
@@ -344,6 +344,25 @@ def test_the_threads_send_and_change_beside_each_other(world: Callable[..., Worl
     assert "long" not in w.given()
     w.verbs.may_go.set()
     wait_until(lambda: "long" in w.given(), "the long one waits")
+
+
+def test_four_at_once_part_while_short_requests_go_on(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What two of them would hold is not measured then."""
+    w = world(4, Lengths(step=4, wait_s=0.0, dwell_s=1.0))
+    now_s = clock.now()
+    w.ask(12, "long")
+    w.tick()
+    assert w.verbs.asked == [(("r0", "r1", "r2", "r3"), 4)]
+    w.ask(3, "short", answer=10)
+    w.tick()
+    for rank in w.launcher.ranks.values():
+        rank.step(5)
+    assert w.heard.ends.keys() == {"long"}
+    monkeypatch.setattr(clock, "now", lambda: now_s + 60)
+    w.tick()
+    assert w.verbs.asked[1:] == [(("r0",), 1)]
 
 
 def test_ranks_become_one_for_nobody_who_has_gone_while_others_did(world: Callable[..., World]) -> None:

@@ -119,6 +119,13 @@ def test_the_step_is_the_least_factor() -> None:
     assert up.degree == 4
 
 
+def test_an_instance_whose_half_is_no_degree_is_needed_by_long_requests_alone() -> None:
+    run, steps = Run(dwell_s=1.0, step=4), {1: 1000, 4: 8000}
+    assert run.at(0.0, [instance("abcd", 5000, 300, capacity=steps)]).downs == ()
+    assert run.at(0.5, [instance("abcd", 300, capacity=steps)], waits("short", 200)).routes == (("short", "abcd"),)
+    assert run.at(1.0, [instance("abcd", 300, 200, capacity=steps)]).downs == (ScaleDown("abcd", 1),)
+
+
 def test_instances_of_several_hosts_do_not_become_one() -> None:
     apart = [instance("a", host="x"), instance("b", host="y"), instance("c", 500, host="y")]
     assert decide(apart, waits("r", 2000)).ups == (ScaleUp(("b", "c"), 2, "r"),)
