@@ -15,24 +15,16 @@ from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, HTTPException
 
-from elastic.config import parse_limit
 from elastic.controller.snapshot import RequestStats
 from elastic.engines.vllm.client.proxy import AsyncRemoteRuntime, runtimes
 from elastic.errors import BackendUnavailable, CapacityError, ConfigError, ElasticError, NotFound
 from elastic.server.middleware import ASKS, has_key
-from elastic.server.protocol.actions import (
-    ActionsBody,
-    AnyActionBody,
-    ReleaseBody,
-    ResizeKVBody,
-    RestoreBody,
-    SwapBody,
-    layers_action,
-)
+from elastic.server.protocol.actions import ActionsBody, action_of
 from elastic.server.routes.status import about_model, about_server, plain, with_kind
-from elastic.types import Action, ResizeKV
 
 TOKEN = "ELASTIC_ACTIONS_TOKEN"
+KINDS = ("swap", "restore", "release", "resize_kv")
+"""Of actions that ranks of vLLM can do: they have one place each."""
 
 
 class ElasticEndpoints:
@@ -52,7 +44,7 @@ class ElasticEndpoints:
 
         @app.get("/elastic/actions")
         async def kinds() -> dict[str, Any]:
-            return {"kinds": ["swap", "restore", "release", "resize_kv"]}
+            return {"kinds": KINDS}
 
         @app.post("/elastic/actions", dependencies=[Depends(require_token)])
         async def act(body: ActionsBody) -> dict[str, Any]:
@@ -108,22 +100,16 @@ def require_token(authorization: Annotated[str, Header()] = "") -> None:
 
 
 async def do(body: ActionsBody, runtime: AsyncRemoteRuntime) -> dict[str, Any]:
-    """Plan actions, or do them on all ranks of one engine."""
-    place, form = (await runtime.status()).kv[0].place, await runtime.form()
-    actions = [action(asked, place, form) for asked in body.actions]
+    """Plan actions, or do them on all ranks of one engine. Raises `ConfigError` for what these cannot do."""
+    if body.rank is not None:
+        raise ConfigError(f"rank={body.rank!r}: all ranks of vLLM do the same; leave it out")
+    for asked in body.actions:
+        if asked.kind not in KINDS:
+            raise ConfigError(f"kind={asked.kind!r}: an engine of vLLM has one place for each rank; {', '.join(KINDS)}")
+    status = await runtime.status()
+    actions = [action_of(asked, [status.kv[0].place], status.layers) for asked in body.actions]
     if body.dry_run:
         steps = await runtime.plan(actions)
         return {"dry_run": True, "steps": [{**plain(step), "action": with_kind(step.action)} for step in steps]}
     pairs = zip(actions, await runtime.apply(actions), strict=True)
     return {"dry_run": False, "results": [{**plain(result), "action": with_kind(done)} for done, result in pairs]}
-
-
-def action(body: AnyActionBody, place: str, form: tuple[str, ...]) -> Action:
-    """Return an action of a rank with one place. Raises `ConfigError` for what ranks of vLLM cannot do."""
-    if isinstance(body, ResizeKVBody):
-        return ResizeKV(body.place or place, parse_limit(body.limit, option="limit"))
-    if not isinstance(body, SwapBody | RestoreBody | ReleaseBody):
-        raise ConfigError(
-            f"kind={body.kind!r}: an engine of vLLM has one place for each rank; swap, release or restore"
-        )
-    return layers_action(body, range(len(form)), len(form))

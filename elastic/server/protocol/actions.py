@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from elastic.config import parse_limit
 from elastic.errors import ConfigError
 from elastic.server.protocol.fields import StrictBody, Text
-from elastic.types import Action, Evict, Migrate, MigrateKV, Release, Replicate, Restore, Swap
+from elastic.types import Action, Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Swap
 
 Layers = Annotated[list[int], Field(min_length=1, max_length=10_000, fail_fast=True)]
 Names = Annotated[list[Text], Field(max_length=100, fail_fast=True)]
@@ -84,11 +85,20 @@ LayersBody = SwapBody | RestoreBody | ReleaseBody | MigrateBody | MigrateKVBody 
 AnyActionBody = Annotated[LayersBody | ResizeKVBody, Field(discriminator="kind")]
 
 
-def layers_action(body: LayersBody, home: Sequence[int], count: int) -> Action:
-    """Return an action on layers of a model that has so many; without layers, on those of `home`.
+def action_of(body: AnyActionBody, places: Sequence[str], count: int, home: Sequence[int] | None = None) -> Action:
+    """Return the action on a model of so many layers, with caches at these places.
 
-    Raises `ConfigError` for layers that the model has not.
+    Without layers it is on those of `home`; None: all. Raises `ConfigError` for layers and places that there are not.
     """
+    if isinstance(body, ResizeKVBody):
+        place = places[0] if body.place is None and len(places) == 1 else body.place
+        if place not in places:
+            raise ConfigError(f"place={place!r}: choose one of {list(places)}")
+        return ResizeKV(str(place), parse_limit(body.limit, option="limit"))
+    return _layers_action(body, range(count) if home is None else home, count)
+
+
+def _layers_action(body: LayersBody, home: Sequence[int], count: int) -> Action:
     layers = tuple(home if body.layers is None else body.layers)
     wrong = [layer for layer in layers if not 0 <= layer < count]
     if wrong:

@@ -18,23 +18,14 @@ from uuid import uuid4
 
 from fastapi import APIRouter
 
-from elastic.config import parse_limit
-from elastic.errors import ConfigError
 from elastic.server.fleets.targets import ActionTargets, Target
 from elastic.server.generation.state import ServerState
-from elastic.server.protocol.actions import (
-    ActionsBody,
-    AnyActionBody,
-    PrepareBody,
-    RankActions,
-    ResizeKVBody,
-    layers_action,
-)
+from elastic.server.protocol.actions import ActionsBody, AnyActionBody, PrepareBody, RankActions, action_of
 from elastic.server.protocol.errors import APIError
 from elastic.server.protocol.fields import StrictBody
 from elastic.server.routes import acting
 from elastic.server.routes.status import plain, with_kind
-from elastic.types import Action, ResizeKV
+from elastic.types import Action
 
 
 def closed() -> APIRouter:
@@ -116,7 +107,13 @@ def _prepare(targets: ActionTargets, body: PrepareBody) -> dict[str, Any]:
 
 
 def _asked(targets: ActionTargets, body: RankActions) -> dict[Target, list[Action]]:
-    return {target: [_action(action, target) for action in body.actions] for target in targets.named(body.rank)}
+    """Return the actions for each model that is meant. Raises `ConfigError`."""
+    asked = {}
+    for target in targets.named(body.rank):
+        status = target.status()
+        places = [kv.place for kv in status.kv]
+        asked[target] = [action_of(each, places, status.layers, target.at_home) for each in body.actions]
+    return asked
 
 
 def _records(told: list[tuple[Target, Action, Any]]) -> list[dict[str, Any]]:
@@ -125,16 +122,3 @@ def _records(told: list[tuple[Target, Action, Any]]) -> list[dict[str, Any]]:
         {**plain(value), "action": with_kind(action), **({"rank": target.name} if target.name else {})}
         for target, action, value in told
     ]
-
-
-def _action(body: AnyActionBody, target: Target) -> Action:
-    """Return the action of one model. Raises `ConfigError`."""
-    status = target.status()
-    if isinstance(body, ResizeKVBody):
-        place, places = body.place, [kv.place for kv in status.kv]
-        if place is None and len(places) == 1:
-            place = places[0]
-        if place not in places:
-            raise ConfigError(f"place={place!r}: choose one of {places}")
-        return ResizeKV(str(place), parse_limit(body.limit, option="limit"))
-    return layers_action(body, range(status.layers) if target.at_home is None else target.at_home, status.layers)

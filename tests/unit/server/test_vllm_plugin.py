@@ -18,7 +18,7 @@ from elastic.controller.snapshot import RequestStats
 from elastic.engines.vllm.client.messages import decode, encode
 from elastic.server.protocol.actions import ActionsBody
 from elastic.server.vllm_plugin import TOKEN, ElasticEndpoints, require_token
-from elastic.types import Change, HostStatus, KVStatus, PlaceStatus, Status, Swap
+from elastic.types import Change, HostStatus, KVStatus, PlaceStatus, ResizeKV, Status, Swap
 
 FORM = ("float32", "int4")
 SWAP = {"kind": "swap", "layers": [1], "variant": "int4"}
@@ -120,6 +120,12 @@ def test_actions_are_done_on_all_ranks(client: Any, monkeypatch: pytest.MonkeyPa
     assert client.post("/elastic/actions", json=wrong, headers=headers).status_code == 400
     away = {"actions": [{"kind": "migrate", "layers": [1], "place": "cpu"}]}
     assert "one place for each rank" in client.post("/elastic/actions", json=away, headers=headers).text
+    resized = {"actions": [{"kind": "resize_kv", "limit": 4096}]}
+    assert client.post("/elastic/actions", json=resized, headers=headers).status_code == 200
+    assert client.engine.done[1:] == [(ResizeKV("cpu", 4096),)]
+    for fields in ({"rank": "r1"}, {"actions": [{**resized["actions"][0], "place": "cuda"}]}):
+        assert client.post("/elastic/actions", json={**resized, **fields}, headers=headers).status_code == 400
+    assert len(client.engine.done) == 2, "what means one rank, or a place that is not there, is done at none"
 
 
 @pytest.mark.parametrize(
