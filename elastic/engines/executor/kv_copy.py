@@ -106,15 +106,14 @@ class BlockCopier:
         if not self._wanted():
             raise StateError("the blocks that keys and values were copied to were given up")
         _, reader = self._sources[layer]
-        sizes = [target.nbytes for target, _ in stretches]
-        with nullcontext() if self._pace is None else self._pace.copying(sum(sizes)):
+        nbytes = sum(target.nbytes for target, _ in stretches)
+        with nullcontext() if self._pace is None else self._pace.copying(nbytes):
             if not reader.waits or len(stretches) == 1:
                 for target, pieces in stretches:
                     read_into(reader, target, pieces)
                 return
-            staged = staging(reader, sum(sizes), self._device)
-            reader.read(staged.data_ptr(), [piece for _, pieces in stretches for piece in pieces])
-            for (target, _), part in zip(stretches, torch.split(staged, sizes), strict=True):
+            parts = _ask(reader, self._device, [pieces for _, pieces in stretches])
+            for (target, _), part in zip(stretches, parts, strict=True):
                 target.copy_(part)
             finish_current_stream(self._device)  # steps that read the blocks are queued on others
 
@@ -226,8 +225,9 @@ def _copy_stretches(
         first: _pieces(source.pages[layer][sector], source.page_bytes, place * nbytes, count * nbytes)
         for first, count, sector, place in places
     }
-    wanted = {first: pieces[first] for first, _, sector, _ in places if sector in ranges.mapped}
-    staged = _ask(reader, memory.kv.device, wanted)
+    asked = [first for first, _, sector, _ in places if reader.waits and sector in ranges.mapped]
+    parts = _ask(reader, memory.kv.device, [pieces[first] for first in asked]) if asked else ()
+    staged = dict(zip(asked, parts, strict=True))
     copied = 0
     with memory.lock if staged else nullcontext():  # of a file each stretch by itself, for steps that need the lock
         for first, count, sector, _ in places:
@@ -251,15 +251,13 @@ def _copy_stretches(
 
 
 def _ask(
-    reader: MemoryReader, device: torch.device, pieces: dict[int, list[tuple[int, int]]]
-) -> dict[int, torch.Tensor]:
-    """Read stretches, by first block, from a rank that answers, with one question; nothing of a file, read in place."""
-    if not reader.waits or not pieces:
-        return {}
-    sizes = [sum(nbytes for _, nbytes in each) for each in pieces.values()]
+    reader: MemoryReader, device: torch.device, stretches: Sequence[list[tuple[int, int]]]
+) -> tuple[torch.Tensor, ...]:
+    """Read stretches, each in pieces, from a rank that answers, with one question; return their [bytes]."""
+    sizes = [sum(nbytes for _, nbytes in pieces) for pieces in stretches]
     staged = staging(reader, sum(sizes), device)
-    reader.read(staged.data_ptr(), [piece for each in pieces.values() for piece in each])
-    return dict(zip(pieces, torch.split(staged, sizes), strict=True))
+    reader.read(staged.data_ptr(), [piece for pieces in stretches for piece in pieces])
+    return torch.split(staged, sizes)
 
 
 def _runs(pairs: Pairs, blocks_per_sector: int) -> Iterator[tuple[int, int, int]]:
