@@ -169,6 +169,7 @@ class PeerHub:
         reason = f"rank {rank!r} was lost"
         with self._changed:
             self._lost[rank] = reason
+            self._addresses.pop(rank, None)
             transports, logs = [*self._transports.values()], [log for log in self._logs if log.rank == rank]
             self._drop_early(rank)
             self._changed.notify_all()
@@ -255,7 +256,7 @@ class PeerHub:
         return connection
 
     def _keep(self, connection: SocketConnection, rank: str) -> PeerLogConnection:
-        log = PeerLogConnection(connection, rank, self._logs.discard)
+        log = PeerLogConnection(connection, rank, self._drop_log)
         with self._changed:
             self._logs.add(log)
             reason = self._lost.get(rank)
@@ -265,6 +266,10 @@ class PeerHub:
         elif reason is not None:
             log.lost(reason)
         return log
+
+    def _drop_log(self, log: PeerLogConnection) -> None:
+        with self._changed:
+            self._logs.discard(log)
 
     def _accept(self, connection: SocketConnection, hello: PeerHello) -> None:
         """Take a connection that another rank has made; on a thread of the listener."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 
@@ -11,6 +12,10 @@ from elastic.errors import RankLost, StateError
 
 What = torch.Tensor | StepFailure
 """A tensor as bytes, [bytes]; or why there is none."""
+
+
+MOST_FAILED = 1024
+"""Of failed steps the last so many are known: far more than are in flight."""
 
 
 class Mailbox:
@@ -23,7 +28,7 @@ class Mailbox:
         """Why nothing more comes."""
         self._arrived: dict[Key, torch.Tensor] = {}
         self._failed: dict[int, StepFailure] = {}  # steps of which nothing more comes
-        self._forgotten: set[int] = set()
+        self._forgotten: dict[int, None] = {}
 
     # -- with `changed` held
 
@@ -33,6 +38,7 @@ class Mailbox:
             return
         if isinstance(what, StepFailure):
             self._failed[key.step] = what
+            _drop_oldest(self._failed)
         else:
             self._arrived[key] = what
         self.changed.notify_all()
@@ -52,7 +58,8 @@ class Mailbox:
     def forget(self, step: int) -> None:
         """Keep nothing of a step, now or later."""
         with self.changed:
-            self._forgotten.add(step)
+            self._forgotten[step] = None
+            _drop_oldest(self._forgotten)
             self._failed.pop(step, None)
             for key in [key for key in self._arrived if key.step == step]:
                 del self._arrived[key]
@@ -64,6 +71,11 @@ class Mailbox:
             self._failed.clear()
             self.lost = self.lost or reason
             self.changed.notify_all()
+
+
+def _drop_oldest(steps: dict[int, Any]) -> None:
+    while len(steps) > MOST_FAILED:
+        del steps[next(iter(steps))]
 
 
 def as_hidden(what: What, like: torch.Tensor, frm: str, key: Key) -> torch.Tensor:

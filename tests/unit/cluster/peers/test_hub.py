@@ -26,6 +26,7 @@ from elastic.cluster.control.status import Wire
 from elastic.cluster.peers import receiver
 from elastic.cluster.peers import transport as transport_module
 from elastic.cluster.peers.hub import PeerHello, PeerHub
+from elastic.cluster.peers.mailbox import MOST_FAILED, Mailbox
 from elastic.cluster.peers.transport import PeerTransport, TrafficCounter
 from elastic.engines.pipeline.transport import Key, StepFailure
 from elastic.errors import RankLost, StateError
@@ -143,6 +144,20 @@ def test_a_step_that_failed_is_told_of_and_forgotten(stack: ExitStack) -> None:
     b.forget(2)
     b.receive("a", LIKE, Key(3, 1))
     assert b.peer("a").receiver.box._arrived == {}
+
+
+def test_of_steps_that_failed_long_ago_nothing_is_known() -> None:
+    """One that fails for each request of a kind made it ever more, over days."""
+    box = Mailbox("a")
+    for step in range(2 * MOST_FAILED):
+        box.forget(2 * step)
+        with box.changed:
+            box.put(Key(2 * step + 1, 0), StepFailure("broken"))
+    with box.changed:
+        box.put(Key(2 * step, 0), LIKE)
+        assert box.take(Key(2 * step, 0)) is None
+        assert box.take(Key(2 * step + 1, 0)) == StepFailure("broken")
+    assert (len(box._forgotten), len(box._failed), box._arrived) == (MOST_FAILED, MOST_FAILED, {})
 
 
 def test_a_rank_that_does_not_read_keeps_no_sender_waiting(stack: ExitStack) -> None:
@@ -418,6 +433,27 @@ def test_a_log_whose_rank_is_lost_ends_at_once(stack: ExitStack) -> None:
         home.send("more")
     with pytest.raises(RankLost):
         guest.receive()
+
+
+def test_a_log_may_be_closed_while_a_rank_is_lost(stack: ExitStack) -> None:
+    """The set of logs changed while it was looked through, and nobody was told that the rank was lost."""
+
+    class Name(str):
+        def __eq__(self, other: object) -> bool:
+            closing = threading.Thread(target=logs[1].close)
+            closing.start()
+            closing.join(0.3)  # it waits until all is told
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    a, _ = hubs(stack)
+    logs = [a.connect_log("b", home) for home in "xy"]
+    logs[0].rank = Name("b")
+    a.lost("b")
+    with pytest.raises(RankLost):
+        logs[0].receive()
+    assert a._addresses == {}
 
 
 # -- processes
