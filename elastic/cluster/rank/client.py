@@ -161,6 +161,8 @@ class RankClient:
             to_the_end = True
         except StateError as error:  # what came is no message: nothing after it can be trusted
             why = str(error)
+        except Exception as error:  # nor after one that is not whole, or finds no memory
+            why = f"it sent what could not be taken: {type(error).__name__}: {error}"
         self._finish(why, to_the_end)
 
     def _has_more(self) -> bool:

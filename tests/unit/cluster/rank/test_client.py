@@ -165,13 +165,22 @@ def test_questions_fail_at_the_end_before_it_is_told_and_after_it(fleet: Callabl
     one.client.send(Cancel("request"))  # goes nowhere
 
 
-@pytest.mark.parametrize("message", [b"x", Cancel("request"), Answer(7)], ids=["bytes", "of a fleet", "unasked"])
-def test_what_no_rank_says_ends_it_in_words(fleet: Callable[..., Fleet], message: object) -> None:
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (b"x", "which"),
+        (Cancel("request"), "which"),
+        (Answer(7), "which"),
+        (Answer.__new__(Answer), "no attribute 'id'"),
+    ],
+    ids=["bytes", "of a fleet", "unasked", "not whole"],
+)
+def test_what_no_rank_says_ends_it_in_words(fleet: Callable[..., Fleet], message: object, words: str) -> None:
     process = Process(killable=Exit("killed", True))
     one = fleet(process)
     one.rank.send(BEAT)
     one.rank.send(message)
-    assert "which" in one.wait()
+    assert words in one.wait()
     assert process.kills
     assert one.heard_all == [False]
     assert one.heard == [BEAT]
