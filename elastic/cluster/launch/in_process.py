@@ -78,7 +78,8 @@ class InProcessLauncher:
         """End all that it has started, and wait until their models are unwrapped. Can be called twice."""
         with self._lock:
             self._closed = True
-        while self._ranks:
-            rank = self._ranks.pop()
+            ranks, self._ranks = self._ranks, []
+        for rank in ranks:
             rank.kill()
+        for rank in ranks:
             rank.wait(60)

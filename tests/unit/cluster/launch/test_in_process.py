@@ -159,6 +159,22 @@ def test_a_kill_cuts_the_connection_and_ends_the_engine(start: Callable[..., Fle
     assert not rank.heard_all
 
 
+def test_all_ranks_are_ended_before_any_is_waited_for() -> None:
+    done: list[str] = []
+
+    class Slow:
+        def kill(self) -> None:
+            done.append("kill")
+
+        def wait(self, timeout_s: float) -> None:
+            done.append("wait")
+
+    launcher = InProcessLauncher()
+    launcher._ranks = [Slow(), Slow()]  # type: ignore[list-item]
+    launcher.close()
+    assert done == ["kill", "kill", "wait", "wait"]
+
+
 def test_models_that_differ_in_one_weight_differ_in_one_digest(start: Callable[..., FleetSide], model: Any) -> None:
     other = build("llama-gqa")
     other.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1
