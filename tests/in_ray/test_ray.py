@@ -73,6 +73,7 @@ def test_two_actors_serve_one_is_killed_by_ray_one_by_the_system_and_one_is_adde
     assert len(groups()) == 1  # the bundles of the dead
     added = FleetSide(one.start(RankSpec("added", MODEL_DIR, PLACES)))
     assert len(groups()) == 2
+    assert len(one._processes) == 3, "those of the dead are kept"
     for rank in (*again, added):
         assert rank.answer("one", prompt=PROMPT, tokens=12) == expected
     pids = [rank.client.hello.pid for rank in (*again, added)]

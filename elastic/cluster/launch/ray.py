@@ -55,7 +55,8 @@ class RayProcess:
         self._exit: Exit | None = None
         self._known = threading.Event()
         self._lock = threading.Lock()  # of the descriptor
-        self._open = True
+        self.open = True
+        """Whether it was not closed yet."""
         threading.Thread(target=self._watch, name="elastic-ray-actor", daemon=True).start()
 
     def kill(self) -> None:
@@ -72,7 +73,7 @@ class RayProcess:
         """End the actor, which would idle after its rank's end, and give its bundle back."""
         self.kill()
         with self._lock:
-            was_open, self._open = self._open, False
+            was_open, self.open = self.open, False
             if was_open:
                 os.close(self.ended)
         if was_open:
@@ -88,7 +89,7 @@ class RayProcess:
         self._exit = Exit(reason)
         self._known.set()
         with self._lock:
-            if self._open:
+            if self.open:
                 os.eventfd_write(self.ended, 1)
 
 
@@ -248,5 +249,6 @@ class RayLauncher:
 
     def _give_back(self, group: Any, number: int) -> None:
         with self._lock:
+            self._processes = [process for process in self._processes if process.open]
             if not self._closed:
                 self._free.append((group, number))
