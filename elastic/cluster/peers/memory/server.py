@@ -210,19 +210,18 @@ class MemoryServer:
     ) -> None:
         nbytes = sum(count for _, count in pieces)
         try:
-            served.require(pieces)
             if buffer is not None and nbytes > BUFFER_BYTES:
                 raise StateError(f"{nbytes:,} bytes are more than a buffer has: {BUFFER_BYTES:,}")
-        except StateError as error:
+            with self._copying(nbytes) if coordinated else nullcontext():
+                served.require(pieces)  # not before: pages go while it waits for what computes
+                if buffer is not None:
+                    served.copy(torch.split(buffer.bytes[:nbytes], [count for _, count in pieces]), pieces)
+                    stream.sendall(ANSWER.pack(nbytes))
+                    return
+                stream.sendall(ANSWER.pack(nbytes), socket.MSG_MORE)
+                served.send(stream, pieces)
+        except StateError as error:  # nothing was sent
             _refuse(stream, str(error))
-            return
-        with self._copying(nbytes) if coordinated else nullcontext():
-            if buffer is not None:
-                served.copy(torch.split(buffer.bytes[:nbytes], [count for _, count in pieces]), pieces)
-                stream.sendall(ANSWER.pack(nbytes))
-                return
-            stream.sendall(ANSWER.pack(nbytes), socket.MSG_MORE)
-            served.send(stream, pieces)
 
 
 def read_question(stream: socket.socket) -> tuple[Pieces, bool]:

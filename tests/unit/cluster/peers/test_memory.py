@@ -49,6 +49,11 @@ class Place:
         self.bytes = self.range.storage(0, PAGES * PAGE, lambda: None).tensor(torch.uint8)
         self.bytes.copy_(torch.randint(256, (PAGES * PAGE,), generator=torch.Generator().manual_seed(0)))
 
+    def give_back(self, count: int) -> None:
+        """Have the last pages be nobody's, and the system's again."""
+        self.pool.free(self.range.unmap(PAGES - count, count))
+        self.pool.trim()
+
     def expected(self, offset: int, count: int) -> bytes:
         """What the place has from a byte of it on."""
         at = {page: slot for slot, page in self.range.slots.items()}
@@ -127,6 +132,26 @@ def test_only_what_is_to_be_coordinated_waits_for_what_the_rank_does(stack: Exit
         with closing(b.open_memory(PLACE, coordinated=coordinated)) as reader:
             read(reader, (0, 5), (9, 2))
     assert sent == [7, 7]
+
+
+def test_pages_that_go_while_a_question_waits_are_said_to_be_gone(stack: ExitStack) -> None:
+    """What came was of nobody, or the connection ended, as if the rank was lost."""
+    a, b = hubs(stack)
+    place = Place(WithoutFile)
+
+    @contextmanager
+    def copying(nbytes: int) -> Iterator[None]:
+        place.give_back(PAGES - 1)
+        yield
+
+    a.memory.serve([place.pool], copying)
+    reader = opened(stack, b, coordinated=True)
+    with pytest.raises(StateError, match="are not in use any more") as error:
+        read(reader, (0, PAGES * PAGE))
+    assert not isinstance(error.value, RankLost)
+    reader.coordinated = False
+    (page,) = place.range.slots.values()
+    assert read(reader, (page * PAGE, PAGE)) == place.expected(0, PAGE)
 
 
 def test_a_place_that_is_not_served_is_said_so(stack: ExitStack) -> None:
