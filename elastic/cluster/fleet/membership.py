@@ -21,7 +21,7 @@ from elastic.cluster.fleet.records.requests import RequestRecord, Resumption
 from elastic.cluster.rank.client import RankClient
 from elastic.cluster.rank.spec import RankSpec
 from elastic.engines.core.kv_state import KVDirectory
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, StateError
 from elastic.memory.backends.shared_file import host_name
 
 logger = logging.getLogger(__name__)
@@ -51,14 +51,14 @@ class Membership:
 
     def join(self, client: RankClient, spec: RankSpec, launcher: str) -> Instance:
         """Have a rank serve. Raises `ConfigError` if its model is not the fleet's, or its host has less memory than
-        ranks there would have together; it is ended then.
+        ranks there would have together, `StateError` where no thread can be had for it; it is ended then.
         """
         memory = hold_memory(client.hello.name, client.hello.memory)
         try:
             with self._lock:
                 self._require_fitting(client.hello)
                 instance = self._add(client, spec, launcher, memory)
-        except ConfigError as error:
+        except (ConfigError, StateError) as error:
             if memory is not None:
                 memory.close()
             self._log.add("refused", rank=client.hello.name, why=str(error))
@@ -76,13 +76,17 @@ class Membership:
 
     def _add(self, client: RankClient, spec: RankSpec, launcher: str, memory: HeldMemory | None) -> Instance:
         hello, dispatcher = client.hello, self._dispatcher
-        self.facts = self.facts or hello.model
         forms, same = [dispatcher.form(form) for form in hello.forms], hello.host == host_name()
         directory = KVDirectory(hello.memory) if hello.memory is not None else None
         instance = Instance(hello.name, client, spec, launcher, forms, same, memory, directory)
         instance.state = "serving" if spec.share is None else "starting"
         dispatcher.instances[instance.name] = instance
-        client.listen(partial(dispatcher.heard, instance), partial(self.lost, instance))
+        try:
+            client.listen(partial(dispatcher.heard, instance), partial(self.lost, instance))
+        except StateError:
+            del dispatcher.instances[instance.name]
+            raise
+        self.facts = self.facts or hello.model
         dispatcher.dispatch()
         dispatcher.changed.notify_all()
         return instance

@@ -60,17 +60,23 @@ class RankClient:
 
         All that the rank had sent is told before `on_lost`, which also follows `kill` and `close`, on the same thread;
         it gets the reason in words. Questions without an answer have failed by then.
+        Raises `StateError` for one that is listened to, and where no thread can be had.
         """
         with self._lock:
             if self._threads:
                 raise StateError(f"rank {self.hello.name!r} is listened to already")
             self._on_message, self._on_lost = on_message, on_lost
-            for work in (self._read, self._write):
-                self._threads.append(
-                    threading.Thread(target=work, name=f"elastic-{self.hello.name}-{work.__name__}", daemon=True)
-                )
-            for thread in self._threads:  # under the lock: who finds them there may join them
-                thread.start()
+            self._threads = [
+                threading.Thread(target=work, name=f"elastic-{self.hello.name}-{work.__name__}", daemon=True)
+                for work in (self._read, self._write)
+            ]
+            try:
+                for thread in reversed(self._threads):  # under the lock: who finds them there may join them
+                    thread.start()
+            except RuntimeError as error:
+                self._threads = []
+                self._outbox.put(None)  # for the one that has begun
+                raise StateError(f"rank {self.hello.name!r} cannot be listened to now: {error}") from error
 
     def send(self, message: ToRank) -> None:
         """Have a message sent; never waits. After the rank's end it goes nowhere, as one that was under way would.
@@ -102,7 +108,7 @@ class RankClient:
         self._end(why)
         if self._process is not None:
             self._process.kill()
-        if self._process is None or self._process.ended is None:
+        if self._process is None or self._process.ended is None or not self._threads:
             self._connection.close()
         if not self._threads and self._process is not None:
             self._process.wait(REASON_S)
@@ -128,6 +134,9 @@ class RankClient:
         with suppress(StateError):  # somebody listens
             self.listen(lambda _: None, lambda _: None)
         self.leave(drain=drain)
+        if not self._threads:  # nor can anybody: there are no threads left
+            self.kill("killed by the fleet: nobody can listen to it")
+            return
         self._threads[0].join(timeout_s)
         if self._threads[0].is_alive():
             self.kill(f"killed by the fleet: it had not ended {timeout_s:.0f} s after it was asked to")

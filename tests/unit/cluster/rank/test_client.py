@@ -26,6 +26,7 @@ from elastic.cluster.rank.client import RankClient
 from elastic.engines.core.load import EngineLoad
 from elastic.errors import ConfigError, StateError
 from elastic.memory.backends.shared_file import host_name
+from support.processes import wait_until
 from support.serving.stepped_engine import FORMAT
 
 HELLO = Hello("r0", 1, host_name(), ModelFacts((), 0, 96, None, ()), FORMAT, 256, None)
@@ -126,6 +127,30 @@ def test_who_listens_second_hears_nothing() -> None:
     one.rank.close()
     assert one.wait() == "its connection ended"
     assert one.heard == [BEAT]
+
+
+@pytest.mark.parametrize("missing", ["_read", "_write"])
+def test_a_rank_for_which_no_thread_can_be_had_is_ended(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """Nobody told its end: it was there for good, and so were its requests."""
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name.endswith(missing):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    process = Process()
+    one = Fleet(process)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(StateError, match="'r0' cannot be listened to now: can't start new thread"):
+        one.listen()
+    wait_until(lambda: not [each for each in threading.enumerate() if each.name == "elastic-r0-_write"])
+    one.client.refuse("no threads")
+    assert one.rank.receive() == Bye(why="no threads")
+    with pytest.raises(EOFError):
+        one.rank.receive()
+    assert process.kills
+    assert process.closed
 
 
 def test_messages_are_sent_in_order_and_sending_never_waits(fleet: Callable[..., Fleet]) -> None:

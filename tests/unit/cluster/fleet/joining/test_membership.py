@@ -16,7 +16,7 @@ from elastic.cluster.fleet.membership import Membership
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.cluster.rank.spec import RankSpec
 from elastic.controller.sensors.request_metrics import RequestMetrics
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, StateError
 from support.cluster.fake_rank import MODEL, FakeLauncher, FakeRank
 
 
@@ -39,6 +39,19 @@ def test_the_model_of_a_rank_that_is_refused_is_not_the_fleets(members: Membersh
     join(members, FakeRank("r1", model=replace(MODEL, vocabulary=7)))
     with pytest.raises(ConfigError, match="its vocabulary has 1000 tokens, the fleet's 7"):
         join(members, FakeRank("r2"))
+
+
+def test_a_rank_that_cannot_be_listened_to_is_none_of_the_fleet(members: Membership) -> None:
+    class Deaf(FakeRank):
+        def listen(self, *_: object) -> None:
+            raise StateError("no threads are left")
+
+    deaf = Deaf("r0")
+    with pytest.raises(StateError, match="no threads are left"):
+        join(members, deaf)
+    assert "no threads are left" in deaf.refused
+    assert not members.has("r0")
+    assert members.facts is None
 
 
 def test_of_two_that_come_with_one_name_at_the_same_time_one_is_refused(
