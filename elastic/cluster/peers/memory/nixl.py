@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -52,6 +53,7 @@ class NixlAgent:
         """Raises `BackendUnavailable` without the package."""
         api = _api()
         self._lock = threading.Lock()
+        self._met: Counter[str] = Counter()  # other ends -> by how many connections
         bindings = api.nixlBind
         kinds = [
             getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")
@@ -76,10 +78,20 @@ class NixlAgent:
         stream.sendall(_GREETING.pack(buffer.address, len(metadata)) + metadata)
 
     def meet(self, metadata: bytes) -> str:
-        """Know the other end, as it was said in a greeting; return its name."""
+        """Know the other end, as it was said in a greeting, until `part`; return its name."""
         with self._asking() as agent:
             name = agent.add_remote_agent(metadata)
-        return name.decode() if isinstance(name, bytes) else str(name)
+            name = name.decode() if isinstance(name, bytes) else str(name)
+            self._met[name] += 1
+        return name
+
+    def part(self, name: str) -> None:
+        """Know the other end no more, unless another connection goes there."""
+        with suppress(ConnectionError), self._asking() as agent:
+            self._met[name] -= 1
+            if not self._met[name]:
+                del self._met[name]
+                agent.remove_remote_agent(name)
 
     def read(self, remote: str, address: int, buffer: NixlBuffer, nbytes: int, gone: Callable[[], object]) -> None:
         """Read bytes at an address there into a buffer, unless the other end has `gone`."""
@@ -141,6 +153,11 @@ class NixlMemoryReader(BufferReader):
         except BaseException:
             self._buffer.close()
             raise
+
+    def end(self) -> None:
+        """End the connection."""
+        super().end()
+        self._agent.part(self._remote)
 
     def _meet(self, stream: socket.socket) -> str:
         """Read the greeting; return the name of the other end."""

@@ -100,7 +100,11 @@ with closing(PeerHub("b", b"a key of this test's own", bulk="nixl")) as hub:
         raise SystemExit("it is not lost")
     except RankLost as error:
         assert error.rank == "a"
+    knows = lambda: hub._agent._agent.check_remote_metadata(reader._remote)
+    hub._others._idle.pop()[0].end()
+    assert knows(), "there is another connection to it"
     reader.close()
+    assert not knows(), "what has gone is kept"
 print("all is well", flush=True)
 """
 
