@@ -133,24 +133,28 @@ class StageLink:
         self._log.close()
 
     def _read(self) -> None:
-        """Take answers until the log ends."""
-        while True:
-            try:
-                message = self._log.receive()
-            except (EOFError, StateError):
-                break
-            if isinstance(message, Failed):
-                logger.error("rank %s could not compute step %d: %s", self.rank, message.number, message.error)
-            elif isinstance(message, Located):
-                for layer, sectors in message.pages.items():
-                    told = {sector: (message.position, pages) for sector, pages in sectors.items()}
-                    self._located.setdefault(layer, {}).update(told)
-            else:
-                self._answers.put(message)
+        """Take answers until the log ends, or what comes cannot be taken."""
+        try:
+            while True:
+                self._hear(self._log.receive())
+        except (EOFError, StateError):
+            pass
+        except Exception:  # whatever it is, nobody may wait for this rank any more
+            logger.exception("the log to rank %s cannot be read", self.rank)
         self.lost = True
         self._answers.put(None)
         if not self._closed:
             self._on_lost()
+
+    def _hear(self, message: Any) -> None:
+        if isinstance(message, Failed):
+            logger.error("rank %s could not compute step %d: %s", self.rank, message.number, message.error)
+        elif isinstance(message, Located):
+            for layer, sectors in message.pages.items():
+                told = {sector: (message.position, pages) for sector, pages in sectors.items()}
+                self._located.setdefault(layer, {}).update(told)
+        else:
+            self._answers.put(message)
 
     def _error(self, why: str) -> RankLost:
         return RankLost(f"rank {self.rank!r} computes layers of this engine no more: {why}", rank=self.rank)
