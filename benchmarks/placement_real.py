@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import transformers
 from common import KEEP, SEED, Kept, arguments, finish, percentiles, table
-from deploy import Clocked
+from deploy_served import Clocked
 from sim_runs import OthersWork
 
 from elastic.bench.traces.generator import thinned
@@ -126,7 +126,7 @@ def alone_s(path: str, load: Load, vocabulary: int) -> float:
     with Deployments("cpu#a=1GiB", replanning=None) as fleet:
         fleet.deploy(path, "cost", name="model", load=load)
         clocked = Clocked(fleet["model"], load, vocabulary)
-        return statistics.median([clocked.seconds() for _ in range(6)][1:])
+        return clocked.alone_s()
 
 
 def compared(rounds: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:

@@ -17,6 +17,7 @@ WITHOUT_OPTIONS = {
     "bursts",
     "common",
     "drop_alone",
+    "deploy_served",
     "estimate_fleets",
     "estimate_memory",
     "estimate_report",
