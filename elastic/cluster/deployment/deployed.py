@@ -14,7 +14,7 @@ from elastic.cluster.deployment.choice import Chooser, no_place
 from elastic.cluster.deployment.devices import DeviceBook
 from elastic.cluster.deployment.hysteresis import Hysteresis, Replanning
 from elastic.cluster.deployment.load_meter import LoadMeter
-from elastic.cluster.deployment.price import priced
+from elastic.cluster.deployment.price import StepPrices
 from elastic.cluster.deployment.ranks import DeployedRanks, RankViews, forms_in
 from elastic.cluster.deployment.status import DeploymentStatus, Replanned, StageStatus, TransitionStep, links_of
 from elastic.cluster.deployment.steps import as_seen, same, steps_between, whole
@@ -60,7 +60,7 @@ class Deployed:
         self._book, self._settings = book, settings
         self._lock = threading.RLock()  # one change at a time
         self._kept_bytes = chooser.kept_bytes()
-        self._begin_s: float | None = None  # that ranks took to begin
+        self._prices = StepPrices()
         self.meter = LoadMeter(load)
         states = book.states(name, self._kept_bytes)
 
@@ -98,7 +98,7 @@ class Deployed:
             began_s = time.monotonic()
             try:
                 self.fleet.start()
-                self._begin_s = time.monotonic() - began_s
+                self._prices.begin_s = time.monotonic() - began_s
                 self.ranks.follow()
                 begun = whole(self.plan)
                 if self._by_shares:  # these begin without limits
@@ -269,7 +269,7 @@ class Deployed:
         steps = steps_between(present, best, _forms(views))
         if not steps and self._carried_out != self.ranks.by_device:
             steps = (TransitionStep("limit", best.devices),)
-        steps = priced(steps, self.chooser, present.configuration, best, self._begin_s)
+        steps = self._prices.priced(steps, self.chooser, present.configuration, best)
         return Replanned(
             "planned" if any(step.kind != "limit" for step in steps) else "unchanged",
             str(present.configuration),
@@ -318,7 +318,9 @@ class Deployed:
             if planned.steps:
                 self._book.reserve_all(self.name, [*present.devices, *best.devices])
             for step in planned.steps:
+                step_s = time.monotonic()
                 self._do(step, best)
+                self._prices.note(step, time.monotonic() - step_s)
         except ElasticError as error:
             with suppress(ElasticError):  # a rank is lost meanwhile: the next look sees what there is
                 present = self._stopped(present, best)

@@ -188,6 +188,10 @@ def test_an_intent_changes_the_configuration_under_requests(fleet: Deployments, 
     assert {heard.ends[request.id].finish for request in sent} == {"length"}
     fleet["model"].check()
     assert fleet.intend("model", Intent("latency", quality_loss=0.0)).status == "unchanged"
+    back = fleet.intend("model", "latency", dry_run=True)
+    seconds = {step.kind: step.seconds for step in back.steps}
+    assert seconds["limit"] > 0, "that is known since it was done"
+    assert back.seconds == sum(seconds.values())
 
 
 def to(deployed: Deployed, configuration: Configuration, devices: str) -> Deployment:
