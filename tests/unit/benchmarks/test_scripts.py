@@ -16,8 +16,8 @@ OPTIONAL = {"vllm", "cuda.bindings"}
 WITHOUT_OPTIONS = {
     "bursts",
     "common",
-    "drop_alone",
     "deploy_served",
+    "drop_alone",
     "estimate_fleets",
     "estimate_memory",
     "estimate_report",

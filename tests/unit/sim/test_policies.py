@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -110,6 +113,20 @@ def test_what_policies_leave_unread_decides_nothing(day: Run, tmp_path: Path, mo
     monkeypatch.setattr(FleetReadings, "_earlier", property(lambda _: {}, lambda *_: None), raising=False)
     monkeypatch.setattr(balancer, "_furthest_apart", lambda instances: instances)
     assert json.dumps(small_day(tmp_path).report.document()) == json.dumps(day.report.document())
+
+
+@pytest.mark.slow
+def test_a_run_is_the_same_in_a_process_that_hashes_text_otherwise(day: Run, tmp_path: Path) -> None:
+    (tmp_path / "day.toml").write_text(SMALL_DAY)
+    code = (
+        "import json, sys\nfrom elastic.sim.run import Run\nfrom elastic.sim.scenario import read_scenario\n"
+        "run = Run(read_scenario(sys.argv[1]))\nrun.play()\nprint(json.dumps(run.report.document()))"
+    )
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", code, str(tmp_path / "day.toml")]
+    done = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=300)
+    assert done.stdout.decode().splitlines()[-1] == json.dumps(day.report.document())
 
 
 def test_a_run_that_is_interrupted_leaves_no_thread_behind() -> None:
