@@ -102,10 +102,7 @@ class ElasticModel:
             if self._streaming is not None:
                 on_model.callback(self._streaming.remove)
             if own_worker is None:  # whose steps enter and leave the gate
-                enter = model.register_forward_pre_hook(lambda module, args: self.begin_forward())
-                on_model.callback(enter.remove)
-                leave = model.register_forward_hook(lambda *_: self.end_forward(), always_call=True)
-                on_model.callback(leave.remove)
+                self._hook_forwards(model, on_model)
             self.kv.pool.listeners.append(self._pages_changed)
             memory.callback(self.kv.pool.listeners.remove, self._pages_changed)
             self.runtime.job_listeners.append(self._job_done)
@@ -115,6 +112,12 @@ class ElasticModel:
         if own_worker is not None:
             self._worker = weakref.ref(own_worker)
             _models[self._name] = self
+
+    def _hook_forwards(self, model: nn.Module, on_model: ExitStack) -> None:
+        enter = model.register_forward_pre_hook(lambda module, args: self.begin_forward())
+        on_model.callback(enter.remove)
+        leave = model.register_forward_hook(lambda *_: self.end_forward(), always_call=True)
+        on_model.callback(leave.remove)
 
     @property
     def working(self) -> bool:
