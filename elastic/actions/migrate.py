@@ -170,6 +170,7 @@ class MigrateHandler(ActionHandler):
         """Raise `StateError` or `ConfigError` for a layer that cannot go to a place, or not in part, as it is now."""
         name = units[0].name
         self._weights.require_alone(units[0].index)
+        self._weights.require_not_in_parts(units[0].index)
         self._deferred.require_settled(units, "migrate")
         if units[0].absent is Absence.DROPPED:
             raise dropped_error(name, units[0].index)

@@ -149,6 +149,7 @@ class ReleaseHandler(ActionHandler):
                 )
             require_no_gradients(unit)
             self._weights.require_alone(unit.index)
+            self._weights.require_not_in_parts(unit.index)
         leaving = [unit for unit in units if not unit.absent]
         self._require_buffers(leaving)
         return leaving

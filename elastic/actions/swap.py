@@ -173,6 +173,8 @@ class SwapHandler(ActionHandler):
             if unit.absent or precision_after(unit, action).key != unit.precision.key:
                 require_no_gradients(unit)
                 self._weights.require_alone(unit.index)
+                if precision_after(unit, action) is not unit.full:
+                    self._weights.require_not_in_parts(unit.index)
                 if unit.written:
                     _require_renewable(unit, precision_after(unit, action))
                 units.append(unit)

@@ -39,6 +39,8 @@ class ModelWeights:
         self.streamers = dict(streamers)
         self.replicas: dict[int, tuple[WeightUnit, ...]] = {}
         """Copies of layers at other places."""
+        self.kept_full: frozenset[int] = frozenset()
+        """Layers that are computed in parts, together with other ranks: of their full weights."""
         self.peers: Peers | None = None
         """The ranks that weights are fetched from, and that read those here; None: processes of this host alone."""
         self.pace: YieldingPace | None = None
@@ -85,6 +87,14 @@ class ModelWeights:
         if places:
             name = self.layers[layer].name
             raise StateError(f"{name} has a replica at {places[0]}; evict it first: rt.evict({layer}, {places[0]!r})")
+
+    def require_not_in_parts(self, layer: int) -> None:
+        """Raise `StateError` for a layer of which ranks compute parts: its full weights have to stay where they are."""
+        if layer in self.kept_full:
+            raise StateError(
+                f"{self.layers[layer].name} is computed in parts with other ranks, of its full weights; have them part "
+                "first: fleet.reshard(names, tp=1)"
+            )
 
     @property
     def dropped(self) -> tuple[int, ...]:

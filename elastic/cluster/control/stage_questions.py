@@ -242,6 +242,13 @@ class CopyLayers:
 
 
 @dataclass(frozen=True)
+class KeepFull:
+    """Refuse what would take the full weights of these layers away, and of no others: they are computed in parts."""
+
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True)
 class SetCopies:
     """Share requests out among so many copies of the layers, all of which are where these are now: `LayerPath`."""
 
@@ -335,6 +342,7 @@ StageQuestion = (
     | BeginExchange
     | PrepareLayers
     | CopyLayers
+    | KeepFull
     | SetCopies
     | PauseSteps
     | ResumeSteps

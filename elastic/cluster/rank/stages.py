@@ -21,6 +21,7 @@ from elastic.cluster.control.stage_questions import (
     EndExchange,
     FlipLayers,
     GiveUpLayers,
+    KeepFull,
     KeptLayers,
     LayersMemory,
     LosePeer,
@@ -118,7 +119,9 @@ class Stages:
             case Allot(home, sectors):
                 return engine.stages.of(home).memory.allot(sectors)
             case Recover(lost, memories, weights):
-                return engine.recovery.recover(lost, partial(self._restore, weights), memories)
+                tokens = engine.recovery.recover(lost, partial(self._restore, weights), memories)
+                self._keep_full(frozenset())
+                return tokens
         return self._exchange(question)
 
     def _exchange(self, question: StageQuestion) -> Any:
@@ -136,6 +139,8 @@ class Stages:
                 return engine.exchange.prepare(home, shards, exchange, coordinated=coordinated)
             case CopyLayers(home, shards, source, blocks, coordinated):
                 return engine.exchange.copy(home, shards, source, blocks, coordinated=coordinated)
+            case KeepFull(layers):
+                return self._keep_full(layers)
             case SetCopies(copies):
                 return engine.cohorts.set_copies(copies)
             case PauseSteps():
@@ -151,6 +156,14 @@ class Stages:
             case GiveUpLayers(home, shards):
                 return engine.exchange.give_up(home, shards)
         raise StateError(f"the fleet asked a {type(question).__name__}, which this rank does not know")
+
+    def _keep_full(self, layers: frozenset[int]) -> None:
+        """Refuse what would take the full weights of layers away, and undo what is under way or waits to."""
+        runtime = self._engine.runtime
+        added, runtime.weights.kept_full = layers - runtime.weights.kept_full, layers
+        staying = tuple(sorted(added.difference(runtime.dropped)))
+        if staying and runtime.busy:
+            runtime.apply(Restore(staying), why="they are computed in parts")
 
     @property
     def _opened(self) -> PeerHub:

@@ -186,6 +186,9 @@ class SimulatedRank:
                 return books.prepare(home, shards)
             case ask.CopyLayers(home, _, source, blocks, coordinated):
                 return self._copy(home, source, blocks, coordinated=coordinated)
+            case ask.KeepFull(layers):
+                self.weights.kept_full = layers
+                return None
             case ask.PauseSteps():
                 instance.paused = True
                 return instance.do_between(lambda: None)

@@ -44,6 +44,8 @@ class Weights:
     def __init__(self, instance: RankInstance, books: RankBooks, wires: Wires) -> None:
         self._instance, self._books, self._wires, self._model = instance, books, wires, instance.model
         self._waiting: list[tuple[int, ...]] = []  # shards that come when there is room
+        self.kept_full: frozenset[int] = frozenset()
+        """Layers that are computed in parts: they go to no variant."""
 
     def answer(self, question: Any) -> Any:
         """Answer. Raises errors of Elastic."""
@@ -89,6 +91,8 @@ class Weights:
             case Restore():
                 return self._pack(action.layers or (), packed=False)
             case Swap():
+                if parts := sorted(self.kept_full.intersection(action.layers)):
+                    raise StateError(f"layers {parts} are computed in parts with other ranks")
                 return self._pack(action.layers, packed=True)
         raise StateError(f"a simulated rank does no {type(action).__name__}")
 

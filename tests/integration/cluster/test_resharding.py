@@ -18,18 +18,21 @@ import pytest
 from transformers import LlamaConfig
 
 import elastic
-from elastic import ConfigError
+from elastic import ConfigError, StateError
 from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.fleet.groups import exchange
 from elastic.engines.base import Request
 from elastic.engines.executor.model_runner import ModelRunner
 from elastic.memory.copy_engine import ThreadCopyEngine
 from elastic.memory.weight_buffer import WeightBuffer
+from elastic.types import Action, Migrate, Release, Swap
 from elastic.weights import layer, parameter_slot
 from elastic.weights.shards import layer_cut
 from support import architectures
 from support.architectures import long_ones
 from support.cluster.shared_launcher import SharedLauncher
 from support.cluster.small_checkpoint import VOCABULARY, checkpoint, small_model
+from support.lossless_variant import HALF, exact
 from support.processes import wait_until
 from support.serving.generations import Collector, prompts, same_unless_close
 from support.wrapped_model import PAGE, small
@@ -309,6 +312,47 @@ def test_layers_that_were_not_cut_are_not_shared(serve: Callable[..., Served]) -
     served = serve("qwen3", shards=1)
     with pytest.raises(ConfigError, match="not cut"):
         served.fleet.reshard(["r0", "r1"], tp=2)
+
+
+def test_no_action_takes_full_weights_away_from_who_computes_parts_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for at each flip of a reshard, behind it, and again when the instances have parted."""
+    models = [exact(architectures.build("llama-gqa")) for _ in range(2)]
+    for number, model in enumerate(models):
+        places = [small(4 << 20, f"cpu#{number}{which}") for which in "ab"]
+        elastic.wrap(model, places=places, shards=2, variants=[HALF])
+    actions: list[Action] = [Swap((0, 1), "half"), Release((0, 1)), Migrate((0, 1), "cpu#1b")]
+    heard, requests = Collector(), [Request(prompt, 40) for prompt in prompts([9, 17, 40], architectures.VOCAB)]
+    refused: list[str] = []
+    with Fleet.of(*models, engine=ENGINE, beat_timeout_s=60) as fleet:
+
+        def try_all() -> None:
+            for action in actions:
+                with pytest.raises(StateError, match=r"in parts|dropped") as refusal:
+                    fleet.apply("r1", action)
+                refused.append(str(refusal.value))
+
+        def flip(*given: Any, **options: Any) -> Any:
+            try_all()
+            done = flip_layers(*given, **options)
+            try_all()
+            return done
+
+        flip_layers = exchange.flip_layers
+        monkeypatch.setattr(exchange, "flip_layers", flip)
+        for request in requests:
+            fleet.submit(request, heard)
+        assert fleet.reshard(["r0", "r1"], tp=2, layers_per_step=1).status == "applied"
+        monkeypatch.undo()
+        try_all()
+        heard.wait([request.id for request in requests])
+        assert any("fleet.reshard(names, tp=1)" in each for each in refused)
+        assert fleet.reshard(["r0"], tp=1).status == "applied"
+        assert fleet.apply("r1", actions[0])[0].status == "applied"
+    for model in models:
+        elastic.unwrap(model)
+    for request in requests:
+        assert heard.ends[request.id].finish == "length", heard.ends[request.id]
+        assert same_unless_close(models[0], request.prompt, heard.tokens[request.id])
 
 
 # -- processes

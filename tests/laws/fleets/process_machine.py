@@ -9,7 +9,7 @@ import random
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -25,6 +25,9 @@ from support.processes import FORKSERVER, alive, held, shared_memory, shared_mem
 from support.serving.generations import Collector, prompts, same_unless_close
 
 PROMPTS = prompts([3, 9, 17, 40, 70, 121], VOCABULARY, seed=5)
+BEGINNING = prompts([130], VOCABULARY, seed=7)[0]
+LIKE_OTHERS = [*PROMPTS, BEGINNING[:20], BEGINNING[:33] + PROMPTS[1], BEGINNING[:70], BEGINNING]
+"""Prompts of which some begin as others do."""
 TOKENS = (20, 60, 150)
 LIVE = 6
 """Requests that run all the time."""
@@ -34,7 +37,7 @@ TIGHT = f"cpu={(WEIGHTS + (7 + 3 * LAYERS) * PAGE) >> 10}KiB"
 """Three sectors of KV: one is kept for a drop, the others are for one of the longest requests, and little else."""
 LONGEST_PAGES = 3 * LAYERS
 """Of the longest request, in whole sectors."""
-ENGINE = {"block_tokens": 8, "max_batch_tokens": 64, "share_prefixes": False}
+ENGINE = {"block_tokens": 8, "max_batch_tokens": 64}
 SOON_S, BEAT_S = 2.0, 6.0
 REFUSALS = (ConfigError, StateError, Overloaded, CapacityError)
 
@@ -42,8 +45,9 @@ REFUSALS = (ConfigError, StateError, Overloaded, CapacityError)
 class Traffic(Collector):
     """So many requests all the time: one that ends is followed by the next."""
 
-    def __init__(self, fleet: Fleet, chance: random.Random) -> None:
+    def __init__(self, fleet: Fleet, chance: random.Random, prompts: Sequence[tuple[int, ...]]) -> None:
         super().__init__()
+        self._prompts = prompts
         self.asked: dict[str, Request] = {}
         self.cancelled: set[str] = set()
         self._fleet, self._chance = fleet, chance
@@ -103,7 +107,7 @@ class Traffic(Collector):
             if not self._flows:
                 return
             name = f"request-{next(self._numbers)}"
-            request = Request(self._chance.choice(PROMPTS), self._chance.choice(TOKENS), id=name)
+            request = Request(self._chance.choice(self._prompts), self._chance.choice(TOKENS), id=name)
             self.asked[name] = request
             try:
                 self._fleet.submit(request, self)
@@ -114,9 +118,9 @@ class Traffic(Collector):
 class ProcessMachine:
     """One fleet, and what is done to it. Verbs are called one after another, kills and stops fall in between."""
 
-    def __init__(self, fleet: Fleet, seed: int) -> None:
-        self.fleet, self.chance = fleet, random.Random(seed)
-        self.traffic = Traffic(fleet, random.Random(seed + 1))
+    def __init__(self, fleet: Fleet, seed: int, *, sharded: bool = False) -> None:
+        self.fleet, self.chance, self._sharded = fleet, random.Random(seed), sharded
+        self.traffic = Traffic(fleet, random.Random(seed + 1), LIKE_OTHERS if sharded else PROMPTS)
         self.done: list[str] = []
         """What was done, for who reads of a failure."""
         self.deadly, self.killed = False, set[int]()
@@ -145,7 +149,7 @@ class ProcessMachine:
             (self.drop_as_much, 4), (self.drop_by_hand, 4), (self.restore, 3), (self.merge, 2), (self.split, 2),
             (self.migrate, 2), (self.replicate, 2), (self.evict, 1), (self.move, 4), (self.cancel, 2),
             (self.resize, 3), (self.swap, 3), (self.swap_back, 2), (self.stand_still, 2), (self.wait_a_little, 3),
-            (self.kill, 4 if self.deadly else 0),
+            (self.kill, 4 if self.deadly else 0), (self.share, 12 * self._sharded), (self.part, 6 * self._sharded),
         ]  # fmt: skip
         (verb,) = self.chance.choices([verb for verb, _ in verbs], [weight for _, weight in verbs])
         self.done.append(verb.__name__)
@@ -212,6 +216,18 @@ class ProcessMachine:
 
     def restore(self) -> None:
         self.fleet.restore(self.any_rank() if self.chance.random() < 0.5 else None, timeout_s=SOON_S)
+
+    def share(self) -> None:
+        """Have two ranks share every layer."""
+        self.reshard(self.two_ranks(), 2)
+
+    def part(self) -> None:
+        """Have a rank, and who shares its layers, compute all of them again."""
+        self.reshard([self.any_rank()], 1)
+
+    def reshard(self, ranks: Iterable[str], tp: int) -> None:
+        most = self.chance.choice([None, 1, 2])
+        self.fleet.reshard(list(dict.fromkeys(ranks)), tp=tp, layers_per_step=most, timeout_s=SOON_S)
 
     def merge(self) -> None:
         self.fleet.merge(*self.two_ranks())
@@ -295,17 +311,19 @@ def signal_to(pid: int, what: signal.Signals) -> None:
 
 @contextmanager
 def machine(
-    launcher: SharedLauncher, ranks: int, seed: int, policy: Overload | None = None
+    launcher: SharedLauncher, ranks: int, seed: int, policy: Overload | None = None, *, sharded: bool = False
 ) -> Iterator[ProcessMachine]:
     """Give a machine over a fleet of processes, of which nothing is left in the end.
 
-    A policy has less memory, and no variant, which it would rather take.
+    A policy has less memory, and no variant, which it would rather take. With `sharded` layers are cut, and requests
+    share what they begin with.
     """
     shm, before = shared_memory(), held()
-    options: dict[str, Any] = {"engine": ENGINE, "launch": launcher, "policy": policy}
+    engine = ENGINE | {"share_prefixes": sharded}
+    options: dict[str, Any] = {"engine": engine, "launch": launcher, "policy": policy, "shards": 1 + sharded}
     options |= {"places": [PLACE], "wrap": {"variants": [HALF]}} if policy is None else {"places": [TIGHT]}
     with Fleet(checkpoint(), ranks=ranks, beat_timeout_s=BEAT_S, **options) as fleet:
-        one = ProcessMachine(fleet, seed)
+        one = ProcessMachine(fleet, seed, sharded=sharded)
         yield one
         pids, addresses = one.pids().values(), list(fleet._groups.ranks._addresses.values())
     wait_until(lambda: not any(map(alive, pids)), "a rank is left")

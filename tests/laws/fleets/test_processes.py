@@ -15,14 +15,22 @@ AT_ONCE = Overload(
 )
 
 
-def run(launcher: SharedLauncher, ranks: int, seed: int, actions: int, policy: Overload | None = None) -> None:
+def run(
+    launcher: SharedLauncher,
+    ranks: int,
+    seed: int,
+    actions: int,
+    policy: Overload | None = None,
+    *,
+    sharded: bool = False,
+) -> None:
     """Have a fleet live through random actions, first without deaths: then nothing at all is computed twice."""
-    with machine(launcher, ranks, seed, policy) as one:
+    with machine(launcher, ranks, seed, policy, sharded=sharded) as one:
         one.run(actions, deadly=False)
         least, most = one.traffic.computed_once()
         totals = one.fleet.status().totals
         assert (totals.ranks_lost, totals.recomputed_tokens) == (0, 0)
-        assert least <= one.computed() <= most
+        assert (0 if sharded else least) <= one.computed() <= most  # what requests begin with is computed once
         one.run(actions, deadly=True)
 
 
@@ -34,6 +42,19 @@ def test_every_request_gets_its_tokens_once_whatever_processes_do(launcher: Shar
 @pytest.mark.slow
 def test_every_request_gets_its_tokens_once_whatever_processes_and_a_policy_do(launcher: SharedLauncher) -> None:
     run(launcher, 2, 4, ONCE, AT_ONCE)
+
+
+@pytest.mark.slow
+def test_every_request_gets_its_tokens_once_whatever_processes_that_share_layers_do(launcher: SharedLauncher) -> None:
+    run(launcher, 2, 4, ONCE, sharded=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(40, 50))
+def test_every_request_gets_its_tokens_once_whatever_processes_that_share_layers_do_for_long(
+    launcher: SharedLauncher, seed: int
+) -> None:
+    run(launcher, 2 + seed % 2, seed, MANY, sharded=True)
 
 
 @pytest.mark.long

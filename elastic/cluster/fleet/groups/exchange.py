@@ -14,6 +14,7 @@ from elastic.cluster.control.stage_questions import (
     AttachStage,
     CloseStage,
     DetachStage,
+    KeepFull,
     OpenStage,
     PauseSteps,
     ResumeSteps,
@@ -83,10 +84,13 @@ class Exchange:
             return self._run()
         finally:
             self._join_copies()
+            with suppress(ElasticError):  # it is lost, and `Recover` ends it
+                self._keep_full(self.group.shape)
 
     def _run(self) -> Exchanged:
         group = self.group
         try:
+            self._keep_full(group.shape, self.target)
             rooms = self._ranks.measure(group.members)
             group.shape = group.shape.altered(weights={rank: room.resident for rank, room in rooms.items()})  # by hand
             require_droppable(self._ranks, group.shape.leaving(self.target))
@@ -186,6 +190,12 @@ class Exchange:
             self._restored = {**self._restored, rank: first[rank]}
         self._did("layers restored from variants")
         return self._ranks.measure(rooms)
+
+    def _keep_full(self, *shapes: Shape) -> None:
+        """Have ranks keep the full weights of layers that they compute parts of in one of these shapes."""
+        if self.group.shape.shards > 1:
+            parts = {rank: frozenset().union(*(each.in_parts(rank) for each in shapes)) for rank in shapes[0].members}
+            self._ranks.ask_all({rank: KeepFull(layers) for rank, layers in parts.items()})
 
     def _has_full(self, rank: str) -> bool:
         return not self._ranks.measure([rank])[rank].in_variant

@@ -78,6 +78,12 @@ class Shape:
         """Return what a rank computes: home -> shards."""
         return {home: shards for home, path in self.paths.items() if (shards := path.shards_of(rank))}
 
+    def in_parts(self, rank: str) -> frozenset[int]:
+        """Return the layers that a rank computes together with others, for an instance."""
+        layers = range(self.layers)
+        copies = ((layer, copy) for path in self.paths.values() for layer in layers for copy in path.copies_of(layer))
+        return frozenset(layer for layer, copy in copies if len(copy) > 1 and rank in copy)
+
     def needs(self, rank: str) -> frozenset[int]:
         """Return the shards whose weights a rank needs."""
         return frozenset(shard % self.numbers for shards in self.shards_at(rank).values() for shard in shards)
