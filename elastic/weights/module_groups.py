@@ -38,11 +38,12 @@ def merge_units(units: Sequence[WeightUnit], names: Collection[str], pool: PageP
 
 def remainder(unit: WeightUnit, names: Collection[str]) -> WeightUnit:
     """Make the unit that is left when some parameters go elsewhere: in the same block, where they lie now."""
+    left = unit.precision.without(names)
     rest = WeightUnit(
         unit.layer,
         unit.pool,
         {name: slot for name, slot in unit.slots.items() if name not in names},
-        unit.layout.without(names),
+        unit.layout.without(names) if left.variants else left.layout,
         part=unit.part,
         compute_device=unit.compute_device,
         transfers=unit.transfers,
@@ -51,7 +52,7 @@ def remainder(unit: WeightUnit, names: Collection[str]) -> WeightUnit:
     rest.writes = unit.writes
     rest.was_written = unit.written
     rest.host_copies = {name: kept for name, kept in unit.host_copies.items() if name not in names}
-    rest.precision = unit.precision.without(names) if unit.precision.variants else rest.precisions.full
+    rest.precision = left if left.variants else rest.precisions.full
     rest.precisions.made[rest.precision.key] = rest.precision
     rest.blocks = {rest.precision.key: unit.blocks[unit.precision.key]}
     return rest

@@ -72,6 +72,26 @@ def test_a_layer_migrates_in_its_variant_and_is_swapped_where_it_is(variant: str
     assert_same_bits(model, before)
 
 
+def test_a_layer_whose_only_packed_module_leaves_is_in_full_as_it_lies(wrapped: Any) -> None:
+    """Else it could hold more pages than counted for its full weights, so that others found no room to return."""
+    model = build("mistral-sliding")
+    expected = model(**prompt()).logits
+    rt = wrapped(model, two_places(), variants=("int8",)).elastic
+    module = "self_attn.o_proj"
+    rt.apply([elastic.Swap((2,), "int8", (f"{module}.weight",))])
+    rt.migrate(f"model.layers.2.{module}", "cpu#b")
+    layer = rt.weights.layers[2]
+    assert layer.precision is layer.full
+    assert layer.held_pages == layer.pages_in(layer.full) == layer.pages
+    rt.swap(2, "int8")
+    rt.restore(2)
+    assert layer.precision is layer.full
+    assert torch.equal(model(**prompt()).logits, expected)
+    rt.migrate(2, "cpu#a")
+    assert torch.equal(model(**prompt()).logits, expected)
+    rt.check()
+
+
 def test_pages_go_with_the_weights(wrapped: Any) -> None:
     model = build("llama-gqa")
     rt = wrapped(model, two_places()).elastic
