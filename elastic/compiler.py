@@ -27,6 +27,8 @@ DISABLE = "ELASTIC_DISABLE_COMPILE"
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 _COMPILERS = ("c++", "g++", "clang++")
 _MOST_S = 120
+_DIGEST_BYTES = hashlib.sha256().digest_size
+"""Behind each library in its file: loaders read no further than it says itself."""
 
 
 class CompileError(Exception):
@@ -71,7 +73,10 @@ def load_compiled(source: Path, *functions: str) -> ctypes.CDLL:
 
 
 def _loaded(path: Path, functions: Sequence[str]) -> ctypes.CDLL:
-    """Load a library. Raises `OSError` where it is none, `AttributeError` where it lacks one of its functions."""
+    """Load a library. Raises `OSError` where it is not what was written, `AttributeError` where it lacks a function."""
+    content = path.read_bytes()
+    if hashlib.sha256(content[:-_DIGEST_BYTES]).digest() != content[-_DIGEST_BYTES:]:
+        raise OSError(f"{path} is damaged")  # to load one that was cut off ends the process
     library = ctypes.CDLL(str(path))
     try:
         for function in functions:
@@ -119,6 +124,8 @@ def _compile(command: list[str], source: Path, library: Path) -> None:
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / library.name
             subprocess.run([*command, "-o", str(made), str(source)], check=True, capture_output=True, timeout=_MOST_S)
+            with made.open("r+b") as file:
+                file.write(hashlib.sha256(file.read()).digest())
             made.replace(library)
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines() or [f"it ended with {error.returncode}"]

@@ -73,12 +73,16 @@ def test_a_library_says_whether_the_processor_runs_it(source: Path, supported: i
 
 
 @compiles
-def test_a_damaged_library_is_compiled_again(source: Path) -> None:
+@pytest.mark.parametrize("stays", [20, 0.3, 0.6, 1.0])
+def test_a_damaged_library_is_compiled_again(source: Path, stays: float) -> None:
     load_compiled(source)
     (library,) = libraries(source)
+    whole = library.read_bytes()
     library.unlink()  # the one that is loaded stays what it is
-    library.write_bytes(b"\x7fELF, and no more")
+    left = whole[: int(stays * len(whole)) - 1 if stays <= 1 else int(stays)]
+    library.write_bytes(left)
     assert in_another_process(source) == "42\n"
+    assert len(library.read_bytes()) == len(whole)
 
 
 def test_what_a_compiler_says_is_said(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
