@@ -85,7 +85,12 @@ class IntegerFormat(Format):
 
     def repack(self, parts: PackedTensors, target: KernelTarget) -> PackedTensors:
         """Return the parts of the same [outputs, inputs] matrix for another target, with the very same codes."""
-        return parts if target == self.target else replace(self, target=target).pack(self.layout.unpack(parts))
+        if target == self.target:
+            return parts
+        codes = self.layout.unpack(parts)
+        if self.config.symmetric:  # zero points cannot be read where a scale is zero, or no number
+            codes = replace(codes, zeros=torch.full_like(codes.zeros, 2 ** (self.config.bits - 1)))
+        return replace(self, target=target).pack(codes)
 
 
 register(Integers, IntegerFormat)

@@ -56,6 +56,20 @@ def test_bytes_for_other_instructions_are_repacked(
     assert all(torch.equal(repacked[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("scale", [0.0, torch.nan], ids=str)
+@pytest.mark.parametrize("config", [Integers(8, 32, True), Integers(8, -1, True), Integers(4, 32, True)], ids=str)
+def test_symmetric_codes_are_repacked_whatever_their_scales(config: Integers, scale: float) -> None:
+    matrix, home, other = MatrixShape(32, 64), KernelTarget("cpu", "AVX2"), KernelTarget("cuda", "sm90")
+    original = round_to_nearest(torch.randn(32, 64, generator=torch.Generator().manual_seed(0)), config)
+    original.scales[::3, 0] = scale
+    parts = pack(config, original, home)
+    there = format_of(config)(config, matrix, home).repack(parts, other)
+    back = format_of(config)(config, matrix, other).repack(there, home)
+    assert torch.equal(unpack(config, back, matrix, home).codes, original.codes)
+    value = format_of(config)(config, matrix, other).value(there)
+    assert torch.allclose(value, original.value(), rtol=2**-8, equal_nan=True)
+
+
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
 @pytest.mark.slow
 def test_nibbles_lie_as_the_kernel_of_each_instruction_set_wants_them(capability: str) -> None:
