@@ -6,6 +6,7 @@ With one query token the query heads of a group are simply several queries of on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -35,6 +36,7 @@ def key_by_query(
     query: [batch, kv_heads, n, dim], key: [batch, kv_heads, k, dim], value: [batch, kv_heads, k, value_dim], mask:
     [batch or 1, 1, 1, k] or None, all of one dtype. Returns [batch, kv_heads, n, value_dim].
     """
+    query, scaling = _within_range(query, scaling)
     products = torch.bmm(key.flatten(0, 1), query.flatten(0, 1).transpose(1, 2))
     return _weigh(products.transpose(1, 2).contiguous(), query.shape, value, mask, scaling)
 
@@ -47,8 +49,21 @@ def query_by_key(
     query: [batch, kv_heads, n, dim], key: [batch, kv_heads, k, dim], value: [batch, kv_heads, k, value_dim], mask:
     [batch or 1, 1, 1, k] or None, all of one dtype. Returns [batch, kv_heads, n, value_dim].
     """
+    query, scaling = _within_range(query, scaling)
     products = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))
     return _weigh(products, query.shape, value, mask, scaling)
+
+
+def _within_range(query: torch.Tensor, scaling: float) -> tuple[torch.Tensor, float]:
+    """Take the power of two out of a scaling below 1, for queries, [..., dim], in float16; others are as they were.
+
+    Products that are still to be scaled may be beyond its range, which ends at 65,504. Powers of two round no query
+    but one that is next to nothing.
+    """
+    exponent = math.frexp(scaling)[1] - 1
+    if query.dtype != torch.float16 or exponent >= 0:
+        return query, scaling
+    return query * 2.0**exponent, scaling * 2.0**-exponent
 
 
 def _weigh(

@@ -75,6 +75,14 @@ def test_every_kernel_is_as_exact_as_the_stock_one(
     assert float((out.double() - exact).abs().max()) <= allowed
 
 
+@pytest.mark.parametrize("scaling", [128**-0.5, 0.3])
+@pytest.mark.parametrize("name", KERNELS)
+def test_products_beyond_float16_are_scaled_before_they_are_infinite(name: str, scaling: float) -> None:
+    value, key = states("head_major", dim=128).half(), 24 * states("head_major", dim=128).sign().half()
+    query = key[:, :, 7:11].clone()  # 128 * 24 ** 2 is 73,728
+    assert torch.equal(KERNELS[name](query, key, value, None, scaling), value[:, :, 7:11])
+
+
 @pytest.mark.parametrize("masked", ["bool", "additive"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_token_that_sees_nothing_gets_zeros(name: str, masked: str) -> None:
