@@ -21,7 +21,7 @@ from elastic.cluster.fleet.records.requests import RequestRecord, Resumption
 from elastic.cluster.rank.client import RankClient
 from elastic.cluster.rank.spec import RankSpec
 from elastic.engines.core.kv_state import KVDirectory
-from elastic.errors import ConfigError, StateError
+from elastic.errors import ConfigError
 from elastic.memory.backends.shared_file import host_name
 
 logger = logging.getLogger(__name__)
@@ -58,11 +58,12 @@ class Membership:
             with self._lock:
                 self._require_fitting(client.hello)
                 instance = self._add(client, spec, launcher, memory)
-        except (ConfigError, StateError) as error:
+        except BaseException as error:  # also what ends the calling thread
             if memory is not None:
                 memory.close()
-            self._log.add("refused", rank=client.hello.name, why=str(error))
-            client.refuse(str(error))
+            why = str(error) or type(error).__name__
+            self._log.add("refused", rank=client.hello.name, why=why)
+            client.refuse(why)
             raise
         self._log.add("joined", rank=instance.name, instance=instance.name)
         return instance
@@ -83,7 +84,7 @@ class Membership:
         dispatcher.instances[instance.name] = instance
         try:
             client.listen(partial(dispatcher.heard, instance), partial(self.lost, instance))
-        except StateError:
+        except BaseException:
             del dispatcher.instances[instance.name]
             raise
         self.facts = self.facts or hello.model

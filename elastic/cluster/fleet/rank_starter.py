@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,6 +31,39 @@ def rank_count(ranks: Any) -> int:
     count = len(ranks) if is_given else ranks
     require(is_integer(count) and count >= 1, "ranks", ranks, "at least 1, or for each rank its places")
     return int(count)
+
+
+class _Starts:
+    """Ranks that are started side by side; those that were not taken end with it, also such as come after that."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._lock = clock.current().lock()
+        self._left: list[RankClient] = []
+        self._over = False
+
+    def start(self, spec: RankSpec) -> RankClient:
+        """Start a rank, on a thread of its own."""
+        client = self._launcher.start(spec)
+        with self._lock:
+            if not self._over:
+                self._left.append(client)
+                return client
+        client.kill("nobody waits for it any more")
+        raise StateError(f"nobody waits for rank {spec.name!r} any more")
+
+    def take(self, client: RankClient) -> RankClient:
+        """Return a rank of which somebody else sees to its end from now on."""
+        with self._lock:
+            self._left.remove(client)
+        return client
+
+    def end(self) -> None:
+        """End what was not taken."""
+        with self._lock:
+            self._over = True
+        for client in self._left:
+            client.kill("nobody waits for it any more")
 
 
 class RankStarter:
@@ -99,17 +133,19 @@ class RankStarter:
         """Start ranks side by side, and have them join in this order; return their names.
 
         Raises the first error when all others have joined; `ConfigError` before any is started where this host has
-        less memory than they would have together.
+        less memory than they would have together. Where the wait is interrupted those that had not joined end.
         """
         self._require_memory(specs)
-        starts = [partial(self.launcher.start, spec) for spec in specs]
-        started = clock.current().run_together(starts, "elastic-fleet-start")
         names, errors = [], []
-        for spec, client in zip(specs, started, strict=True):
-            try:
-                names.append(self._join(client.result(), spec).name)
-            except ElasticError as error:
-                errors.append(error)
+        with ExitStack() as stack:
+            starts = _Starts(self.launcher)
+            stack.callback(starts.end)
+            calls = [partial(starts.start, spec) for spec in specs]
+            for spec, client in zip(specs, clock.current().run_together(calls, "elastic-fleet-start"), strict=True):
+                try:
+                    names.append(self._join(starts.take(client.result()), spec).name)
+                except Exception as error:  # whatever it is, it is of one rank: the others are there, and join
+                    errors.append(error)
         if errors:
             raise errors[0]
         return tuple(names)
@@ -130,7 +166,7 @@ class RankStarter:
         instance = self._members.join(client, spec, self.launcher.name)
         try:
             self.on_joined(instance)
-        except ElasticError as error:
+        except BaseException as error:  # also what ends the calling thread
             instance.leaving = True
             client.kill(f"it cannot serve: {error}")
             raise

@@ -1,0 +1,90 @@
+"""Ranks that are started together: all that have come join, or end; none is left over, whatever is raised."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.rank.spec import RankSpec
+from support.cluster.fake_rank import FakeLauncher
+from support.processes import wait_until
+
+
+@contextmanager
+def serving(launcher: FakeLauncher) -> Iterator[Fleet]:
+    """A fleet of one rank, of which nothing is left at the end."""
+    fleet = Fleet("no model", launch=launcher, beat_timeout_s=1e6, hang_timeout_s=1e6, replace=False)
+    fleet.start()
+    try:
+        yield fleet
+    finally:
+        fleet.stop(drain=False)
+    assert all(rank.lost for rank in launcher.ranks.values())
+
+
+def present(fleet: Fleet) -> list[str]:
+    return [instance.name for instance in fleet.status().instances]
+
+
+@pytest.mark.parametrize("error", [OSError("too many open files"), MemoryError("no memory")])
+def test_what_one_rank_raises_keeps_no_other_from_joining(error: Exception) -> None:
+    class Failing(FakeLauncher):
+        def start(self, spec: RankSpec) -> Any:
+            if spec.name == "r2":
+                raise error
+            return super().start(spec)
+
+    with serving(Failing()) as fleet:
+        with pytest.raises(type(error), match=str(error)):
+            fleet.scale_out(3)
+        assert present(fleet) == ["r0", "r1", "r3"]
+
+
+def test_ranks_end_that_had_not_joined_when_an_interrupt_came() -> None:
+    loads = threading.Event()
+
+    class Interrupted(FakeLauncher):
+        def start(self, spec: RankSpec) -> Any:
+            if spec.name == "r2":
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+                assert loads.wait(20)
+            return super().start(spec)
+
+    launcher = Interrupted()
+    with serving(launcher) as fleet:
+        with pytest.raises(KeyboardInterrupt):
+            fleet.scale_out(2)
+        assert launcher.ranks["r1"].lost
+        loads.set()
+        wait_until(lambda: "r2" in launcher.ranks and launcher.ranks["r2"].lost, "it came, and nobody has ended it")
+        assert present(fleet) == ["r0"]
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize("where", ["listen", "joined"])
+def test_a_rank_ends_that_could_not_join(where: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    class Failing(FakeLauncher):
+        def start(self, spec: RankSpec) -> Any:
+            rank = super().start(spec)
+            if spec.name == "r1" and where == "listen":
+                rank.listen = fail
+            return rank
+
+    launcher = Failing()
+    with serving(launcher) as fleet:
+        if where == "joined":
+            fleet._starter.on_joined = fail
+        with pytest.raises(type(error)):
+            fleet.add()
+        assert launcher.ranks["r1"].lost
+        assert present(fleet) == ["r0"]
+        assert fleet.status().totals.ranks_lost == 0
