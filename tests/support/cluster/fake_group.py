@@ -96,6 +96,9 @@ class GroupRank(FakeRank):
         self.cap: int | None = None
         self.committed = ALONE
         self.stuck = False
+        self.defers = False
+        """Whether weights that are to come wait for pages."""
+        self.awaited: set[int] = set()
         self.step_s, self.step_memory = 0.0, StepPages()
         self.guests: dict[str, Guest] = {}
         self.stages: set[str] = set()
@@ -334,13 +337,17 @@ class GroupRank(FakeRank):
             return (PlanStep(action, "applied", 0, 0, 0, 0.0),)
         before, shards = self.weights(), set(action.shards)
         if isinstance(action, Drop):
-            assert shards <= self.resident
+            assert shards <= self.resident | self.awaited
             assert shards.isdisjoint(self.needed), "weights that steps are computed with are dropped"
             self.resident -= shards
+            self.awaited -= shards
             return (Change("applied", (), released_bytes=(before - self.weights()) * 4096),)
         if isinstance(action, Fetch):
             told: list[Any] = list(action.sources)
             assert shards == set().union(*(theirs for _, theirs in told))
+        if self.defers:
+            self.awaited |= shards
+            return (Change("deferred", (), tuple(by_layer(shards, self.path.shards))),)
         self._need(self.weights(self.resident | shards) - before)
         self.resident |= shards
         return (Change("applied", (), moved_bytes=(self.weights() - before) * 4096),)

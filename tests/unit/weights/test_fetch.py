@@ -200,6 +200,25 @@ def test_a_fetch_waits_for_caches_and_completes_as_they_end(wrapped: Any) -> Non
     assert (rt.events()[-1].why, rt.events()[-1].outcome) == ("pages came free", "applied")
 
 
+def test_a_drop_ends_the_wait_of_a_fetch(wrapped: Any) -> None:
+    model = build("llama-gqa")
+    source = wrapped(build("llama-gqa"), COARSE).elastic.weights_source([1, 2])
+    rt = wrapped(model, tight(model, 14), kv_layout="token_major").elastic
+    rt.drop([1, 2])
+    cache, most = elastic.ElasticCache(model), rt.kv.maximum_bytes
+    for index in range(3):
+        cache.update(*torch.zeros(2, 1, 2, 250, 8), index)
+    assert rt.fetch([1, 2], source).deferred == (1, 2)
+    assert rt.drop([1, 2]).status == "applied"
+    assert rt.kv.capacity_bytes == most, "pages are kept back for what nobody waits for"
+    del cache
+    gc.collect()
+    wait_for_the_janitor()
+    rt.apply(())
+    assert rt.dropped == (1, 2)
+    assert rt.fetch([1, 2], source).layers == (1, 2)
+
+
 def test_a_fetch_waits_for_pages_that_another_model_has(wrapped: Any) -> None:
     rt = wrapped(build("llama-gqa")).elastic
     peer = wrapped(build("llama-gqa"), COARSE).elastic

@@ -232,14 +232,14 @@ class Exchange:
             self.counts.stalled_ms = max(self.counts.stalled_ms, (self._deadline.seconds - began_s) * 1e3)
 
     def _change(self, transition: Transition) -> None:
-        self._drop_unneeded(self.group.members)
+        self.counts.freed_bytes += self._drop_unneeded(self.group.members, self.target.weights)
         while transition.rounds:
             self._take_round(transition.rounds[0])
             transition = self._rest(transition.rounds[0], replace(transition, rounds=transition.rounds[1:]))
         self._fetch(self.target.weights)
 
     def _take_round(self, flips: FlipRound) -> None:
-        wanted: dict[str, set[int]] = {}
+        wanted, before = dict[str, set[int]](), self.group.shape.weights
         for flip in flips:
             wanted.setdefault(flip.target, set()).update(self.group.shape.weights_of(flip))
         self._fetch(wanted)
@@ -247,8 +247,10 @@ class Exchange:
         self._did(f"{self.counts.flips} layers flipped")
         if lost := next((error for error in failed if isinstance(error, RankLost)), None):
             raise lost
-        self._drop_unneeded(dict.fromkeys(flip.source for flip in flips))
+        sources = dict.fromkeys(flip.source for flip in flips)
+        self.counts.freed_bytes += self._drop_unneeded(sources, self.target.weights)
         if failed:
+            self._drop_unneeded(wanted, before)  # what has come for them
             raise failed[0]
 
     def _rest(self, done: FlipRound, rest: Transition) -> Transition:
@@ -299,15 +301,17 @@ class Exchange:
         counts.copy_s += done.copy_s
         counts.stalled_ms = max(counts.stalled_ms, done.stalled_ms)
 
-    def _drop_unneeded(self, ranks: Iterable[str]) -> None:
-        """Drop the weights at ranks that no instance needs there, and that are not to stay, side by side."""
+    def _drop_unneeded(self, ranks: Iterable[str], staying: Mapping[str, frozenset[int]]) -> int:
+        """Drop the weights at ranks that no instance needs there, and that are not to stay; return how many bytes."""
         shape = self.group.shape
-        kept = {rank: shape.kept(rank, self.target.weights) for rank in ranks}
+        kept = {rank: shape.kept(rank, staying) for rank in ranks}
         gone = {rank: sorted(shape.weights[rank] - kept[rank]) for rank in kept if shape.weights[rank] - kept[rank]}
         asked = {rank: (Drop(shards=tuple(shards)),) for rank, shards in gone.items()}
+        freed_bytes = 0
         for rank, change in self._apply(asked):
             self.group.shape = self.group.shape.altered(weights={rank: kept[rank]})
-            self.counts.freed_bytes += change.released_bytes
+            freed_bytes += change.released_bytes
+        return freed_bytes
 
     def _fetch(self, wanted: Mapping[str, Iterable[int]]) -> None:
         """Have the weights of shards at ranks, side by side, from the other ranks that have them, or the checkpoint.
@@ -368,8 +372,12 @@ class Exchange:
             raise error
 
     def _await(self, rank: str, shards: Sequence[int]) -> None:
-        """Wait for weights that come when requests have given up pages. Raises `StateError` where it takes too long."""
+        """Wait for weights that come when requests have given up pages.
+
+        Raises `StateError` where it takes too long: then the rank waits for them no more, and has none of them.
+        """
         if not self._caps.until(lambda: self._ranks.measure([rank])[rank].resident.issuperset(shards)):
+            self._ranks.ask(rank, Apply((Drop(shards=tuple(shards)),), "by the fleet"))
             layer = shards[0] // self.group.shape.shards
             raise StateError(f"the weights of layer {layer} wait at rank {rank!r} for pages that live requests need")
 

@@ -19,6 +19,7 @@ from elastic import CapacityError, ConfigError, StateError
 from elastic.cluster.control.stage_questions import (
     AttachStage,
     BeginExchange,
+    CopyLayers,
     FlipLayers,
     LosePeer,
     MeetPeers,
@@ -446,6 +447,43 @@ def test_a_flip_that_fails_leaves_a_group_that_serves_on(fleets: Any, question: 
         rank.fill()
         rank.check()
     assert fleet.drop(layers={"r0": range(3, 6), "r1": range(3)}).status == "applied"
+    assert fleet.restore().status == "applied"
+    assert_alone(fleet, [a, b])
+
+
+@pytest.mark.parametrize("question", [PrepareLayers, CopyLayers, FlipLayers])
+def test_weights_that_came_for_a_flip_that_failed_leave_again(fleets: Any, question: type) -> None:
+    fleet, (a, b) = fleets()
+    fleet.drop(layers={"r0": range(3, 6), "r1": range(3)})
+    for rank in (a, b):
+        rank.committed = 2
+    had, blocks = [set(rank.resident) for rank in (a, b)], [rank.cap for rank in (a, b)]
+    a.fails = b.fails = lambda asked: StateError("the copy failed") if isinstance(asked, question) else None
+    restored = fleet.restore()
+    assert (restored.status, restored.flips, restored.why) == ("deferred", 0, "the copy failed")
+    assert restored.fetched_bytes > 0
+    assert [rank.resident for rank in (a, b)] == had
+    assert [rank.cap for rank in (a, b)] == blocks, "keys and values have the room that they had"
+    for rank in (a, b):
+        rank.fill()
+        rank.check()
+        rank.committed, rank.fails = 2, lambda asked: None
+    assert fleet.restore().status == "applied"
+    assert_alone(fleet, [a, b])
+
+
+def test_weights_that_did_not_come_in_time_are_waited_for_no_more(fleets: Any) -> None:
+    fleet, (a, b) = fleets()
+    fleet.drop(layers={"r0": range(3, 6), "r1": range(3)})
+    for rank in (a, b):
+        rank.committed = 2
+    had, a.defers = set(a.resident), True
+    restored = fleet.restore(timeout_s=0.05)
+    assert restored.status == "deferred"
+    assert "wait at rank 'r0' for pages" in restored.why
+    assert a.resident == had
+    assert not a.awaited, "they come later, and nobody knows of it"
+    a.defers = False
     assert fleet.restore().status == "applied"
     assert_alone(fleet, [a, b])
 
