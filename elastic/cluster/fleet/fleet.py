@@ -7,8 +7,9 @@ import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Self, get_args
 
 from elastic import clock
@@ -32,21 +33,12 @@ from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.cluster.fleet.refusals import longest_request, require_timeout
 from elastic.cluster.fleet.supervisor import Supervisor
 from elastic.cluster.launch.base import Launcher
-from elastic.cluster.rank.spec import options_of
+from elastic.cluster.rank.spec import RankSpec, options_of
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.base import GrammarCompiler, Listener, Request
 from elastic.engines.sampling import require_valid
 from elastic.engines.stopping import with_ends
-from elastic.errors import (
-    ConfigError,
-    ElasticError,
-    StateError,
-    is_integer,
-    require,
-    require_count,
-    require_flag,
-    require_whole,
-)
+from elastic.errors import ConfigError, ElasticError, StateError, is_integer, require, require_count, require_flag
 from elastic.planning.sharding.share import shares
 
 _fleets: weakref.WeakSet[Fleet] = weakref.WeakSet()
@@ -125,7 +117,7 @@ class Fleet(PricedVerbs):
         self._members.on_gone = self._groups.registry.lost
         self._starter.on_joined = Units(self._dispatcher, self._groups.form).joined
         self._mover = Mover(self._dispatcher, self._log, self._groups.ranks.introduce)
-        add = None if self._starter.waits else self.scale_out
+        add = None if self._starter.waits else partial(self._scale_out, self._starter.start_some)
         self._policies = PolicyThreads(policies, self._dispatcher, self._log, self._mover, self, self._groups, add)
         self._lock = clock.current().lock()  # of the state
         self._ending = threading.RLock()  # of who ends the ranks; a signal handler may stop what it has interrupted
@@ -289,10 +281,11 @@ class Fleet(PricedVerbs):
 
     def scale_out(self, ranks: int) -> tuple[str, ...]:
         """Start so many more ranks, like the first; return their names. Raises the first error, if not all came."""
+        return self._scale_out(self._starter.start_all, ranks)
+
+    def _scale_out(self, start: Callable[[Sequence[RankSpec]], tuple[str, ...]], ranks: int) -> tuple[str, ...]:
         self._require_state("serving")
-        require_whole(ranks, "ranks")
-        specs = [self._starter.spec(self._specs[0].places) for _ in range(ranks)]
-        return self._starter.start_all(self._starter.in_units(specs, self._shares))
+        return start(self._starter.like(self._specs[0], ranks, self._shares))
 
     def remove(self, name: str, *, drain: bool = True, timeout_s: float | None = None) -> None:
         """End a rank. With `drain` its requests move or end before, for `timeout_s` at the most; then, or else they go

@@ -17,7 +17,7 @@ from elastic.cluster.launch.base import Launcher
 from elastic.cluster.rank.client import RankClient
 from elastic.cluster.rank.spec import RankSpec, rank_places
 from elastic.config import Place, require
-from elastic.errors import ConfigError, ElasticError, StateError, is_integer, is_list
+from elastic.errors import ConfigError, ElasticError, StateError, is_integer, is_list, require_whole
 from elastic.planning.sharding.share import Share
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,11 @@ class RankStarter:
         at = [places] * count if isinstance(ranks, int) else ranks
         return self.in_units([self.spec(at[i], cores[i] if cores else ()) for i in range(count)], each)
 
+    def like(self, first: RankSpec, count: int, each: Sequence[Share]) -> list[RankSpec]:
+        """Return what so many more ranks are to be, with places as one has them; `each` as of `specs`."""
+        require_whole(count, "ranks")
+        return self.in_units([self.spec(first.places) for _ in range(count)], each)
+
     def in_units(self, specs: Sequence[RankSpec], each: Sequence[Share]) -> list[RankSpec]:
         """Return what ranks are to be of which as many as there are shares have a model together, in their order."""
         if len(each) == 1:
@@ -135,8 +140,21 @@ class RankStarter:
         Raises the first error when all others have joined; `ConfigError` before any is started where this host has
         less memory than they would have together. Where the wait is interrupted those that had not joined end.
         """
+        names, errors = self._start_each(specs)
+        if errors:
+            raise errors[0]
+        return names
+
+    def start_some(self, specs: Sequence[RankSpec]) -> tuple[str, ...]:
+        """Start ranks side by side; return the names of those that joined. Raises the first error if none did."""
+        names, errors = self._start_each(specs)
+        if errors and not names:
+            raise errors[0]
+        return names
+
+    def _start_each(self, specs: Sequence[RankSpec]) -> tuple[tuple[str, ...], list[Exception]]:
         self._require_memory(specs)
-        names, errors = [], []
+        names, errors = list[str](), list[Exception]()
         with ExitStack() as stack:
             starts = _Starts(self.launcher)
             stack.callback(starts.end)
@@ -146,9 +164,7 @@ class RankStarter:
                     names.append(self._join(starts.take(client.result()), spec).name)
                 except Exception as error:  # whatever it is, it is of one rank: the others are there, and join
                     errors.append(error)
-        if errors:
-            raise errors[0]
-        return tuple(names)
+        return tuple(names), errors
 
     def _require_memory(self, specs: Sequence[RankSpec]) -> None:
         """Hold what processes of this host are to have of its memory against it; of a GPU only they can tell."""

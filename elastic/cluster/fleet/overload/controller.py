@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,13 +26,14 @@ from elastic.controller.policies.action_costs import WEIGHT
 from elastic.controller.policies.overload import OverloadPlan, OverloadPolicy, OverloadState
 from elastic.controller.remedies import Choice, cheapest
 from elastic.controller.sensors.sliding_window import moving_average
-from elastic.errors import ElasticError
 from elastic.planning.arrangement.drop import DropPlan
 
 logger = logging.getLogger(__name__)
 ACT_S = 30.0
 """How long one drop or restore may take; where it may not, all serve on with the layers where they are."""
 
+ADD_REST_S = 5.0
+"""How long no instance is added behind one that could not start; each time twice as long."""
 MOVES_S = 3.0
 """How long moves may take to end an overload; after that they are offered no more until nothing waits."""
 
@@ -41,8 +43,9 @@ class OverloadController:
 
     What a drop costs is compared with that of requests that move (`moves`: somebody has them moved), of layers that
     ranks share, up to `most_shared` of them (somebody has them part again), of layers that are swapped where ranks have
-    variants of them, and of one more instance, and the cheapest that suffices is done. `add` starts so many more ranks
-    (None: none can come); `settings.scale_out` says how many may be added in all.
+    variants of them, and of one more instance, and the cheapest that suffices is done. `add` starts so many more ranks,
+    returns the names of those that came, and raises where none did (None: none can come); `settings.scale_out` says how
+    many may be added in all.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class OverloadController:
         self._add, self._addable = add, settings.scale_out
         self.adding: clock.Thread | None = None
         """Adds instances, or has done so: it ends when these have come, or their launcher is closed."""
+        self._rest_s, self._add_after_s = ADD_REST_S, -math.inf
         self._short = False  # whether it was told that no drop suffices, and requests still wait
         self._added: Choice | None = None  # why one comes now, if it is instead of a drop
         self._moving_since: float | None = None  # when it was left to moves to end the overload
@@ -147,7 +151,7 @@ class OverloadController:
         if self._swap is not None:
             offers.append(self._swap.offer)
         added = min(plan.scale_out or 1, self._addable)
-        if self._add is not None and added and not self._is_adding and not (plan.drops and plan.scale_out):
+        if self._may_add and added and not (plan.drops and plan.scale_out):
             offers.append(add_offer(snapshot, self._verbs.start_s, added))
         choice = cheapest(offers, lacking)
         return choice if choice is None or choice.suffices or not drops else cheapest(drops, lacking)
@@ -195,28 +199,37 @@ class OverloadController:
             self._log.add("overloaded", why=f"{self.reason}; {plan.scale_out} more instances would have room")
         self._short = plan.scale_out > 0 or (self._short and waits)
         count = min(plan.scale_out, self._addable)
-        if self._add is not None and count and not self._is_adding:
+        if self._may_add and count:
             self._add_instances(count)
 
     @property
     def _is_adding(self) -> bool:
         return self.adding is not None and self.adding.is_alive()
 
+    @property
+    def _may_add(self) -> bool:
+        return self._add is not None and not self._is_adding and clock.now() >= self._add_after_s
+
     def _add_instances(self, count: int) -> None:
         """Have instances added, beside the caller."""
         adding = clock.current().thread(partial(self._scale_out, count), "elastic-fleet-scale-out")
         adding.start()  # which may fail: then there is nothing to wait for
-        self.adding, self._addable = adding, self._addable - count
+        self.adding = adding
 
     def _scale_out(self, count: int) -> None:
         assert self._add is not None
-        began_s = clock.now()
+        began_s, names = clock.now(), tuple[str, ...]()
         try:
-            names = self._add(count)
+            names = tuple(self._add(count))
             self._verbs.start_s = moving_average(self._verbs.start_s, clock.now() - began_s, WEIGHT)
             logger.info("added %s: %s", ", ".join(names), self.reason)
-        except ElasticError as error:
+        except Exception as error:  # whatever a launcher raises
             logger.warning("no instance could be added: %s", error)
+        self._addable -= len(names)
+        if len(names) < count:
+            self._add_after_s, self._rest_s = clock.now() + self._rest_s, 2 * self._rest_s
+        else:
+            self._rest_s = ADD_REST_S
 
 
 def _busy(snapshot: FleetSnapshot) -> FleetSnapshot:

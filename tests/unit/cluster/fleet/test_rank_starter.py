@@ -10,16 +10,19 @@ from typing import Any
 
 import pytest
 
+from elastic import Overload, StateError
 from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.fleet.overload.controller import OverloadController
 from elastic.cluster.rank.spec import RankSpec
 from support.cluster.fake_rank import FakeLauncher
 from support.processes import wait_until
 
 
 @contextmanager
-def serving(launcher: FakeLauncher) -> Iterator[Fleet]:
+def serving(launcher: FakeLauncher, **options: Any) -> Iterator[Fleet]:
     """A fleet of one rank, of which nothing is left at the end."""
-    fleet = Fleet("no model", launch=launcher, beat_timeout_s=1e6, hang_timeout_s=1e6, replace=False)
+    options = {"beat_timeout_s": 1e6, "hang_timeout_s": 1e6, "replace": False, **options}
+    fleet = Fleet("no model", launch=launcher, **options)
     fleet.start()
     try:
         yield fleet
@@ -88,3 +91,22 @@ def test_a_rank_ends_that_could_not_join(where: str, error: BaseException, monke
         assert launcher.ranks["r1"].lost
         assert present(fleet) == ["r0"]
         assert fleet.status().totals.ranks_lost == 0
+
+
+def test_a_policy_is_told_which_ranks_came_and_a_caller_what_one_raised() -> None:
+    class Failing(FakeLauncher):
+        def start(self, spec: RankSpec) -> Any:
+            if spec.name in ("r1", "r3", "r5"):
+                raise StateError("no room")
+            return super().start(spec)
+
+    with serving(Failing(), policy=Overload(scale_out=3, tick_s=1e6)) as fleet:
+        (overload,) = fleet._policies._changing
+        assert isinstance(overload, OverloadController)
+        assert overload._add is not None
+        with pytest.raises(StateError, match="no room"):
+            overload._add(1)
+        assert overload._add(2) == ("r2",)
+        with pytest.raises(StateError, match="no room"):
+            fleet.scale_out(2)
+        assert present(fleet) == ["r0", "r2", "r4"]

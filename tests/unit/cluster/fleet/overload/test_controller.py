@@ -14,7 +14,7 @@ from elastic.cluster.control.messages import RuntimeView
 from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Resharded, Restored
-from elastic.cluster.fleet.overload import shares
+from elastic.cluster.fleet.overload import controller, shares
 from elastic.cluster.fleet.overload.controller import OverloadController
 from elastic.cluster.fleet.planning.budgets import Budgets
 from elastic.cluster.fleet.records.event_log import EventLog
@@ -252,27 +252,52 @@ def test_a_shortage_that_no_drop_ends_is_told_once(world: Callable[..., World]) 
     assert len(never.log.events()) == 1
 
 
-def test_instances_are_added_up_to_the_most_that_may_be(world: Callable[..., World]) -> None:
-    added: list[int] = []
+def test_instances_are_added_up_to_the_most_that_may_be(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "ADD_REST_S", 0.0)
+    asked: list[int] = []
+    came: list[str] = []
 
     def add(count: int) -> tuple[str, ...]:
-        added.append(count)
-        if len(added) == 1:
+        asked.append(count)
+        if len(asked) % 2:
             raise StateError("the host has no room")
-        return tuple(f"new-{i}" for i in range(count))
+        came.append(f"new-{len(came)}")  # the others could not start
+        return tuple(came[-1:])
 
-    w = world(replace(AT_ONCE, scale_out=3), add=add)
-    w.burst(30)
+    w = world(replace(AT_ONCE, best_effort=False, scale_out=3), add=add)
+    w.burst(60)
     for _ in range(20):
         w.tick()
         if w.controller.adding is not None:
             w.controller.adding.join()
-    assert sum(added) == 3
+    assert len(came) == 3
+    assert asked == [3, 3, 2, 2, 1, 1]
     off = world(add=add)
     off.burst(30)
     for _ in range(5):
         off.tick()
-    assert sum(added) == 3
+    assert len(came) == 3
+
+
+def test_an_instance_that_could_not_start_is_not_asked_for_at_once_again(world: Callable[..., World]) -> None:
+    asked: list[int] = []
+
+    def add(count: int) -> tuple[str, ...]:
+        asked.append(count)
+        raise OSError("no file can be opened")
+
+    w = world(replace(AT_ONCE, best_effort=False, scale_out=1), add=add)
+    w.burst(30)
+    for tries in (1, 2, 3):
+        for _ in range(10):
+            w.tick()
+            if w.controller.adding is not None:
+                w.controller.adding.join()
+        assert len(asked) == tries
+        assert w.controller._rest_s == controller.ADD_REST_S * 2**tries
+        w.controller._add_after_s = 0.0  # that time has passed
 
 
 def test_instances_are_added_later_where_no_thread_could_be_started(
