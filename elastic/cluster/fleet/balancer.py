@@ -42,7 +42,7 @@ class Balancer:
         now = clock.now()
         self._rests = {request: until for request, until in self._rests.items() if until > now}
         with self._dispatcher.lock:
-            serving = [instance for instance in self._dispatcher.serving() if not instance.group]
+            serving = [each for each in self._dispatcher.serving() if not each.group and not each.limit_changes]
             if len(serving) < 2:
                 return None
             head = self._dispatcher.queue[0] if self._dispatcher.queue else None
@@ -54,12 +54,13 @@ class Balancer:
 
     def _books(self, instance: Instance) -> InstanceBooks:
         """Return what an instance has to do, and which of it may move."""
-        kv, requests = instance.kv_format, list[Movable]()
+        kv, requests, now = instance.kv_format, list[Movable](), self._dispatcher.clock()
         for request, record in instance.records.items():
             prompt = len(record.request.prompt)
             held = sum(blocks_of(kv, prompt + len(answer.tokens)) for answer in record.live)
             steady = record.begun and not record.moving and not record.cancelled and request not in self._rests
-            requests.append(Movable(request, held, all_blocks(kv, record), record.left, steady))
+            barred = frozenset(name for name, until_s in record.refused.items() if until_s > now)
+            requests.append(Movable(request, held, all_blocks(kv, record), record.left, steady, barred))
         return InstanceBooks(instance.name, instance.load.total_blocks, tuple(requests), instance.hello.max_requests)
 
 

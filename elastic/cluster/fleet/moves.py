@@ -194,10 +194,11 @@ class Mover:
                 raise StateError(
                     f"requests of {', '.join(grouped)} stay: other ranks compute layers of them; restore them first"
                 )
-            if not goal.holds(record, 0):
+            if not goal.may_get(record, dispatcher.clock()) or not goal.holds(record, 0):
+                why = "gets nothing while its limit changes: not" if goal.limit_changes else "has just refused"
+                why = why if goal.holds(record, 0) else "has no room for"
                 raise Overloaded(
-                    f"instance {target!r} has no room for request {request!r}",
-                    retry_after_s=dispatcher.retry_after_s,
+                    f"instance {target!r} {why} request {request!r}", retry_after_s=dispatcher.retry_after_s
                 )
             record.moving = True
             goal.reserve(record)

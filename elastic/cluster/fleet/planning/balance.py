@@ -24,6 +24,8 @@ class Movable:
     sequences: int = 1
     steady: bool = True
     """Whether it may be moved now."""
+    barred: frozenset[str] = frozenset()
+    """The instances that have refused it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,8 @@ def plan_moves(instances: Sequence[InstanceBooks], waiting_blocks: int | None = 
     before, slots = _freeness(source), target.max_requests - target.sequences
     best: tuple[float, int, Move] | None = None
     for request in source.requests:
-        if not request.steady or request.needed > target.free_blocks or request.sequences > slots:
+        fits = request.needed <= target.free_blocks and request.sequences <= slots
+        if not request.steady or not fits or target.name in request.barred:
             continue
         after = min(_freeness(source, -1, request), _freeness(target, 1, request))
         if after >= before + 1 + (WORTH - 1) * max(0.0, before) and (best is None or (after, -request.held) > best[:2]):
@@ -123,6 +126,7 @@ def _leave(
         if free >= blocks:
             break
         fitting = [n for n, (b, s) in room.items() if b >= request.needed and s >= request.sequences]
+        fitting = [name for name in fitting if name not in request.barred]
         if not fitting:
             continue
         target = min(fitting, key=lambda name: room[name][0])  # best fit, so that the larger rooms stay

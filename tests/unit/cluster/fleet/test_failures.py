@@ -391,6 +391,27 @@ def test_a_request_that_its_target_refuses_goes_on_where_it_was(world: Any, soon
     assert w.fleet.status().totals.recomputed_tokens == 0
 
 
+def test_a_request_moves_neither_to_where_it_was_refused_nor_to_where_a_limit_is_being_changed(world: Any) -> None:
+    w = world()
+    (request,) = w.submit(tokens=200)
+    w.launcher.step(2)
+    (target,) = w.fleet._dispatcher.instances.keys() - {w.fleet.instance_of(request.id)}
+    instance = w.fleet._dispatcher.instances[target]
+    instance.limit_changes = 1
+    told = [w.in_background(lambda: w.fleet.move(request.id, target))]
+    instance.limit_changes = 0
+    w.launcher.ranks[target].refuses = CapacityError("too long", requested_bytes=2, free_bytes=0, total_bytes=1)
+    told += [w.in_background(lambda: w.fleet.move(request.id, target)) for _ in range(2)]
+    assert [str(each).partition("(")[0] for each in told] == [
+        f"instance {target!r} gets nothing while its limit changes: not request {request.id!r} ",
+        f"instance {target!r} refused request {request.id!r} ",
+        f"instance {target!r} has just refused request {request.id!r} ",
+    ]
+    assert w.kinds().count("move failed") == 1
+    w.launcher.ranks[target].refuses = None
+    w.finish()
+
+
 def test_what_becomes_of_use_while_a_request_moves_is_not_asked_of_a_rank_that_the_target_has_not_met(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
