@@ -46,19 +46,11 @@ class DeviceBook:
         with self._lock:
             return {name: max(0, self._left(name, without)) for name in self._memory}
 
-    def lend(self, guest: str, nbytes: Mapping[str, int], recall: Callable[[], object]) -> None:
-        """Have so many bytes of devices until a deployment wants them: `recall` is called then, and gives them back.
-
-        Raises `CapacityError`; then all is as before.
-        """
-        self.reserve(guest, nbytes)
-        with self._lock:
-            self._recalls[guest] = recall
-
-    def reserve(self, who: str, nbytes: Mapping[str, int]) -> None:
+    def reserve(self, who: str, nbytes: Mapping[str, int], recall: Callable[[], object] | None = None) -> None:
         """Have so many bytes of devices, instead of what `who` had; guests whose they were are ended.
 
-        Raises `CapacityError`; then all is as before.
+        With `recall` it is a guest, who has them until a deployment wants them: that is called then, and gives them
+        back. Raises `CapacityError`; then all is as before.
         """
         with self._lock:
             for device, wanted in nbytes.items():
@@ -74,8 +66,10 @@ class DeviceBook:
             self._reserved[who] = {device: wanted for device, wanted in nbytes.items() if wanted}
             short = {device for device in nbytes if self._left(device, "") < 0}
             recalls = [call for guest, call in self._recalls.items() if short & self._reserved[guest].keys()]
-        for recall in recalls:
-            recall()
+            if recall is not None:
+                self._recalls[who] = recall
+        for end in recalls:
+            end()
 
     def reserve_all(self, who: str, devices: Sequence[str]) -> None:
         """Have all that is free on some devices, besides what `who` has of others."""

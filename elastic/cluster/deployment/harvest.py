@@ -167,7 +167,7 @@ class Harvester:
             try:
                 for device in devices:
                     self.require_spare(device, nbytes)
-                self._book.lend(_WHO, dict.fromkeys(devices, nbytes), self._give_way)
+                self._book.reserve(_WHO, dict.fromkeys(devices, nbytes), self._give_way)
             except (CapacityError, StateError):
                 continue
             try:

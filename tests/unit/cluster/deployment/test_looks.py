@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -229,3 +230,31 @@ def test_a_device_that_shrinks_below_what_is_reserved_lets_that_shrink_too() -> 
         devices.reserve("one", {"a": 65})
     with pytest.raises(ConfigError, match="no device 'c'"):
         devices.resize("c", 1)
+
+
+def test_a_deployment_gets_what_a_guest_has_at_the_same_moment() -> None:
+    devices, recalled = book(), list[str]()
+
+    def recall() -> None:
+        recalled.append("guest")
+        devices.release("guest")
+
+    class Lock:
+        """Has a deployment come as soon as the guest lets go of the lock for the first time."""
+
+        def __init__(self) -> None:
+            self.lock, self.comes = threading.Lock(), True
+
+        def __enter__(self) -> None:
+            self.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+            comes, self.comes = self.comes, False
+            if comes:
+                devices.reserve("deployment", {"a": 100})
+
+    devices._lock = Lock()  # type: ignore[assignment]
+    devices.reserve("guest", {"a": 60}, recall)
+    assert recalled == ["guest"]
+    assert (devices.reserved("guest"), devices.reserved("deployment")) == ({}, {"a": 100})
