@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ import psutil
 import pytest
 import ray
 import torch
+from ray.util.placement_group import PlacementGroup
 from transformers import AutoModelForCausalLM
 
 from elastic.assets import MODEL_DIR
@@ -100,7 +103,7 @@ def test_what_cannot_start_is_an_error_in_words(
 
 
 def test_no_room_is_an_error_in_words_and_options_are_checked(launcher: Callable[..., RayLauncher]) -> None:
-    with pytest.raises(StateError, match="no room for 100 times"):
+    with pytest.raises(StateError, match=r"^Ray has no room for 100 times"):
         launcher(ranks=100, room_s=0.5).start(RankSpec("r", MODEL_DIR))
     with pytest.raises(ConfigError, match="ranks=0"):
         launcher(ranks=0)
@@ -119,6 +122,56 @@ def test_an_actor_may_take_longer_to_connect_than_room_may_take_to_be_found(
     assert rank.answer("one", prompt=PROMPT, tokens=12) == continuation(model, PROMPT, 12)
     rank.client.close()
     rank.end()
+
+
+@pytest.mark.parametrize("what", ["eventfd", "thread", "interrupt"])
+def test_an_actor_that_could_not_be_started_leaves_its_bundle_to_the_next(
+    launcher: Callable[..., RayLauncher], model: Any, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    one = launcher(ranks=1)
+
+    def fail(*args: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    class NoThread(threading.Thread):
+        def start(self) -> None:
+            if self.name == "elastic-ray-actor":
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    def interrupt(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if what == "eventfd":
+            patch.setattr(os, "eventfd", fail)
+        elif what == "thread":
+            patch.setattr(threading, "Thread", NoThread)
+        else:
+            patch.setattr(one, "_await", interrupt)
+        told = pytest.raises(KeyboardInterrupt) if what == "interrupt" else pytest.raises(StateError, match="cannot be")
+        with told:
+            one.start(RankSpec("r0", MODEL_DIR, PLACES))
+    assert len(one._free) == 1
+    assert not one._processes
+    rank = FleetSide(one.start(RankSpec("r1", MODEL_DIR, PLACES)))
+    assert len(groups()) == 1
+    assert rank.answer("one", prompt=PROMPT, tokens=12) == continuation(model, PROMPT, 12)
+    rank.client.close()
+
+
+def test_a_group_that_is_waited_for_at_an_interrupt_is_removed(
+    launcher: Callable[..., RayLauncher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = launcher(ranks=1)
+
+    def interrupt(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PlacementGroup, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        one.start(RankSpec("r0", MODEL_DIR, PLACES))
+    wait_until(lambda: not groups(), "nobody will give it back")
 
 
 def test_a_fleet_on_ray_goes_on_when_an_actor_dies_and_replaces_it(

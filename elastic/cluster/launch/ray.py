@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -57,7 +58,11 @@ class RayProcess:
         self._lock = threading.Lock()  # of the descriptor
         self.open = True
         """Whether it was not closed yet."""
-        threading.Thread(target=self._watch, name="elastic-ray-actor", daemon=True).start()
+        try:
+            threading.Thread(target=self._watch, name="elastic-ray-actor", daemon=True).start()
+        except RuntimeError:  # there are no threads left
+            os.close(self.ended)
+            raise
 
     def kill(self) -> None:
         """Have Ray end the actor's process at once."""
@@ -165,7 +170,10 @@ class RayLauncher:
         listener = Listener((self._host, 0), key, came.put)
         try:
             process = self._start_actor(listener.address, key, spec)
-            connection = self._await(came, process, spec.name)
+            with ExitStack() as failed:
+                failed.callback(process.close)
+                connection = self._await(came, process, spec.name)
+                failed.pop_all()
         finally:
             listener.close()
             while not came.empty():  # it came when nobody waited any more
@@ -186,17 +194,18 @@ class RayLauncher:
 
     def _start_actor(self, address: tuple[str, int], key: bytes, spec: RankSpec) -> RayProcess:
         group, number = self._take_bundle()
-        actor = (
-            ray.remote(RankActor)
-            .options(
-                num_cpus=self._cpus,
-                num_gpus=self._gpus,
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
-            )
-            .remote()
-        )
-        process = RayProcess(actor, actor.serve.remote(address, key, spec), lambda: self._give_back(group, number))
+        with ExitStack() as failed:
+            failed.callback(self._give_back, group, number)
+            scheduling = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
+            options = {"num_cpus": self._cpus, "num_gpus": self._gpus, "max_restarts": 0}
+            actor = ray.remote(RankActor).options(scheduling_strategy=scheduling, **options).remote()
+            failed.callback(ray.kill, actor)
+            served = actor.serve.remote(address, key, spec)
+            try:
+                process = RayProcess(actor, served, partial(self._give_back, group, number))
+            except (OSError, RuntimeError) as error:  # no descriptors or threads are left
+                raise StateError(f"rank {spec.name!r} cannot be started now: {error}") from error
+            failed.pop_all()
         with self._lock:
             if not self._closed:
                 self._processes.append(process)
@@ -211,9 +220,7 @@ class RayLauncher:
             with suppress(Empty):
                 return came.get(timeout=0.1)
             if (ended := process.wait(0)) is not None:
-                process.close()
                 raise StateError(f"rank {name!r} did not start: {ended.reason}")
-        process.close()
         raise StateError(
             f"rank {name!r} did not connect to {self._host} within {self._start_timeout_s:.0f} s; where Ray has other "
             "hosts, give RayLauncher(host=) an address of this one that they reach"
@@ -235,17 +242,18 @@ class RayLauncher:
     def _new_group(self, count: int) -> Any:
         """Return a new group of so many bundles, all free but for the first one. Raises `StateError`."""
         group = placement_group([self._bundle] * count, strategy=self._strategy)
-        if not group.wait(self._room_s):
-            remove_placement_group(group)
-            has = ray.available_resources()
-            raise StateError(f"Ray has no room for {count} times {self._bundle}; it has {has}")
-        with self._lock:
-            if not self._closed:
+        with ExitStack() as failed:
+            failed.callback(remove_placement_group, group)
+            if not group.wait(self._room_s):
+                has = ray.available_resources()
+                raise StateError(f"Ray has no room for {count} times {self._bundle}; it has {has}")
+            with self._lock:
+                if self._closed:
+                    raise StateError(CLOSED)
                 self._groups.append(group)
                 self._free += [(group, number) for number in range(1, count)]
-                return group
-        remove_placement_group(group)
-        raise StateError(CLOSED)
+            failed.pop_all()
+        return group
 
     def _give_back(self, group: Any, number: int) -> None:
         with self._lock:
