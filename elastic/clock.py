@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -72,9 +72,17 @@ class Clock:
         return threading.Thread(target=work, name=name, daemon=True)
 
     def run_together(self, calls: Sequence[Callable[[], T]], name: str) -> list[Future[T]]:
-        """Do some things on a thread each; return, when all are done, what came of them, in order."""
-        with ThreadPoolExecutor(len(calls), name) as threads:
-            return [threads.submit(call) for call in calls]
+        """Do some things on a thread each; return, when all are done, what came of them, in order.
+
+        They go on, and nobody waits for them, where the wait is interrupted.
+        """
+        threads, done = ThreadPoolExecutor(len(calls), name), False
+        try:
+            asked = [threads.submit(call) for call in calls]
+            done = not wait(asked).not_done
+            return asked
+        finally:
+            threads.shutdown(wait=done)
 
 
 class _Here(threading.local):
