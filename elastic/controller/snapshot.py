@@ -123,6 +123,8 @@ class PlaceReading:
     kv_maximum_bytes: int = 0
     idle: float | None = None
     """Share of its compute that nobody uses, from 0 to 1."""
+    kv_limit_bytes: int | None = None
+    """The limit of the KV capacity, where that is below the maximum."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ The first that suffices is the last that is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -61,14 +61,17 @@ def scale_down(
     delta: int = 5,
     offload: bool = True,
     remedies: Sequence[Remedy] = REMEDIES,
+    apart: Collection[int] = (),
 ) -> ScaleDownResult:
     """Remedy a deficit; `left` of the answer says what no remedy gave.
 
     `needs` are of all layers. No place that takes something over, and none that is left with the rows of a replica
     that goes, is filled beyond its margin. `delta` rows at a time leave the batch, and with `offload` one more layer
-    each time; a layer gives back its `kv_bytes` and its `compute` in proportion to the rows.
+    each time; a layer gives back its `kv_bytes` and its `compute` in proportion to the rows. Layers that are
+    `apart`, with modules at other places or released already, move as a whole or not at all, and are not released: no
+    weights of theirs count as relief.
     """
-    attempt = _Attempt(placement, needs, places, model, shortage, rows)
+    attempt = _Attempt(placement, needs, places, model, shortage, rows, apart)
     steps: dict[Remedy, Callable[[], None]] = {
         "migration": attempt.migrate,
         "eviction": attempt.evict,
@@ -89,6 +92,7 @@ class _Attempt:
         model: CostModel,
         deficit: Deficit,
         rows: int,
+        apart: Collection[int],
     ) -> None:
         self.deficit = deficit
         self.placement = placement
@@ -98,6 +102,7 @@ class _Attempt:
         self._needs, self._model = needs, model
         self._rooms = {place.name: place for place in places}
         self._source = deficit.place
+        self._apart = set(apart)
 
     # -- phase 1
 
@@ -117,9 +122,11 @@ class _Attempt:
                 first = actions[0]
                 self._rooms[first.place] = self._rooms[first.place].having(taken)
                 self.actions += actions
-                if isinstance(first, Migrate) and not first.parts:
+                self._relieve(replace(taken, nbytes=0) if layer in self._apart else taken, "migration")
+                if isinstance(first, Migrate) and first.parts:
+                    self._apart.add(layer)
+                elif isinstance(first, Migrate):
                     self.placement = self.placement.after(first)
-                self._relieve(taken, "migration")
 
     def _module(self, layer: int) -> tuple[ResourceDemand, tuple[Migrate | MigrateKV, ...]] | None:
         """Choose what of a layer goes where: all of it if it can.
@@ -136,7 +143,7 @@ class _Attempt:
             target = self._destination(taken, layer)
             if target:
                 return taken, (MigrateKV((layer,), target),)
-        for part, taken in need.parts.items():
+        for part, taken in need.parts.items() if layer not in self._apart else ():
             target = self._destination(taken, layer)
             if target:
                 return taken, (Migrate((layer,), target, (part,)),)
@@ -190,7 +197,8 @@ class _Attempt:
             0, sum(need.compute for need in needs) / self.rows, sum(need.kv_bytes for need in needs) // self.rows
         )
         rows_help = per_row.compute > 0 or per_row.kv_bytes > 0
-        resident = [i for i, places in enumerate(self.placement.layers) if places == (self._source,)]
+        alone = [i for i, places in enumerate(self.placement.layers) if places == (self._source,)]
+        resident = [layer for layer in alone if layer not in self._apart]
         while not self.deficit.over:
             fewer = min(delta, self.rows - 1) if rows_help else 0
             layer = resident.pop() if offload and resident and self.deficit.nbytes > 0 else None

@@ -236,7 +236,8 @@ def _instance_readings(runtime: Runtime, parts: ModelParts) -> InstanceReadings:
     for pool in parts.pools:
         place, kv = pool.status(), caches[pool.name]
         sizes = (place.budget_bytes, place.free_bytes, kv.used_bytes, kv.capacity_bytes, kv.maximum_bytes)
-        readings.append(PlaceReading(place.name, *sizes))
+        limit_bytes = kv.limit_bytes if kv.limit_bytes < kv.maximum_bytes else None
+        readings.append(PlaceReading(place.name, *sizes, kv_limit_bytes=limit_bytes))
     return InstanceReadings(kv_stats, variants, residencies, tuple(readings), events, apart)
 
 

@@ -235,7 +235,7 @@ def _relieves(plan: Plan, snapshot: Snapshot) -> bool:
     """Tell whether a plan is against a shortage; without one there are only restores, replicas and wider limits."""
     first = plan.actions[0]
     if isinstance(first, ResizeKV):
-        limit = first.limit_bytes
-        most = next((place.kv_maximum_bytes for place in snapshot.places if place.name == first.place), 0)
-        return limit is not None and limit < most
+        places = (place for place in snapshot.places if place.name == first.place)
+        limits = (p.kv_maximum_bytes if p.kv_limit_bytes is None else p.kv_limit_bytes for p in places)
+        return first.limit_bytes is not None and first.limit_bytes < next(limits, 0)
     return not isinstance(first, Restore | Replicate)

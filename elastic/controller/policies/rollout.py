@@ -38,7 +38,7 @@ class Rollout:
         """
         if snapshot.busy or not self.issued:
             return self
-        done = [event.action for event in snapshot.events if event.id > self.event and event.ok]
+        done = self.done(snapshot)
         if all(action in done for action in self.issued):
             return replace(self, issued=(), failures=0)
         failures = min(MOST_DOUBLINGS, self.failures + 1)
@@ -47,6 +47,10 @@ class Rollout:
             (action,) = self.issued
             refused += ((type(action), getattr(action, "place", ""), snapshot.at_s + wait_s * 2**failures),)
         return replace(self, issued=(), failures=failures, refused=refused, remaining=())
+
+    def done(self, snapshot: Snapshot) -> list[Action]:
+        """Return what was done since the last plan, which is of it or not; nothing once its outcome is known."""
+        return [event.action for event in snapshot.events if self.issued and event.id > self.event and event.ok]
 
     def refuses(self, action: Action, now: float) -> bool:
         """Tell whether an action of this kind at this place came to nothing not long ago."""

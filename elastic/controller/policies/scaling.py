@@ -22,7 +22,7 @@ from elastic.planning.cost_model import CostModel, speedup
 from elastic.planning.local_search import plan_up
 from elastic.planning.placement import ResourceDemand, difference
 from elastic.planning.scale_down import REMEDIES, Deficit, Remedy, scale_down
-from elastic.types import Action, Evict, Migrate, Release, Replicate, ResizeKV, Restore
+from elastic.types import Action, Evict, Release, Replicate, ResizeKV, Restore
 
 ASK_AGAIN = 3
 """Times its patience, after which a model that asked in vain asks again."""
@@ -77,7 +77,7 @@ class ScalingState:
     """`RequestStats.kv_waits` at the last tick."""
     rollout: Rollout = field(default_factory=Rollout)
     undo: tuple[Action, ...] = ()
-    """The actions that take back the releases and limits in force."""
+    """The actions that take back the releases and limits in force: each until it is done."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,9 @@ class ScalingPolicy:
     def options(self, snapshot: Snapshot, state: ScalingState | None = None) -> tuple[Plan, ...]:
         """Return the plan of `decide`, then alternatives to it: an arbiter may find one cheaper."""
         before = state or ScalingState()
-        before = replace(before, rollout=before.rollout.with_outcome(snapshot, self._retry_s))
+        done = before.rollout.done(snapshot)
+        undo = tuple(action for action in before.undo if action not in done)
+        before = replace(before, undo=undo, rollout=before.rollout.with_outcome(snapshot, self._retry_s))
         if len(snapshot.places) < 2 or not snapshot.residencies:
             return (Plan((), "there is one place only", before),)
         shared = SharedCapacity(describe(snapshot, self._needs, self.settings), snapshot, self.settings)
@@ -205,7 +207,10 @@ class ScalingPolicy:
             case ScalingPhase.RELIEVING if situation.shortage is not None:
                 return self._relieve(situation, situation.shortage, state)
             case ScalingPhase.UNDOING:
-                return self._issue(situation, state.undo, phase.value, replace(state, undo=()))
+                undo = [action for action in state.undo if not state.rollout.refuses(action, situation.snapshot.at_s)]
+                if not undo:
+                    return Plan((), f"{phase.value}, but what was released or limited could not return yet", state)
+                return self._issue(situation, undo, phase.value, state)
             case ScalingPhase.GROWING:
                 return self._grow(situation, state)
         return Plan((), phase.value, state)
@@ -254,8 +259,9 @@ class ScalingPolicy:
             delta=settings.delta,
             offload=settings.offload,
             remedies=remedies,
+            apart=load.apart,
         )
-        actions = _releasable(result.actions, load.apart)
+        actions = list(result.actions)
         if result.rows < rows and settings.offload:
             used = next(place.kv_used_bytes for place in snapshot.places if place.name == shortage.place)
             actions.append(ResizeKV(shortage.place, used * result.rows // rows))
@@ -263,12 +269,7 @@ class ScalingPolicy:
         if not allowed:
             return Plan((), f"{situation.why}; no remedy is left", state)
         enough = "" if result.left.over else ", which does not suffice"
-        undo = [  # what moved stays where it is
-            Restore(action.layers) if isinstance(action, Release) else ResizeKV(action.place, None)
-            for action in allowed
-            if isinstance(action, Release | ResizeKV)
-        ]
-        state = replace(state, pressed=0, undo=(*state.undo, *undo))
+        state = replace(state, pressed=0, undo=_undo(allowed, snapshot, state.undo))
         return self._issue(situation, allowed, f"{situation.why}: {result.remedy}{enough}", state)
 
     def _grow(self, situation: Situation, state: ScalingState, *, take_over: bool = False) -> Plan:
@@ -294,13 +295,17 @@ class ScalingPolicy:
         return Plan((), ScalingPhase.RESTING.value, replace(state, last=replace(state.last, search_s=now)))
 
 
-def _releasable(actions: Sequence[Action], apart: Sequence[int]) -> list[Action]:
-    """Leave out releases of layers of which modules are at other places, or go there now."""
-    kept = {*apart, *(i for action in actions if isinstance(action, Migrate) and action.parts for i in action.layers)}
-    releasable: list[Action] = []
+def _undo(actions: Sequence[Action], snapshot: Snapshot, before: Sequence[Action]) -> tuple[Action, ...]:
+    """Return what takes back releases and limits, behind what does so already. What moved stays where it is.
+
+    A limit returns to what it was before the first of them: it may have been set by hand.
+    """
+    limits = {place.name: place.kv_limit_bytes for place in snapshot.places}
+    limited = {action.place for action in before if isinstance(action, ResizeKV)}
+    undo = list(before)
     for action in actions:
-        if not isinstance(action, Release):
-            releasable.append(action)
-        elif layers := tuple(i for i in action.layers if i not in kept):
-            releasable.append(Release(layers))
-    return releasable
+        if isinstance(action, Release):
+            undo.append(Restore(action.layers))
+        elif isinstance(action, ResizeKV) and action.place not in limited:
+            undo.append(ResizeKV(action.place, limits[action.place]))
+    return tuple(dict.fromkeys(undo))

@@ -11,7 +11,7 @@ from elastic.controller.policies.pressure import alone, promises, share
 from elastic.controller.snapshot import PlaceReading, RequestStats, Snapshot
 from elastic.planning.placement import PlaceCapacity, Placement, ResourceDemand
 from elastic.planning.scale_down import Deficit
-from elastic.types import Action, Migrate, Replicate
+from elastic.types import DROPPED, Action, Migrate, Replicate
 
 NOWHERE = 1 << 60
 """Bytes that no place has."""
@@ -29,7 +29,7 @@ class PlaceLoad:
     rows: int
     """Running requests."""
     apart: tuple[int, ...] = ()
-    """Layers with modules at other places."""
+    """Layers with modules at other places, or whose weights are at none: they were released, or dropped."""
 
     @property
     def replica_needs(self) -> tuple[ResourceDemand, ...]:
@@ -72,7 +72,8 @@ def describe(snapshot: Snapshot, needs: Sequence[ResourceDemand], settings: Scal
         )
         for place in snapshot.places
     ]
-    return PlaceLoad(placement, tuple(loaded), tuple(places), snapshot.traffic.running, snapshot.apart)
+    nowhere = (i for i, variant in enumerate(snapshot.layers) if variant in ("absent", DROPPED))
+    return PlaceLoad(placement, tuple(loaded), tuple(places), snapshot.traffic.running, (*snapshot.apart, *nowhere))
 
 
 def find_shortage(

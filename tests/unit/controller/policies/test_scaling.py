@@ -180,6 +180,80 @@ def test_releases_and_limits_are_taken_back() -> None:
     assert back.actions == (Restore(down.actions[0].layers),)
 
 
+FULL = tuple(replace(p, free_bytes=0) for p in seen(used=590).places)
+"""Nothing can move: what is left is to release layers, and to limit the KV cache."""
+
+
+def outcome(number: int, action: Action, ok: bool = True) -> Event:
+    return Event(number, action, 0.0, "", 0, 0, 0.0, 0.0, 0.0, ok, "applied" if ok else "CapacityError")
+
+
+def without(*released: int) -> tuple[str, ...]:
+    return tuple("absent" if i in released else "float32" for i in range(LAYERS))
+
+
+def test_what_could_not_return_is_asked_for_again_until_it_has() -> None:
+    one = policy(replace(EAGER, cooldown_s=1.0))
+    down = settle(one, seen(used=590, places=FULL))
+    (release,) = down.actions
+    assert release == Release((2, 3))
+    events = [outcome(0, release)]
+    state, asked, shorts = down.state, [], []
+    for tick in range(60):
+        plan = one.decide(seen(at_s=300.0 + tick, events=tuple(events), layers=without(2, 3)), state)
+        state = plan.state
+        shorts.append(plan.short)
+        if plan.actions:
+            assert plan.actions == (Restore((2, 3)),)
+            asked.append(tick)
+            events.append(outcome(len(events), plan.actions[0], ok=False))
+    assert len(asked) > 3
+    gaps = [b - a for a, b in itertools.pairwise(asked)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] >= 8
+    assert all(shorts)  # peers take no room meanwhile
+    last = one.decide(seen(at_s=400.0, events=tuple(events), layers=without(2, 3)), state)
+    events.append(outcome(len(events), *last.actions))
+    back = one.decide(seen(at_s=401.0, events=tuple(events)), last.state)
+    assert back.state.undo == ()
+    assert not back.short
+
+
+def test_a_layer_that_was_released_is_not_released_again() -> None:
+    """Nor counted as relief: the others follow, and then there is no remedy left."""
+    one = policy()
+    first = settle(one, seen(used=590, places=FULL))
+    assert first.actions == (Release((2, 3)),)
+    events = [outcome(0, first.actions[0])]
+    more = one.decide(seen(at_s=300.0, used=590, places=FULL, events=tuple(events), layers=without(2, 3)), first.state)
+    assert more.actions == (Release((0, 1)),)
+    events.append(outcome(1, more.actions[0]))
+    none = seen(at_s=400.0, used=590, places=FULL, events=tuple(events), layers=without(0, 1, 2, 3))
+    plan = one.decide(none, more.state)
+    assert plan.actions == ()
+    assert plan.reason.endswith("no remedy is left")
+    assert plan.state.undo == (Restore((2, 3)), Restore((0, 1)))
+    later = one.decide(seen(at_s=500.0, events=tuple(events), layers=without(0, 1, 2, 3)), plan.state)
+    assert later.actions == (Restore((2, 3)), Restore((0, 1)))
+
+
+def test_layers_that_cannot_be_released_do_not_keep_others_from_it() -> None:
+    assert settle(policy(), seen(used=590, places=FULL, apart=(3,))).actions == (Release((1, 2)),)
+
+
+def test_a_limit_set_by_hand_is_in_force_again_after_the_policys_own() -> None:
+    places = tuple(replace(p, free_bytes=0, idle=0.0, kv_limit_bytes=500) for p in seen().places)
+    slow = seen(places=places, traffic=RequestStats(running=8, arrived=9, tpot_s=SLOW))
+    one = policy(slo=SLO(tpot_s=0.3))
+    down = settle(one, slow)
+    assert isinstance(down.actions[0], ResizeKV)
+    events = (outcome(0, down.actions[0]),)
+    again = one.decide(replace(slow, at_s=300.0, events=events), down.state)  # a lower one, before the first is undone
+    events = (*events, *(outcome(1 + i, action) for i, action in enumerate(again.actions)))
+    calm = seen(at_s=400.0, places=places, events=events)
+    assert one.decide(calm, again.state).actions == (ResizeKV("a", 500),)
+
+
 # -- the arbiter
 
 
@@ -226,6 +300,13 @@ def test_the_cheapest_that_suffices(actions: tuple[Action, ...], layers: str, ch
     assert plan.actions == (actions[chosen],)
     assert isinstance(plan.state, ArbiterState)
     assert plan.state.states == tuple(int(i == chosen) for i in range(2))  # the other remembers nothing
+
+
+@pytest.mark.parametrize(("limit", "chosen"), [(300, Restore((0,))), (None, ResizeKV("a", 500))])
+def test_a_limit_is_a_remedy_where_it_is_below_that_in_force(limit: int | None, chosen: Action) -> None:
+    places = tuple(replace(place, kv_limit_bytes=limit) for place in seen().places)
+    arbiter = Arbiter([Says(Restore((0,))), Says(ResizeKV("a", 500))], SIZES, [ResourceDemand(NBYTES)] * LAYERS, model)
+    assert arbiter.decide(seen(places=places)).actions == (chosen,)
 
 
 def test_with_nothing_to_do_it_says_all_reasons_once() -> None:
