@@ -58,6 +58,10 @@ class PrecisionState:
     """The steps that were done, the last one last."""
     done_before: tuple[PrecisionStep, ...] | None = None
     """`done` before the action whose outcome is not known yet."""
+    asked: tuple[int, ...] = ()
+    """The layers of the last action."""
+    refused: tuple[int, ...] = ()
+    """Layers of actions that came to nothing, the last ones last: others go before them."""
     failures: int = 0
     """Actions in a row that came to nothing."""
     restored_s: float = -math.inf
@@ -123,6 +127,7 @@ class PrecisionPolicy:
             queue_s=reading.queue_s,
             pressed=state.pressed + 1 if pressure else 0,
             eased=state.eased + 1 if eased else 0,
+            refused=() if eased and not state.done else state.refused,
             pressure=pressure or state.pressure,
             waits=snapshot.traffic.kv_waits,
             idle_since_s=idle_since_s if reading.idle else None,
@@ -162,13 +167,15 @@ class PrecisionPolicy:
         if limit is not None and limit < snapshot.kv.maximum_bytes:
             return Plan((), f"{state.pressure}; its limit was set by hand, swapping would not raise it", state)
         possible = [step for step in self._path if snapshot.layers[step.layer] == step.before]
-        chosen = self._within_budget(possible, lambda step: step.after_bytes)
+        chosen = self._within_budget(_in_turn(possible, snapshot, state), lambda step: step.after_bytes)
         if not chosen:
-            return Plan((), f"{state.pressure}; all layers that may be swapped are", state)
+            replicas = ", but for those with replicas" if possible else ""
+            return Plan((), f"{state.pressure}; all layers that may be swapped are{replicas}", state)
         asked = replace(
             state,
             acted_s=now,
             pressed=0,
+            asked=tuple(step.layer for step in chosen),
             done_before=state.done,
             done=(*state.done, *chosen),
             regrets=regretted(state.regrets, state.restored_s, now, self.settings.dwell_s),
@@ -178,14 +185,22 @@ class PrecisionPolicy:
 
     def _restore(self, snapshot: Snapshot, kv: MemoryStats, state: PrecisionState, idle: bool) -> Plan:
         """Undo the last steps: as many as may be, are possible, and leave KV use well below the entry threshold."""
-        chosen: Sequence[PrecisionStep] = state.done[::-1]
+        chosen: Sequence[PrecisionStep] = _in_turn(state.done[::-1], snapshot, state)
         if not idle:
             chosen = self._within_budget(chosen, lambda step: step.before_bytes)
         chosen, waits_for, figures = self._possible(kv, state, chosen)
         if not chosen:
+            waits_for = waits_for or "until their replicas have left"
             return Plan((), f"layers could return; waits {waits_for}", state, figures)
         now = snapshot.at_s
-        asked = replace(state, acted_s=now, eased=0, done_before=state.done, restored_s=now)
+        asked = replace(
+            state,
+            acted_s=now,
+            eased=0,
+            asked=tuple(step.layer for step in chosen),
+            done_before=state.done,
+            restored_s=now,
+        )
         return Plan(restores(chosen, self._sizes), "no requests" if idle else PrecisionPhase.RESTORING.value, asked)
 
     def _possible(
@@ -235,5 +250,20 @@ def _with_outcome(state: PrecisionState, snapshot: Snapshot) -> PrecisionState:
         done = tuple(step for step in state.done if snapshot.layers[step.layer] == last[step.layer])
         return state if done == state.done else replace(state, done=done)
     done = still_there(state.done, snapshot.layers)
-    failures = min(state.failures + 1, MOST_FAILURES) if done == state.done_before else 0
-    return replace(state, done=done, done_before=None, failures=failures)
+    refused = tuple(layer for layer in state.refused if layer not in state.asked)
+    if done != state.done_before:
+        return replace(state, done=done, done_before=None, refused=refused, failures=0)
+    failures = min(state.failures + 1, MOST_FAILURES)
+    return replace(state, done=done, done_before=None, refused=(*refused, *state.asked), failures=failures)
+
+
+def _in_turn(steps: Sequence[PrecisionStep], snapshot: Snapshot, state: PrecisionState) -> Sequence[PrecisionStep]:
+    """Return those of the steps that may be done now: none of a layer with replicas, which would not follow.
+
+    Those of layers that were refused come when there are no others, one alone, and each in its turn: of several layers
+    it is not known which could not be done.
+    """
+    places = snapshot.residencies
+    alone = [step for step in steps if not places or len(places[step.layer]) == 1]
+    others = [step for step in alone if step.layer not in state.refused]
+    return others or sorted(alone, key=lambda step: state.refused.index(step.layer))[:1]

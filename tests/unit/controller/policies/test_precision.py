@@ -107,18 +107,28 @@ class Case:
         self.state: PrecisionState | None = None
         self.now = 100.0
         self.obeys = True
+        self.refuses: set[int] = set()
+        """Layers with which no action is done."""
         self.said: list[Plan] = []
 
-    def tick(self, used: int, traffic: RequestStats = BUSY, base: int = 1000, busy: bool = False, **kv: Any) -> Plan:
+    def tick(
+        self,
+        used: int,
+        traffic: RequestStats = BUSY,
+        base: int = 1000,
+        busy: bool = False,
+        residencies: tuple[tuple[str, ...], ...] = (),
+        **kv: Any,
+    ) -> Plan:
         capacity = base + sum(FULL - SIZE.nbytes(variant) for variant in self.layers if variant != "absent")
         memory = MemoryStats(used, capacity, capacity, **kv)
-        snapshot = Snapshot(self.now, traffic, memory, tuple(self.layers), busy)
+        snapshot = Snapshot(self.now, traffic, memory, tuple(self.layers), busy, residencies=residencies)
         plan = self.policy.decide(snapshot, self.state)
         self.state, self.now = plan.state, self.now + self.settings.tick_s
         if self.obeys:
             for action in plan.actions:
                 assert isinstance(action, Swap | Restore)
-                for layer in action.layers:
+                for layer in () if self.refuses.intersection(action.layers) else action.layers:
                     self.layers[layer] = action.variant if isinstance(action, Swap) else "float32"
         self.said.append(plan)
         return plan
@@ -267,6 +277,48 @@ def test_an_action_that_comes_to_nothing_is_tried_again_less_and_less_often() ->
     case.tick(500)
     assert case.state is not None
     assert case.state.failures == 0
+
+
+def test_a_layer_that_cannot_be_swapped_does_not_keep_others_from_it() -> None:
+    case = Case(dwell_s=0.0)
+    case.refuses = {1}
+    assert case.until_acts(990).actions == (Swap((0, 1), "int4"),)
+    assert case.until_acts(990).actions == (Swap((2, 3), "int4"),)
+    assert case.until_acts(1500).actions == (Swap((4, 5), "int4"),)
+    assert case.until_acts(1500).actions == (Swap((0,), "int4"),)  # alone: either of the two may be at fault
+    for _ in range(300):
+        case.tick(1500)
+    assert case.layers == ["int4", "float32", *["int4"] * 4]
+    assert {plan.actions for plan in case.said[-300:]} == {(), (Swap((1,), "int4"),)}
+
+
+def test_a_layer_that_cannot_return_does_not_keep_others_from_it() -> None:
+    case = Case(dwell_s=0.0)
+    for _ in range(40):
+        case.tick(1500)
+    assert set(case.layers) == {"int4"}
+    case.refuses = {5}
+    for _ in range(300):
+        case.tick(100)
+    assert case.layers == [*["float32"] * 5, "int4"]
+    case.refuses = set()
+    for _ in range(1000):
+        case.tick(100, traffic=RequestStats(arrived=9))
+    assert set(case.layers) == {"float32"}
+
+
+def test_layers_with_replicas_are_left_out_until_these_have_left() -> None:
+    case, replicated = Case(dwell_s=0.0), (("a", "b"), *[("a",)] * 5)
+    assert case.until_acts(990, residencies=replicated).actions == (Swap((1, 2), "int4"),)
+    for _ in range(60):
+        plan = case.tick(1500, residencies=replicated)
+    assert case.layers == ["float32", *["int4"] * 5]
+    assert plan.reason.endswith("all layers that may be swapped are, but for those with replicas")
+    every = tuple(("a", "b") for _ in range(6))
+    for _ in range(60):
+        plan = case.tick(100, residencies=every)
+    assert plan.reason == "layers could return; waits until their replicas have left"
+    assert case.layers[1:] == ["int4"] * 5
 
 
 def test_what_others_undo_or_take_away_is_not_restored() -> None:
