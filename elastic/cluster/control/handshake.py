@@ -65,8 +65,9 @@ def connect(address: tuple[str, int], key: bytes, *, timeout_s: float = HANDSHAK
     try:
         stream = socket.create_connection(address, timeout_s)
         connection = SocketConnection(stream)
-    except socket.gaierror as error:
-        raise ConfigError(f"{where}: {error.strerror}; give HOST:PORT of the fleet") from error
+    except (socket.gaierror, UnicodeError) as error:  # the latter of what can be no name, such as "a..b"
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{where}: {why}; give HOST:PORT of the fleet") from error
     except OSError as error:
         raise StateError(f"nobody answers at {where}: {error.strerror or error}") from error
     try:

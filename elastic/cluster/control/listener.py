@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import selectors
 import socket
 import threading
@@ -43,7 +44,8 @@ class Listener:
         most: int = MOST_HANDSHAKES,
     ) -> None:
         """Raises `ConfigError` for an address that cannot be listened on, `OSError` without descriptors or threads."""
-        require(isinstance(address[0], str), "host", address[0], "the name or address of a network interface")
+        named = isinstance(address[0], str) and "\0" not in address[0]
+        require(named, "host", address[0], "the name or address of a network interface")
         require(is_integer(address[1]) and 0 <= address[1] < 65536, "port", address[1], "from 0 to 65535; 0: any")
         self._key, self._accepted, self._refused = key, accepted, refused or logger.warning
         self._hello = hello
@@ -153,6 +155,6 @@ class Listener:
 def parse_address(text: str, *, option: str) -> tuple[str, int]:
     """Return the host and port of `HOST:PORT`, or of `PORT` alone for this machine. Raises `ConfigError`."""
     host, _, port = text.rpartition(":")
-    if not port.isdecimal() or not int(port) < 65536:
+    if not re.fullmatch(r"\d{1,5}", port, re.ASCII) or not int(port) < 65536:
         raise ConfigError(f"{option} {text!r} is no address; give HOST:PORT, as {LOOPBACK}:4000")
     return host.strip("[]") or LOOPBACK, int(port)

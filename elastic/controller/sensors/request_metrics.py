@@ -7,14 +7,16 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from elastic import clock
 from elastic.controller.sensors.sliding_window import BUCKET_S, BUCKETS, SlidingWindow, WindowSum
 from elastic.controller.snapshot import RequestStats
+from elastic.errors import require
 
 Outcome = Literal["completed", "cancelled", "failed", "rejected", "moved"]
 Time = Literal["queued_s", "ttft_s", "tpot_s", "itl_s"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 TIMES: tuple[Time, ...] = ("queued_s", "ttft_s", "tpot_s", "itl_s")
 MOST_PENDING = 64
 """The most requests' tokens that wait to be counted."""
@@ -96,7 +98,8 @@ class RequestMetrics:
                 self._count_pending()
 
     def ended(self, request: str, outcome: Outcome, at_s: float | None = None) -> None:
-        """Note that a request is over."""
+        """Note that a request is over. Raises `ConfigError` for an unknown outcome."""
+        require(outcome in OUTCOMES, "outcome", outcome, f"one of {', '.join(OUTCOMES)}")
         with self._lock:
             self._count_pending()
             self._clock(at_s)

@@ -335,11 +335,21 @@ def _speak_http(server: socket.socket) -> None:
         stream.sendall(struct.pack("!i", 12) + b"HTTP/1.1 400")
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 70])
+def test_what_can_be_no_name_of_a_host_is_told_in_words(host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{host}:4000: .*; give HOST:PORT of the fleet"):
+        connect((host, 4000), KEY)
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        Listener((host, 0), KEY, lambda _: None)
+    with pytest.raises(ConfigError, match="host="):
+        Listener((f"{host}\0", 0), KEY, lambda _: None)
+
+
 def test_addresses_are_parsed_or_refused() -> None:
     assert parse_address("host:4000", option="--join") == ("host", 4000)
     assert parse_address("[::1]:4000", option="--join") == ("::1", 4000)
     assert parse_address("4000", option="--join") == ("127.0.0.1", 4000)
-    for wrong in ("host", "host:", "host:70000", "host:http"):
+    for wrong in ("host", "host:", "host:70000", "host:http", "host:" + "1" * 5000):
         with pytest.raises(ConfigError, match="--join"):
             parse_address(wrong, option="--join")
     with pytest.raises(ConfigError, match="cannot listen"):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from elastic.controller.sensors.request_metrics import MOST_PENDING, TIMES, RequestMetrics
 from elastic.controller.sensors.sliding_window import BUCKET_S, BUCKETS, LARGEST_S, RATIO, SMALLEST_S
 from elastic.controller.snapshot import Quantiles, RequestStats
+from elastic.errors import ConfigError
 
 OUTCOMES = ("completed", "cancelled", "failed", "rejected")
 
@@ -241,3 +242,14 @@ def test_what_is_refused_arrived_and_brought_no_tokens() -> None:
     assert counters.read(11.0) == RequestStats(
         waiting=1, queue_delay_s=1.0, arrived=2, rejected=1, prompt_tokens=7, arrivals_per_s=2.0
     )
+
+
+def test_an_outcome_that_is_none_is_refused_where_it_is_told() -> None:
+    """Counted, it would have made every reading fail from then on, and so each tick of a controller."""
+    counters = RequestMetrics()
+    counters.arrived("a", 7, 10.0)
+    with pytest.raises(ConfigError, match=r"outcome='done' cannot be; it must be one of completed, cancelled, failed"):
+        counters.ended("a", "done", 11.0)
+    assert counters.read(11.0).waiting == 1
+    counters.ended("a", "completed", 11.0)
+    assert counters.read(11.0).completed == 1
