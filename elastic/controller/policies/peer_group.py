@@ -24,7 +24,9 @@ from elastic.planning.placement import ResourceDemand
 SILENT_S = 5.0
 SILENT_TICKS = 5
 """A model that has not ticked for so long, the longer of both, is left out: it will answer nothing. But what it was
-doing at its last tick may still be done."""
+doing at its last tick may still be done, for `PENDING_S` more."""
+PENDING_S = 60.0
+"""After that it is done, and seen at its places, or it never will be: a controller that was stopped does not say so."""
 _groups: weakref.WeakValueDictionary[str, PeerGroup] = weakref.WeakValueDictionary()
 _joining = threading.Lock()
 
@@ -76,7 +78,7 @@ class PeerModel:
         others = tuple(
             peer
             for name, (peer, until_s) in sorted(states.items())
-            if name != self.name and (now <= until_s or peer.pending)
+            if name != self.name and now <= until_s + (PENDING_S if peer.pending else 0.0)
         )
         plan = self.policy.decide(replace(snapshot, name=self.name, others=others), state)
         last = states[self.name][0] if self.name in states else None

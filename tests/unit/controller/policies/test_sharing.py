@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ from elastic.controller.policies.peer_group import SILENT_S, PeerGroup, PeerMode
 from elastic.controller.policies.precision_steps import LayerSize
 from elastic.planning.placement import ResourceDemand
 from elastic.types import Migrate, Replicate, Swap
-from support.planning.simulated_peers import EAGER, NBYTES, World, quick
+from support.planning.simulated_peers import EAGER, LAYERS, NBYTES, World, quick
 
 
 def pair(a: int = 1000, b: int = 1000, scale: Scale = EAGER, **others: int) -> World:
@@ -113,6 +115,25 @@ def test_a_model_that_is_silent_is_left_out() -> None:
     plan = world.tick("A")  # B does not tick any more
     assert isinstance(plan.actions[0], Migrate)
     assert not plan.asks
+
+
+@pytest.mark.parametrize(("silent_s", "guests"), [(30.0, {}), (70.0, {("B", "c"): 4})])
+def test_what_a_silent_model_was_doing_is_for_nobody_else_for_a_while(silent_s: float, guests: dict[Any, int]) -> None:
+    """Its controller was stopped with replicas on their way to c, and somebody evicted them again."""
+    world = World(a=450, b=450, c=550)
+    silent, other = world.wrap("A", "a", places="ac"), world.wrap("B", "b", places="bc")
+    world.took = 3
+    while not world.tick("A").actions:
+        world.later()
+    for _ in range(4):
+        world.later()
+    silent.layers = [("a",)] * LAYERS
+    world.now += SILENT_S + silent_s
+    for _ in range(20):
+        world.tick("B")
+        world.later()
+    assert world.guests() == guests
+    assert other.state.pressed == 0
 
 
 def test_a_model_that_leaves_is_planned_with_no_more() -> None:
