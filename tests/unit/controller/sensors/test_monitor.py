@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
+import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from elastic.controller.sensors import monitor as monitoring
 from elastic.controller.sensors.host_memory import read_host
 from elastic.controller.sensors.monitor import InstanceReadings, Monitor
 from elastic.controller.sensors.nvml import Identity, NVMLSensor
@@ -306,3 +310,61 @@ def test_nobody_waits_for_a_sensor_that_hangs_in_another_thread() -> None:
     thread.join()
     asked.join()
     assert not waits
+
+
+def test_a_sensor_that_hangs_keeps_nobody_and_its_last_reading_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, go, asked = [0.0], threading.Event(), []
+
+    def machine() -> tuple[tuple[DeviceStats, ...], HostStats]:
+        asked.append(now[0])
+        if now[0] == 5.0:
+            go.wait(5)
+        return (), HostStats(len(asked), 9)
+
+    monitor = monitor_of(machine, now)
+    seen = [monitor.read().host.available_bytes]
+    monkeypatch.setattr(monitoring, "ANSWER_S", 0.01)
+    for now[0] in (5.0, 50.0, 500.0):
+        seen.append(monitor.read().host.available_bytes)
+    assert seen == [1, 1, 1, 1]
+    assert asked == [0.0, 5.0]  # not again before it has answered
+    go.set()
+    while monitor.read().host.available_bytes != 3:
+        time.sleep(0.001)
+    assert asked == [0.0, 5.0, 500.0]
+
+
+def test_a_sensor_that_hangs_keeps_no_model_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitoring, "ANSWER_S", 0.01)
+    go = threading.Event()
+
+    def machine() -> tuple[tuple[DeviceStats, ...], HostStats]:
+        go.wait(30)
+        return (), HostStats()
+
+    monitor = monitor_of(machine, [0.0])
+    monitor.read()
+    gone = weakref.ref(monitor)
+    del monitor
+    gc.collect()
+    assert gone() is None
+    go.set()
+
+
+def test_without_threads_the_last_reading_stays_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    monitor = monitor_of(lambda: ((), HostStats(int(now[0]), 9)), now)
+    assert monitor.read().host.available_bytes == 0
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as without:
+        without.setattr(threading.Thread, "start", start)
+        now[0] = 5.0
+        assert monitor.read().host.available_bytes == 0
+    assert "can't start new thread" in caplog.text
+    now[0] = 10.0
+    assert monitor.read().host.available_bytes == 10
