@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -179,7 +180,8 @@ class Controller:
             self._note(plan.fault)
         if plan.actions or plan.reason != self._health.last_reason:
             words = "; ".join(map(str, plan.actions)) or "nothing to do"
-            logger.info("%s: %s (%s)", words, plan.reason, plan.figures)
+            with suppress(Exception):  # of a handler of logs: what is decided is done all the same
+                logger.info("%s: %s (%s)", words, plan.reason, plan.figures)
         self._health = replace(
             self._health,
             last_reason=plan.reason,
@@ -199,7 +201,8 @@ class Controller:
             self._faults[-1] = ControllerFault(time.time(), text, last.times + 1)
             return
         self._faults.append(ControllerFault(time.time(), text))
-        logger.warning("a fault in the controller; it goes on: %s", text)
+        with suppress(Exception):
+            logger.warning("a fault in the controller; it goes on: %s", text)
 
 
 def _run(reference: weakref.ref[Controller], stop: threading.Event, tick_s: float) -> None:

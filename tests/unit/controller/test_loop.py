@@ -140,6 +140,29 @@ def test_nothing_that_a_policy_raises_ends_the_thread(error: BaseException, text
     one.stop()
 
 
+def test_a_handler_of_logs_that_raises_ends_nothing_and_keeps_no_action_from_being_done() -> None:
+    class Raises(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise OSError(f"the disk is full: {record.getMessage()}")
+
+    handler, acted = Raises(), []
+    log = logging.getLogger("elastic.controller.loop")
+    before = log.level
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        one = controller(Says(KeyError("a"), KeyError("b"), Plan(SWAP, "pressure")), lambda a, w: acted.append(a))
+        one.start()
+        wait_until(lambda: len(acted) > 2 or not one.health().running)
+        running = one.health().running
+        one.stop()
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+    assert running
+    assert [fault.text for fault in one.health().faults] == ["KeyError: 'a'", "KeyError: 'b'"]
+
+
 def test_a_policy_that_never_wants_to_be_asked_again_does_not_end_the_thread() -> None:
     one = Controller(lambda: SEEN, Says(Plan((), "calm")), lambda a, w: None, tick_s=2 * threading.TIMEOUT_MAX)
     one.start()
