@@ -72,8 +72,9 @@ class TrackedEngine:
         return tuple(kv for kv in found if kv is not None)
 
     def only(self, steps: int) -> None:
-        """Let so many steps begin from now on, and then no more; for an engine that has nothing to do."""
-        self._left = steps
+        """Let so many steps begin from now on, and then no more."""
+        with self._more:
+            self._left = steps
 
     def go_on(self, steps: float = math.inf) -> None:
         """Let so many more begin."""

@@ -17,7 +17,7 @@ import pytest
 
 import support
 from elastic import StateError
-from elastic.engines.base import Request
+from elastic.engines.base import Output, Request
 from elastic.engines.core.kv_state import KVDirectory, KVReport, SequenceKV
 from elastic.engines.core.step import SequenceState
 from elastic.memory.backends.shared_file import OpenFile, share
@@ -146,19 +146,29 @@ class KilledHome:
 
     def __init__(self, ranks: EngineGroup) -> None:
         self.heard, self.gone, self.lock = Collector(), False, threading.Lock()
-        self.tracked = ranks.tracked["a"]
+        self.tracked, self.moving = ranks.tracked["a"], True
         ranks["a"].reports.on_step = self.hear
         for i, prompt in enumerate(prompts(LENGTHS, architectures.VOCAB)):
-            ranks["a"].submit(Request(prompt, MOST, id=f"r{i}"), self.heard)
+            ranks["a"].submit(Request(prompt, MOST, id=f"r{i}"), self.listen)
         self.heard.wait_for_tokens("r0", 2)
         for layers, guest in (((1,), "b"), ((2,), "c"), ((0,), "b"), ((0,), "a")):  # while steps are in flight
             ranks.move("a", layers, guest)
         self.heard.wait_for_tokens("r3", 6)
         self.tracked.only(2)
+        self.moving = False
+        self.tracked.engine._loop.post(self.resume)
         wait_until(lambda: self.tracked._more._waiters)  # type: ignore[attr-defined]
         with self.lock:
             self.gone = True
         ranks.lose("a")
+
+    def listen(self, output: Output) -> None:
+        """Begin no step while a request has few tokens left and layers still move: else it may end before."""
+        self.heard(output)
+        self.tracked.engine._loop.paused |= self.moving and len(self.heard.tokens[output.request]) >= MOST - 20
+
+    def resume(self) -> None:
+        self.tracked.engine._loop.paused = False
 
     def hear(self, report: KVReport | None) -> None:
         with self.lock:
