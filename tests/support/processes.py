@@ -45,25 +45,6 @@ def wait_for_end(pid: int, timeout_s: float = PATIENCE_S) -> None:
         os.close(pidfd)
 
 
-def shared_memory() -> set[str]:
-    """The names in /dev/shm."""
-    return set(os.listdir("/dev/shm"))
-
-
-def shared_memory_left(before: set[str]) -> set[str]:
-    """The names that came to /dev/shm since, and that no process but this one has mapped or open.
-
-    Other programs of the machine come and go meanwhile, with memory of their own.
-    """
-    left = shared_memory() - before
-    for process in Path("/proc").glob("[0-9]*"):
-        if left and int(process.name) != os.getpid():
-            with suppress(OSError):  # it has ended
-                used = (process / "maps").read_text() + "\n".join(open_files(int(process.name)))
-                left -= {name for name in left if f"/dev/shm/{name}" in used}
-    return left & shared_memory()
-
-
 def children(pid: int) -> set[int]:
     """The processes that one has forked and that have not been waited for."""
     return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}

@@ -16,7 +16,8 @@ from elastic.engines.base import Request
 from support.child_process import TESTS, end_of_fork
 from support.cluster.shared_launcher import SharedLauncher
 from support.cluster.small_checkpoint import VOCABULARY, checkpoint, small_model
-from support.processes import alive, shared_memory, shared_memory_left, wait_until
+from support.isolation.named_memory import NamedMemory
+from support.processes import alive, wait_until
 from support.serving.generations import Collector, prompts, same_unless_close
 
 logger = logging.getLogger(__name__)
@@ -29,13 +30,13 @@ ENGINE = {"block_tokens": 16, "max_batch_tokens": 128}
 @pytest.fixture(scope="module")
 def fleet(launcher: SharedLauncher) -> Iterator[Fleet]:
     made = Fleet(checkpoint(), ranks=2, launch=launcher, places=["cpu=48MiB"], engine=ENGINE)
-    shm = shared_memory()
+    named = NamedMemory()
     with made:
         yield made
         pids = {rank.pid for rank in made.status().ranks}
         made.stop(drain=False)
     wait_until(lambda: not any(map(alive, pids)), "a rank is left")
-    assert not shared_memory_left(shm)
+    assert named.left() == set()
 
 
 def assert_right(heard: Collector, asked: dict[str, int]) -> None:
@@ -165,7 +166,7 @@ def test_nothing_is_left_of_a_fleet_whose_process_ends(end: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(60)
     """
-    shm = shared_memory()
+    named = NamedMemory()
     status, said, errors = end_of_fork(code, timeout=120)
     pids = list(map(int, said.split()))
     assert len(pids) == 2, errors
@@ -173,4 +174,4 @@ def test_nothing_is_left_of_a_fleet_whose_process_ends(end: str) -> None:
     assert "Traceback" not in errors
     assert "ranks may hang" not in errors
     wait_until(lambda: not any(map(alive, pids)), "a rank is left")
-    assert not shared_memory_left(shm)
+    assert named.left() == set()

@@ -19,7 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from elastic.assets import MODEL_DIR
-from support.processes import shared_memory, shared_memory_left, wait_until
+from support.isolation.named_memory import NamedMemory
+from support.processes import wait_until
 from support.serving.generations import prompts, same_unless_close
 
 PROMPTS = prompts([5, 40, 90, 200, 33, 64], 1000)
@@ -57,7 +58,7 @@ class Child:
 
     def __init__(self) -> None:
         self.mark, pipe = uuid.uuid4().hex, subprocess.PIPE
-        self.shm = shared_memory()
+        self.named = NamedMemory()
         self.process = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(FLEET)],
             stdin=pipe,
@@ -82,7 +83,7 @@ class Child:
 
     def assert_nothing_is_left(self) -> None:
         wait_until(lambda: not self.alive(), "a process is left")
-        assert not shared_memory_left(self.shm)
+        assert self.named.left() == set()
 
     def end(self) -> tuple[str, str]:
         """Have it end in order; return what it says."""

@@ -20,7 +20,8 @@ from elastic.engines.base import Output, Request
 from elastic.errors import ElasticError
 from support.cluster.shared_launcher import SharedLauncher
 from support.cluster.small_checkpoint import TOKEN_BYTES, VOCABULARY, checkpoint, small_model
-from support.processes import FORKSERVER, alive, held, shared_memory, shared_memory_left, wait_for_end, wait_until
+from support.isolation.named_memory import NamedMemory
+from support.processes import FORKSERVER, alive, held, wait_for_end, wait_until
 from support.serving.generations import Collector, prompts, same_unless_close
 
 pytestmark = pytest.mark.slow
@@ -61,10 +62,10 @@ def survive(
     change: Callable[[Fleet], None] = drop_and_restore,
 ) -> None:
     """Have a rank be lost at a random point; nothing of the fleet is left when it has ended."""
-    shm, before = shared_memory(), held()
+    named, before = NamedMemory(), held()
     pids = serve_through(seed, how, launch, change)
     wait_until(lambda: not any(map(alive, pids)))
-    assert not shared_memory_left(shm)
+    assert named.left() == set()
     wait_until(lambda: not held() - before - FORKSERVER)
 
 

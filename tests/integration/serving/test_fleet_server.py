@@ -17,7 +17,8 @@ import pytest
 import elastic
 from elastic.cli.main import main
 from support.child_process import Forked
-from support.processes import descendants, shared_memory, shared_memory_left, wait_for_end
+from support.isolation.named_memory import NamedMemory
+from support.processes import descendants, wait_for_end
 from support.serving.live_server import (
     FEW,
     PATIENCE_S,
@@ -233,7 +234,7 @@ def test_the_command_deploys_by_an_intent_that_changes_over_http_and_leaves_noth
     command: Callable[..., Command],
 ) -> None:
     """Answers are the model's before and after a second instance came, and of the form that the last intent wants."""
-    files = shared_memory()
+    named = NamedMemory()
     devices = ["--devices", "cpu#a=96MiB,cpu#b=96MiB", "--weights", "full,int8", "--losses", "int8=0.001"]
     server = command(*devices, "--intent", "memory", "--quality-loss", "0", "--prompt", "64", "--new-tokens", "32")
     name = Path(model_files()).name
@@ -261,4 +262,4 @@ def test_the_command_deploys_by_an_intent_that_changes_over_http_and_leaves_noth
 
     for pid in server.end():
         wait_for_end(pid)
-    assert shared_memory_left(files) == set()
+    assert named.left() == set()

@@ -21,7 +21,8 @@ from elastic.cluster.fleet.fleet import Fleet
 from elastic.errors import ElasticError
 from elastic.types import ResizeKV
 from integration.serving.soak_clients import Books, everyone
-from support.processes import shared_memory, shared_memory_left, wait_for_end, wait_until
+from support.isolation.named_memory import NamedMemory
+from support.processes import wait_for_end, wait_until
 from support.serving.generations import same_unless_close
 from support.serving.live_server import MODEL_DIR, empty, live
 
@@ -98,7 +99,7 @@ class Disturber:
 
 @pytest.mark.long
 def test_no_request_is_lost_repeated_or_changed_while_ranks_come_and_go() -> None:
-    shm = shared_memory()
+    named = NamedMemory()
     fleet = Fleet(str(MODEL_DIR), ranks=2, places=["cpu=32MiB"], engine=ENGINE, beat_timeout_s=5)
     books, seen = Books(), Counter[str]()
     with fleet:
@@ -113,7 +114,7 @@ def test_no_request_is_lost_repeated_or_changed_while_ranks_come_and_go() -> Non
             disturber.pids |= disturber.serving_pids()
     for pid in disturber.pids.values():
         wait_for_end(pid)
-    assert not shared_memory_left(shm)
+    assert named.left() == set()
     logger.warning("%s; %s; %s; %s", traffic, totals, dict(seen), dict(disturber.did))
     assert_books(books, traffic, seen)
     done = disturber.did

@@ -20,8 +20,9 @@ from elastic.engines.base import Output, Request
 from elastic.types import ResizeKV, Restore, Swap
 from support.cluster.shared_launcher import SharedLauncher
 from support.cluster.small_checkpoint import LAYERS, VOCABULARY, checkpoint, small_model
+from support.isolation.named_memory import NamedMemory
 from support.lossless_variant import HALF
-from support.processes import FORKSERVER, alive, held, shared_memory, shared_memory_left, wait_until
+from support.processes import FORKSERVER, alive, held, wait_until
 from support.serving.generations import Collector, prompts, same_unless_close
 
 PROMPTS = prompts([3, 9, 17, 40, 70, 121], VOCABULARY, seed=5)
@@ -318,7 +319,7 @@ def machine(
     A policy has less memory, and no variant, which it would rather take. With `sharded` layers are cut, and requests
     share what they begin with.
     """
-    shm, before = shared_memory(), held()
+    named, before = NamedMemory(), held()
     engine = ENGINE | {"share_prefixes": sharded}
     options: dict[str, Any] = {"engine": engine, "launch": launcher, "policy": policy, "shards": 1 + sharded}
     options |= {"places": [PLACE], "wrap": {"variants": [HALF]}} if policy is None else {"places": [TIGHT]}
@@ -328,7 +329,7 @@ def machine(
         pids, addresses = one.pids().values(), list(fleet._groups.ranks._addresses.values())
     wait_until(lambda: not any(map(alive, pids)), "a rank is left")
     assert not [address for address in addresses if is_listening(address)]
-    assert shared_memory_left(shm) == set()
+    assert named.left() == set()
     wait_until(lambda: not held() - before - FORKSERVER, "memory files, sockets or processes are left")
 
 

@@ -32,6 +32,7 @@ from elastic.cluster.rank.spec import rank_places
 from elastic.errors import ConfigError, ElasticError, StateError
 from support import child_process
 from support.child_process import TESTS, end_of_fork
+from support.isolation.named_memory import NamedMemory
 from support.processes import children, open_files, wait_for_end, wait_until
 from support.serving.fleet_side import FleetSide
 from support.serving.generations import continuation
@@ -394,7 +395,7 @@ sys.stdin.read()
 
 
 def test_nothing_outlives_a_fleet_process_that_is_killed() -> None:
-    memory = set(os.listdir("/dev/shm"))
+    named = NamedMemory()
     with closing(child_process.Forked(FLEET)) as fleet:
         server, *ranks = map(int, fleet.stdout.readline().split())
         files = [name for rank in ranks for name in open_files(rank)]
@@ -402,7 +403,7 @@ def test_nothing_outlives_a_fleet_process_that_is_killed() -> None:
         assert not any(name.startswith("/dev/shm") for name in files)
     for pid in (server, *ranks):
         wait_for_end(pid)
-    assert set(os.listdir("/dev/shm")) <= memory
+    assert named.left() == set()
 
 
 HANGING = """
