@@ -108,11 +108,11 @@ def test_names_of_another_program_do_not_count_while_it_lives_and_when_it_was_ki
     program.orphan()
     living, watch = NamedMemory(), NamedMemory()
     program.make()
-    assert living.left() == set()
-    assert watch.look() == set()
+    assert not living.left() & program.names
+    assert not watch.look() & program.names
     program.kill()
     assert program.names <= set(os.listdir(FOLDER))
-    assert watch.left() == set()
+    assert not watch.left() & program.names
 
 
 @pytest.mark.parametrize("orphaned", [False, True])
@@ -121,24 +121,25 @@ def test_names_that_a_descendant_made_count_while_it_lives_and_when_it_was_kille
 ) -> None:
     living, watch = NamedMemory(), NamedMemory()
     program.fork()
-    assert (living.look(), watch.look()) == (set(), set())
+    for each in (living, watch):
+        each.look()
     if orphaned:
         program.orphan()
     program.make()
-    assert living.left(0) == program.names
-    assert watch.look() == program.names
+    assert living.left(0) >= program.names
+    assert watch.look() >= program.names
     program.kill()
-    assert watch.left(0) == program.names
+    assert watch.left(0) >= program.names
 
 
 def test_a_name_that_nobody_was_seen_with_counts_until_it_goes() -> None:
     watch, late, file = NamedMemory(), NamedMemory(), Path(FOLDER, f"elastic-{os.getpid()}")
     file.touch(exist_ok=False)
     try:
-        assert watch.left(0) == {file.name}
+        assert file.name in watch.left(0)
         timer = threading.Timer(0.2, file.unlink)
         timer.start()
-        assert late.left(60) == set()
+        assert file.name not in late.left(60)
         timer.join()
     finally:
         file.unlink(missing_ok=True)

@@ -132,13 +132,12 @@ def test_nothing_is_left_open(backend: MemfdBackend) -> None:
 
 
 def test_nothing_has_a_name() -> None:
-    named, backend = NamedMemory(), MemfdBackend(PAGE)
-    shared = backend.shared_file()
-    assert shared is not None
-    with closing(OpenFile(shared)):
-        assert named.look() == set()
-        backend.close()
-    assert named.left() == set()
+    named = NamedMemory()
+    with closing(MemfdBackend(PAGE)) as backend:
+        shared = backend.shared_file()
+        assert shared is not None
+        with closing(OpenFile(shared)):
+            assert named.left() == set()
 
 
 def test_what_is_opened_cannot_be_written(backend: MemfdBackend) -> None:
