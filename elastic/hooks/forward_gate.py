@@ -55,12 +55,14 @@ class ForwardPass:
         self._thread = thread
         self.frames: list[FrameType | None] = []
         """Of the modules, outermost first; None: not known."""
+        self.ended = False
+        """Whether the gate knows that it is over."""
 
     @property
     def died(self) -> bool:
-        """Whether it is over for sure, although nobody has said so."""
+        """Whether it is over for sure, although its modules may not have said so."""
         frames = tuple(self.frames)
-        return not self._thread.is_alive() or (bool(frames) and all(map(_is_over, frames)))
+        return self.ended or not self._thread.is_alive() or (bool(frames) and all(map(_is_over, frames)))
 
 
 def _is_over(frame: FrameType | None) -> bool:
@@ -236,6 +238,7 @@ class ForwardGate:
         """End the pass of this thread, whatever it is in."""
         self.thread.keys.clear()
         self.thread.plain, self.thread.take_cache = False, None
+        self.thread.forward.ended = True
         self.thread.forward.frames.clear()
         self._end_reading(self.thread.forward)
 

@@ -59,7 +59,7 @@ class EnterLayer(Hook):
         layer = self._layers[self._index]
         if layer.absent and ((plan := batch_context.thread.plan) is None or self._index in plan.layers):
             if layer.absent is Absence.HOST:
-                self._weights.streamer(layer).enter(layer)
+                self._weights.streamer(layer).enter(layer, self._thread.forward)
             elif plan is None or not layer.shards_here:  # by a plan, some of its parts may do
                 raise missing_error(layer.name, self._index, sorted(layer.every - layer.shards_here), len(layer.every))
         if self._index not in self._interceptors:

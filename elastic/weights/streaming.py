@@ -11,10 +11,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
 from elastic.errors import ElasticError
+from elastic.memory.backends.streams import finish_queued_work
 from elastic.memory.copy_engine import CopyEngine, CopyHandle
 from elastic.memory.pages.page_pool import PagePool
 from elastic.memory.weight_buffer import WeightBuffer
@@ -29,8 +31,20 @@ NOT_AHEAD = "pages for absent layers of %s were not made ahead: %s"
 """Logged: it is raised again for whoever calls such a layer, if it lasts."""
 
 
+LOOK_S = 0.1
+"""Seconds after which those who wait for a buffer look for users that died."""
+
+
+class BufferUser(Protocol):
+    """A forward pass in the layer that a buffer holds."""
+
+    @property
+    def died(self) -> bool:
+        """Whether it is over for sure, although its modules may not have said so."""
+
+
 class PrefetchBuffer:
-    """A block, the unit whose copy is in it or on its way, and how many threads are inside that unit's layer."""
+    """A block, the unit whose copy is in it or on its way, and who is inside that unit's layer."""
 
     def __init__(self) -> None:
         self.block: WeightBuffer | None = None
@@ -39,7 +53,8 @@ class PrefetchBuffer:
         self.layer: WeightUnit | None = None
         self.tensors: Mapping[str, torch.Tensor] = {}
         self.copy: CopyHandle | None = None
-        self.users = 0
+        self.users: list[BufferUser | None] = []
+        """Those inside the unit's layer; None: one of whom nothing is known."""
         self.writes = 0
         """How often the unit had been written when the copy began."""
         self.stale = False
@@ -83,15 +98,17 @@ class WeightStreamer:
 
     # -- in the thread of a forward pass
 
-    def enter(self, layer: WeightUnit) -> None:
+    def enter(self, layer: WeightUnit, user: BufferUser | None = None) -> None:
         """Have an absent layer in a buffer until `leave`, and the next absent one on its way.
 
-        Raises `CapacityError` if a buffer finds no pages.
+        `user`: the forward pass; one that dies without its hooks is taken out when others wait. Raises `CapacityError`
+        if a buffer finds no pages.
         """
         with self._lock:
             while (buffer := self._buffer_for(layer)) is None:
-                self._changed.wait()
-            buffer.users += 1
+                if not self._changed.wait(LOOK_S):
+                    self._forget_died()
+            buffer.users.append(user)
             copy = buffer.copy
         try:
             with self._lock:
@@ -102,26 +119,26 @@ class WeightStreamer:
             del copy  # it knows the error, which knows this frame, and so all the forward's tensors
             with self._lock:
                 buffer.stale = True  # the next one who needs the layer has it copied again
-                self._release(buffer)
+                self._release(buffer, user)
                 for other in [buffer for buffer in self.buffers if not buffer.users]:
                     self._empty(other)  # the next layer may have failed to come for the same reason
             raise
         layer.prefetched.tensors = buffer.tensors
-        self._thread.entered.append((buffer, layer))
+        self._thread.entered.append((buffer, layer, user))
 
     def leave(self, layer: WeightUnit) -> None:
         """End the forward of a layer, and of what it contains. One that was not entered is ignored."""
         entered, device = self._thread.entered, self.pool.backend.device
-        if not any(unit is layer for _, unit in entered):
+        if not any(unit is layer for _, unit, _ in entered):
             return
         unit = None
         while unit is not layer:
-            buffer, unit = entered.pop()
+            buffer, unit, user = entered.pop()
             unit.prefetched.tensors = None
             with self._lock:
                 if device.type == "cuda":
                     buffer.used.append(torch.cuda.current_stream(device).record_event())
-                self._release(buffer)
+                self._release(buffer, user)
 
     def leave_all(self) -> None:
         """End what this thread is still in: an earlier forward pass left it without its hooks (Ctrl-C)."""
@@ -138,6 +155,7 @@ class WeightStreamer:
         with self._lock:
             before = len(self.buffers)
             self._wanted = count
+            self._forget_died()
             while len(self.buffers) < count:
                 self.pool.charge(OWNER, self.buffer_bytes)
                 self.buffers.append(PrefetchBuffer())
@@ -266,11 +284,20 @@ class WeightStreamer:
         elif buffer.charged:
             self.pool.discharge(OWNER, self.buffer_bytes)
 
-    def _release(self, buffer: PrefetchBuffer) -> None:
-        """End one thread's use of a buffer."""
-        buffer.users -= 1
-        self._tidy(buffer)
-        self._changed.notify_all()
+    def _release(self, buffer: PrefetchBuffer, user: BufferUser | None) -> None:
+        """End one forward pass's use of a buffer; that of one that was forgotten has ended."""
+        if user in buffer.users:
+            buffer.users.remove(user)
+            self._tidy(buffer)
+            self._changed.notify_all()
+
+    def _forget_died(self) -> None:
+        """End the use of buffers by forward passes that nobody will end, and by what these have queued."""
+        died = [(buffer, user) for buffer in self.buffers for user in buffer.users if user is not None and user.died]
+        if died:
+            finish_queued_work(self.pool.backend.device)
+        for buffer, user in died:
+            self._release(buffer, user)
 
     def _tidy(self, buffer: PrefetchBuffer) -> None:
         """Close a buffer that nobody uses if there are too many, or else drop stale contents."""
@@ -285,7 +312,7 @@ class WeightStreamer:
 
 
 class _EnteredBuffers(threading.local):
-    """The buffers that a thread uses and the units in them, outermost first."""
+    """The buffers that a thread uses, the units in them and the forward passes, outermost first."""
 
     def __init__(self) -> None:
-        self.entered: list[tuple[PrefetchBuffer, WeightUnit]] = []
+        self.entered: list[tuple[PrefetchBuffer, WeightUnit, BufferUser | None]] = []

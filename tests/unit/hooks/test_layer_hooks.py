@@ -86,7 +86,7 @@ def test_a_buffer_that_a_pass_was_interrupted_in_is_left_also_when_all_layers_ar
     with pytest.raises(KeyboardInterrupt):
         logits(model)
     hook.remove()
-    assert [buffer.users for buffer in streamer.buffers if buffer.layer is rt.weights.layers[1]] == [1]
+    assert [len(buffer.users) for buffer in streamer.buffers if buffer.layer is rt.weights.layers[1]] == [1]
     restored = rt.restore([1], wait=False)  # it waits for that pass, which the next one ends
     torch.testing.assert_close(logits(model), expected)
     assert [change.status for change in restored.result()] == ["applied"]

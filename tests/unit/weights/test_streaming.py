@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -98,6 +100,50 @@ def test_what_a_forward_left_without_its_hooks_is_forgotten_by_the_next(released
     assert torch.equal(model(**prompt()).logits, expected)
     assert not any(buffer.users for buffer in streamer.buffers)
     streamer.leave(model.elastic.weights.layers[0])
+
+
+@pytest.mark.parametrize("looked_for", [False, True], ids=["by-waiting", "by-its-thread"])
+def test_a_buffer_of_a_pass_that_died_is_for_other_threads(looked_for: bool, released: tuple[Any, Any]) -> None:
+    model, streamer = released
+    expected = build("llama-gqa")(**prompt()).logits
+    model.elastic.restore([0, 1])
+    streamer.resize(1)
+
+    def interrupt(*_: Any) -> None:  # Ctrl-C: torch calls no hook behind it
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[2].mlp.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**prompt())
+    hook.remove()
+    assert [len(buffer.users) for buffer in streamer.buffers] == [1]
+    if looked_for:
+        assert not model.elastic.gate.inside
+    results: list[torch.Tensor] = []
+    other = threading.Thread(target=lambda: results.append(model(**prompt()).logits), daemon=True)
+    other.start()
+    other.join(30)
+    assert torch.equal(results[0], expected)
+    assert torch.equal(model(**prompt()).logits, expected), "the thread of that pass goes on, too"
+    assert [len(buffer.users) for buffer in streamer.buffers] == [0]
+
+
+def test_a_buffer_of_a_pass_whose_thread_is_gone_is_closed_with_its_layer(released: tuple[Any, Any]) -> None:
+    model, streamer = released
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda *_: sys.exit())
+
+    def call_and_exit() -> None:
+        with suppress(SystemExit):
+            model(**prompt())
+
+    dying = threading.Thread(target=call_and_exit)
+    dying.start()
+    dying.join(30)
+    hook.remove()
+    assert sum(len(buffer.users) for buffer in streamer.buffers) == 1
+    model.elastic.restore()
+    assert [buffer.users for buffer in streamer.buffers] == [[]]
+    model.elastic.check()
 
 
 def call_until_it_fails(model: Any) -> None:
