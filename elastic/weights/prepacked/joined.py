@@ -20,6 +20,8 @@ SAME_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Modules of one parent, in the order of their calls and of their weights."""
 ROWS = (1, 2, 4, 16, 17, 64, 128)
 """Of the products whose bits are compared."""
+NOTHING = (None, 0, None)
+"""Kept of a product."""
 LARGEST_BYTES = 2**26
 """Of all matrices together: products with more take so long that calls do not matter, and so would the comparison."""
 
@@ -31,8 +33,9 @@ class JoinedProduct:
         """`matrix`: from `OneDNNLayout.view`, [sum of outputs, inputs]; `padded`: see `padded_rows`."""
         self._matrix, self._padded = matrix, padded
         self._bounds = tuple(pairwise(accumulate(outputs, initial=0)))
-        self._last: tuple[torch.Tensor | None, int, torch.Tensor | None] = (None, 0, None)
-        """Inputs, their version, and the product. Threads may come between one another: each reads it once."""
+        self.last: tuple[torch.Tensor | None, int, torch.Tensor | None] = NOTHING
+        """Inputs, their version, and the product. Threads may come between one another: each reads it once. `NOTHING`
+        when a matrix was written."""
 
     def product(self, x: torch.Tensor, number: int) -> torch.Tensor | None:
         """Multiply x, [..., inputs], with one of the matrices; returns [..., its outputs], a view of all outputs.
@@ -41,12 +44,12 @@ class JoinedProduct:
         last of them. None: these are other inputs, as when threads come between one another.
         """
         version = 0 if x.is_inference() else x._version
-        inputs, of_version, product = self._last
+        inputs, of_version, product = self.last
         if number == 0:
             product = multiply_padded(x, self._matrix, None, self._padded)
-            self._last = (x, version, product)
+            self.last = (x, version, product)
         if number == len(self._bounds) - 1:  # also for other inputs: what is kept is as large as a prompt is long
-            self._last = (None, 0, None)
+            self.last = NOTHING
         if product is None or (number and (inputs is not x or of_version != version)):
             return None
         first, stop = self._bounds[number]

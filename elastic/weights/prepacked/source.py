@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from elastic.weights.prepacked.joined import JoinedProduct, find_groups, join
+from elastic.weights.prepacked.joined import NOTHING, JoinedProduct, find_groups, join
 from elastic.weights.prepacked.onednn import OneDNNLayout
 from elastic.weights.prepacked.padding import multiply_padded, padded_rows
 from elastic.weights.proxy.host_source import HostSource
@@ -52,6 +52,8 @@ class ResidentSource:
         plain = value.to(self.layout.dtype).expand(self.layout.shape).contiguous()
         with torch.no_grad():
             self.packed.copy_(self.layout.pack(plain))
+        if self.joined is not None:
+            self.joined[0].last = NOTHING
         self._on_write()
 
     def describe(self) -> str:

@@ -177,6 +177,22 @@ def test_what_is_written_into_a_full_matrix_is_what_returns(elastic_model: tuple
     assert torch.equal(model(x), expected)
 
 
+def test_a_joined_product_is_of_what_its_matrices_are_when_they_are_multiplied() -> None:
+    weights, one, memory = joined_product()
+    parts = memory.view(-1).split([weight.numel() for weight in weights])
+    sources = [
+        ResidentSource("it", layout_of(weight), part.view(weight.shape), lambda: None)
+        for weight, part in zip(weights, parts, strict=True)
+    ]
+    for number, source in enumerate(sources):
+        source.joined = one, number
+    x, fresh = torch.randn(3, 128), torch.randn_like(weights[1])
+    torch.testing.assert_close(sources[0].product(x), F.linear(x, weights[0]), rtol=1e-4, atol=1e-4)
+    sources[1].write(fresh)
+    torch.testing.assert_close(sources[1].product(x), F.linear(x, fresh), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sources[2].product(x), F.linear(x, weights[2]), rtol=1e-4, atol=1e-4)
+
+
 def test_what_is_written_while_a_matrix_is_away_is_what_returns(elastic_model: tuple[Model, ElasticModel]) -> None:
     model, elastic = elastic_model
     x, fresh = torch.randn(5, 128), torch.randn(256, 128)
