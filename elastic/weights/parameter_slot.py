@@ -72,7 +72,12 @@ class ParameterSlot:
         return digest(self.in_order(stored))
 
     def put(self, content: Content) -> None:
-        """Have a parameter or a proxy in the slot, with the gradient of what was there, which is let go of."""
+        """Have a parameter or a proxy in the slot, with the gradient of what was there, which is let go of.
+
+        Whether it takes one is as it was there last: it may have been frozen since `content` was made.
+        """
+        if content.requires_grad != self.parameter.requires_grad:
+            content.requires_grad_(self.parameter.requires_grad)
         if self.parameter.grad is not None:
             content.grad = self.parameter.grad
         if not isinstance(content, WeightProxy):
@@ -94,6 +99,7 @@ class ParameterSlot:
         outside = self._outside() if self._outside else None
         if outside is not None:
             outside.data = plain.data
+            outside.requires_grad_(plain.requires_grad)
             if plain.grad is not None:  # else it may have got one of a graph that was older
                 outside.grad = plain.grad
             self._replace(outside)
@@ -147,8 +153,9 @@ class UnpagedTensors:
             if torch.device(hook.execution_device) != device:
                 hook.execution_device = device
         for owner, name in self._tensors:
-            if owner[name].device != device and not isinstance(owner[name], nn.Parameter):
-                owner[name] = owner[name].to(device)
+            tensor = owner.get(name)  # one that was deleted since, or set to None, is nowhere
+            if tensor is not None and tensor.device != device and not isinstance(tensor, nn.Parameter):
+                owner[name] = tensor.to(device)
 
 
 def is_under(name: str, parts: Collection[str]) -> bool:

@@ -7,6 +7,7 @@ import gc
 import logging
 import re
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,20 @@ def test_another_parameter_has_a_copy_of_a_released_weight(wrapped: Any) -> None
     assert torch.equal(nn.Parameter(weight), before)
 
 
+def test_a_library_that_makes_parameters_like_a_released_one_is_refused_in_words(wrapped: Any) -> None:
+    from accelerate import cpu_offload, hooks
+
+    model = build("llama-gqa")
+    expected = model(**prompt()).logits
+    wrapped(model).elastic.release(0)
+    with pytest.raises(StateError, match=r"another library would put a parameter .*; unwrap the model before"):
+        cpu_offload(model, "cpu")
+    hooks.remove_hook_from_submodules(model)
+    assert torch.equal(model(**prompt()).logits, expected)
+    with pytest.raises(StateError, match="another library"):
+        type(model.model.layers[0].mlp.up_proj.weight)(torch.zeros(3), requires_grad=False)
+
+
 @pytest.mark.parametrize("name", ["half", "share_memory", "double"])
 @pytest.mark.parametrize("action", [elastic.Release((1,)), elastic.Swap((1,), "int8")], ids=["released", "packed"])
 def test_a_cast_or_a_move_is_refused_as_a_whole(action: Any, name: str, wrapped: Any) -> None:
@@ -347,6 +362,43 @@ def test_requires_grad_and_gradients(wrapped: Any) -> None:
         rt.release(0)
     model.zero_grad()
     rt.release(0)
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["exchanged", "replaced"])
+@pytest.mark.parametrize("action", [elastic.Release((1,)), elastic.Swap((1,), "int8")], ids=["release", "swap"])
+def test_what_is_frozen_while_an_action_waits_stays_frozen(action: Any, held: bool, wrapped: Any) -> None:
+    rt = wrapped(model := build("llama-gqa").requires_grad_(True), variants=("int8",)).elastic
+    parameters = list(layers(model)[1].parameters()) if held else []
+    references = [weakref.ref(parameter) for parameter in parameters]  # torch exchanges none of these
+    for prepared in (action, elastic.Restore((1,))):
+        model.requires_grad_(True)
+        told = rt.prepare(prepared)
+        model.requires_grad_(False)
+        rt.commit(told.id)
+        assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == []
+    assert all(reference() is parameter for reference, parameter in zip(references, parameters, strict=True))
+    assert not any(parameter.requires_grad for parameter in parameters)
+
+
+@pytest.mark.parametrize("gone", [True, False], ids=["deleted", "none"])
+def test_a_buffer_that_is_gone_since_is_no_fault_of_an_action(gone: bool, wrapped: Any) -> None:
+    model = build("llama-gqa")
+    layers_of = model.model.layers
+    layers_of[0].register_buffer("statistics", torch.zeros(3))
+    rt = wrapped(model, places=[small(4 << 20), small(4 << 20, "cpu#other")], variants=("int8",)).elastic
+    expected, owners = model(**prompt()).logits, rt.status().places[0].owners
+    if gone:
+        del layers_of[0].statistics
+    else:
+        layers_of[0].statistics = None
+    for action in (elastic.Swap((0,), "int8"), elastic.Restore((0,)), elastic.Release((0,)), elastic.Restore((0,))):
+        rt.apply(action)
+        rt.check()
+    rt.migrate(0, "cpu#other")
+    rt.migrate(0, "cpu")
+    assert rt.status().places[0].owners == owners
+    assert torch.equal(model(**prompt()).logits, expected)
+    assert torch.equal(elastic.unwrap(model)(**prompt()).logits, expected)
 
 
 def test_tied_and_shared_weights_stay_where_they_are(wrapped: Any) -> None:
@@ -483,6 +535,18 @@ def test_actions_that_cannot_be_are_refused_and_change_nothing(wrapped: Any) -> 
     assert all(where[0].place == "cpu" for where in rt.status().residencies.values())
     rt.apply((elastic.Release((0,)), elastic.Release((1,)), elastic.ResizeKV("cpu", 1 << 20)))
     assert [where[0].place for where in rt.status().residencies.values()] == [HOST, HOST, "cpu"]
+
+
+def test_a_packed_weight_that_lies_transposed_is_viewed_by_its_own_strides(wrapped: Any) -> None:
+    """The matrices of GPT-2 are [inputs, outputs]: what expands a packed one makes it [outputs, inputs]."""
+    model = wrapped(build("gpt2"), variants=("int8",))
+    sizes = [(p.numel(), p.stride()) for p in model.parameters()]
+    model.elastic.swap([0], "int8")
+    flat = [parameter.view(-1) for parameter in model.parameters()]
+    assert [(len(view), p.stride()) for view, p in zip(flat, model.parameters(), strict=True)] == sizes
+    weight = model.transformer.h[0].attn.c_attn.weight
+    assert torch.equal(weight.view(-1).view(weight.shape), weight + 0)
+    assert len(nn.utils.parameters_to_vector(model.parameters())) == sum(size for size, _ in sizes)
 
 
 @pytest.mark.parametrize("variant", [None, "int8"])

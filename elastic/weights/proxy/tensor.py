@@ -113,7 +113,12 @@ class WeightProxy(torch.Tensor):
     source: WeightSource
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, source: WeightSource) -> WeightProxy:
+    def __new__(cls, like: torch.Tensor, source: WeightSource | None = None, **options: Any) -> WeightProxy:
+        if source is None:  # of `type(parameter)(tensor, requires_grad=…)`, as accelerate makes what it puts in a slot
+            raise StateError(
+                "another library would put a parameter of its own in the place of a weight that is absent, packed or "
+                "elsewhere; unwrap the model before it is dispatched, offloaded or loaded"
+            )
         with outside_inference_mode():
             self: WeightProxy = torch.Tensor._make_wrapper_subclass(
                 cls,
@@ -250,7 +255,15 @@ def _copy_on_device(weight: WeightProxy) -> torch.Tensor:
 
 
 def _plain(tree: Any) -> Any:
-    return tree_map_only(WeightProxy, lambda proxy: proxy.source.value(), tree)
+    return tree_map_only(WeightProxy, _as_described, tree)
+
+
+def _as_described(proxy: WeightProxy) -> torch.Tensor:
+    """Return the value of a weight, any shape, with the strides that the proxy has: views are made by these."""
+    value = proxy.source.value()
+    if value.stride() == proxy.stride():
+        return value
+    return torch.empty_strided(value.shape, proxy.stride(), dtype=value.dtype, device=value.device).copy_(value)
 
 
 def refusal(what: str, weight: WeightProxy) -> StateError:
