@@ -16,6 +16,7 @@ from elastic.weights.prepacked.onednn import OneDNNLayout
 from elastic.weights.prepacked.source import AbsentSource, ResidentSource
 from elastic.weights.proxy.host_source import HostSource
 from elastic.weights.proxy.tensor import WeightProxy
+from elastic.weights.proxy.transfer_cache import moved
 from elastic.weights.proxy.weight_home import WeightHome
 
 Content = nn.Parameter | WeightProxy
@@ -79,7 +80,7 @@ class ParameterSlot:
         if content.requires_grad != self.parameter.requires_grad:
             content.requires_grad_(self.parameter.requires_grad)
         if self.parameter.grad is not None:
-            content.grad = self.parameter.grad
+            content.grad = moved(self.parameter.grad, content.device)
         if not isinstance(content, WeightProxy):
             self._put_plain(content)
             return
@@ -108,6 +109,8 @@ class ParameterSlot:
             self._exchange(plain)
         else:
             self.parameter.data = plain.data
+            if plain.grad is not None:  # it may have been on another device
+                self.parameter.grad = plain.grad
 
     def _exchange(self, other: Content) -> None:
         """Put `other` in place of the parameter: under the same Python object, or else as another object."""

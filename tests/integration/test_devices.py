@@ -301,6 +301,37 @@ def test_gradients_flow_through_modules_elsewhere(device: Any, wrapped: Any) -> 
         gradient()
 
 
+def test_gradients_of_a_layer_that_was_elsewhere_come_home_with_it(device: Any, wrapped: Any) -> None:
+    model = build("llama-gqa").requires_grad_(True)
+    model(**prompt()).logits.sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    wrapped(model, here_and_there()).elastic.migrate(1, "there")
+    model(**prompt()).logits.sum().backward()
+    assert model.model.layers[1].mlp.up_proj.weight.grad.device == THERE
+    elastic.unwrap(model)
+    assert {p.grad.device for p in model.parameters()} == {p.device for p in model.parameters()} == {HERE}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
+
+
+@pytest.mark.parametrize("architecture", ["llama-gqa", "gpt2", "mixtral"])
+def test_packed_modules_elsewhere_compute_in_a_model_that_is_not_frozen(
+    architecture: str, device: Any, wrapped: Any
+) -> None:
+    """As models are that were loaded, and called without `no_grad`: a weight is expanded where it is."""
+    model = build(architecture).requires_grad_(True)
+    rt = wrapped(model, here_and_there(), variants=("int8",)).elastic
+    rt.swap(1, "int8")
+    with torch.no_grad():
+        expected = model(**prompt(2)).logits
+    rt.migrate(next(name for name in modules_of(model, 1) if name.endswith(".mlp")), "there")
+    out = model(**prompt(2)).logits
+    torch.testing.assert_close(out.detach(), expected)
+    with pytest.raises(StateError, match="gets no gradient there"):
+        out.sum().backward()
+
+
 def test_a_layer_with_shared_parameters_stays_but_its_own_modules_go(device: Any, wrapped: Any) -> None:
     model = build("llama-gqa")
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[2].mlp.up_proj.weight

@@ -39,25 +39,26 @@ class RemoteSource:
     def __init__(self, unit: WeightHome, at_place: torch.Tensor) -> None:
         self.unit = unit
         self.at_place = at_place if isinstance(at_place, WeightProxy) else at_place.detach()
-        self._packed = at_place.source if isinstance(at_place, WeightProxy) else None
+        self.packed = at_place.source if isinstance(at_place, WeightProxy) else None
+        """Knows the value at the place of one that is packed there; None: it is plain."""
 
     def value(self) -> torch.Tensor:
         """Return the weight on the device where its layer computes, in the same shape and dtype."""
-        value = self._packed.value() if self._packed is not None else self.at_place
+        value = self.packed.value() if self.packed is not None else self.at_place
         return to_device(value, self.unit.compute_device)
 
     def copy(self) -> torch.Tensor:
         """Return a copy of the full weight, maybe in host memory, in the same shape and dtype."""
-        return self._packed.copy() if self._packed is not None else self.value()
+        return self.packed.copy() if self.packed is not None else self.value()
 
     def stored(self) -> torch.Tensor:
         """Return the full weight, maybe in host memory, in the same shape and dtype."""
-        return self._packed.stored() if self._packed is not None else self.value()
+        return self.packed.stored() if self.packed is not None else self.value()
 
     def write(self, value: torch.Tensor) -> None:
         """Write `value`, of any shape that broadcasts to the weight, at its place. Raises `StateError` if packed."""
-        if self._packed is not None:
-            self._packed.write(value)
+        if self.packed is not None:
+            self.packed.write(value)
         else:
             with torch.no_grad():
                 self.at_place.copy_(reachable(value, self.at_place.device))
@@ -111,7 +112,9 @@ def _brought(value: Any, unit: WeightHome) -> Any:
     """Return a function's argument on the unit's device."""
     device, source = unit.pool.backend.device, _remote(value)
     if source is not None and source.unit.pool.backend.device == device:
-        return differentiable(value, source.at_place) if trains(value) else source.at_place
+        if not trains(value):
+            return source.at_place
+        return differentiable(value, source.at_place if source.packed is None else source.packed.value())
     if isinstance(value, WeightProxy):
         return to_device(value.source.value(), device)
     if isinstance(value, RemoteTensor):
