@@ -223,7 +223,8 @@ class Runtime(LayerVerbs):
         """Commit what was prepared, between two forward passes; return the results of the actions in order.
 
         Committing it again returns the same. Raises `StateError` if it was rolled back, by hand or since its time was
-        over, or cannot be committed; then nothing has changed. `ConfigError` for an id that is not known.
+        over, or cannot be committed; then nothing has changed. `ConfigError` for an id that is not known. What fails
+        behind the switch, as pages are given back, is raised too; a second call says that it was committed.
         """
         self._require_outside()
         require(isinstance(id, str), "id", id, "the text that prepare returned")

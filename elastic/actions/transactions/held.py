@@ -39,6 +39,8 @@ class EndedTransaction:
     results: tuple[Result, ...] = ()
     undone: str = ""
     """Why it was rolled back; empty: it was committed."""
+    fault: str = ""
+    """What failed behind the commit, when pages were to be given back."""
 
 
 class HeldTransactions:
@@ -91,6 +93,8 @@ class HeldTransactions:
         """
         if id not in self._held:
             ended = self._end_of(id)
+            if ended.fault:
+                raise StateError(f"id={id!r} was committed, but then failed: {ended.fault}")
             if ended.undone:
                 raise StateError(f"id={id!r} {_in_words(ended)}; prepare it again under another id")
             return ended.results
@@ -98,7 +102,10 @@ class HeldTransactions:
         try:
             results = self._runner.commit(transaction)
         except BaseException as error:
-            self._remember(id, EndedTransaction(undone=f"it could not be committed: {error}"))
+            if transaction.committed:
+                self._remember(id, EndedTransaction(fault=str(error) or repr(error)))
+            else:
+                self._remember(id, EndedTransaction(undone=f"it could not be committed: {error}"))
             raise
         self._remember(id, EndedTransaction(results))
         return results

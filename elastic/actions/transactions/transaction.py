@@ -47,6 +47,8 @@ class Transaction:
     timing: ActionTiming = field(default_factory=ActionTiming)
     prepared: list[tuple[ActionHandler, Any]] = field(default_factory=list)
     """Each action's handler, and what its `prepare` returned."""
+    committed: bool = False
+    """Whether it was switched to: what fails from then on undoes nothing."""
 
 
 class Agreement:
@@ -175,6 +177,7 @@ class TransactionRunner:
             except BaseException:
                 _roll_back(transaction)
                 raise
+            transaction.committed = True
             transaction.timing.pause_ms = (time.perf_counter() - start - waited_s) * 1e3
 
     def _undo(self, transaction: Transaction) -> None:

@@ -10,6 +10,7 @@ import torch
 
 import elastic
 from elastic import CapacityError, ConfigError, Migrate, Release, ResizeKV, Restore, StateError, Swap
+from elastic.actions.release import ReleaseHandler
 from elastic.actions.transactions.held import MOST_HELD
 from elastic.types import HOST
 from support.architectures import build, prompt
@@ -209,6 +210,25 @@ def test_weights_that_are_written_meanwhile_are_not_overwritten(wrapped: Any) ->
         rt.commit("held")
     assert torch.equal(parameter, written)
     assert rt.kv.capacity_bytes == rt.kv.maximum_bytes
+
+
+def test_what_fails_behind_the_switch_is_not_told_as_rolled_back(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rt = wrapped(build("llama-gqa"), small(4 << 20)).elastic
+    rt.prepare(Release((0,)), id="held")
+    finish = ReleaseHandler.finish
+
+    def fail(handler: ReleaseHandler, prepared: Any) -> Any:
+        finish(handler, prepared)
+        raise RuntimeError("the driver refuses")
+
+    monkeypatch.setattr(ReleaseHandler, "finish", fail)
+    with pytest.raises(RuntimeError, match="the driver refuses"):
+        rt.commit("held")
+    assert rt.form()[0] == "absent"
+    with pytest.raises(StateError, match="'held' was committed, but then failed: the driver refuses"):
+        rt.commit("held")
+    with pytest.raises(StateError, match="'held' was committed; undo it by the opposite"):
+        rt.rollback("held")
 
 
 def test_a_generation_goes_on_over_a_held_migration(wrapped: Any) -> None:
