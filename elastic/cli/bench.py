@@ -37,12 +37,16 @@ KEY = "OPENAI_API_KEY"
 
 
 def bench(options: Namespace) -> int:
-    """Compare, or replay: after Ctrl-C or SIGTERM what there is by then is written and shown, too."""
+    """Compare, or replay; returns the exit code, 1 where no request was completed.
+
+    After Ctrl-C or SIGTERM what there is by then is written and shown, too.
+    """
     if options.mode == "compare":
         return compare(options)
     with terminable() as interrupts:
         try:
-            return interrupts.code if measure(options).interrupted else 0
+            result = measure(options)
+            return interrupts.code if result.interrupted else int(not any(r.completed for r in result.records))
         except KeyboardInterrupt:  # before there was anything
             return interrupts.code
 
@@ -86,14 +90,14 @@ def show(results: Sequence[Result]) -> None:
     if importlib.util.find_spec("rich"):
         from rich.table import Table
 
-        from elastic.cli.views.panels import plain_console
+        from elastic.cli.views.panels import print_whole
 
         grid = Table(*table[0])
         for column in grid.columns[1:]:
             column.justify = "right"
         for row in table[1:]:
             grid.add_row(*row)
-        plain_console().print(grid)
+        print_whole(grid)
     else:
         widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
         for row in table:

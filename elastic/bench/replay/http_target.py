@@ -44,6 +44,7 @@ class HTTPTarget:
             raise BackendUnavailable("a replay to a URL needs httpx: pip install 'elastic-llm[bench]'") from error
         self._httpx = httpx
         self.url = url.rstrip("/").removesuffix("/v1")
+        self._require_address(url)
         self._headers = {name.encode(): value.encode() for name, value in (headers or {}).items()}  # httpx takes ASCII
         if model is not None and not model.strip():
             raise ConfigError(f"model={model!r} is empty; give the name that the server has for it, or None")
@@ -102,6 +103,16 @@ class HTTPTarget:
         self._thread.join()
         self._loop.close()
 
+    def _require_address(self, url: str) -> None:
+        """Raise `ConfigError` for an URL that nothing can be sent to: httpx says so of each request, one by one."""
+        try:
+            parts = self._httpx.URL(url)
+            good = parts.scheme in ("http", "https") and bool(parts.host)
+        except self._httpx.InvalidURL:
+            good = False
+        if not good:
+            raise ConfigError(f"--url {url!r} is no address of a server; write http://127.0.0.1:8000")
+
     def _first_model(self) -> str:
         """Return the name of the server's first model. Raises `ConfigError` where it gives none."""
         problem = ""
@@ -110,7 +121,7 @@ class HTTPTarget:
             if answer.is_success:
                 return str(answer.json()["data"][0]["id"])
             problem = f"HTTP {answer.status_code}"
-        except (self._httpx.HTTPError, self._httpx.InvalidURL) as error:
+        except self._httpx.HTTPError as error:
             problem = str(error) or type(error).__name__
         except (ValueError, LookupError, TypeError, RecursionError):
             problem = "its answer lists no model"

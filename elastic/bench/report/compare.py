@@ -99,9 +99,13 @@ def warnings(results: Sequence[Result]) -> list[str]:
         if result.elastic.get("interrupted"):
             notes.append(f"{result.name} was interrupted")
         if result.summary.get("failed"):
+            errors = result.elastic.get("errors") or {}
+            why = f"; {max(errors.values())} of them: {max(errors, key=errors.__getitem__)}" if errors else ""
             notes.append(
-                f"{result.name}: {result.summary['failed']} requests were not completed; latencies leave them out"
+                f"{result.name}: {result.summary['failed']} requests were not completed; latencies leave them out{why}"
             )
+        if result.elastic.get("shorter"):
+            notes.append(f"{result.name}: {result.elastic['shorter']} answers were shorter than was asked for")
     return notes
 
 
@@ -122,8 +126,9 @@ def _is_ours(figures: Any) -> bool:
     if not isinstance(figures, dict):
         return False
     trace, shares = figures.get("trace", {}), figures.get("token_share_by_variant") or {}
+    counted = [shares, figures.get("errors") or {}]
     described = isinstance(trace, dict) and isinstance(trace.get("workload_sha256"), str | None)
-    return described and isinstance(shares, dict) and all(map(is_number, shares.values()))
+    return described and all(isinstance(each, dict) and all(map(is_number, each.values())) for each in counted)
 
 
 def _cell(value: float | None, first: float | None, column: int) -> str:

@@ -18,6 +18,8 @@ from elastic.bench.report.statistics import described
 from elastic.config import SLO
 
 ALMOST_FULL = 0.95
+MOST_ERRORS = 5
+"""Reasons that a result has, those of the most requests."""
 
 
 def summarize(run: ReplayRun, *, detailed: bool = False) -> dict[str, Any]:
@@ -148,14 +150,18 @@ def _arrays(records: Sequence[Record]) -> dict[str, Any]:
 
 def _elastic(run: ReplayRun, good: int | None) -> dict[str, Any]:
     records = run.records
-    test = saturation(records, run.trace.duration_s, run.end_s)
+    offered_s = min(run.trace.duration_s, run.end_s) if run.interrupted else run.trace.duration_s
+    test = saturation(records, offered_s, run.end_s)
     tokens = Counter(index for record in records for index in record.weights)
     finishes = Counter(r.finish for r in records)
+    errors = Counter(r.error or r.finish for r in records if not r.completed)
     last_arrival = max((r.arrival_s for r in records), default=0.0)
     return {
         "version": __version__,
         "offered": len(records),
         **{name: finishes[name] for name in ("rejected", "timeout", "cancelled", "unfinished")},
+        "errors": dict(errors.most_common(MOST_ERRORS)),
+        "shorter": sum(r.completed and r.output_tokens < r.asked_tokens for r in records),
         "interrupted": run.interrupted,
         "slo": asdict(run.slo) if run.slo else None,
         "slo_attainment": None if good is None or not records else good / len(records),
@@ -165,7 +171,7 @@ def _elastic(run: ReplayRun, good: int | None) -> dict[str, Any]:
         **_waiting(records),
         **described("lateness", "ms", [r.submitted_s - r.arrival_s for r in records if r.submitted_s is not None], 1e3),
         **_disturbances(run.timeline),
-        "kv_use": kv_use(run.timeline, run.trace.duration_s),
+        "kv_use": kv_use(run.timeline, offered_s),
         "token_share_by_variant": shares(run),
         "tokens_by_weights": [tokens[index] for index in range(len(run.weights))],
         "weights": [list(form) for form in run.weights],

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from elastic.cli.inputs.checks import require_at_least
 from elastic.cli.inputs.intent_options import intent_of, load_of, losses_of, names_of
-from elastic.cli.views.panels import plain_console, tabulated
+from elastic.cli.views.panels import plain_console, print_whole, tabulated
 from elastic.cluster.fleet.profiling.guest import measure_two_ranks
 from elastic.errors import ConfigError
 from elastic.estimation.device_list import parse_devices
@@ -29,7 +29,6 @@ from elastic.planning.estimate.ranking import Estimate
 
 _REASONS = 12
 """Lines of reasons that are shown."""
-_WIDEST = 1 << 12
 _PAPER = "by the paper's equations: one request at a time, no keys and values, an even part of the bytes for each rank"
 
 
@@ -90,15 +89,6 @@ def _print(options: Namespace, estimates: Sequence[Estimate], profile: CostProfi
     reasons = by_reason((each.configuration, each.why_not) for each in estimates if not each.fits)
     for reason, names in reasons[:_REASONS]:
         console.print(f"  {names}: {reason}", soft_wrap=True, highlight=False)
-
-
-def print_whole(table: Table) -> None:
-    """Print a table with all of its values, wider than the terminal where these need it."""
-    console = plain_console()
-    for column in table.columns:
-        column.no_wrap = True
-    console.width = max(console.width, console.measure(table, options=console.options.update(width=_WIDEST)).maximum)
-    console.print(table)
 
 
 def _profile(options: Namespace, forms: Sequence[str], load: Load) -> CostProfile:

@@ -13,8 +13,8 @@ from typing import Any
 from rich.table import Table
 
 from elastic.cli.inputs.intent_options import intent_of, load_of, losses_of, names_of, numbers_of
-from elastic.cli.predictions.estimate import basis_words, by_reason, print_whole
-from elastic.cli.views.panels import plain_console, tabulated
+from elastic.cli.predictions.estimate import basis_words, by_reason
+from elastic.cli.views.panels import plain_console, print_whole, tabulated
 from elastic.estimation.estimate import WEIGHTS
 from elastic.estimation.placement import ModelSpace, PlacedModels, numbered, place_models
 from elastic.planning.deployment.placing import Deployment, Refusal

@@ -19,6 +19,7 @@ _KINDS = {"migratekv": "migrate KV of"}
 _OTHERS = "KV of others"
 TEXT_LINES = 12
 """The last lines of the text that are shown."""
+_WIDEST = 1 << 12
 
 
 def _in_words(action: Any) -> str:
@@ -40,6 +41,15 @@ def plain_console() -> Console:
     """
     console = Console(markup=False, emoji=False)
     return Console(markup=False, emoji=False, force_terminal=False) if console.is_dumb_terminal else console
+
+
+def print_whole(table: Table) -> None:
+    """Print a table with all of its values, wider than the terminal where these need it."""
+    console = plain_console()
+    for column in table.columns:
+        column.no_wrap = True
+    console.width = max(console.width, console.measure(table, options=console.options.update(width=_WIDEST)).maximum)
+    console.print(table)
 
 
 def tabulated(left: Sequence[str], right: Sequence[str] = (), last: Sequence[str] = (), **options: Any) -> Table:

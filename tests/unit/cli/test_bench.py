@@ -16,7 +16,7 @@ from elastic.cli.main import main
 from support.bench.records import read_records
 from support.child_process import Forked, in_fork
 from support.processes import wait_until
-from support.serving.stub_server import stub
+from support.serving.stub_server import Handler, stub
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:17:{s:02d}.0000000,{100 + s},{10 + s}\n" for s in range(10)
@@ -148,6 +148,42 @@ def test_what_the_caller_must_change(arguments: list[str], line: str, capsys: py
     assert line in error
     assert error.startswith("elastic bench: ")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://host:port", "127.0.0.1:9", "file:///etc", "http://", ""])
+def test_a_url_that_nothing_can_be_sent_to_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also with the name of a model, where the server is not asked for it."""
+    for more in ([], ["--served-model-name", "x", "--warmup", "0"]):
+        assert main(["bench", "run", "--url", url, "--poisson", "5", "--duration", "1", *more]) == 2
+        assert capsys.readouterr().err == (
+            f"elastic bench: --url {url!r} is no address of a server; write http://127.0.0.1:8000\n"
+        )
+
+
+def test_a_run_of_which_nothing_came_fails_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(handler: Handler, body: dict[str, Any]) -> None:
+        handler.reply(404, {"error": {"message": "no such model"}})
+
+    out = tmp_path / "out.json"
+    arguments = ["--poisson", "50", "--duration", "0.1", "--lengths", "2:2", "--warmup", "0", "--out", str(out)]
+    with stub(refuse) as server:
+        assert main(["bench", "run", "--url", server.url, *arguments]) == 1
+    failed = json.loads(out.read_text())["failed"]
+    assert f"; {failed} of them: HTTP 404: no such model\n" in capsys.readouterr().err
+
+
+def test_files_of_a_comparison_are_told_apart_however_many_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    figures = {"duration": 1.0, "completed": 3, "elastic": {"offered": 123_456_789}}
+    files = [tmp_path / f"a result of a long name {number}.json" for number in range(12)]
+    for file in files:
+        file.write_text(json.dumps(figures))
+    assert main(["bench", "compare", *map(str, files)]) == 0
+    header, *table = capsys.readouterr().out.splitlines()[1:]
+    assert all(file.stem in header for file in files)
+    assert next(line for line in table if "offered" in line).count("123,456,789") == len(files)
 
 
 def test_a_model_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -294,7 +294,7 @@ def test_no_server_is_one_clear_error() -> None:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"--url {url}: GET /v1/models does not tell"):
             HTTPTarget(url)
-    with pytest.raises(ConfigError, match="does not tell"):
+    with pytest.raises(ConfigError, match="--url 'no url at all' is no address of a server"):
         HTTPTarget("no url at all")
     with stub() as server:
         server.documents.clear()

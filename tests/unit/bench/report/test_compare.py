@@ -58,7 +58,7 @@ def test_shares_of_precision_and_gaps_are_shown() -> None:
 
 def test_a_reader_is_told_what_spoils_a_comparison() -> None:
     results = [
-        Result("a", summary() | {"failed": 2}),
+        Result("a", summary(errors={"refused": 1, "HTTP 500": 3}, shorter=4) | {"failed": 4}),
         Result("b", summary(over_saturated=True, interrupted=True, trace={"workload_sha256": "other"})),
     ]
     told = "\n".join(warnings(results))
@@ -66,7 +66,8 @@ def test_a_reader_is_told_what_spoils_a_comparison() -> None:
         "not offered the same",
         "b is over-saturated",
         "b was interrupted",
-        "a: 2 requests were not completed",
+        "a: 4 requests were not completed; latencies leave them out; 3 of them: HTTP 500",
+        "a: 4 answers were shorter than was asked for",
     ):
         assert words in told
     assert warnings([Result("a", summary())]) == []
@@ -85,6 +86,8 @@ def test_files_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None
         '{"elastic": {"trace": []}, "duration": 1}',
         '{"elastic": {"trace": {"workload_sha256": [1]}}, "duration": 1}',
         '{"elastic": {"token_share_by_variant": [1]}, "duration": 1}',
+        '{"elastic": {"errors": ["HTTP 500"]}, "duration": 1}',
+        '{"elastic": {"errors": {"HTTP 500": "x"}}, "duration": 1}',
         '{"elastic": {"token_share_by_variant": {"int4": "x"}}, "duration": 1}',
     ],
 )

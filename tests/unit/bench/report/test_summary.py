@@ -68,6 +68,25 @@ TIMELINE = (
 )
 
 
+def test_an_interrupted_run_is_over_saturated_by_what_was_offered_of_its_trace() -> None:
+    """Each request waits a tenth longer than the one before it; a quarter of the trace was offered."""
+    queue = [record(float(i), (1.1 * (i + 1),)) for i in range(100)]
+    trace = Trace(tuple(TraceRequest(float(i), 10, 3) for i in range(400)), "by hand")
+    whole = ReplayRun(replace(trace, requests=trace.requests[:100]), tuple(queue), 110.0)
+    assert summarize(whole)["elastic"]["over_saturated"]
+    ours = summarize(ReplayRun(trace, tuple(queue), 100.0, interrupted=True))["elastic"]
+    assert ours["over_saturated"]
+    assert ours["saturation"]["concurrency_slope_per_s"] > 0
+
+
+def test_what_did_not_end_well_or_not_with_as_many_tokens_is_counted() -> None:
+    bad = [record(float(i), finish="failed", error=f"reason {i % 7}") for i in range(7 * 3 + 2)]
+    records = (record(0.0, (1.0, 2.0), "stop"), *HAND, *bad, record(99.0, finish="timeout"))
+    ours = summarize(run_of(*records, weights=WEIGHTS))["elastic"]
+    assert ours["shorter"] == 3, "three tokens are asked for"
+    assert ours["errors"] == {f"reason {i}": 4 if i < 2 else 3 for i in range(5)}
+
+
 def test_the_figures_of_an_example_worked_out_by_hand() -> None:
     run = run_of(*HAND, slo=SLO(ttft_s=1.0, tpot_s=0.5), weights=WEIGHTS, timeline=TIMELINE)
     summary = summarize(run)
