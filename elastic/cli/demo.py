@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 
 import elastic
+from elastic.assets import MODEL_DIR
 from elastic.cli.acts.dropped_layers import serve_a_burst
 from elastic.cli.inputs.checks import parse_place
 from elastic.cli.inputs.model_loading import Loaded, load, write
@@ -22,7 +23,8 @@ from elastic.cli.views.sizes import mib
 from elastic.config import Place, parse_bytes
 from elastic.weights.decoder import returned_cache
 
-DEFAULT_PLACE = "cpu=24MiB"
+SMALL_PLACE, SMALL_PAGES = "cpu=24MiB", "4KiB"
+"""For the model inside; another one has half of the free memory, in pages of the usual size."""
 PIECES_BETWEEN_ACTIONS = 12
 PIECES_OF_THE_NEIGHBOUR = 60
 KV_IN_SECOND_ACT = 0.6
@@ -35,9 +37,7 @@ Director = Callable[[Loaded, elastic.Runtime], Generator[None, None, None]]
 
 def demo(options: Namespace) -> int:
     """Run the acts; returns 0 if every text is the plain model's that should be, and the ledger is right, else 1."""
-    place = parse_place(options.place, DEFAULT_PLACE)
-    page_bytes = parse_bytes(options.pages, option="--pages") if place.device.type == "cpu" else None
-    place = Place(place.name, place.device, place.budget_bytes, page_bytes)
+    place = first_place(options)
     console = plain_console()
     loaded = load(options, place.device)
     expected = write(loaded, options)
@@ -57,6 +57,16 @@ def demo(options: Namespace) -> int:
         "ledger: recounted, right"
     )
     return 0 if same and also and again and burst else 1
+
+
+def first_place(options: Namespace) -> Place:
+    """Return the place of the first act, with pages of a size that is said, or that suits the model."""
+    small = options.model == str(MODEL_DIR)
+    place = parse_place(options.place, SMALL_PLACE if small else "cpu")
+    pages = SMALL_PAGES if options.pages is None and small and place.page_bytes is None else options.pages
+    if pages is None or place.device.type != "cpu":
+        return place
+    return Place(place.name, place.device, place.budget_bytes, parse_bytes(pages, option="--pages"))
 
 
 def _burst(place: Place, loaded: Loaded, needs: Needs, options: Namespace, console: Console) -> bool:

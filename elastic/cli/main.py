@@ -40,9 +40,7 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="move memory under a running generation, and watch")
     _add_common(demo, prompt=DEMO_PROMPT, tokens=400)
-    demo.add_argument(
-        "--pages", default="4KiB", metavar="SIZE", help="page size (default 4KiB: the demo model is tiny)"
-    )
+    demo.add_argument("--pages", metavar="SIZE", help="page size on a CPU (4KiB for the small model inside)")
     generate = commands.add_parser("generate", help="generate text with a wrapped model")
     _add_common(generate, prompt=None, tokens=128)
     generate.add_argument("--prepack", action="store_true", help="matrices in the order that a CPU multiplies fastest")

@@ -15,8 +15,9 @@ import torch
 
 from elastic import __version__
 from elastic.cli import generate
+from elastic.cli.demo import first_place
 from elastic.cli.inputs.model_loading import load
-from elastic.cli.main import main
+from elastic.cli.main import main, parser
 from support.child_process import Forked
 
 
@@ -74,7 +75,7 @@ def test_a_command_ends_quietly_when_nobody_reads_its_output_any_more() -> None:
     """As in `elastic generate ... | head -c 1`."""
     child = Forked("""
         import sys
-        from elastic.cli.main import main
+        from elastic.cli.main import main, parser
         sys.exit(main(["generate", "--prompt", "import os", "--max-new-tokens", "400"]))
     """)
     with closing(child):
@@ -115,6 +116,21 @@ def test_a_damaged_model_is_one_line_too(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "config.json").write_text("{}")
     assert main(["generate", "--model", str(tmp_path), "--prompt", "x"]) == 2
     assert capsys.readouterr().err.startswith(f"elastic generate: --model {tmp_path} cannot be loaded")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "budget", "pages"),
+    [
+        ([], 24 << 20, 4096),
+        (["--place", "cpu=64MiB/64KiB"], 64 << 20, 65536),
+        (["--place", "cpu=64MiB/64KiB", "--pages", "8KiB"], 64 << 20, 8192),
+        (["--model", "mine"], None, None),
+        (["--model", "mine", "--pages", "64KiB"], None, 65536),
+    ],
+)
+def test_the_demo_has_room_for_a_model_of_ones_own(arguments: list[str], budget: int | None, pages: int | None) -> None:
+    place = first_place(parser().parse_args(["demo", *arguments]))
+    assert (place.budget_bytes, place.page_bytes) == (budget, pages)
 
 
 @pytest.mark.slow
@@ -198,7 +214,7 @@ def test_without_rich_there_is_help_and_the_others_name_what_to_install() -> Non
                 if name.partition(".")[0] == "rich":
                     raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         sys.meta_path.insert(0, Absent())
-        from elastic.cli.main import main
+        from elastic.cli.main import main, parser
         try:
             main(["--help"])
         except SystemExit as error:
