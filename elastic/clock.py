@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
+INTERRUPT_S = 1.0
+"""Until an interrupt is seen that came between two instructions, just as a wait began."""
 
 
 class Lock(AbstractContextManager[bool], Protocol):
@@ -79,7 +81,9 @@ class Clock:
         threads, done = ThreadPoolExecutor(len(calls), name), False
         try:
             asked = [threads.submit(call) for call in calls]
-            done = not wait(asked).not_done
+            while wait(asked, INTERRUPT_S).not_done:
+                pass
+            done = True
             return asked
         finally:
             threads.shutdown(wait=done)
