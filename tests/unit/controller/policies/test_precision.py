@@ -425,6 +425,7 @@ class AnyDay(RuleBasedStateMachine):
         self.state: Any = None
         self.now, self.acted = -100.0, -1000.0
         self.pending: tuple[Any, ...] = ()
+        self.failed: set[int] = set()
 
     @rule(used=st.integers(0, 1600), queue=st.floats(0, 1), requests=st.integers(0, 3), stalls=st.integers(0, 9))
     def tick(self, used: int, queue: float, requests: int, stalls: int) -> None:
@@ -455,6 +456,7 @@ class AnyDay(RuleBasedStateMachine):
 
     def judge(self, actions: tuple[Any, ...]) -> None:
         assert not self.pending, "it acts while an action is under way"
+        assert self.failed.issuperset(self.state.refused), "it takes a layer for refused that was not"
         assert self.now - self.acted >= self.settings.cooldown_s - 1e-9, "it acts within the cooldown"
         moves = [
             (layer, self.levels.index(a.variant if isinstance(a, Swap) else "float32"))
@@ -472,8 +474,10 @@ class AnyDay(RuleBasedStateMachine):
             assert all(layer in allowed and level == now[layer] + 1 for layer, level in moves)
             for level in {level for _, level in moves}:
                 candidates = [layer for layer in allowed if self.layers[layer] == self.levels[level - 1]]
+                others = [layer for layer in candidates if layer not in self.state.refused]
                 mine = [layer for layer, target in moves if target == level]
-                assert mine == candidates[: len(mine)], "the order is not respected"
+                in_order = others or sorted(candidates, key=self.state.refused.index)[:1]
+                assert mine == in_order[: len(mine)], "the order is not respected"
         else:
             assert all(self.ours.get(layer) == self.layers[layer] for layer, _ in moves), (
                 "it restores what it did not swap"
@@ -483,6 +487,8 @@ class AnyDay(RuleBasedStateMachine):
     @rule(succeeds=st.booleans(), part=st.booleans())
     def over(self, succeeds: bool, part: bool) -> None:
         """The action under way ends; all of it, nothing, or some layers were gone."""
+        if not succeeds:
+            self.failed.update(layer for action in self.pending for layer in action.layers)
         for action in self.pending if succeeds else ():
             for layer in action.layers[:1] if part else action.layers:
                 self.layers[layer] = action.variant if isinstance(action, Swap) else "float32"
