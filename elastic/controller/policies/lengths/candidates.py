@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 
@@ -76,13 +76,20 @@ class InstanceDraft:
 
 
 def best_merger(
-    candidates: Sequence[InstanceDraft], kv: LiveTokens, step: int, most_ranks: int
+    candidates: Sequence[InstanceDraft],
+    kv: LiveTokens,
+    step: int,
+    most_ranks: int,
+    failed: Collection[frozenset[str]] = (),
 ) -> tuple[InstanceDraft, ...] | None:
     """Return the instances of one host that had best become one for a request; None: no free ones could ever hold it.
 
-    The best hold it at once, are of few ranks, of equal degrees, and have little work.
+    The best hold it at once, are of few ranks, of equal degrees, and have little work. Ranks that have `failed` to
+    become one do not again, and others come before each of them.
     """
+    late = frozenset[str]().union(*failed)
     free = [candidate for candidate in candidates if not candidate.taken and not candidate.reading.busy]
+    free.sort(key=lambda each: (not late.isdisjoint(each.reading.ranks), each.load_s, each.reading.name))
     hosts = dict.fromkeys(candidate.reading.host for candidate in free)
     mergers: list[tuple[tuple[bool, int, bool, float], tuple[InstanceDraft, ...]]] = []
     for host in hosts:
@@ -91,6 +98,8 @@ def best_merger(
         while degree <= most_ranks:
             able = [candidate for candidate in own if kv.alone <= candidate.reading.capacity_at(degree)]
             for members in filter(_complete, _sets(able, degree, step)):
+                if frozenset(rank for member in members for rank in member.reading.ranks) in failed:
+                    continue
                 mixed = len({member.reading.degree for member in members}) > 1
                 load_s = sum(member.load_s for member in members)
                 mergers.append(((not holds_together(members, kv), degree, mixed, load_s), members))
@@ -111,13 +120,12 @@ def holds_together(members: Sequence[InstanceDraft], kv: LiveTokens) -> bool:
 
 
 def _sets(candidates: Sequence[InstanceDraft], degree: int, step: int) -> Iterator[tuple[InstanceDraft, ...]]:
-    """Yield the least loaded instances with so many ranks together: of each degree, and of unlike ones.
+    """Yield the first instances with so many ranks together: of each degree, and of unlike ones.
 
     And each of that degree whose change was stopped on its way.
     """
     yield from ((each,) for each in candidates if each.reading.degree == degree and each.reading.whole is not None)
     small = [candidate for candidate in candidates if candidate.reading.degree * step <= degree]
-    small.sort(key=lambda candidate: (candidate.load_s, candidate.reading.name))
     pipelined = [each.reading for each in small if each.reading.partners]
     pipelines = dict.fromkeys(frozenset((*reading.ranks, *reading.partners)) for reading in pipelined)
     for ranks in pipelines:

@@ -34,6 +34,8 @@ from elastic.controller.policies.lengths.snapshot import (
 
 MOST_PASSED = 64
 """A request is sent past so many that wait for room at the most; so what a tick takes does not grow with the queue."""
+TRIES = 3
+"""So often ranks are asked to become one instance before they serve as they are for a while, and others are asked."""
 AT_REST = "all is well"
 
 Ranks = frozenset[str]
@@ -81,6 +83,10 @@ class LengthState:
     """Waiting request -> the ranks of the instance that it waits for; it may not be one yet."""
     asked_s: Mapping[Ranks, float] = field(default_factory=dict)
     """When instances with these ranks were last asked to become one, or to part."""
+    tries: Mapping[Ranks, int] = field(default_factory=dict)
+    """How often ranks that a request waits for were asked to become one."""
+    failed_s: Mapping[Ranks, float] = field(default_factory=dict)
+    """When ranks had been asked to become one too often."""
     parted_s: float = -math.inf
     """When an instance last parted; -inf again after the next that is made."""
     regrets: int = 0
@@ -134,7 +140,8 @@ class _Decision:
         self.large = {large.ranks: large for each in snapshot.instances if (large := self._carried(each))}
         self.targets: dict[str, Ranks] = {}
         self.planned: dict[Ranks, Sequence[InstanceDraft]] = {}
-        self.asked = dict(state.asked_s)
+        self.asked, self.tries = dict(state.asked_s), dict(state.tries)
+        self.failed = {ranks: s for ranks, s in state.failed_s.items() if self.now - s < settings.patience_s}
         self.routes: list[tuple[str, str]] = []
         self.ups: list[ScaleUp] = []
         self.refused: list[str] = []
@@ -158,7 +165,8 @@ class _Decision:
         if downs:
             parted_s = self.now
         asked = {key: at for key, at in self.asked.items() if self.now - at < self.settings.cooldown_s}
-        after = LengthState(tuple(self.large.values()), self.targets, asked, parted_s, regrets)
+        tries = {ranks: times for ranks, times in self.tries.items() if ranks in self.targets.values()}
+        after = LengthState(tuple(self.large.values()), self.targets, asked, tries, self.failed, parted_s, regrets)
         return LengthPlan(
             tuple(self.routes), tuple(self.ups), downs, closed, tuple(self.refused), self._reason(downs, closed), after
         )
@@ -183,10 +191,24 @@ class _Decision:
                 continue
             if any(ranks & other and ranks != other for other in self.planned):
                 continue
+            changes = len(members) > 1 or members[0].room < waiting[name] <= members[0].reading.capacity_at(len(ranks))
+            if changes and self._came_to_nothing(ranks, members):
+                continue
             self.targets[name] = ranks
-            if len(members) > 1 or members[0].room < waiting[name] <= members[0].reading.capacity_at(len(ranks)):
+            if changes:
                 self.planned[ranks] = members
                 self._take(members)
+
+    def _came_to_nothing(self, ranks: Ranks, members: Sequence[InstanceDraft]) -> bool:
+        """Tell whether instances did not become one, however often they were asked: others may, or they later."""
+        if self.tries.get(ranks, 0) >= TRIES and self._may_ask(ranks, members):
+            self.failed[ranks] = self.now
+            del self.tries[ranks]
+        return ranks in self.failed
+
+    def _may_ask(self, ranks: Ranks, members: Sequence[InstanceDraft]) -> bool:
+        busy = any(member.reading.busy for member in members)
+        return not busy and self.now - self.asked.get(ranks, -math.inf) >= self.settings.cooldown_s
 
     def _place(self, request: WaitingRequest) -> None:
         """Send a request to an instance, or promise it one."""
@@ -271,16 +293,16 @@ class _Decision:
         members = self.planned[ranks]
         ready = holds_together(members, request.kv)
         members[0].add(request.kv)
-        busy = any(member.reading.busy for member in members)
-        if ready and not busy and self.now - self.asked.get(ranks, -math.inf) >= self.settings.cooldown_s:
+        if ready and self._may_ask(ranks, members):
             self.asked[ranks] = self.now
+            self.tries[ranks] = self.tries.get(ranks, 0) + 1
             names = tuple(member.reading.name for member in members)
             self.ups.append(ScaleUp(names, len(ranks), request.name))
 
     def _scale_up(self, request: WaitingRequest) -> bool:
         """Have instances become one for a request; False: none can now."""
         settings = self.settings
-        members = best_merger(self.candidates, request.kv, settings.step, settings.most_ranks)
+        members = best_merger(self.candidates, request.kv, settings.step, settings.most_ranks, self.failed)
         if members is None:
             return False
         ranks = frozenset(rank for member in members for rank in member.reading.ranks)

@@ -11,6 +11,7 @@ from elastic.config import Lengths
 from elastic.controller.policies.lengths.candidates import InstanceDraft, best_merger, lower_degree
 from elastic.controller.policies.lengths.policy import (
     MOST_PASSED,
+    TRIES,
     LengthPlan,
     LengthPolicy,
     LengthState,
@@ -335,3 +336,38 @@ def test_what_a_tick_looks_at_does_not_grow_with_the_queue(waiting: int, monkeyp
     plan = decide([instance(name, 900) for name in "abcd"], *queue, waits("long", 2500))
     assert len(looked) <= 2 * MOST_PASSED
     assert [up.request for up in plan.ups] == ["long"], "who needs several ranks together is not passed over"
+
+
+def test_ranks_that_do_not_become_one_serve_again_while_others_are_asked() -> None:
+    """Nobody says why a change comes to nothing: a rank that is short of memory, say."""
+    run = Run(cooldown_s=1.0, patience_s=30.0)
+    four = [instance(name) for name in "abcd"]
+    long, asked = waits("long", 2500), list[tuple[float, tuple[str, ...]]]()
+    for tenth in range(1000):
+        plan = run.at(tenth / 10, four, long)
+        asked += [(tenth / 10, up.instances) for up in plan.ups]
+    first, second = ("a", "b"), ("c", "d")
+    assert [names for _, names in asked[: 2 * TRIES]] == [first] * TRIES + [second] * TRIES
+    assert asked[TRIES][0] == asked[TRIES - 1][0] + 1.0, "others at once"
+    again = next(at_s for at_s, names in asked[TRIES:] if names == first)
+    assert again >= asked[TRIES][0] + 30.0, "the first when they had served for a while"
+
+
+def test_ranks_that_failed_to_become_one_take_short_requests_meanwhile() -> None:
+    run, both = Run(cooldown_s=1.0, patience_s=30.0), [instance("a"), instance("b")]
+    long, short = waits("long", 2500), waits("short", 100)
+    for second in range(TRIES):
+        assert run.at(float(second), both, long, short).ups
+        assert not run.at(second + 0.5, both, long, short).routes, "they wait for each other"
+    assert run.at(float(TRIES), both, long, short).routes == (("short", "a"),)
+    assert not run.at(TRIES + 29.0, both, long).ups
+    assert run.at(TRIES + 31.0, both, long).ups == (ScaleUp(("a", "b"), 2, "long"),)
+
+
+def test_ranks_that_became_one_late_are_not_taken_for_failed() -> None:
+    run, both, long = Run(cooldown_s=1.0), [instance("a"), instance("b")], waits("long", 2500)
+    for second in range(TRIES):
+        assert run.at(float(second), both, long).ups
+    changing = [replace(each, busy=True) for each in both]
+    assert not run.at(TRIES + 5.0, changing, long).routes
+    assert run.at(TRIES + 6.0, [instance("a", ranks="ab")], long).routes == (("long", "a"),)
