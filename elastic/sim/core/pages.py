@@ -33,7 +33,7 @@ class SimulatedMemory:
         self.lock: AbstractContextManager[Any] = nullcontext()
         self.budget_pages, self.other_pages, self.sector_pages = budget_pages, other_pages, sector_pages
         self.promised = promised
-        self._cap = SectorCap()
+        self.cap = SectorCap()
         self._blocks_per_sector = blocks_per_sector
         self._reusable, self._give_up_reusable = reusable, give_up_reusable
         self.mapped: set[tuple[int, int]] = set()
@@ -51,7 +51,7 @@ class SimulatedMemory:
     @property
     def capacity(self) -> int:
         """Sectors that requests could have, with none there."""
-        return self._cap.within(self.sectors)
+        return self.cap.within(self.sectors)
 
     @property
     def allocated(self) -> int:
@@ -75,7 +75,7 @@ class SimulatedMemory:
 
     def room(self, *, growing: bool) -> int:
         """Count the sectors that could be had: for sequences that live (`growing`), or for new ones."""
-        most = self._cap.within(self.sectors, growing=growing)
+        most = self.cap.within(self.sectors, growing=growing)
         return max(0, most - self.used_sectors)
 
     def require_possible(self, sectors: int, what: str) -> None:
@@ -84,12 +84,12 @@ class SimulatedMemory:
             raise CapacityError(
                 f"{what} never fits", requested_bytes=sectors, free_bytes=self.room(growing=False), total_bytes=0
             )
-        if sectors > self._cap.within(sectors):
-            raise Overloaded(f"{what} does not fit while the cap is {self._cap.sectors}", retry_after_s=RETRY_AFTER_S)
+        if sectors > self.cap.within(sectors):
+            raise Overloaded(f"{what} does not fit while the cap is {self.cap.sectors}", retry_after_s=RETRY_AFTER_S)
 
     def allocate(self, group: int) -> int:
         """Return the number of one more sector. Raises `CapacityError`, and nothing has changed."""
-        most = self._cap.within(self.sectors, growing=True)
+        most = self.cap.within(self.sectors, growing=True)
         if self.allocated >= most:
             self._give_up_reusable(self.allocated + 1 - most)
         if self.allocated >= most:
@@ -108,12 +108,12 @@ class SimulatedMemory:
 
     def set_cap(self, sectors: int | None) -> None:
         """Have so many sectors at the most; a lower one binds those that live once they need no more."""
-        self._cap.set(sectors)
+        self.cap.set(sectors)
         self.reached_cap()
 
     def reached_cap(self) -> bool:
         """Return whether there are no more sectors than the cap allows, nor will be for what was promised."""
-        cap = self._cap
+        cap = self.cap
         if cap.sectors is not None and cap.live != cap.sectors:
             self._give_up_reusable(self.allocated - cap.sectors)
             if max(self.allocated, self.used_sectors + self.promised()) <= cap.sectors:

@@ -93,7 +93,7 @@ class SimulatedRank:
             case ask.SetCap(sectors):
                 return self.instance.do_between(partial(self._set_cap, sectors))
             case ask.CapReached():
-                return self.instance.do_between(self.instance.memory.reached_cap)
+                return self.instance.do_between(self._cap_reached)
             case Check():
                 return self.check()
         return self._of_layers(question)
@@ -214,6 +214,25 @@ class SimulatedRank:
         self.instance.memory.set_cap(sectors)
         self.instance.wake()
         return self.instance.load()
+
+    def _cap_reached(self) -> bool:
+        """Look; where only what is free in sectors stands in the way, blocks move together, as those of real ranks."""
+        memory = self.instance.memory
+        return memory.reached_cap() or (self._compact() and memory.reached_cap())
+
+    def _compact(self) -> bool:
+        """Have blocks lie in as few sectors as hold them, where the real `compact` does; it takes no time here."""
+        instance, scheduler, cap = self.instance, self.instance.scheduler, self.instance.memory.cap.sectors
+        if cap is None or not self.stages or self.books.path.copies > 1 or self.written is not None or scheduler.held:
+            return False
+        if not instance.blocks.fit_compacted(cap):
+            return False
+        with instance.blocks.compaction() as compaction:
+            compaction.move()
+        if scheduler.journal is not None:
+            scheduler.journal.note_moved(scheduler.begun)
+        instance.tell([], [])
+        return True
 
     def _allot(self, home: str, sectors: int) -> None:
         guest = self.books.homes[home]

@@ -33,10 +33,11 @@ def model(
     noise: float = 0.0,
     links: Links | None = None,
     cost: ChunkCost = COST,
+    sector_blocks: int = 1,
 ) -> LayeredModel:
-    """A model of which a rank has as many pages of weights as for keys and values, and a block is a sector."""
+    """A model of which a rank has as many pages of weights as for keys and values; a sector has so many blocks."""
     weights, sector = FIXED + LAYERS * WEIGHTS, LAYERS * kv_shards
-    pages = PlacePages(weights + SECTORS * sector, weights, sector, 1, LAYERS, WEIGHTS)
+    pages = PlacePages(weights + SECTORS * sector, weights, sector, sector_blocks, LAYERS, WEIGHTS)
     rank = RankModel(EngineOptions(BLOCK, 32, 128), pages, cost, noise)
     form = Packed("int4", 0.25, 1.0) if packed else None
     return LayeredModel(rank, shards, kv_shards, 4096, 256, 0.05, links or Links(bytes_s=1e8), form)

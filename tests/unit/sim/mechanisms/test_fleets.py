@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
@@ -190,6 +191,25 @@ def test_requests_that_no_rank_could_hold_are_served_by_shards(fleets: Fleets) -
     made.check_computed()
     assert made.kinds() == ["resharded", "resharded", "parted"]
     assert not made.fleet.verbs.groups()
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_ranks_part_under_running_requests_whose_blocks_are_scattered(fleets: Fleets, *, moves: bool) -> None:
+    """Requests grow side by side, so that each sector has blocks of four of a rank, and three of these leave."""
+    made, parted = fleets(None, 2, layered=model(shards=2, kv_shards=2, sector_blocks=4), moves=moves), list[Any]()
+    clock, home = made.fleet.clock, made.fleet.instances["r0"]
+    made.fleet.call(lambda verbs: verbs.reshard(["r0", "r1"], tp=2))
+    made.come([(1.0, 16, 320)] * 60)
+    stay, used = [told for number, told in enumerate(made.told) if number % 8 < 2], list[int]()
+    for told in made.told:
+        if told not in stay:
+            clock.at(21.0, partial(made.fleet.dispatcher.cancel, told.request.id, None))
+    clock.at(21.9, lambda: used.append(home.memory.used_sectors))
+    clock.at(22.0, lambda: made.fleet.call(lambda verbs: parted.append(verbs.reshard(["r0"], tp=1, timeout_s=2.0))))
+    made.run(more_s=20.0)
+    assert used[0] > SECTORS, "what lives lies in more sectors than a rank has by itself"
+    assert parted[0].status == "applied", parted[0].why
+    assert all(told.finishes == ["length"] and told.tokens == 320 for told in stay)
 
 
 def test_an_instance_comes_where_no_drop_is_enough(fleets: Fleets) -> None:
