@@ -275,6 +275,16 @@ def test_an_instance_of_a_pipeline_becomes_another_only_with_all_of_it() -> None
     assert lower_degree(instance("ab", 10, partners=("c",))) is None, "what it has dropped returns first"
 
 
+def test_nobody_waits_for_ranks_that_looked_like_one_instance_while_layers_changed_their_rank() -> None:
+    """Five are none that could ever be; with all of them taken for that, nothing would be sent anywhere."""
+    run = Run()
+    plan = run.at(0.0, [instance("abcde", 1000, capacity={**CAPACITY, 5: 1000})], waits("r", 500), waits("s", 10))
+    assert plan.state.targets == {"r": frozenset("abcde")}
+    pipeline = [instance("abcd", partners=("e",)), instance("e", partners=tuple("abcd"))]
+    plan = run.at(1.0, pipeline, waits("r", 500), waits("s", 10))
+    assert [request for request, _ in plan.routes] == ["r", "s"]
+
+
 FULL = (900, 900, 900, 900, 900)  # five: one more than four instances hold
 
 
