@@ -12,7 +12,6 @@ processes kept busy meanwhile; figures are void where they are more than a few h
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import random
@@ -59,8 +58,7 @@ class Setting:
         def rate(at_s: float) -> float:
             return self.load.rate * (1 - math.cos(2 * math.pi * WAVES * at_s / self.seconds))
 
-        times = thinned(random.Random(SEED), 2 * self.load.rate, rate)
-        return list(itertools.takewhile(lambda at_s: at_s < self.seconds, times))
+        return list(thinned(random.Random(SEED), 2 * self.load.rate, rate, self.seconds))
 
 
 class ServedModels:

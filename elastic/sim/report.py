@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from elastic.cluster.control.status import FleetEvent
@@ -132,7 +134,6 @@ class Report(RequestFigures):
 
     def document(self) -> dict[str, Any]:
         """Return all figures, as JSON has them: the same for the same scenario and seed."""
-        uses = [sample.kv_use for sample in self.samples]
         return {
             "requests": self.counts(),
             "tokens": self.tokens,
@@ -147,11 +148,19 @@ class Report(RequestFigures):
             "placements": self.placements,
             "devices": self.devices,
             "stages": {rank: {"busy_s": each.busy_s, "bubble_s": each.bubble_s} for rank, each in self.stages.items()},
-            "kv_use": {"mean": sum(uses) / len(uses) if uses else 0.0, "max": max(uses, default=0.0)},
+            "kv_use": {"mean": self._kv_use(), "max": max((sample.kv_use for sample in self.samples), default=0.0)},
             "action_counts": dict(sorted(self.action_counts.items())),
             "actions": [vars(action) for action in self.actions],
             "timeline": [vars(sample) for sample in self.samples],
         }
+
+    def _kv_use(self) -> float:
+        """Return the mean use over time; 0.0 without samples. Each is of the time since the one before."""
+        times = [sample.at_s for sample in self.samples]
+        spans = [after - before for before, after in pairwise(times)]
+        spans = [*(spans[:1] or times), *spans]
+        total = math.fsum(spans)
+        return sum(s.kv_use * span for s, span in zip(self.samples, spans, strict=True)) / total if total else 0.0
 
     def _of(self, model: str) -> tuple[RequestFigures, ...]:
         """Return the figures that a request to a model is counted in."""

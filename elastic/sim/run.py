@@ -102,6 +102,8 @@ class Run:
                 break
             self._sample()
             progress(self.clock.now)
+            if len(self.report.samples) % (2 * scenario.samples) == 0:
+                every_s *= 2  # what is left takes longer than requests came: moments do not grow with it
 
     def _tell(self) -> None:
         """Recount, and report what was not told as it happened. Raises `IntegrityError`."""
@@ -111,7 +113,8 @@ class Run:
                 self.report.stages |= fleet.stage_times()
         if self.deployments is not None:
             self.report.placements = self.deployments.placements()
-            self.report.devices = self.deployments.use(self.report.last_s)
+            ended = not self.report.counts()["unfinished"]
+            self.report.devices = self.deployments.use(self.report.last_s if ended else self.clock.now)
 
     def _fleets_of(self, model: SimulatedModel) -> list[SimulatedFleet]:
         """Make the fleets of a model. Instances that share devices take turns there."""

@@ -56,9 +56,7 @@ class RequestSource:
 
     def jobs(self, seed: int, until_s: float) -> Iterator[RequestArrival]:
         """Yield the requests that come before then, in order."""
-        for at_s, prompt, answer in self._rows(seed):
-            if at_s >= until_s:
-                return
+        for at_s, prompt, answer in self._rows(seed, until_s):
             if self.most_tokens is not None and prompt + answer > self.most_tokens:
                 answer = min(self.most_tokens - 1, max(1, answer * self.most_tokens // (prompt + answer)))
                 prompt = self.most_tokens - answer
@@ -70,13 +68,14 @@ class RequestSource:
                 )
             yield RequestArrival(at_s, prompt, answer, most, min(self.shared_prefix, prompt - 1), self.name)
 
-    def _rows(self, seed: int) -> Iterator[tuple[float, int, int]]:
+    def _rows(self, seed: int, until_s: float) -> Iterator[tuple[float, int, int]]:
         if self.arrivals is None or self.lengths is None:
             assert self.trace is not None
-            yield from ((r.arrival_s, r.prompt_tokens, r.output_tokens) for r in self.trace.requests)
+            rows = ((r.arrival_s, r.prompt_tokens, r.output_tokens) for r in self.trace.requests)
+            yield from itertools.takewhile(lambda row: row[0] < until_s, rows)
             return
         lengths = random_stream(seed, f"lengths {self.name}")
-        for at_s in self.arrivals.times(random_stream(seed, f"arrivals {self.name}")):
+        for at_s in self.arrivals.times(random_stream(seed, f"arrivals {self.name}"), until_s):
             yield (at_s, *self.lengths.draw(lengths))
 
 
@@ -101,9 +100,9 @@ class Rates:
         before, after = self.rates[first], self.rates[(first + 1) % len(self.rates)]
         return before + share * (after - before)
 
-    def times(self, rng: random.Random) -> Iterator[float]:
+    def times(self, rng: random.Random, until_s: float) -> Iterator[float]:
         """Yield Poisson arrivals at the rate of each moment."""
-        return thinned(rng, max(self.rates), self.rate)
+        return thinned(rng, max(self.rates), self.rate, until_s)
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class Bursts:
         if not max([self.rate, *(rate for _, _, rate in self.windows)]) > 0:
             raise ConfigError("bursts without a rate above 0 bring no request")
 
-    def times(self, rng: random.Random) -> Iterator[float]:
+    def times(self, rng: random.Random, until_s: float) -> Iterator[float]:
         """Yield Poisson arrivals at the rate of each moment."""
         starts = [begin for begin, _, _ in self.windows]
 
@@ -133,7 +132,7 @@ class Bursts:
                 return self.windows[number][2]
             return self.rate
 
-        return thinned(rng, max([self.rate, *(rate for _, _, rate in self.windows)]), rate)
+        return thinned(rng, max([self.rate, *(rate for _, _, rate in self.windows)]), rate, until_s)
 
 
 def request_of(job: RequestArrival, number: int) -> Request:

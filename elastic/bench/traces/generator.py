@@ -20,8 +20,8 @@ LEAST_BURSTINESS = 1e-3
 class ArrivalProcess(Protocol):
     """An arrival process."""
 
-    def times(self, rng: random.Random) -> Iterator[float]:
-        """Yield arrival times in seconds, ascending, without end."""
+    def times(self, rng: random.Random, until_s: float) -> Iterator[float]:
+        """Yield arrival times in seconds, ascending, of those before `until_s`."""
 
 
 class LengthDistribution(Protocol):
@@ -41,9 +41,9 @@ class Poisson:
     def __post_init__(self) -> None:
         _require_rate("the rate of Poisson arrivals", self.rate)
 
-    def times(self, rng: random.Random) -> Iterator[float]:
+    def times(self, rng: random.Random, until_s: float) -> Iterator[float]:
         """Yield sums of exponential gaps."""
-        return itertools.accumulate(rng.expovariate(self.rate) for _ in itertools.count())
+        return _before(until_s, (rng.expovariate(self.rate) for _ in itertools.count()))
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class Gamma:
         if self.burstiness < LEAST_BURSTINESS:
             raise ConfigError(f"burstiness {self.burstiness} must be at least {LEAST_BURSTINESS:g}")
 
-    def times(self, rng: random.Random) -> Iterator[float]:
+    def times(self, rng: random.Random, until_s: float) -> Iterator[float]:
         """Yield sums of gamma-distributed gaps."""
         scale = 1 / (self.rate * self.burstiness)
-        return itertools.accumulate(rng.gammavariate(self.burstiness, scale) for _ in itertools.count())
+        return _before(until_s, (rng.gammavariate(self.burstiness, scale) for _ in itertools.count()))
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,12 @@ class OnOff:
         if self.off_rate:
             _require_rate("off_rate of on/off arrivals", self.off_rate)
 
-    def times(self, rng: random.Random) -> Iterator[float]:
+    def times(self, rng: random.Random, until_s: float) -> Iterator[float]:
         """Yield Poisson arrivals at the rate of each moment."""
         cycle_s, highest = self.on_s + self.off_s, max(self.on_rate, self.off_rate)
-        return thinned(rng, highest, lambda at_s: self.on_rate if at_s % cycle_s < self.on_s else self.off_rate)
+        return thinned(
+            rng, highest, lambda at_s: self.on_rate if at_s % cycle_s < self.on_s else self.off_rate, until_s
+        )
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,10 @@ class Ramp:
         _require_rate("the highest rate of a ramp", max(self.first_rate, self.last_rate))
         require_positive(f"the length of a ramp, {self.over_s},", self.over_s)
 
-    def times(self, rng: random.Random) -> Iterator[float]:
+    def times(self, rng: random.Random, until_s: float) -> Iterator[float]:
         """Yield Poisson arrivals at the rate of each moment."""
         change, highest = self.last_rate - self.first_rate, max(self.first_rate, self.last_rate)
-        return thinned(rng, highest, lambda at_s: self.first_rate + change * min(1.0, at_s / self.over_s))
+        return thinned(rng, highest, lambda at_s: self.first_rate + change * min(1.0, at_s / self.over_s), until_s)
 
 
 @dataclass(frozen=True)
@@ -181,8 +183,7 @@ def generate(arrivals: ArrivalProcess, lengths: LengthDistribution, duration_s: 
     """
     require_positive(f"the duration of a generated trace, {duration_s},", duration_s)
     of_arrivals, of_lengths = random.Random(f"arrivals {seed}"), random.Random(f"lengths {seed}")
-    within = itertools.takewhile(lambda t: t < duration_s, arrivals.times(of_arrivals))
-    times = list(itertools.islice(within, MOST_REQUESTS))
+    times = list(itertools.islice(arrivals.times(of_arrivals, duration_s), MOST_REQUESTS))
     if len(times) == MOST_REQUESTS:
         raise ConfigError(f"{arrivals} brings {MOST_REQUESTS:,} requests and more within {duration_s:g} s; take less")
     requests = tuple(TraceRequest(t, *lengths.draw(of_lengths)) for t in times)
@@ -191,9 +192,14 @@ def generate(arrivals: ArrivalProcess, lengths: LengthDistribution, duration_s: 
     return Trace(requests, f"{arrivals} {lengths}", window=(0.0, duration_s), seed=seed)
 
 
-def thinned(rng: random.Random, highest: float, rate: Callable[[float], float]) -> Iterator[float]:
+def thinned(rng: random.Random, highest: float, rate: Callable[[float], float], until_s: float) -> Iterator[float]:
     """Yield Poisson arrivals at a rate that changes with time: those at the highest rate, each kept with its share."""
-    return (t for t in Poisson(highest).times(rng) if rng.random() * highest < rate(t))
+    return (t for t in Poisson(highest).times(rng, until_s) if rng.random() * highest < rate(t))
+
+
+def _before(until_s: float, gaps: Iterator[float]) -> Iterator[float]:
+    """Yield the sums of gaps that are before then."""
+    return itertools.takewhile(lambda at_s: at_s < until_s, itertools.accumulate(gaps))
 
 
 def _require_rate(name: str, value: float) -> None:

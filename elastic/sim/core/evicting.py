@@ -32,8 +32,13 @@ class OptimisticBlocks(BlockManager):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.evicted: set[str] = set()
-        """Sequences that had to give theirs back at some time."""
+        """Sequences that have not ended, and had to give theirs back at some time."""
         super().__init__(*args, **options)
+
+    def detach(self, sequence: str) -> BlockTable | None:
+        """See `BlockManager`."""
+        self.evicted.discard(sequence)
+        return super().detach(sequence)
 
     def promised_sectors(self) -> int:
         """Promise nothing."""

@@ -59,6 +59,16 @@ def kept(root: object) -> int:
     return sum(map(len, found.values()))
 
 
+@pytest.mark.parametrize("way", ["recompute", "swap"])
+def test_of_sequences_that_ended_nobody_notes_that_they_were_evicted(way: str) -> None:
+    requests = [{**tomllib.loads(SCENARIO)["requests"][0], "answer_median": 100}]
+    tight = {**EVICTING, "engine": {"eviction": way, "block_tokens": 4}, "memory": {"kv_tokens": 600}}
+    run = played(10, {**tight, "requests": requests})
+    for instance in run.fleets[0].instances.values():
+        assert instance.scheduler.evictions > 0
+        assert not instance.blocks.evicted
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, EVICTING], ids=["plain", "evicting"])
 def test_a_longer_run_keeps_no_more(changes: dict[str, Any]) -> None:

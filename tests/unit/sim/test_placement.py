@@ -214,6 +214,17 @@ def test_stretches_of_steps_end_when_another_model_wants_the_device() -> None:
     )
 
 
+def test_a_device_that_computes_when_the_run_ends_was_busy_until_then() -> None:
+    """Prompts of several steps, of which no first token has come by then."""
+    scenario = values(1, with_room_for(2.2, 1), 50.0, prompt=2000)
+    scenario["requests"][0] |= {"prompt_tokens": 2000}
+    run = played({**scenario, "duration_s": 0.1, "drain_s": 0.0})
+    counts = run.report.counts()
+    assert 0 < counts["unfinished"] == counts["arrived"]
+    assert not run.report.tokens
+    assert 0.5 < run.report.devices["a6000#0"]["busy"] <= 1
+
+
 def test_replicas_are_on_devices_of_their_own_and_share_the_requests() -> None:
     run = played(values(2, "4*a6000", replicas=2, policy="least-loaded"))
     assert all(len(devices_of(run, name)) == 2 for name in ("small", "small#2"))

@@ -107,6 +107,32 @@ def test_requests_that_never_fit_and_more_than_may_wait_are_refused() -> None:
     assert small["requests"]["unfinished"] == 0
 
 
+@pytest.mark.parametrize(
+    "arrivals",
+    [
+        {"arrivals": "bursts", "rate": 0, "bursts": [{"from_s": 1, "until_s": 3, "rate": 5}]},
+        {"arrivals": "on-off", "on_rate": 5, "off_rate": 0, "on_s": 3, "off_s": 1e15},
+    ],
+    ids=["bursts", "on-off"],
+)
+def test_a_run_ends_where_behind_some_time_no_request_comes_any_more(arrivals: dict[str, Any]) -> None:
+    lengths = {"lengths": "fixed", "prompt_tokens": 30, "answer_tokens": 4}
+    counts = document(requests=[{**arrivals, **lengths}])["requests"]
+    assert counts["completed"] == counts["arrived"] > 3
+
+
+@pytest.mark.parametrize("duration_s", [1e-3, 1.0])
+def test_moments_are_few_though_requests_take_much_longer_than_they_come(duration_s: float) -> None:
+    lengths = {"lengths": "fixed", "prompt_tokens": 30, "answer_tokens": 500}
+    requests = [{"arrivals": "poisson", "rate": 4 / duration_s, **lengths}]
+    told = document(duration_s=duration_s, samples=10, requests=requests, steps=_without_noise())
+    assert told["requests"]["completed"] == told["requests"]["arrived"] > 0
+    assert told["span_s"] > 4
+    assert len(told["timeline"]) < 20 * (2 + math.log2(told["span_s"] / duration_s))
+    uses = [sample["kv_use"] for sample in told["timeline"] if sample["at_s"] > duration_s]
+    assert told["kv_use"]["mean"] == pytest.approx(sum(uses[-10:]) / 10, rel=0.3), "of time, not of moments"
+
+
 def sheet(**config: Any) -> dict[str, Any]:
     """The table of a model by a data sheet, and its config."""
     return {"device": "h100", "config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, **config}}
