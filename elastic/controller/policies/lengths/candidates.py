@@ -97,7 +97,7 @@ def best_merger(
         degree = step
         while degree <= most_ranks:
             able = [candidate for candidate in own if kv.alone <= candidate.reading.capacity_at(degree)]
-            for members in filter(_complete, _sets(able, degree, step)):
+            for members in filter(complete, _sets(able, degree, step)):
                 if frozenset(rank for member in members for rank in member.reading.ranks) in failed:
                     continue
                 mixed = len({member.reading.degree for member in members}) > 1
@@ -148,7 +148,7 @@ def _sets(candidates: Sequence[InstanceDraft], degree: int, step: int) -> Iterat
             yield tuple(mixed)
 
 
-def _complete(members: Sequence[InstanceDraft]) -> bool:
+def complete(members: Sequence[InstanceDraft]) -> bool:
     """Tell whether there are some, and all that compute layers of one of them are ranks of them."""
     ranks = {rank for member in members for rank in member.reading.ranks}
     return bool(members) and all(ranks.issuperset(member.reading.partners) for member in members)

@@ -20,6 +20,7 @@ from elastic.controller.backoff import regretted
 from elastic.controller.policies.lengths.candidates import (
     InstanceDraft,
     best_merger,
+    complete,
     holds_together,
     lower_degree,
     room_together,
@@ -191,8 +192,8 @@ class _Decision:
                 continue
             if any(ranks & other and ranks != other for other in self.planned):
                 continue
-            if len(members) > 1 and room_together(members) < waiting[name]:
-                continue  # they were one while layers changed their rank, and will not be again
+            if len(members) > 1 and (room_together(members) < waiting[name] or not complete(members)):
+                continue  # layers have changed their rank since: they will not be one as they are
             changes = len(members) > 1 or members[0].room < waiting[name] <= members[0].reading.capacity_at(len(ranks))
             if changes and self._came_to_nothing(ranks, members):
                 continue

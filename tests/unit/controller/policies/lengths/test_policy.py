@@ -285,6 +285,15 @@ def test_nobody_waits_for_ranks_that_looked_like_one_instance_while_layers_chang
     assert [request for request, _ in plan.routes] == ["r", "s"]
 
 
+def test_nobody_waits_for_instances_of_which_one_has_come_to_compute_layers_with_others() -> None:
+    """They become one only with those others, so asking for the two by themselves would fail again and again."""
+    run, long = Run(), waits("r", 1200)
+    assert run.at(0.0, [instance("a"), instance("b")], long).ups == (ScaleUp(("a", "b"), 2, "r"),)
+    roomy = {**CAPACITY, 1: 1250}
+    dropped = [instance("a"), *(instance(x, partners=(y,), capacity=roomy) for x, y in ("bc", "cb"))]
+    assert run.at(100.0, dropped, long).routes == (("r", "b"),)
+
+
 FULL = (900, 900, 900, 900, 900)  # five: one more than four instances hold
 
 
