@@ -107,6 +107,18 @@ class RankInstance(SimulatedInstance):
         """Have a report go out with what is told next."""
         self._report = report
 
+    def between_steps(self, action: Callable[[], object]) -> None:
+        """See `SimulatedInstance`. What it changes of keys and values is told at once; what ended is free then."""
+
+        def act() -> None:
+            action()
+            if self.scheduler.journal is not None:
+                self.scheduler.journal.tell(always=False)
+            if self._report is not None:
+                self.tell([], [])
+
+        super().between_steps(act)
+
     def do_between(self, action: Callable[[], T]) -> Future[T]:
         """Do something between two steps; return what comes of it."""
         done: Future[T] = Future()
@@ -169,7 +181,7 @@ class RankInstance(SimulatedInstance):
         """Tell what came of a question, half of its time later."""
 
         def tell() -> None:
-            if self._asked.pop(answer, 0) is None and not self.hangs:
+            if not self.hangs and self._asked.pop(answer, 0) is None:  # what it has not answered fails with its end
                 error = reply.exception()
                 answer.set_exception(error) if error is not None else answer.set_result(reply.result())
 

@@ -111,9 +111,13 @@ class SimulatedRank:
         if rank in self.books.path.helpers:
             self.instance.paused = True
             self.steps.lose(rank)
-            flipping, self._flipping = self._flipping, None
-            if flipping is not None:
-                flipping.set_exception(RankLost(f"rank {rank!r} was lost", rank=rank))
+            self._end_flip(rank)
+
+    def _end_flip(self, rank: str) -> None:
+        """Have a flip that waits for a rank which was lost never be."""
+        flipping, self._flipping = self._flipping, None
+        if flipping is not None:
+            _fail(flipping, rank)
 
     def go_by(self, path: LayerPath) -> None:
         """Have the steps of its instance go by a path; each rank's books follow. No step is in flight."""
@@ -231,7 +235,6 @@ class SimulatedRank:
             compaction.move()
         if scheduler.journal is not None:
             scheduler.journal.note_moved(scheduler.begun)
-        instance.tell([], [])
         return True
 
     def _allot(self, home: str, sectors: int) -> None:
@@ -264,7 +267,9 @@ class SimulatedRank:
         parts, ends = len(self._new_parts(home, source.pages)), (source.memory.rank, self.name)
         nbytes = len(blocks[0]) * parts * model.kv.block_bytes
         done: Future[int] = Future()
-        self.world.wires.copy(ends, nbytes, lambda: done.set_result(nbytes), coordinated=coordinated)
+        self.world.wires.copy(
+            ends, nbytes, lambda: done.set_result(nbytes), lost=partial(_fail, done), coordinated=coordinated
+        )
         return done
 
     def _new_parts(self, home: str, parts: Iterable[int]) -> set[int]:
@@ -302,8 +307,20 @@ class SimulatedRank:
             done.set_result(Flipped((instance.clock.now - began_s) * 1e3, sum(nbytes.values())))
 
         copied = Countdown(len(nbytes), lambda: instance.clock.after(model.links.flip_s, commit))
+
+        def lose(rank: str) -> None:
+            if self._flipping is done:
+                self._end_flip(rank)
+                instance.paused = paused
+                self.follow()
+
         for ends, each in nbytes.items():
-            world.wires.copy(ends, each, copied, coordinated=False)
+            world.wires.copy(ends, each, copied, lost=lose, coordinated=False)
+
+
+def _fail(done: Future[Any], rank: str) -> None:
+    """Have what came from, or went to, a rank that was lost not be."""
+    done.set_exception(RankLost(f"rank {rank!r} was lost", rank=rank))
 
 
 def _moves(before: LayerPath, after: LayerPath) -> dict[tuple[str, str], frozenset[int]]:

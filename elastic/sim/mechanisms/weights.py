@@ -12,7 +12,7 @@ from typing import Any
 from elastic.clock import settle
 from elastic.cluster.control.messages import Apply, Look, RuntimeView
 from elastic.cluster.control.stage_questions import WeightDigests, WeightsOf
-from elastic.errors import CapacityError, ConfigError, StateError
+from elastic.errors import CapacityError, ConfigError, RankLost, StateError
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.planning.sharding.numbers import by_layer, shared_out, whole_layers
 from elastic.sim.mechanisms.books import RankBooks
@@ -99,7 +99,7 @@ class Weights:
     def _bring(self, shards: Collection[int], asked: Mapping[str, Collection[int]], *, coordinated: bool = True) -> Any:
         """Have weights come, from several ranks at once or, if none is asked, from the checkpoint; they wait where
         there is no room."""
-        layers = tuple(by_layer(shards, self._model.shards))
+        layers, new = tuple(by_layer(shards, self._model.shards)), set(shards) - self._books.resident
         try:
             nbytes = self._books.bring(shards) * self._model.page_bytes
         except CapacityError:
@@ -109,12 +109,17 @@ class Weights:
 
         def there(rank: str = "") -> None:
             coming.discard(rank)
-            if not coming:
+            if not coming and not done.done():
                 done.set_result((Change("applied", layers, moved_bytes=nbytes),))
+
+        def lose(rank: str) -> None:
+            if not done.done():
+                self._books.drop(new - self._books.needed)
+                done.set_exception(RankLost(f"rank {rank!r} was lost before its weights were here", rank=rank))
 
         for rank, theirs in asked.items():
             share, ends = nbytes * len(theirs) / len(shards), (rank, self._books.name)
-            self._wires.copy(ends, share, partial(there, rank), coordinated=coordinated)
+            self._wires.copy(ends, share, partial(there, rank), lost=lose, coordinated=coordinated)
         if not asked:
             self._instance.clock.after(nbytes / self._model.links.checkpoint_bytes_s, there)
         return done

@@ -16,6 +16,7 @@ class _Flow:
     ends: tuple[str, ...]
     left: float
     done: Callable[[], object]
+    lost: Callable[[str], object]
     coordinated: bool
     rate: float = 0.0
     due: ScheduledEvent | None = None
@@ -33,11 +34,17 @@ class Wires:
         self._at = 0.0
 
     def copy(
-        self, ends: tuple[str, ...], nbytes: float, done: Callable[[], object], *, coordinated: bool = True
+        self,
+        ends: tuple[str, ...],
+        nbytes: float,
+        done: Callable[[], object],
+        *,
+        lost: Callable[[str], object] = lambda rank: None,
+        coordinated: bool = True,
     ) -> None:
-        """Have bytes go between ranks; `done` is called when they are there."""
+        """Have bytes go between ranks; `done` is called when they are there, `lost` when one is forgotten."""
         self._advance()
-        self._flows[_Flow(ends, nbytes, done, coordinated)] = None
+        self._flows[_Flow(ends, nbytes, done, lost, coordinated)] = None
         self._share_out()
 
     def hidden_s(self, ends: tuple[str, ...], nbytes: float, times: int = 1) -> float:
@@ -55,11 +62,14 @@ class Wires:
     def forget(self, rank: str) -> None:
         """Have what goes to or from a rank that was lost never arrive."""
         self._advance()
-        for flow in [flow for flow in self._flows if rank in flow.ends]:
+        flows = [flow for flow in self._flows if rank in flow.ends]
+        for flow in flows:
             del self._flows[flow]
             if flow.due is not None:
                 flow.due.cancel()
         self._share_out()
+        for flow in flows:
+            flow.lost(rank)
 
     def _advance(self) -> None:
         """Count what has gone since the last time."""

@@ -182,6 +182,17 @@ def test_requests_move_with_what_they_have(fleets: Fleets) -> None:
     assert made.fleet.log.totals().recomputed_tokens == 0
 
 
+def test_what_a_request_had_is_free_when_it_has_moved_from_a_rank_with_nothing_else_to_do(fleets: Fleets) -> None:
+    made = fleets(None, 2, moves=True, routing="round_robin")
+    made.come([(0.1, 64, 100)])
+    made.fleet.clock.at(2.0, lambda: made.fleet.call(lambda verbs: verbs.move("q0", "r1")))
+    made.run()
+    made.check_ends()
+    assert made.kinds() == ["moved"]
+    assert [len(rank.blocks.live) for rank in made.fleet.instances.values()] == [0, 0]
+    assert [rank.load.free_blocks for rank in made.fleet.dispatcher.instances.values()] == [SECTORS, SECTORS]
+
+
 def test_requests_that_no_rank_could_hold_are_served_by_shards(fleets: Fleets) -> None:
     made = fleets("lengths", 2, layered=model(shards=2, kv_shards=2))
     long = (SECTORS + 10) * BLOCK
@@ -231,6 +242,22 @@ def test_faults_of_a_group_lose_no_request(fleets: Fleets, kind: str, at_s: floa
     made.check_ends()
     assert made.fleet.log.totals().ranks_lost == 1
     assert "r1" not in made.fleet.dispatcher.instances
+
+
+@pytest.mark.parametrize("kind", ["kill", "hang"])
+@pytest.mark.parametrize("bytes_s", [1e5, 3e5], ids=["fetching", "fetched"])
+def test_who_fetches_weights_of_a_rank_that_is_lost_goes_on(fleets: Fleets, bytes_s: float, kind: str) -> None:
+    """Both fetch half of each layer, in 6.6 or 2.2 s; what hangs is fenced after two, and may have them by then."""
+    made = fleets(None, 2, watch=True, layered=model(shards=2, kv_shards=2, links=Links(bytes_s=bytes_s)))
+    clock = made.fleet.clock
+    made.fleet.call(lambda verbs: verbs.reshard(["r0", "r1"], tp=2))
+    made.come([(1.0, 20, 300)] * 4)
+    clock.at(5.0, lambda: made.fleet.call(lambda verbs: verbs.reshard(["r0"], tp=1)))
+    clock.at(6.0, lambda: getattr(made.fleet, kind)("r1"))
+    made.run()
+    assert all(told.finishes == ["length"] for told in made.told)
+    assert made.fleet.log.totals().ranks_lost == 1
+    assert max(told.outputs[-1].at_s for told in made.told) < 60, "the other one waited to be taken for hung, too"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
