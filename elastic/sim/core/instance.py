@@ -143,12 +143,11 @@ class SimulatedInstance:
         if self._stretch is not None:
             self._shorten(self._stretch)
             return
-        if not self._in_flight:
-            while self._between:
-                self._between.pop(0)()
-            if self._cohorts != self.batches() and not self.lost:
-                self._cohorts = self.batches()
-                self.scheduler.set_cohorts(self._cohorts)
+        while self._between and not self._in_flight:  # what is done may have a step begin
+            self._between.pop(0)()
+        if not self._in_flight and self._cohorts != self.batches() and not self.lost:
+            self._cohorts = self.batches()
+            self.scheduler.set_cohorts(self._cohorts)
         if self._between or self._cohorts != self.batches():
             return
         if not self.lost and not self.paused and not self._in_flight and self._begin_stretch():

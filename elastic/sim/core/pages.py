@@ -120,15 +120,17 @@ class SimulatedMemory:
                 cap.live = cap.sectors
         return cap.live == cap.sectors
 
-    def resize(self, *, other_pages: int | None = None, sector_pages: int | None = None) -> None:
+    def resize(
+        self, *, other_pages: int | None = None, sector_pages: int | None = None, keeps_promises: bool = True
+    ) -> None:
         """Have weights, or layers with keys and values, come or go. Raises `CapacityError` where live ones lack room.
 
-        Nothing has changed then.
+        Nothing has changed then. Without `keeps_promises` what has sectors counts alone.
         """
         before = self.other_pages, self.sector_pages
         self.other_pages = self.other_pages if other_pages is None else other_pages
         self.sector_pages = self.sector_pages if sector_pages is None else sector_pages
-        lacking = -self.free_pages
+        lacking = -self.free_pages - (0 if keeps_promises else self.promised() * self.sector_pages)
         if lacking > 0:
             self.other_pages, self.sector_pages = before
             raise CapacityError("no room", requested_bytes=lacking, free_bytes=0, total_bytes=self.budget_pages)

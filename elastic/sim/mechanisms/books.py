@@ -104,9 +104,10 @@ class RankBooks:
             resident=frozenset(self.resident),
         )
 
-    def settle(self) -> None:
+    def settle(self, *, keeps_promises: bool = True) -> None:
         """Have the engine's memory be what the others leave. Raises `CapacityError` where live requests lack room."""
-        self._memory.resize(other_pages=self.other_pages(), sector_pages=max(1, self.model.kv_pages(self.own)))
+        sector_pages = max(1, self.model.kv_pages(self.own))
+        self._memory.resize(other_pages=self.other_pages(), sector_pages=sector_pages, keeps_promises=keeps_promises)
 
     def open(self, home: str, sectors: int) -> None:
         """Be a stage of a home."""

@@ -34,7 +34,14 @@ class SimulatedRecovery:
         """
         done: Future[int] = Future()
         self.instance.paused = True
-        self.instance.between_steps(partial(self._come_home, lost, readable, frozenset(elsewhere), done))
+
+        def come_home() -> None:
+            try:
+                self._come_home(lost, readable, frozenset(elsewhere), done)
+            except CapacityError as error:  # whoever asked hears of it, also where a step was in flight
+                done.set_exception(error)
+
+        self.instance.between_steps(come_home)
         return done
 
     def _come_home(self, lost: str, readable: bool, elsewhere: frozenset[int], done: Future[int]) -> None:
@@ -59,7 +66,8 @@ class SimulatedRecovery:
                 if books.free_kept():
                     continue
                 if not scheduler.begun:  # else the youngest has no room without the others
-                    raise
+                    books.settle(keeps_promises=False)  # to who waits: it ends if it never fits here
+                    break
                 again += scheduler.restart(scheduler.begun[-1:])
         copied = memory.allocated * model.kv_pages(away) * model.page_bytes if away else 0
         copied += (fetched - resident) * model.page_bytes

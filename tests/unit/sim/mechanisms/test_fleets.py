@@ -260,6 +260,16 @@ def test_who_fetches_weights_of_a_rank_that_is_lost_goes_on(fleets: Fleets, byte
     assert max(told.outputs[-1].at_s for told in made.told) < 60, "the other one waited to be taken for hung, too"
 
 
+def test_a_request_that_fits_no_rank_which_is_left_ends_and_no_other_one(fleets: Fleets) -> None:
+    made = fleets(None, 2, watch=True, layered=model(shards=2, kv_shards=2))
+    made.fleet.call(lambda verbs: verbs.reshard(["r0", "r1"], tp=2))
+    made.come([(1.0, (SECTORS + 10) * BLOCK - 100, 100), *burst(6, at_s=1.1)])
+    made.fleet.clock.at(3.0, lambda: made.fleet.kill("r1"))
+    made.run()
+    assert [told.finishes for told in made.told] == [["failed"], *[["length"]] * 6]
+    assert made.fleet.log.totals().ranks_lost == 1
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_weights_of_a_lost_rank_come_from_one_that_has_them_sooner_than_from_files(fleets: Fleets, ranks: int) -> None:
     """With two ranks nobody has them: half of a model, which takes 20 s by the files."""
