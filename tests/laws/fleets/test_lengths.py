@@ -23,6 +23,22 @@ def test_a_request_that_its_home_cannot_hold_alone_any_more_goes_to_others_that_
 
 
 @pytest.mark.slow
+def test_requests_go_on_when_a_limit_is_raised_that_was_lowered_while_ranks_share_layers() -> None:
+    """What the ranks could hold is measured again then, although the group has as many blocks as before."""
+    machine = LengthMachine()
+    machine.begin(name="llama-mha", ranks=2, most=None)
+    try:
+        machine.submit_long(answer=3, degree=2, share=0.3)
+        machine.tick(ticks=1)
+        machine.resize(number=0, pages=9)
+        machine.submit_several(lengths=[36, 34, 17])
+        machine.tick(ticks=3)
+    finally:
+        machine.teardown()
+    assert len(machine.heard.ends) == 4
+
+
+@pytest.mark.slow
 def test_whoever_ranks_can_hold_together_ends_whatever_the_policy_of_lengths_does() -> None:
     run_state_machine_as_test(LengthMachine, settings=settings(max_examples=4, stateful_step_count=12, deadline=None))
 

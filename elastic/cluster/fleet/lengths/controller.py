@@ -23,8 +23,8 @@ from elastic.errors import ConfigError
 logger = logging.getLogger(__name__)
 ACT_S = 30.0
 """How long instances may take to become one, or to part; where they may not, all serve on as they are."""
-_Limits = tuple[tuple[Instance, ...], tuple[int, ...]]
-"""Instances that serve, and what each has by itself, or could have in its group."""
+_Limits = tuple[tuple[Instance, ...], tuple[int, ...], tuple[int, ...]]
+"""Instances that serve, what each has by itself, or could have in its group, and what its rank's limit would allow."""
 LEAST_S = 0.005
 """Between two ticks at least: requests that come together are looked at together."""
 
@@ -43,7 +43,7 @@ class LengthController:
         self._policy, self._state = LengthPolicy(settings), LengthState()
         self._readings = LengthReadings(dispatcher)
         self._capacity: Capacity = {}
-        self._measured: _Limits = ((), ())  # as they were when capacity was measured
+        self._measured: _Limits = ((), (), ())  # as they were when capacity was measured
         self._noted: tuple[list[Instance], list[str], Capacity] = ([], [], {})  # when they came to know what they reach
         self._measuring = False  # or asked for
         self._lock = clock.current().lock()
@@ -188,7 +188,8 @@ class LengthController:
     def _limits(self) -> _Limits:
         with self._dispatcher.lock:  # lists are faster: each tick asks
             serving = self._dispatcher.serving()
-            return tuple(serving), tuple([i.group_blocks if i.group else i.load.total_blocks for i in serving])
+            whole = [i.group_blocks if i.group else i.load.total_blocks for i in serving]
+            return tuple(serving), tuple(whole), tuple([i.load.uncapped_blocks for i in serving])
 
     @property
     def _degrees(self) -> tuple[int, ...]:
